@@ -37,7 +37,8 @@ class CellCopy:
     another cell, add the offsets of that cell to the addresses.
 
     Attributes:
-        src_offsets, dst_offsets: byte offset of each cell in its source block, and in its destination block.
+        src_offsets, dst_offsets: byte offset of each cell of a block, relative to the cell with the lowest
+            address, for source blocks and for destination blocks. Their lengths differ if the block sizes do.
         copies: strided copies (nested loops over runs of bytes) of the cell whose offset is 0 on both sides.
     """
 
@@ -49,7 +50,7 @@ class CellCopy:
     def descriptors(self) -> Descriptors:
         """Descriptors of the runs (contiguous bytes) of the cell whose offset in its block is 0.
 
-        Runs that are adjacent on both sides are merged.
+        Runs that are contiguous in both the source and the destination are merged into one.
         """
         return expand_copies(self.copies)
 
@@ -133,11 +134,12 @@ def merge_cell_copies(parts: Iterable[CellCopy]) -> tuple[CellCopy, ...]:
 def split_tokens(
     src: Int64s, dst: Int64s, cell_tokens: int
 ) -> Iterator[tuple[Offsets, Offsets, Int64s, Int64s]]:
-    """Group the tokens of a cell by the distances in bytes from each cell of a block to the next.
+    """Group the tokens of a cell so that each group lies at the same distances from cell to cell.
 
-    A cell is a fixed number of consecutive tokens of a block. Usually all tokens have the same distances.
-    There is then one group, which one `CellCopy` describes. There are several groups if a block consists of
-    kernel blocks that end inside cells.
+    A cell is a fixed number of consecutive tokens of a block. One `CellCopy` can describe several tokens only
+    if each of them is equally far from its counterpart in every other cell. Usually this is true for all
+    tokens of a cell, which then form one group. There are several groups if a block consists of kernel blocks
+    that end inside cells.
 
     >>> src, dst = np.arange(6) * 2, np.arange(4) * 10
     >>> [(a, b, c.tolist(), d.tolist()) for a, b, c, d in split_tokens(src, dst, 2)]

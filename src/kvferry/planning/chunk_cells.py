@@ -75,17 +75,18 @@ def runs_of(numbers: Sequence[int]) -> list[range]:
 
 
 def chunk_table(numbers: Sequence[int]) -> Int64s:
-    """Return a table that maps chunk numbers to positions in a buffer of chunks.
+    """Return a block table for a buffer of chunks, in which each chunk is a block.
 
     >>> chunk_table([1, 3]).tolist()
     [0, 1, 0, 2]
 
     Args:
-        numbers: number of each chunk in the prompt, in the order of the buffer; at least one.
+        numbers: index in the prompt of each chunk, in the order in which the buffer holds the chunks; at
+            least one.
 
     Returns:
-        Table, int64 of shape (max(numbers) + 1,). Entry ``n`` is 1 + the index of chunk ``n`` in the buffer,
-        or 0 if the buffer does not hold the chunk.
+        Table, int64 of shape (max(numbers) + 1,). Entry ``n`` is 1 + the position in the buffer of the
+        prompt's chunk ``n``, or 0 (the id of the null block) if the buffer does not hold this chunk.
     """
     table = np.zeros(max(numbers) + 1, np.int64)
     table[list(numbers)] = np.arange(1, len(numbers) + 1)
@@ -95,19 +96,19 @@ def chunk_table(numbers: Sequence[int]) -> Int64s:
 def cells_to_store(
     route: Route, chunk_tokens: int, numbers: Sequence[int], available: range, blocks: TableSlice
 ) -> list[Cells]:
-    """Return the cells to copy from an engine's blocks into chunks.
+    """Return the cells to copy from an engine's blocks into a buffer of chunks.
 
     A cell is the part of a block that is copied as one unit. There is one `Cells` object per range of
-    consecutive chunks.
+    consecutive chunks. Its destination block ids are positions in the buffer, starting at 1 (`chunk_table`).
 
     Args:
         route: layers to copy, from a rank's blocks to a pool of chunks.
         chunk_tokens: number of tokens per chunk.
-        numbers: numbers of the chunks in the prompt, ascending. For a snapshot (recurrent state at one
-            position), exactly one number.
-        available: range of tokens whose content the blocks hold. The range must begin at the start of a cell.
-            Cells without any of these tokens are not copied.
-        blocks: part of the source group's block table that holds the chunks.
+        numbers: indices in the prompt of the chunks to store, ascending, in the order of the buffer. For a
+            snapshot (recurrent state at one position), exactly one index.
+        available: range of prompt tokens whose content the blocks hold. The range must begin at the start of
+            a cell. Cells without any of these tokens are not copied. Unused for a snapshot.
+        blocks: part of the source group's block table with the blocks that hold the chunks' tokens.
 
     Raises:
         TransferError: a block is missing or null.
@@ -137,17 +138,17 @@ def cells_to_store(
 
 
 def unfilled_cells(route: Route, chunk_tokens: int, number: int, available: range) -> Cells:
-    """Return the cells of a chunk that are cleared instead of copied when the chunk is stored.
+    """Return the cells of a chunk of which the engine's blocks hold no token.
 
-    A cell is the part of a block that is copied as one unit. The engine's blocks hold no token of these
-    cells. In the result, the chunk has number 1 in the buffer, as if the buffer held no other chunk. All
-    source block ids are 0, because no block is read.
+    A cell is the part of a block that is copied as one unit. When the chunk is stored, these cells must be
+    cleared, because nothing is copied into them. In the result, all source block ids are 0 (no block is
+    read), and all destination block ids are 1, as if the chunk were the only one in its buffer.
 
     Args:
         route: layers to copy, from a rank's blocks to a pool of chunks.
         chunk_tokens: number of tokens per chunk.
-        number: number of the chunk in the prompt.
-        available: range of tokens whose content the blocks hold.
+        number: index of the chunk in the prompt.
+        available: range of prompt tokens whose content the blocks hold.
     """
     cell = route.cell_tokens
     if not cell:
@@ -165,18 +166,18 @@ def cells_to_load(
     numbers: Sequence[int],
     table: Int64s,
 ) -> list[Cells]:
-    """Return the cells to copy from loaded chunks into an engine's blocks.
+    """Return the cells to copy from a buffer of loaded chunks into an engine's blocks.
 
     A cell is the part of a block that is copied as one unit. There is one `Cells` object per range of
-    consecutive chunks.
+    consecutive chunks. Its source block ids are positions in the buffer, starting at 1 (`chunk_table`).
 
     Args:
         route: layers to copy, from a pool of chunks to a rank's blocks.
         chunk_tokens: number of tokens per chunk.
         group: attention pattern of the route's destination group.
         span: tokens of the whole load.
-        numbers: numbers, in the prompt, of the chunks in the buffer, ascending. The buffer may hold only a
-            part of the load's chunks. For a snapshot (recurrent state at one position), exactly one number.
+        numbers: indices in the prompt of the chunks in the buffer, ascending. The buffer may hold only a part
+            of the load's chunks. For a snapshot (recurrent state at one position), exactly one index.
         table: block ids of the destination group by position, int64 of shape (blocks,).
 
     Raises:

@@ -111,8 +111,8 @@ class MissingChunk:
 
     Attributes:
         group: index of the KV cache group.
-        chunk: index of the first missing chunk in the prompt. In a state group, index of the chunk at whose
-            end no snapshot (recurrent state at one position) is stored.
+        chunk: index, in the prompt, of the first chunk that the group lacks. In a state group, index of the
+            chunk at whose end no snapshot (recurrent state at one position) is stored.
     """
 
     group: int
@@ -132,10 +132,11 @@ class Coverage:
         tier_numbers: number of the fastest tier that holds each chunk, int64 of shape (groups,
             `chunked.chunks`).
         ends: length in tokens of the prefix that ends at each boundary, int64 of shape (`chunked.chunks`,).
-        usable: True for boundaries at which a prefix may end if every chunk is cached, bool of shape
-            (`chunked.chunks`,).
+        usable: True for boundaries at which a prefix may end, provided that the needed chunks are cached;
+            bool of shape (`chunked.chunks`,). False, for example, within the prefix that the engine has.
         slowest: one array per group, int64 of shape (`chunked.chunks`,): for each boundary, the number of the
-            slowest tier that the group must read if the prefix ends there.
+            slowest tier that the group must read if the prefix ends there; `NO_TIER` if the group lacks a
+            chunk.
         slowest_overall: maximum of `slowest` over all groups, int64 of shape (`chunked.chunks`,).
     """
 
@@ -174,20 +175,20 @@ class Coverage:
 
     @property
     def nearest_unusable_prefix(self) -> int | None:
-        """Length in tokens of the unusable prefix that comes closest to being usable.
+        """Length in tokens of the unusable prefix that comes closest to being usable, to explain a miss.
 
         The candidates are longer than the longest usable prefix and end at the end of a chunk. The closest
-        candidate is the prefix for which the fewest groups lack chunks. If several candidates are equally
-        close, the shortest is taken. The length is None if there is no candidate.
+        candidate is the prefix for which the fewest groups lack chunks, and the shortest of several such
+        prefixes. The length is None if there is no candidate.
         """
         at = self._nearest_index()
         return None if at is None else int(self.ends[at])
 
     @property
     def missing(self) -> tuple[MissingChunk, ...]:
-        """First missing chunk of each group that cannot use the unusable prefix closest to being usable.
+        """First missing chunk of each group that cannot use a prefix of `nearest_unusable_prefix` tokens.
 
-        `nearest_unusable_prefix` is the length of that prefix. The tuple is empty if it is None.
+        The tuple is empty if there is no such prefix.
         """
         at = self._nearest_index()
         if at is None:
@@ -267,10 +268,10 @@ def coverage(groups: Sequence[GroupPattern], chunked: ChunkedPrompt, tier_number
         groups: attention patterns of all groups of the model.
         chunked: the prompt, divided into chunks.
         tier_numbers: number of the fastest tier that holds each chunk, or `NO_TIER`; int64 of shape (groups,
-            `chunked.chunks`). A state group has the number of the fastest tier that holds the snapshot
-            (recurrent state at one position) at the end of the chunk. Attention chunks may be missing if the
-            engine itself holds all of their tokens. The shorter last chunk of an attention group may also be
-            the beginning of a longer cached chunk.
+            `chunked.chunks`). In a state group, this is the fastest tier that holds the snapshot (recurrent
+            state at one position) at the end of the chunk. The entry of a chunk may be `NO_TIER` if the
+            engine itself holds all of its tokens. A tier that holds a longer chunk counts as holding a
+            shorter last chunk that is the beginning of it.
 
     Raises:
         TransferError: `tier_numbers` has another shape or dtype, or there is no group.
@@ -296,7 +297,7 @@ def _covered(
     tier_numbers: TierNumbers,
     before: Coverage | None = None,
 ) -> Coverage:
-    """Compute the usable prefixes of a prompt, and reuse parts of an earlier result.
+    """Compute the usable prefixes of a prompt, and reuse parts of an earlier result if one is given.
 
     Args:
         groups: attention patterns of all groups of the model.
@@ -304,7 +305,7 @@ def _covered(
         tier_numbers: number of the fastest tier that holds each chunk, or `NO_TIER`; int64 of shape (groups,
             `chunked.chunks`).
         before: earlier result whose inputs differ only in `ChunkedPrompt.first`; None to compute everything.
-            Rows of groups that do not depend on `ChunkedPrompt.first` are reused.
+            Its `slowest` is reused for the groups that do not attend to all tokens.
     """
     ends = chunked.boundaries if before is None else before.ends
     usable = ends > max(chunked.local_tokens, chunked.first)
@@ -335,17 +336,17 @@ def chunks_to_load(
     Args:
         groups: attention patterns of all groups of the model.
         chunked: the prompt, divided into chunks.
-        tokens: length of the prefix in tokens. The prefix must end at the end of a chunk. No chunks are
-            returned for a length of at most `chunked.local_tokens`.
+        tokens: length of the prefix in tokens. The prefix must end at the end of a chunk, unless another
+            source loads its end. No chunks are returned for a length of at most `chunked.local_tokens`.
         part: token range ``[first, last)`` to load if other sources load the rest; None for the whole prefix.
-            If the range ends before `tokens`, the prefix may also end inside a chunk.
 
     Returns:
         For each group, the indices of the chunks, int64, ascending. In a state group, the index of the chunk
         at whose end the snapshot (recurrent state at one position) lies.
 
     Raises:
-        TransferError: the prefix ends inside a chunk, or the part ends after the last token that may be used.
+        TransferError: the prefix ends inside a chunk, or the tokens to load end after the tokens that were
+            looked up or after the longest usable prefix (`longest_usable_prefix`).
     """
     if tokens <= chunked.local_tokens:
         return tuple(np.zeros(0, np.int64) for _ in groups)
@@ -388,7 +389,7 @@ _NONE = np.zeros(1, np.int64)
 def _slowest(
     group: GroupPattern, chunked: ChunkedPrompt, ends: Int64s, tier_numbers: TierNumbers
 ) -> TierNumbers:
-    """Return the slowest tier that a group must read for each prefix that ends at the end of a chunk.
+    """Return, for each prefix that ends at the end of a chunk, the slowest tier that a group must read.
 
     The group must read the chunks that hold the tokens of `select.needed_tokens`. This function computes
     these chunks for all prefixes at once.

@@ -36,7 +36,10 @@ class Descriptors:
 
 
 def join(parts: Sequence[Descriptors]) -> Descriptors:
-    """Concatenate descriptors, sort them by destination, and merge runs that are adjacent on both sides."""
+    """Concatenate descriptors, sort them by destination, and merge contiguous runs.
+
+    Runs are merged into one if they are contiguous in both the source and the destination.
+    """
     whole = concatenate(parts)
     order = np.argsort(whole.dst, kind="stable")
     return merge(whole.src[order], whole.dst[order], whole.length[order])
@@ -53,7 +56,7 @@ def concatenate(parts: Sequence[Descriptors]) -> Descriptors:
 
 
 def merge(src: Int64s, dst: Int64s, length: Int64s) -> Descriptors:
-    """Merge each run of bytes into the previous run if the two are adjacent on both sides.
+    """Merge each run of bytes into the previous run if it follows directly at source and destination.
 
     >>> merged = merge(np.array([0, 8, 16]), np.array([0, 8, 32]), np.array([8, 8, 8]))
     >>> merged.src.tolist(), merged.dst.tolist(), merged.length.tolist()

@@ -40,11 +40,11 @@ class TransferCounts:
     """The size of one request's transfer over one route (set of layers that are copied alike).
 
     Attributes:
-        bytes: number of useful bytes.
+        bytes: number of useful bytes, without gaps that are read and discarded.
         pages: number of descriptors before merging: one per contiguous run of each cell (part of a block).
         descriptors: number of descriptors after merging. Runs of consecutive cells are merged if they are
-            adjacent on both sides.
-        largest_run: bytes of the longest merged descriptor.
+            contiguous in both the source and the destination.
+        largest_run: length in bytes of the longest merged descriptor.
     """
 
     bytes: int
@@ -138,10 +138,11 @@ def _positions(route: Route, cell_copy: CellCopy, cells: Cells) -> tuple[Int64s,
 
 
 def _may_touch(route: Route, cell_copy: CellCopy, length: int) -> bool:
-    """Return True if runs of consecutive cells can be adjacent on both sides.
+    """Return True if runs of consecutive cells can be contiguous in both the source and the destination.
 
     A cell is the part of a block that is copied as one unit, and a run is a contiguous range of bytes in a
-    cell. Whether the runs are adjacent then depends on the block tables.
+    cell. If the result is True, it depends on a request's block tables which runs are contiguous, so these
+    must be compared. If it is False, no runs of consecutive cells can be merged.
 
     Args:
         route: layers to transfer, with the block strides of both sides.
@@ -155,15 +156,15 @@ def _may_touch(route: Route, cell_copy: CellCopy, length: int) -> bool:
 
 
 def _touching(src: Int64s, dst: Int64s, length: int) -> tuple[int, int]:
-    """Count the consecutive runs that are adjacent on both sides.
+    """Count how runs of equal length would be merged. Runs that follow each other on both sides are merged.
 
     Args:
         src, dst: byte offset of each run at the source and at the destination, int64 of shape (n,).
         length: length of every run in bytes.
 
     Returns:
-        (largest number of consecutive runs that are all adjacent, number of pairs of consecutive runs that
-        are not adjacent).
+        (longest, breaks): largest number of runs that become one merged run, and number of runs that are not
+        merged into the run before them (without the first run).
     """
     breaks = np.flatnonzero((np.diff(src) != length) | (np.diff(dst) != length)) + 1
     return int(np.diff(np.concatenate([[0], breaks, [len(src)]])).max()), len(breaks)

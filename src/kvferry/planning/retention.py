@@ -43,8 +43,9 @@ def last_prefix_ends(prompt: int, chunk_tokens: int, block_tokens: int) -> tuple
 def keeps_chunk(group: GroupPattern, number: int, chunk_tokens: int, every: int, ends: Iterable[int]) -> bool:
     """Return True if a chunk of an attention group is worth storing.
 
-    A chunk of full attention is always worth storing. A chunk of a sliding window is worth storing if a later
-    prompt that loads one of the expected prefixes attends to the chunk.
+    A chunk of full attention is always worth storing. A chunk of a group with an attention window is worth
+    storing if it lies in the window at the end of an expected prefix, which is a prefix that later prompts
+    are likely to load.
 
     Example: chunks of 256 tokens, a window of 1,024 tokens, and prefixes that end at multiples of 4,096
     tokens. The last four chunks before each end are stored.
@@ -75,7 +76,8 @@ def keeps_chunk(group: GroupPattern, number: int, chunk_tokens: int, every: int,
 def keeps_snapshot(tokens: int, chunk_tokens: int, every: int, ends: Iterable[int]) -> bool:
     """Return True if a snapshot (recurrent state at one position) is worth storing.
 
-    A snapshot is worth storing if a chunk and one of the expected prefixes end at the snapshot's position.
+    A snapshot is worth storing if a chunk and an expected prefix (a prefix that later prompts are likely to
+    load) both end at the snapshot's position.
 
     >>> ends = last_prefix_ends(1400, 128, 128)
     >>> [keeps_snapshot(tokens, 128, 1024, ends) for tokens in (64, 512, 1024, 1280)]

@@ -142,10 +142,10 @@ def first_independent(kind: GroupKind, attention_span: int, end: int) -> int:
 def partial_block(
     kind: GroupKind, attention_span: int, block_tokens: int, span: LoadSpan, alignment_tokens: int
 ) -> int | None:
-    """Return the position, in the block table, of the destination block whose first tokens are not loaded.
+    """Return the index, in the block table, of a destination block whose first tokens are not loaded.
 
-    There may be such a block in a sliding-window or chunked group, because only content from the start of the
-    window on is loaded. The window may begin inside a block. Return None if there is no such block.
+    A group with sliding windows or attention chunks loads only tokens from the start of the window or
+    attention chunk on, which may lie inside a block. Return None if there is no such block.
 
     >>> span = LoadSpan(0, 300, 300)   # the next token, 299, sees 200..299; content begins at 192
     >>> partial_block(GroupKind.SLIDING, 100, 128, span, 64)
@@ -319,7 +319,9 @@ def _cells(route: Route, src: Int64s, dst: Int64s, number: Int64s) -> Cells:
 def blocks_needed(
     kind: GroupKind, attention_span: int, block_tokens: int, span: LoadSpan, table: Int64s
 ) -> Int64s:
-    """Return the ids of a group's blocks that hold the tokens which a load needs, int64, by position.
+    """Return the ids of the blocks of a group that hold the tokens which a load must transfer.
+
+    The ids are int64, in order of position. `needed_tokens` are the tokens that must be transferred.
 
     Args:
         kind: kind of the KV cache group's layers.
@@ -340,9 +342,9 @@ def blocks_needed(
 def unwritten_blocks_needed(
     kind: GroupKind, attention_span: int, block_tokens: int, span: LoadSpan, table: Int64s
 ) -> Int64s:
-    """Return the ids of a group's blocks that hold tokens which a load needs.
+    """Return the ids of the blocks of a group that hold only tokens which a load must transfer.
 
-    Blocks that also hold tokens which the engine already has are left out, and so are null blocks. The ids
+    A block that also holds tokens which the engine already has is left out, and so are null blocks. The ids
     are int64, in order of position.
 
     >>> table = np.arange(10, 16)
@@ -366,7 +368,10 @@ def unwritten_blocks_needed(
 
 
 def writable_blocks(kind: GroupKind, block_tokens: int, span: LoadSpan) -> slice:
-    """Return the slice of a group's block table that contains the blocks which a load may write.
+    """Return the slice of a group's block table that contains all blocks which a load may write.
+
+    In a group with attention windows, the slice begins at the first block without local tokens, although the
+    load writes only the blocks of the last window.
 
     Args:
         kind: kind of the KV cache group's layers.

@@ -83,7 +83,10 @@ class StridedCopy:
         return (self,)
 
     def descriptors(self) -> Descriptors:
-        """Return one descriptor (source, destination, length) per run, in the order of the loops."""
+        """Return one descriptor (source, destination, length) per contiguous run of bytes.
+
+        The order is that in which nested loops visit the runs: the innermost loop varies fastest.
+        """
         src, dst = np.array([self.src], np.int64), np.array([self.dst], np.int64)
         for loop in self.loops:
             steps = np.arange(loop.count, dtype=np.int64)
@@ -95,7 +98,7 @@ class StridedCopy:
 def expand_copies(copies: Iterable[StridedCopy]) -> Descriptors:
     """Return the descriptors of all runs of strided copies, sorted by destination.
 
-    Runs that are adjacent on both sides are merged.
+    Runs that are contiguous in both the source and the destination are merged into one.
     """
     return join([copy.descriptors() for copy in copies])
 
@@ -137,7 +140,8 @@ def strided_copies(
 def coalesce_copy(copy: StridedCopy) -> StridedCopy:
     """Return a strided copy of the same bytes with fewer loops, if loops can be joined.
 
-    Two loops are joined if the outer one continues the inner one on both sides. A loop whose stride is the
+    Two loops are joined if, on both sides, the stride of the outer loop is the stride of the inner loop times
+    the inner loop's count. A loop whose stride is the
     run length on both sides becomes a part of the run.
     """
     loops = sorted(copy.loops, key=lambda loop: (abs(loop.dst), abs(loop.src)))
@@ -178,10 +182,10 @@ def fuse_copies(copies: Iterable[StridedCopy]) -> tuple[StridedCopy, ...]:
 
 
 def _describe_runs(src: Int64s, dst: Int64s) -> list[StridedCopy]:
-    """Describe a list of runs by strided copies, which are few if the offsets are regular.
+    """Describe a list of runs by strided copies. The more regular the offsets, the fewer copies result.
 
     The runs of the copies begin at the given offsets, in the given order. The copies have a run length of 0
-    bytes, because the caller sets the length.
+    bytes; the caller sets the length.
 
     Args:
         src, dst: byte offset of each run at the source and at the destination, int64 of shape (n,).

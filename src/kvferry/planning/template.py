@@ -41,8 +41,8 @@ class Route:
         src_stride, dst_stride: bytes from one block to the next on each side.
         src_blocks, dst_blocks: number of blocks in the pool of each side.
         cell_copies: strided copies of a cell, at the absolute addresses of block 0. For block ``b``, add
-            ``b * stride`` to the addresses. One loop describes all layers at regular distances. A cross-layer
-            cache, which stores the layers of a block side by side, needs only one strided copy.
+            ``b * stride`` to the addresses. Layers at equal distances are iterations of one loop, so a
+            cross-layer cache, which stores the layers of a block side by side, needs only one strided copy.
     """
 
     src_group: int
@@ -79,7 +79,7 @@ class Route:
     def runs(self) -> Descriptors:
         """Descriptors of the runs of one cell (part of a block). Each run is contiguous on both sides.
 
-        Runs of the same `CellCopy` are merged if they are adjacent on both sides.
+        Runs of the same `CellCopy` that are contiguous in both the source and the destination are merged.
         """
         return concatenate([cell_copy.descriptors for cell_copy in self.cell_copies])
 
@@ -301,7 +301,7 @@ def _choose(holders: Sequence[_Holder], kind: GroupKind, layer: Layer, reader: i
         kind: kind of the destination's KV cache group.
         layer: geometry of the layer at the destination.
         reader: tensor-parallel rank of the destination. Among source ranks that hold the same part of a
-            field, this number selects one, so that readers are spread over the copies.
+            field, this number selects one, so that different readers use different source ranks.
     """
     if not holders:
         return _Choice(differences=("not in the peer's cache",))
@@ -330,7 +330,7 @@ def _cover(holders: Sequence[_Holder], field: Field, reader: int) -> list[int]:
         holders: source ranks that hold the layer.
         field: layout of the field in the destination's page, with the part that the destination holds.
         reader: tensor-parallel rank of the destination. Among source ranks that hold the same part, this
-            number selects one, so that readers are spread over the copies.
+            number selects one, so that different readers use different source ranks.
 
     Raises:
         Incompatible: some part is missing, or the peer's ranks hold overlapping parts.
@@ -364,7 +364,7 @@ def _cover(holders: Sequence[_Holder], field: Field, reader: int) -> list[int]:
 def _range(field: Field, along: str) -> tuple[int, int]:
     """Return the range ``(start, stop)`` that a field holds of the axis named `along`.
 
-    Return (0, 1) if the field has no such axis.
+    A field without such an axis counts as a single element, so its range is (0, 1).
     """
     axis = field.axis(along)
     return (axis.start, axis.stop) if axis else (0, 1)
@@ -413,10 +413,10 @@ def _shift_to_block_zero(found: Sequence[tuple[PageCopy, Sequence[tuple[int, int
 
 
 def window_mismatches(srcs: Sequence[RankGeometry], dst: RankGeometry) -> list[str]:
-    """Return warnings about layers of which the peer keeps fewer tokens than this rank needs.
+    """Return one text for each way in which the peer keeps fewer tokens of layers than this rank needs.
 
-    There are such layers, for example, if the hybrid KV cache manager is enabled at the peer and disabled
-    here. Sliding-window layers then count as full attention here. The list is empty if there are none.
+    The list is empty if the peer keeps enough. It does not, for example, if the hybrid KV cache manager is
+    enabled at the peer and disabled here: sliding-window layers then count as full attention here.
 
     Args:
         srcs: geometry of all ranks of the peer.
