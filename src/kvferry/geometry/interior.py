@@ -58,9 +58,9 @@ class PlacedField:
         stored: name, element size and axes of the field, over all ranks.
         start, count: index of the first head, and number of heads on this rank; (0, 1) for a field that every
             rank holds whole.
-        offset: byte offset of the field. In a page of tokens, each head and token has a run of bytes with all
-            fields, and the offset is relative to this run. In a snapshot (recurrent state at one position),
-            the offset is relative to the page.
+        offset: byte offset of the field. A page of tokens has one run of bytes per head and token, in which
+            the fields follow each other; the offset counts from the start of this run. In a snapshot
+            (recurrent state at one position), the offset counts from the start of the page.
     """
 
     stored: StoredField

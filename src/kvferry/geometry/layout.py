@@ -193,8 +193,8 @@ def lay_out(
     """Return the geometry of every rank of an engine, ordered by pipeline rank and then tensor-parallel rank.
 
     Example: two layers of 4 heads, with K and V of 8 elements of 2 bytes. Two ranks hold 2 heads each, in
-    blocks of 16 tokens, with heads outside of tokens. A page (one block in one layer) then has 2 heads of 16
-    tokens of 32 bytes.
+    blocks of 16 tokens. In the layout LBHNC, a page (one block in one layer) has all tokens of one head side
+    by side: 2 heads of 16 tokens of 32 bytes.
 
     >>> from kvferry.geometry.rank import GroupKind
     >>> from kvferry.geometry.store import StoredField
@@ -335,10 +335,9 @@ class _Pool:
         return cls(slots, 0, round_up(widest, alignment))
 
     def room(self, interior: PageInterior) -> PoolRoom:
-        """Return the space that the pool reserves for a group's pages.
+        """Return the space that the pool reserves for the pages of one KV cache group.
 
-        If a block consists of several kernel blocks (blocks as the attention kernel addresses them), the size
-        of a slot is given per kernel block.
+        In the result, `slot_bytes` is the size per kernel block (block as the attention kernel addresses it).
 
         Args:
             interior: inner structure of a page of the group.

@@ -196,18 +196,18 @@ def opaque_page(
 ) -> PageFormat:
     """Return the format of a page (memory of one block in one layer) whose inner structure is unknown.
 
-    Such a page is copied whole, to the rank with the same number in an engine with the same number of ranks.
-    An axis of length `ranks` stores the rank number. There is no token axis, so both engines need the same
-    block size.
+    Such a page can only be copied whole, to the same rank of an engine with as many ranks. To enforce this,
+    the format has an axis of length `ranks` on which this rank holds one position. The format has no token
+    axis, so both engines need the same block size.
 
-    A contiguous page is one element of `run_bytes` bytes. If the memory layout scatters a page, the page has
-    several elements.
+    A page that is contiguous in memory is one element of `run_bytes` bytes. A page in several pieces has one
+    element per piece.
 
     Args:
         content: id of the format of the bytes; it must be equal on both sides.
         block_tokens: number of tokens per block; 0 for a snapshot (recurrent state at one position).
         run_bytes: bytes of one element, which is the whole page if the page is contiguous.
-        rank: number of this rank, from 0 to `ranks` - 1; 0 if all ranks hold the same bytes.
+        rank: index of this rank, from 0 to `ranks` - 1; 0 if all ranks hold the same bytes.
         ranks: number of ranks that hold different bytes; 1 if all ranks hold the same bytes.
         loops: (count, stride in bytes) over the elements of a scattered page, outermost first; empty if the
             page is contiguous.

@@ -103,13 +103,12 @@ class PoolRoom:
     All KV cache groups of a rank share one pool. A *slot* is the space for one layer's page.
 
     Attributes:
-        slots: number of slots per block. If it is 0 or below the number of the group's layers, there is one
-            slot per layer.
-        slot_bytes: bytes of one block in a slot, for layouts with contiguous pages; 0 for the size of the
-            page. If a block consists of several kernel blocks (blocks as the attention kernel addresses
-            them), bytes of one kernel block.
-        block_stride: bytes from one block to the next, for layouts with blocks outermost; 0 if the slots
-            determine it.
+        slots: number of slots per block; 0 for one slot per layer of the group. A group with more layers than
+            this has one slot per layer too.
+        slot_bytes: bytes of one kernel block (block as the attention kernel addresses it) in a slot; 0 for
+            exactly the size of its KV. Used only for layouts with contiguous pages.
+        block_stride: bytes from one block to the next; 0 if the blocks lie side by side. Used only for
+            layouts with blocks outermost.
     """
 
     slots: int = 0

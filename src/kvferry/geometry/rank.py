@@ -228,8 +228,9 @@ class _Registered:
 def _overlaps(field: Field, blocks: int, block_stride: int) -> bool:
     """Return True if two elements of a field may share a byte, in one block or in different blocks.
 
-    Blocks and axes of the field are nested loops with a stride each. No elements overlap if each stride is at
-    least as long as the memory that the loops with smaller strides cover.
+    The check may report an overlap where there is none, but it never misses one. It treats the blocks and the
+    axes of the field as nested loops, each with a stride. No elements overlap if each stride is at least as
+    long as the memory that the loops with smaller strides cover.
 
     Args:
         field: field of a page.

@@ -45,9 +45,9 @@ FINEST = 960
 def unit_count(total: int) -> int:
     """Return the number of units into which the sharded axis of a chunk's fields is divided.
 
-    A unit is a piece that the usual tensor-parallel sizes do not split, e.g. one KV head or a range of
-    channels. If the tensor-parallel size divides the number of units, every rank holds whole units. Other
-    sizes work too, but then ranks hold parts of units.
+    A unit is a range of the axis that the usual tensor-parallel sizes do not split, e.g. one KV head or
+    several channels. If the tensor-parallel size divides the number of units, every rank holds whole units.
+    Other sizes work too, but then ranks hold parts of units.
 
     >>> [unit_count(heads) for heads in (1, 8, 25, 128)]
     [1, 8, 25, 128]
@@ -80,9 +80,9 @@ class SectionField:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of the field for one element of the sharded axis, e.g. one head.
+        """Bytes of the field for one element of the sharded axis (e.g. one head) and one token.
 
-        This is the size per token, or the size in a whole snapshot of recurrent state.
+        For recurrent state, bytes for one element in a whole snapshot.
         """
         return self.item_bytes * prod(count for _, count in self.inner)
 
@@ -225,9 +225,10 @@ class CanonicalForm:
         return {group.label: number for number, group in enumerate(self.groups)}[label]
 
     def describe(self) -> Iterator[str]:
-        """Yield lines of text that together determine the meaning of a chunk's bytes.
+        """Yield lines of text that state the order, sizes and quantisation scales of everything in a chunk.
 
-        The lines contain element sizes but no dtypes. A caller that compares models must also compare dtypes.
+        Equal lines mean equal byte formats, except for the dtypes: the lines contain element sizes only, so a
+        caller that compares models must also compare their dtypes.
         """
         yield f"kvferry canonical form {FORMAT}, chunks of {self.chunk_tokens} tokens"
         for group in self.groups:

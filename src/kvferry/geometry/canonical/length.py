@@ -22,12 +22,12 @@ WINDOW_ALIGNMENT_TOKENS = 128
 
 
 def chunk_length(asked: int | None, interval: int, block: int = 1) -> int:
-    """Return the number of tokens per chunk.
+    """Return the number of tokens per chunk: the configured number, or else a default.
 
-    Without a configured number, this is the largest multiple of `block` that is at most `CHUNK_TOKENS`. If
-    there are snapshots (recurrent state at one position), the multiple must also divide `interval`. If no
-    such multiple exists, the function returns `block`. There is one exception: if there are snapshots and
-    `block` does not divide `interval`, it returns the least common multiple of both.
+    The default is the largest multiple of `block` that is at most `CHUNK_TOKENS` and, for a model with
+    snapshots (recurrent state at one position), divides `interval`. If there is no such multiple, the default
+    is `block`, or the least common multiple of `block` and `interval` for a model with snapshots whose
+    `interval` is not a multiple of `block`.
 
     >>> chunk_length(None, 1), chunk_length(None, 1056), chunk_length(64, 1056)
     (256, 176, 64)
@@ -47,11 +47,12 @@ def chunk_length(asked: int | None, interval: int, block: int = 1) -> int:
 
 
 def content_alignment(kind: GroupKind, attention_span: int, chunk_tokens: int) -> int:
-    """Return the alignment, in tokens, of the first valid token in a stored chunk.
+    """Return the alignment, in tokens, of the position at which valid content begins in a stored chunk.
 
-    The writer may have freed tokens that the window no longer covers. Their bytes in the chunk are zero. Let
-    ``first`` be the first token that the next token after the chunk attends to. Valid content begins at the
-    largest multiple of this alignment that is not after ``first``.
+    When a chunk is stored, the engine may already have freed KV that the window no longer covers. The chunk
+    then has zeros in its place. What the first token after the chunk attends to is always valid: to find
+    where the valid content begins, round the first position to which that token attends down to a multiple of
+    this alignment.
 
     >>> content_alignment(GroupKind.SLIDING, 128, 256), content_alignment(GroupKind.SLIDING, 1024, 256)
     (128, 256)

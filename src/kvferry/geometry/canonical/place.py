@@ -19,10 +19,11 @@ def chunk_pool(
 ) -> RankGeometry:
     """Return the geometry of a memory pool for chunks of one KV cache group.
 
-    The pool looks like a rank of an engine. A *slot* is the memory of one chunk. A slot corresponds to a
-    block, and its number to a block id. Every group has its own pool, which looks like one pipeline rank. So
-    ``build_templates(ranks of an engine, pool)`` plans the store of the group's chunks, and
-    ``build_templates(all pools, rank of an engine)`` plans the load of chunks.
+    The pool is described as if it were a rank of an engine, so that the transfer planner can copy between
+    both. A *slot* (the memory of one chunk) takes the place of a block, and its number that of the block id.
+    Every group has its own pool, described as one pipeline rank. So ``build_templates(ranks of an engine,
+    pool)`` plans how the group's chunks are stored, and ``build_templates(all pools, rank of an engine)`` how
+    chunks are loaded.
 
     Example: two layers of 4 heads, with K and V of 8 elements of 2 bytes, in chunks of 16 tokens. Heads are
     the outermost axis.

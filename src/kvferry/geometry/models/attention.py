@@ -119,7 +119,7 @@ class AttentionReader:
         return heads, k_width, v_width
 
     def _layer_heads(self, layer: int) -> int:
-        """Return the number of KV heads of a layer. Keys for sliding or global layers may override it.
+        """Return the number of KV heads of a layer, before special keys for sliding or global layers apply.
 
         Args:
             layer: index of the layer in the model.

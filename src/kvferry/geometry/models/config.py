@@ -20,7 +20,7 @@ class ModelConfig:
     """The keys of a ``config.json`` that describe the language model.
 
     A file may leave out keys for which its model family has defaults. A null value counts as absent. The
-    object records every key that is read, so that `strict` can report keys that no rule understands.
+    object records every key that is read, so that the module `strict` can report keys that were never read.
 
     Attributes:
         values: keys and values of the file.
@@ -56,11 +56,12 @@ class ModelConfig:
         return self.number(*_LAYER_COUNTS)
 
     def get(self, *names: str) -> Any:
-        """Return the value of the first key in `names` that is present.
+        """Return the value of the first key in `names` that has a value; None if none of them has one.
 
-        If the file has none of the keys, return the model family's default, or None without a default. If the
-        file sets one of the keys to null and the others have no value, return None. The key that is found
-        counts as read, and so does every other key in `names` with an equal value.
+        The names are alternative keys for the same setting. The values of the file are searched first, then,
+        only if the file contains none of the keys, the defaults of the model family. A null in the file is no
+        value, but it rules out the defaults. The key that is found is recorded as read, and so is every other
+        key in `names` with an equal value.
         """
         for known in (self.values, self.defaults):
             value = next((known[name] for name in names if known.get(name) is not None), None)
@@ -72,7 +73,7 @@ class ModelConfig:
         return None
 
     def mark_read(self, *names: str) -> None:
-        """Mark these keys as read although no rule has read them. They do not matter for this model."""
+        """Record keys as read that do not matter for this model, so that `strict` does not report them."""
         self.read_keys.update(names)
 
     def nested(self, name: str) -> ModelConfig:

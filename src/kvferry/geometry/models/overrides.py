@@ -17,7 +17,7 @@ _KNOWN = frozenset({"head_dim", "num_key_value_heads", "num_attention_heads"})
 
 
 def layer_overrides(config: ModelConfig) -> Mapping[int, Mapping[str, Any]]:
-    """Return the settings of single layers in ``per_layer_config``, by layer index; empty if there are none.
+    """Return the settings for individual layers in ``per_layer_config``, by layer index; empty without any.
 
     Raises:
         ConfigError: a layer does not exist, or a setting is unknown and may affect the cache.

@@ -87,9 +87,13 @@ def mixers(config: ModelConfig, family: ModelFamily) -> list[Mixers]:
 
 
 def _repeated(layers: list[Mixers], family: ModelFamily) -> list[Mixers]:
-    """Return the mixers (kinds of attention) of every layer, each repeated `family.attentions` times.
+    """Return the mixers (kinds of attention) of every layer, with one entry per attention cache.
 
-    Most families have one attention cache per layer. LongCat has two.
+    Most families have one attention cache per layer. LongCat has two, so each layer's mixers are repeated.
+
+    Args:
+        layers: mixers of each layer, as if it had one cache.
+        family: properties of the model family, with the number of attention caches per layer.
     """
     return [layer * family.attentions for layer in layers]
 
@@ -152,7 +156,8 @@ def _letters(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
 def _words(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
     """Return the mixers (kinds of attention or recurrence) of each layer from a list with a word per layer.
 
-    Return None if ``config.json`` has no such list. The model family decides the kind of recurrence.
+    The list is ``layers_block_type`` or ``layer_types`` in ``config.json``; return None if it has neither.
+    The words do not tell the kinds of recurrence apart, so `family` decides the kind of recurrent layers.
     """
     name = next((n for n in ("layers_block_type", "layer_types") if config.get(n)), None)
     if name is None:
@@ -178,8 +183,8 @@ def _parse_mixers(name: str, entries: Sequence[Any], known: Mapping[Any, Mixers]
 def _attention_period(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
     """Return the mixers (kinds of attention or recurrence) of each layer of Jamba.
 
-    Return None if ``config.json`` has no ``attn_layer_period``. In each period, the layer at a fixed offset
-    is attention, and all other layers are recurrent.
+    Return None if ``config.json`` has no ``attn_layer_period`` (length of a period of layers). In each
+    period, the layer at the index ``attn_layer_offset`` is attention, and all others are recurrent.
     """
     period = config.optional_int("attn_layer_period")
     if period is None:
@@ -221,8 +226,9 @@ def _attention_flags(config: ModelConfig, family: ModelFamily) -> list[Mixers] |
 def _last_of_each(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
     """Return the mixers (kinds of attention or recurrence) of each layer of Qwen3-Next or Bailing.
 
-    Return None if ``config.json`` gives no period for these models. The last layer of each period is
-    attention, and all other layers are recurrent.
+    Return None if ``config.json`` has neither ``full_attention_interval`` nor ``layer_group_size``, or the
+    model family has no recurrent layers. The key gives the length of a period of layers: the last layer of
+    each period is attention, and all other layers are recurrent.
     """
     name = next((n for n in ("full_attention_interval", "layer_group_size") if config.optional_int(n)), None)
     if name is None or family.recurrent is None:
@@ -277,8 +283,8 @@ def _window_flags(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | N
 def _chunks(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
     """Return the mixers (kinds of attention) of each layer of Llama 4.
 
-    Return None if ``config.json`` gives no attention chunks. Layers with rotary positions have chunked
-    attention, and the others have full attention.
+    Return None if ``config.json`` lacks ``attention_chunk_size`` or ``no_rope_layer_interval``. Layers with
+    rotary position embeddings have chunked attention, and the others have full attention.
     """
     if config.optional_int("attention_chunk_size") is None or not config.optional_int(
         "no_rope_layer_interval"
@@ -293,8 +299,9 @@ def _chunks(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
 def _window_pattern(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
     """Return the mixers (kinds of attention) of each layer, if sliding-window layers follow a pattern.
 
-    Return None if ``config.json`` gives no pattern or no window. In Gemma 3 and Cohere 2 the last layer of
-    each period has no window. EXAONE 4 repeats a string of letters, in which ``L`` is a sliding window.
+    Return None if ``config.json`` gives no pattern or no window size. A number as the pattern (Gemma 3,
+    Cohere 2) is the length of a period, whose last layer has full attention. A string (EXAONE 4) has a letter
+    per layer and is repeated; ``L`` is a sliding window.
     """
     pattern = config.get("sliding_window_pattern", "_sliding_window_pattern")
     if not pattern or config.optional_int("sliding_window", "sliding_window_size") is None:
@@ -310,8 +317,8 @@ def _window_pattern(config: ModelConfig, _family: ModelFamily) -> list[Mixers] |
 def _window_from(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
     """Return the mixers (kinds of attention) of each layer of Qwen2 or Qwen3.
 
-    Return None if ``use_sliding_window`` in ``config.json`` is not true. Layers from ``max_window_layers`` on
-    have a sliding window, and earlier layers have full attention.
+    Return None if ``use_sliding_window`` in ``config.json`` is not true, or there is no ``sliding_window``.
+    Layers from index ``max_window_layers`` on have a sliding window, and earlier layers full attention.
     """
     if config.get("use_sliding_window") is not True or config.optional_int("sliding_window") is None:
         return None

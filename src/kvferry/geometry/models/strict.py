@@ -95,12 +95,16 @@ _ELSEWHERE = re.compile(
 
 
 def check_unread(config: ModelConfig) -> list[str]:
-    """Check that no unknown key of ``config.json`` may affect the KV cache.
+    """Check the keys of ``config.json`` that were not read, and return a note for the user about them.
 
-    Return a list with one note that names the other unknown keys; an empty list if there are none.
+    Keys that are known to be harmless are ignored. The list has one note with the names of the remaining
+    keys, or is empty if there are none.
+
+    Args:
+        config: keys of the file, after the KV cache has been derived from them.
 
     Raises:
-        ConfigError: a key that no rule has read has a name that suggests an effect on the cache.
+        ConfigError: the name of such a key suggests that it affects the KV cache.
     """
     unread = [
         name for name, value in config.values.items() if value is not None and name not in config.read_keys
@@ -122,7 +126,7 @@ def check_nested(config: ModelConfig, name: str, harmless: Iterable[str]) -> Non
     Args:
         config: keys of the nested object.
         name: name of the nested object, for the message.
-        harmless: keys that are known although no rule has read them.
+        harmless: names of keys that are known not to affect the KV cache, and are never read.
 
     Raises:
         ConfigError: a key is unknown.
