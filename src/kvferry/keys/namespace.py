@@ -212,7 +212,7 @@ def _plain(where: str, value: Any, depth: int) -> Any:
     Args:
         where: dotted path of the value in the facts, for messages.
         value: value to convert.
-        depth: number of mappings and lists around the value.
+        depth: number of mappings and lists around the value, at most `_DEEPEST`.
 
     Raises:
         Unnameable: the value cannot be written exactly as JSON.

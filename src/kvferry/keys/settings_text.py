@@ -50,7 +50,8 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, str]:
     """Flatten a nested configuration to a mapping from dotted key to text.
 
     Keys that do not affect the content of a KV cache (`NOT_CONTENT`) are left out. Null settings are left out
-    too, because versions of a library differ in the defaults that they write.
+    too, because versions of a library differ in the defaults that they write. All settings after the first
+    `MOST` are replaced by one entry with their digest.
 
     >>> settings_of({"rope": {"theta": 1e4, "factor": None}, "layers": [1, 2], "use_cache": True})
     {'layers': '[1, 2]', 'rope.theta': '10000'}
@@ -73,7 +74,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, str]:
 def text_of(value: Any) -> str:
     """Return the value of a setting as text. A long text is shortened to its beginning and a digest.
 
-    An integer and a float of the same whole value have the same text.
+    An integer and a float of equal value, such as 1 and 1.0, have the same text.
     """
     text = value if isinstance(value, str) else json.dumps(_plain(value), sort_keys=True)
     return text if len(text) <= _LONGEST else f"{text[:_HEAD]}... ({_digest(text)})"
@@ -101,7 +102,8 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
     Args:
         value: value to convert.
-        depth: number of collections and objects around the value.
+        depth: number of collections and objects around the value. Beyond `_DEEPEST`, a collection or object
+            is not converted member by member but becomes a text.
     """
     parts = _parts(value) if depth <= _DEEPEST else None
     if isinstance(parts, Mapping):

@@ -342,10 +342,10 @@ def blocks_needed(
 def unwritten_blocks_needed(
     kind: GroupKind, attention_span: int, block_tokens: int, span: LoadSpan, table: Int64s
 ) -> Int64s:
-    """Return the ids of the blocks of a group that hold only tokens which a load must transfer.
+    """Return the ids of a group's blocks that a load fills and that hold no tokens of the engine's own yet.
 
-    A block that also holds tokens which the engine already has is left out, and so are null blocks. The ids
-    are int64, in order of position.
+    These are the blocks of `blocks_needed`, without null blocks and without a first block that begins with
+    tokens which the engine already has. The ids are int64, in order of position.
 
     >>> table = np.arange(10, 16)
     >>> unwritten_blocks_needed(GroupKind.FULL, 0, 16, LoadSpan(24, 64, prompt=64), table).tolist()
@@ -370,8 +370,8 @@ def unwritten_blocks_needed(
 def writable_blocks(kind: GroupKind, block_tokens: int, span: LoadSpan) -> slice:
     """Return the slice of a group's block table that contains all blocks which a load may write.
 
-    In a group with attention windows, the slice begins at the first block without local tokens, although the
-    load writes only the blocks of the last window.
+    `span` alone determines the slice. In a group with attention windows, it therefore begins where the tokens
+    end that the destination already has, although the load writes only the blocks of the last window.
 
     Args:
         kind: kind of the KV cache group's layers.

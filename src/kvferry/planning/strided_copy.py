@@ -141,8 +141,7 @@ def coalesce_copy(copy: StridedCopy) -> StridedCopy:
     """Return a strided copy of the same bytes with fewer loops, if loops can be joined.
 
     Two loops are joined if, on both sides, the stride of the outer loop is the stride of the inner loop times
-    the inner loop's count. A loop whose stride is the
-    run length on both sides becomes a part of the run.
+    the inner loop's count. A loop whose stride is the run length on both sides becomes a part of the run.
     """
     loops = sorted(copy.loops, key=lambda loop: (abs(loop.dst), abs(loop.src)))
     run, kept = copy.run, list[Loop]()

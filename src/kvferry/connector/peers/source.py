@@ -218,6 +218,10 @@ class PeerSource:
 
         Either no peer keeps an earlier turn of the conversation, or the peer was excluded, or the engine
         already has all tokens that the peer offers.
+
+        Args:
+            request: request for which `bids` returned no offer.
+            local_tokens: number of tokens that the engine has already, from the start of the prompt.
         """
         pull = self._pulls.get(request.request_id)
         if pull is None:
@@ -241,6 +245,10 @@ class PeerSource:
         """Order all workers to read the KV of a load from its peer, after connecting to a new peer.
 
         The workers receive these orders with the coming step, by `hand_over`.
+
+        Args:
+            load: load to begin, with its tokens and destination blocks.
+            request: request that waits for the load; unused.
         """
         pull = self._pulls[load.request_id]
         assert pull.grant is not None
@@ -284,13 +292,23 @@ class PeerSource:
         return PEER
 
     def loaded_bytes(self, load: Load, report: Report) -> tuple[GroupBytes, ...]:
-        """Return the number of bytes that workers have read for a load, per KV cache group of this engine."""
+        """Return the number of bytes that workers have read for a load, per KV cache group of this engine.
+
+        Args:
+            load: load that has ended; unused.
+            report: merged report of all workers about the load, with the bytes of each group.
+        """
         figures = report.figures
         each = zip(self._labels, figures.strategy_by_group, figures.bytes_by_group, strict=False)
         return tuple(GroupBytes(label, strategy, size) for label, strategy, size in each if size)
 
     def failure_reason(self, load: Load, report: Report) -> MissReason:
-        """Return why a load failed: DEADLINE if it has passed its deadline, else FAILED."""
+        """Return why a load failed: DEADLINE if it has passed its deadline, else FAILED.
+
+        Args:
+            load: load that has failed; unused.
+            report: merged report of all workers about the load.
+        """
         return MissReason.DEADLINE if report.late else MissReason.FAILED
 
     def ended(self, load: Load, report: Report) -> None:
@@ -298,6 +316,10 @@ class PeerSource:
 
         If the workers lost the peer or the load was late, also forget the handshake with the peer, because
         the peer may be gone or restarted.
+
+        Args:
+            load: load that has ended.
+            report: merged report of all workers about the load.
         """
         if report.failure is not None:
             if report.peer_lost or report.late:
@@ -311,9 +333,11 @@ class PeerSource:
         """Do nothing when a request stops waiting for a load. The workers cannot cancel reads in flight."""
 
     def settled(self, request_id: str) -> None:
-        """End a request's claim on a peer's lease, because the request will not read from this peer again.
+        """Release what a request holds at a peer, because the request will not read from the peer again.
 
-        When no other request has a claim on the lease, tell the peer to end the lease.
+        This ends the request's claim on the peer's lease. When no other request of this engine has a claim on
+        the lease, the peer is told to end it. Called when the request's loads have succeeded, when the engine
+        computes the prompt itself, or when the request has ended.
         """
         self._turns.drop(request_id)
         pull = self._pulls.get(request_id)

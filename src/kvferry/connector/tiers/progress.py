@@ -43,7 +43,10 @@ class Progress:
         return self.computed >= self.due
 
     def end(self) -> bool:
-        """Record that the request has ended. Return True if its blocks still hold the computed KV."""
+        """Record that the request has ended. Return True if its blocks still hold the computed KV.
+
+        They do not if the request has been preempted since it was last scheduled.
+        """
         # While a load is under way, its tokens are not in the blocks yet.
         self.computed = min(self.computed, self.request.num_computed_tokens)
         return self.preemptions == self.request.num_preemptions  # a preemption frees its blocks
@@ -55,8 +58,8 @@ class Progress:
             chunk_tokens: number of tokens per chunk.
 
         Returns:
-            (indices, tail). `indices` are those of the whole chunks in the request. `tail` is True if the
-            shorter last chunk of the prompt is complete now.
+            (indices, tail). `indices` are the indices of whole chunks, counted from the start of the request.
+            `tail` is True if the shorter last chunk of the prompt is complete and is returned now.
         """
         prompt = self.request.num_prompt_tokens
         until = min(self.computed, self.request.num_tokens)

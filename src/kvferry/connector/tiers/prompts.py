@@ -55,7 +55,7 @@ class Prompts:
     def add(self, request: Request) -> PromptChunks | None:
         """Compute the chunk keys of a new request and return its chunks.
 
-        Return None if the keys are not certain or not known yet, and remember the reason.
+        Return None if the keys are not certain or not known yet. `why_unnamed` then returns the reason.
         """
         self._unnamed.pop(request.request_id, None)
         try:

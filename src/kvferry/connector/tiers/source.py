@@ -251,6 +251,10 @@ class TierSource:
 
         If chunks are missing, the result names these chunks and, where the tiers know it, why they are
         missing (for example eviction).
+
+        Args:
+            request: request for which `bids` returned no offer.
+            local_tokens: number of tokens that the engine has already; unused.
         """
         asked, chunks = self._asked[request.request_id], self._prompts.get(request)
         if asked.declined:
@@ -275,6 +279,10 @@ class TierSource:
         """Start to fetch the chunks of a load into host memory.
 
         As chunks arrive, `hand_over` orders the ranks to copy them to KV blocks.
+
+        Args:
+            load: load to begin, with its tokens and destination blocks.
+            request: request that waits for the load.
         """
         chunks, asked = self._prompts.get(request), self._asked[load.request_id]
         if chunks is None or asked.looked is None:
@@ -301,6 +309,10 @@ class TierSource:
         """Return the bytes that all ranks together have copied for a load, per KV cache group as stored.
 
         The groups are those of the storage format, which may differ from the engine's groups.
+
+        Args:
+            load: load that has ended.
+            report: merged report of all workers about the load; unused.
         """
         sizes = self._brought[load.key].sizes
         return tuple(
@@ -308,7 +320,12 @@ class TierSource:
         )
 
     def failure_reason(self, load: Load, report: Report) -> MissReason:
-        """Return why a load failed: DEADLINE if it is late, else the reason why a chunk could not be read."""
+        """Return why a load failed: DEADLINE if it is late, else the reason why a chunk could not be read.
+
+        Args:
+            load: load that has failed.
+            report: merged report of all workers about the load.
+        """
         return MissReason.DEADLINE if report.late else self._brought[load.key].miss
 
     def ended(self, load: Load, report: Report) -> None:
@@ -316,6 +333,10 @@ class TierSource:
 
         If some chunks had not arrived by the load's deadline, the tiers that these chunks were requested from
         are not used for this request again.
+
+        Args:
+            load: load that has ended.
+            report: merged report of all workers about the load.
         """
         if report.failure is None:
             return

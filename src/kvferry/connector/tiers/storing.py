@@ -93,7 +93,11 @@ class Storing:
         self._progress[request.request_id] = Progress(request, tail=self._state is not None)
 
     def schedule(self, step: Step) -> None:
-        """Order the ranks to store the chunks and recurrent states that the coming step completes."""
+        """Order the ranks to store the chunks and recurrent states that the coming step completes.
+
+        Args:
+            step: tokens and blocks of the requests that the coming step computes.
+        """
         for request_id, tokens in step.tokens.items():
             progress = self._progress.get(request_id)
             if progress is not None and progress.step(tokens):
