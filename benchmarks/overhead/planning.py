@@ -138,7 +138,7 @@ def time_making(reading: ModelReading, tokens: int, repeats: int, settings: Mapp
         closing(RawReads(reader)) as raw,
     ):
         lists = raw.same_descriptors(src)
-        return Spread.of([raw.make_only(lists) for _ in range(repeats + 1)][1:])
+        return Spread.of([raw.time_creation(lists) for _ in range(repeats + 1)][1:])
 
 
 def small_pages(reading: ModelReading) -> ModelReading:

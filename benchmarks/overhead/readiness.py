@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from benchmarks.overhead.planning import PlannedPeer
 from kvferry.measuring.simulated import read_geometry, simulate_engine
 from kvferry.measuring.spread import Spread
-from kvferry.plan.side import EngineSide, layout_of
+from kvferry.plan.side import EngineSide, resolve_layout
 
 PAIRS = (
     ("Kimi-K3", 1, 2),
@@ -56,7 +56,7 @@ def measure(repeats: int) -> tuple[Readiness, ...]:
 
 def _readiness(name: str, parallel: tuple[int, int], repeats: int) -> Readiness:
     reading = read_geometry(name)
-    layout = layout_of("auto", reading)
+    layout = resolve_layout("auto", reading)
     src, dst = (
         simulate_engine(side, reading, EngineSide(tp, layout=layout), TOKENS)
         for side, tp in zip(("source", "destination"), parallel, strict=True)

@@ -50,7 +50,7 @@ class FioWrites:
         """Write all files once, and return the time in seconds."""
         with TemporaryDirectory(dir=self._folder) as folder:
             names = [str(number) for number in range(self._files)]
-            return _run(Path(folder), "write", names, self._size, self._depth)
+            return _run_fio(Path(folder), "write", names, self._size, self._depth)
 
 
 class FioReads:
@@ -72,7 +72,7 @@ class FioReads:
 
     def move(self) -> float:
         """Read all files once, and return the time in seconds."""
-        return _run(self._folder, "read", self._names, self._size, self._depth)
+        return _run_fio(self._folder, "read", self._names, self._size, self._depth)
 
 
 def has_fio() -> bool:
@@ -80,7 +80,7 @@ def has_fio() -> bool:
     return shutil.which("fio") is not None
 
 
-def _run(folder: Path, direction: str, names: Sequence[str], size: int, depth: int) -> float:
+def _run_fio(folder: Path, direction: str, names: Sequence[str], size: int, depth: int) -> float:
     """Write or read files with fio, and return the time in seconds.
 
     Args:

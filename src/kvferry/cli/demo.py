@@ -70,11 +70,11 @@ def demo(
                     answer_tokens=answer_tokens,
                 )
     except (StopRequested, KeyboardInterrupt):
-        _drop(folder, log_dir)
+        _remove_logs(folder, log_dir)
         screen.note("\nkvferry: stopped; nothing of the demo is left running")
         raise typer.Exit(_INTERRUPTED) from None
     except ConfigError:
-        _drop(folder, log_dir)
+        _remove_logs(folder, log_dir)
         raise
     except KVFerryError:
         screen.note(f"\nThe engines' logs are kept in {folder}.")
@@ -82,7 +82,7 @@ def demo(
     if AnswerVerdict.NO in verdicts:
         screen.note(f"\nAnswers differ from a single engine's. The engines' logs are kept in {folder}.")
         raise typer.Exit(_FAILED)
-    _drop(folder, log_dir)
+    _remove_logs(folder, log_dir)
 
 
 def _models(
@@ -118,6 +118,6 @@ def _models(
     yield from models
 
 
-def _drop(folder: Path, log_dir: Path | None) -> None:
+def _remove_logs(folder: Path, log_dir: Path | None) -> None:
     if log_dir is None:
         shutil.rmtree(folder, ignore_errors=True)

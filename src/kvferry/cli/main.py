@@ -84,13 +84,13 @@ def run(commands: typer.Typer) -> None:
         try:
             commands()
         except ConfigError as error:
-            _end(error, _USAGE)
+            _exit_with_error(error, _USAGE)
         except KVFerryError as error:
-            _end(error, _FAILED)
+            _exit_with_error(error, _FAILED)
         except KeyboardInterrupt:  # before a command that handles it has begun
             sys.exit(_INTERRUPTED)
 
 
-def _end(error: KVFerryError, code: int) -> None:
+def _exit_with_error(error: KVFerryError, code: int) -> None:
     print_error(str(error))
     sys.exit(code)

@@ -35,7 +35,7 @@ def flushed_output() -> Iterator[None]:
         unread = error.errno == errno.EPIPE
         if error.filename is not None or not (unread or error.errno in _NO_ROOM):
             raise
-        _drop_the_rest()
+        _discard_output()
         if not unread:
             print_error(f"cannot write to standard output: {error.strerror}; check where it is redirected to")
         sys.exit(_FAILED)
@@ -70,7 +70,7 @@ def print_error(sentence: str) -> None:
         print("\n".join(map(printable, f"kvferry: {sentence}".split("\n"))), file=sys.stderr)
 
 
-def _drop_the_rest() -> None:
+def _discard_output() -> None:
     """Discard buffered output, so that the interpreter does not try to write it again at exit."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)

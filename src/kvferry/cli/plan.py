@@ -60,20 +60,22 @@ def plan(
     from kvferry.plan.cost import Pricing, limit_bandwidth, parse_strategy
     from kvferry.plan.forecast import forecast
     from kvferry.plan.kept import KeptSettings, forecast_tiers
-    from kvferry.plan.side import EngineSide, layout_of
-    from kvferry.plan.snapshots import retention_of
+    from kvferry.plan.side import EngineSide, resolve_layout
+    from kvferry.plan.snapshots import parse_retention
     from kvferry.transport.costs_file import load_costs
 
-    source = EngineSide(tp, pp, layout_of(layout, reading), block_size)
-    to = layout_of(to_layout, reading) if to_layout else None
+    source = EngineSide(tp, pp, resolve_layout(layout, reading), block_size)
+    to = resolve_layout(to_layout, reading) if to_layout else None
     destination = replace(source, **without_none(tp=to_tp, pp=to_pp, layout=to, block_tokens=to_block_size))
     pricing = Pricing(limit_bandwidth(load_costs(costs), bandwidth), parse_strategy(strategy))
-    made = forecast(reading, (source, destination), tokens, pricing, separate=separate)
-    settings = KeptSettings(step_tokens, retention_of(retention), chunk_tokens, snapshot_tokens, kept_tokens)
+    transfer = forecast(reading, (source, destination), tokens, pricing, separate=separate)
+    settings = KeptSettings(
+        step_tokens, parse_retention(retention), chunk_tokens, snapshot_tokens, kept_tokens
+    )
     kept = forecast_tiers(reading, source, settings)
     if html is not None:
-        _draw(html, made, reading, separate=separate)
-    (_print_json if as_json else _print)(made, kept)
+        _write_html(html, transfer, reading, separate=separate)
+    (_print_json if as_json else _print)(transfer, kept)
 
 
 def _read(model: str | None, dtype: str, *, mtp: bool) -> ModelReading:
@@ -113,24 +115,24 @@ def _print_table() -> None:
     show_table(Console(highlight=False))
 
 
-def _print(made: Forecast, kept: TierForecast) -> None:
+def _print(transfer: Forecast, kept: TierForecast) -> None:
     from rich.console import Console
 
     from kvferry.plan.show import show
     from kvferry.plan.show_kept import show_kept
 
     console = Console(highlight=False)
-    show(made, console)
+    show(transfer, console)
     show_kept(kept, console)
 
 
-def _print_json(made: Forecast, kept: TierForecast) -> None:
+def _print_json(transfer: Forecast, kept: TierForecast) -> None:
     from kvferry.plan.numbers import as_json, kept_as_json
 
-    print(json.dumps({**as_json(made), "tiers": kept_as_json(kept)}))
+    print(json.dumps({**as_json(transfer), "tiers": kept_as_json(kept)}))
 
 
-def _draw(path: Path, made: Forecast, reading: ModelReading, *, separate: bool) -> None:
+def _write_html(path: Path, transfer: Forecast, reading: ModelReading, *, separate: bool) -> None:
     from kvferry.plan.page import picture
 
-    write_file(path, picture(made, reading, separate=separate))
+    write_file(path, picture(transfer, reading, separate=separate))

@@ -46,7 +46,7 @@ StrategyName: TypeAlias = Annotated[
     str, typer.Option(help="Transfer strategy: auto for the cheapest, direct, over-read or staged.")
 ]
 Bandwidth: TypeAlias = Annotated[
-    float | None, typer.Option(help="Bandwidth of a rank's network link in GB/s; by default it is no limit.")
+    float | None, typer.Option(help="Bandwidth of a rank's network link in GB/s; by default unlimited.")
 ]
 CostsFile: TypeAlias = Annotated[
     str | None,

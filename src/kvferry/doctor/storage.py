@@ -47,7 +47,7 @@ def check(tiers: Tiers) -> Iterator[Finding]:
         subject = f"tier {number + 1}, {one.kind}"
         own_check = OWN_CHECKS.get(type(one))
         seconds = 2 * _PATH_SECONDS if own_check else one.trial_seconds
-        yield from run_check(subject, seconds, partial(own_check or trial, subject, one))
+        yield from run_check(subject, seconds, partial(own_check or try_storage, subject, one))
     yield from run_check("tiers", 2 * _PATH_SECONDS, partial(duplicate_directories, tiers))
 
 
@@ -227,7 +227,7 @@ def _remedy(number: int) -> str:
     return _REMEDIES.get(number, "check its owner, mode and mount")
 
 
-def trial(subject: str, settings: StorageSettings) -> list[Finding]:
+def try_storage(subject: str, settings: StorageSettings) -> list[Finding]:
     """Check that a test value can be written to the storage of a tier and removed again.
 
     Args:
@@ -242,4 +242,4 @@ def trial(subject: str, settings: StorageSettings) -> list[Finding]:
 
 
 OWN_CHECKS: Mapping[type[StorageSettings], Callable[[str, Any], Iterable[Finding]]] = {FileSettings: file}
-"""Special checks by class of storage settings. Other kinds of storage are checked with `trial`."""
+"""Special checks by class of storage settings. Other kinds of storage are checked with `try_storage`."""

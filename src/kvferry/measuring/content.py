@@ -71,7 +71,7 @@ def _fill_pages(pages: torch.Tensor, group: Group, layer: Layer, number: int, ta
     for position, block in enumerate(table):
         if block:
             first = position * group.block_tokens
-            words[block].copy_(_mixed(base + _wrap(first * _TOKEN + number * _LAYER)).to(_WORDS[word]))
+            words[block].copy_(_mix_bits(base + _wrap(first * _TOKEN + number * _LAYER)).to(_WORDS[word]))
 
 
 def _fill_state(fields: dict[str, torch.Tensor], layer: Layer, number: int, block: int) -> None:
@@ -79,7 +79,7 @@ def _fill_state(fields: dict[str, torch.Tensor], layer: Layer, number: int, bloc
         axis = next(f for f in layer.page.fields if f.name == field).axis("head")
         heads, inner = elements.shape[1], elements.shape[2:]
         base = _base(axis.start if axis else 0, (heads, 1, prod(inner)))
-        value = _mixed(base + _wrap(number * _LAYER + (index + 1) * _FIELD))
+        value = _mix_bits(base + _wrap(number * _LAYER + (index + 1) * _FIELD))
         elements[block].copy_(value.reshape(heads, *inner).to(elements.dtype))
 
 
@@ -105,7 +105,7 @@ def _base(first_head: int, counts: tuple[int, int, int]) -> torch.Tensor:
     return ((head + first_head) * _HEAD)[:, None, None] + (token * _TOKEN)[None, :, None] + word * _WORD
 
 
-def _mixed(value: torch.Tensor) -> torch.Tensor:
+def _mix_bits(value: torch.Tensor) -> torch.Tensor:
     """Mix the bits of each element, so that each bit depends on many of the original bits. Return `value`.
 
     Args:

@@ -146,7 +146,7 @@ class RawReads:
             raise TransferError("NIXL failed while reading from the producer process")
         return seconds
 
-    def make_only(self, lists: PreparedLists) -> float:
+    def time_creation(self, lists: PreparedLists) -> float:
         """Create a NIXL transfer without posting it, and return the seconds that the creation takes.
 
         Args:

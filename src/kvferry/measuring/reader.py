@@ -83,9 +83,9 @@ class Reader:
             stack.callback(transfers.close)
             self.steps = WorkerSteps(transfers)
             facts = Facts("bench-reader", new_incarnation(), "kvferry bench", {})
-            self._client = ControlClient(facts, self._fits, producer.keys)
+            self._client = ControlClient(facts, self._check_compatible, producer.keys)
             stack.callback(self._client.close)
-            self.cards: Mapping[int, tuple[RankCard, ...]] = {peer: self._shake_hands(peer) for peer in peers}
+            self.cards: Mapping[int, tuple[RankCard, ...]] = {peer: self._handshake(peer) for peer in peers}
             for peer, cards in self.cards.items():
                 transfers.connect(_name(peer), cards)
             self._stack = stack.pop_all()
@@ -181,10 +181,10 @@ class Reader:
         """
         check_memory(self.cache, self._expected)
 
-    def _fits(self, cards: tuple[RankCard, ...]) -> None:
+    def _check_compatible(self, cards: tuple[RankCard, ...]) -> None:
         build_templates([card.geometry for card in cards], self.cache.geometry)
 
-    def _shake_hands(self, peer: int) -> tuple[RankCard, ...]:
+    def _handshake(self, peer: int) -> tuple[RankCard, ...]:
         address, incarnation = self.producer.address(peer), self.producer.listening.incarnation
         deadline = time.monotonic() + _HANDSHAKE_SECONDS
         while time.monotonic() < deadline:

@@ -72,7 +72,9 @@ class StoredPrompt:
         Returns:
             The storage under the given settings, followed by the alternatives.
         """
-        settings = _finer(steps, every) if self._has_state else self._coarser(steps, every)
+        settings = (
+            _with_more_snapshots(steps, every) if self._has_state else self._with_fewer_windows(steps, every)
+        )
         found = [self._choice(*each) for each in settings]
         sizes = [(one.bytes, one.gap_tokens) for one in found]
         return tuple(one for n, one in enumerate(found) if n == 0 or sizes[n] != sizes[n - 1])
@@ -81,7 +83,7 @@ class StoredPrompt:
     def _has_state(self) -> bool:
         return any(group.kind is GroupKind.STATE for group in self.canonical.groups)
 
-    def _coarser(self, steps: SnapshotSteps, every: int) -> Iterator[tuple[SnapshotSteps, int]]:
+    def _with_fewer_windows(self, steps: SnapshotSteps, every: int) -> Iterator[tuple[SnapshotSteps, int]]:
         """Yield the given settings, then settings under which sliding windows are stored at fewer positions.
 
         Args:
@@ -103,7 +105,7 @@ class StoredPrompt:
         total = sum((count + tail) * each for count, each in zip(kept, self.file_bytes, strict=True))
         state = [group.kind is GroupKind.STATE for group in self.canonical.groups]
         snapshots = sum(count for count, is_state in zip(kept, state, strict=True) if is_state)
-        ends = [0, *self._usable(kept_chunks), self.tokens]
+        ends = [0, *self._loadable_prefixes(kept_chunks), self.tokens]
         return StorageChoice(steps, every, snapshots, total, max(high - low for low, high in pairwise(ends)))
 
     def _kept_chunks(self, steps: SnapshotSteps, every: int) -> Bools:
@@ -126,7 +128,7 @@ class StoredPrompt:
                 row[:] = [keeps_chunk(group, n, chunk, every, ends) for n in range(len(row))]
         return found
 
-    def _usable(self, kept_chunks: Bools) -> Iterator[int]:
+    def _loadable_prefixes(self, kept_chunks: Bools) -> Iterator[int]:
         """Yield the length in tokens of every prefix that a longer prompt can load, in ascending order.
 
         Args:
@@ -140,7 +142,7 @@ class StoredPrompt:
                 yield end
 
 
-def _finer(steps: SnapshotSteps, every: int) -> Iterator[tuple[SnapshotSteps, int]]:
+def _with_more_snapshots(steps: SnapshotSteps, every: int) -> Iterator[tuple[SnapshotSteps, int]]:
     """Yield the given settings, then settings under which an engine leaves more snapshots (recurrent states).
 
     Args:

@@ -24,7 +24,7 @@ ROOM_BYTES = TransferSettings().staging_bytes // 4
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class RouteEstimate:
     """The expected strategy, duration and READs of a route (layers that are copied alike between two ranks).
 
     Attributes:
@@ -94,7 +94,7 @@ def parse_strategy(name: str) -> Strategy | None:
         ) from None
 
 
-def expected(route: Route, cells: Cells, counts: TransferCounts, pricing: Pricing) -> Expected:
+def estimate_route(route: Route, cells: Cells, counts: TransferCounts, pricing: Pricing) -> RouteEstimate:
     """Return the expected strategy, duration and READs for transferring cells of a route.
 
     A cell is the part of a block that is copied as one unit.
@@ -117,4 +117,4 @@ def expected(route: Route, cells: Cells, counts: TransferCounts, pricing: Pricin
         descriptors = ceil(method.work.descriptors * len(cells)) or ceil(
             read_bytes / segment_bytes(read_bytes)
         )
-    return Expected(method.strategy, seconds, descriptors, read_bytes)
+    return RouteEstimate(method.strategy, seconds, descriptors, read_bytes)

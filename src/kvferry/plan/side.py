@@ -53,7 +53,7 @@ class EngineSide:
         return f"{' '.join(parallel)} {self.layout}"
 
 
-def layout_of(name: str, reading: ModelReading) -> str:
+def resolve_layout(name: str, reading: ModelReading) -> str:
     """Return the name of an engine's memory layout, after replacing `AUTO` by the default for the model.
 
     The default is the layout of an engine with kvferry's connector. Its outermost axis is blocks, if vLLM

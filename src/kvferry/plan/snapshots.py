@@ -89,10 +89,10 @@ class SnapshotSteps:
         return self.retention is None or (self.retention > 0 and tokens % self.retention == 0)
 
 
-def retention_of(text: str) -> int | None:
+def parse_retention(text: str) -> int | None:
     """Parse the value of vLLM's option ``--prefix-cache-retention-interval``.
 
-    >>> retention_of("0"), retention_of("8448"), retention_of("None")
+    >>> parse_retention("0"), parse_retention("8448"), parse_retention("None")
     (0, 8448, None)
 
     Args:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
-from kvferry.plan.cost import Pricing, expected
+from kvferry.plan.cost import Pricing, estimate_route
 from kvferry.planning.prepared_lists import count_transfer
 from kvferry.planning.select import Cells
 from kvferry.planning.strategy import Strategy
@@ -97,11 +97,11 @@ class TransferTotals:
             for length, count in cell_copy.lengths:
                 self.runs[length] += length * count * len(cells)
         if len(cells):
-            how = expected(route, cells, counted, pricing)
-            self.strategies.add(how.strategy)
-            self.read_descriptors += how.read_descriptors
-            self.read_bytes += how.read_bytes
-            self.seconds[rank] += how.seconds
+            route_estimate = estimate_route(route, cells, counted, pricing)
+            self.strategies.add(route_estimate.strategy)
+            self.read_descriptors += route_estimate.read_descriptors
+            self.read_bytes += route_estimate.read_bytes
+            self.seconds[rank] += route_estimate.seconds
 
     @classmethod
     def of(cls, parts: Iterable[Self]) -> Self:

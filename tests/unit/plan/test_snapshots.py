@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.plan.snapshots import SnapshotSteps, retention_of
+from kvferry.plan.snapshots import SnapshotSteps, parse_retention
 
 
 @pytest.mark.parametrize(
@@ -48,4 +48,4 @@ def test_an_interval_that_vllm_refuses_is_refused():
 @pytest.mark.parametrize("text", ["-1", "all", "1.5"])
 def test_what_is_no_interval_is_refused(text):
     with pytest.raises(ConfigError, match="give a number of tokens, 0 for the last only, or None"):
-        retention_of(text)
+        parse_retention(text)

@@ -13,7 +13,7 @@ from kvferry.geometry import RankGeometry
 from kvferry.geometry.layout import lay_out
 from kvferry.geometry.models import ModelReading, read_model
 from kvferry.plan.find import ModelEntry, entries
-from kvferry.plan.side import EngineSide, block_tokens, layout_of, shape
+from kvferry.plan.side import EngineSide, block_tokens, resolve_layout, shape
 from kvferry.planning.template import Template, build_templates
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ def sides(reading: ModelReading) -> dict[int, tuple[RankGeometry, ...]]:
     heads = {field.heads for store in reading.cache.layers for field in store.fields if field.heads}
     found = {}
     for tp in SIZES:
-        side = EngineSide(tp, layout=layout_of("auto", reading))
+        side = EngineSide(tp, layout=resolve_layout("auto", reading))
         if reading.cache.query_heads % tp:
             with pytest.raises(GeometryError, match=f"heads on {tp} tensor-parallel ranks"):
                 lay_out(reading.cache, shape(reading, side, BLOCKS))

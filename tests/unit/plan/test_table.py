@@ -8,7 +8,7 @@ from kvferry.geometry.models import read_model
 from kvferry.plan.cost import Pricing
 from kvferry.plan.find import entries, lookup, nearest
 from kvferry.plan.forecast import forecast
-from kvferry.plan.side import EngineSide, layout_of
+from kvferry.plan.side import EngineSide, resolve_layout
 from kvferry.planning.strategy import Costs
 
 BYTES_PER_TOKEN = {
@@ -37,7 +37,7 @@ STATE_BYTES = {
 @pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.name)
 def test_every_entry_can_be_planned_and_names_its_source(entry):
     reading = read_model(entry.config, name=entry.name)
-    side = EngineSide(layout=layout_of("auto", reading))
+    side = EngineSide(layout=resolve_layout("auto", reading))
     made = forecast(reading, (side, side), 4096, Pricing(Costs()))
     assert made.whole.bytes > 0
     assert made.token_bytes == BYTES_PER_TOKEN.get(entry.name, made.token_bytes)

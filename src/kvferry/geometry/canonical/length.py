@@ -82,7 +82,7 @@ def check_prompt_length(chunk_tokens: int, interval: int, longest: int) -> None:
         snapshots = f" and snapshots every {interval}, of which the first at a chunk's end is at {first}"
         raise ConfigError(
             f"tiers: chunks of {chunk_tokens} tokens{snapshots if interval > 1 else ''}, but max_model_len "
-            f"is {longest}: no chunk could ever be loaded; {_instead(interval, longest)}"
+            f"is {longest}: no chunk could ever be loaded; {_suggest_chunk_tokens(interval, longest)}"
         )
 
 
@@ -155,7 +155,7 @@ def divisor(interval: int, limit: int) -> int:
     return max(n for n in range(1, limit + 1) if interval % n == 0)
 
 
-def _instead(interval: int, longest: int) -> str:
+def _suggest_chunk_tokens(interval: int, longest: int) -> str:
     if interval > longest:
         return f"a prompt never reaches its first snapshot; raise max_model_len above {interval}"
     if interval == 1:

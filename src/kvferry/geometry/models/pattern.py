@@ -132,7 +132,7 @@ def _blocks(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
     return [() if i in skipped else _FULL for i in range(config.layers)]
 
 
-def _everywhere(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
+def _same_in_all_layers(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
     if not family.everywhere or family.recurrent is None:
         return None
     beside = _FULL if family.beside_attention else ()
@@ -329,7 +329,7 @@ def _window_from(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | No
 _RULES: tuple[Rule, ...] = (
     _compressed,
     _blocks,
-    _everywhere,
+    _same_in_all_layers,
     _letters,
     _words,
     _attention_period,

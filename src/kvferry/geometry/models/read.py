@@ -85,7 +85,7 @@ def read_model(
         raise ConfigError(f"config.json: {error}") from error
     heads = query_heads(read)
     if family.recurrent is not None:
-        _cover_absent(read, {mixer for layer in layers for mixer in layer})
+        _mark_unused_keys(read, {mixer for layer in layers for mixer in layer})
     notes += check_unread(read)
     cache = ModelCache(name or model_type, tuple(store for layer in stores for store in layer), heads)
     if not cache.layers:
@@ -101,7 +101,7 @@ _STATE_KEYS = (
 )  # fmt: skip
 
 
-def _cover_absent(config: ModelConfig, used: set[Mixer]) -> None:
+def _mark_unused_keys(config: ModelConfig, used: set[Mixer]) -> None:
     """Mark keys as read that describe a kind of layer that the model does not have.
 
     These are the keys of attention if no layer has attention, and the keys of recurrence if no layer is
