@@ -20,7 +20,10 @@ _CALIBRATE = "run kvferry bench calibrate while nothing else runs"
 
 
 def check(path: str | None, found: ReadTimings | None, now: datetime | None = None) -> Finding:
-    """Check the transfer planner's costs against READ times that were measured on this machine.
+    """Check whether the costs that the transfer planner assumes fit this machine and are recent.
+
+    The costs are the times of copies and READs by which the planner chooses a transfer strategy. They come
+    from a costs file, or are built in if there is no file.
 
     Args:
         path: path of the costs file that the configuration names; None for the user's default file.

@@ -194,12 +194,15 @@ def _examine_target(one: Target, keys: Keys | None) -> tuple[ExaminedEngine, tup
 
 
 def _identify_and_release(control: Address, keys: Keys | None, offered: OfferedKv | None) -> EngineIdentity:
-    """Ask an engine over its control channel to describe itself, and free the blocks of a test prompt.
+    """Ask an engine over its control channel to describe itself, and have it free a test prompt's blocks.
+
+    The engine keeps these blocks leased, because it was asked over HTTP to compute the prompt for a peer.
 
     Args:
         control: host and port of the control channel.
         keys: CURVE keys, which encrypt the control channel; None if this machine has none.
-        offered: KV of the test prompt, as the engine offered it over HTTP; None if it offered none.
+        offered: KV of the test prompt, as the engine offered it over HTTP; None if it offered none. Without
+            keys, its blocks are not freed.
 
     Raises:
         IdentifyError: no engine, or a different engine, answers at the address.
@@ -317,7 +320,7 @@ def _describe(identity: EngineIdentity) -> list[Finding]:
 def _check_ports(identity: EngineIdentity) -> list[Finding]:
     """Check who can reach the listening ports of an engine.
 
-    Only engines of this machine and user are checked.
+    The result is empty for an engine on another machine or of another user, whose ports cannot be inspected.
     """
     host, port = identity.address
     if not is_local_address(host):

@@ -197,8 +197,8 @@ def _is_engine(answer: HttpReply, seen: UrlFindings) -> bool:
 def _check_metrics(answer: HttpReply, seen: UrlFindings) -> int:
     """Check that an engine exports kvferry's metrics, and add the finding to `seen`.
 
-    If they are missing, the finding is only a note. An engine with several API servers does not export a
-    counter that was never incremented.
+    If they are missing, the finding is only a note, because this can be normal: an engine with several API
+    servers does not export a counter before its first increment.
 
     Args:
         answer: answer of the engine to ``/metrics``.

@@ -33,7 +33,9 @@ class CheckTimeout(KVFerryError):
 
 
 def run_within(seconds: float, call: Callable[[], T]) -> T:
-    """Run a function in a thread, and return its result. At the deadline, the thread is left alone.
+    """Run a function in a thread, and return its result.
+
+    A thread cannot be ended from outside, so a function that misses the deadline continues in its thread.
 
     Args:
         seconds: longest time for the function.
@@ -53,7 +55,7 @@ def run_all_within(seconds: float, calls: Sequence[Callable[[], T]]) -> list[T |
     """Run functions concurrently in threads, and return their results in the order of `calls`.
 
     If a function raises, its result is the exception. If it does not end in time, its result is a
-    CheckTimeout and its thread is left alone.
+    CheckTimeout, and the function continues in its thread.
 
     Args:
         seconds: longest time for all functions together.
@@ -126,9 +128,10 @@ class ProcessResult:
 
     @property
     def last_words(self) -> str:
-        """Last line of standard error, cut to 300 characters.
+        """Last line of standard error, cut to 300 characters, as the reason why the process failed.
 
-        If standard error is empty, or the process was killed at its deadline, this is the text of `how`.
+        If standard error is empty, or the process was killed at its deadline, the value is `how`, the
+        description of how the process ended.
         """
         lines = [line.strip() for line in self.err.splitlines() if line.strip()]
         return lines[-1][:_MAX_ERROR_CHARACTERS] if lines and self.code is not None else self.how

@@ -27,7 +27,11 @@ _COLLAPSES_SINCE = (6, 1)
 
 
 def devices(folder: str = "/sys/class/infiniband") -> list[str]:
-    """Return the names of this machine's RDMA devices (InfiniBand, RoCE, EFA)."""
+    """Return the names of this machine's RDMA devices (InfiniBand, RoCE, EFA).
+
+    Args:
+        folder: directory in which the kernel has an entry per device.
+    """
     try:
         return sorted(entry.name for entry in Path(folder).iterdir())
     except OSError:
@@ -151,7 +155,10 @@ def shared_memory(path: str = "/dev/shm", stat: Callable[[str], os.statvfs_resul
 
 
 def file_size(limit: int | None = None) -> Finding:
-    """Check that the size of files is unlimited. A limit would also apply to host memory and UCX's queues.
+    """Check that the size of files is unlimited.
+
+    A limit would apply not only to chunk files, but also to the host tier's memory and UCX's queues, which
+    are files in memory.
 
     Args:
         limit: maximum number of bytes per file, negative for unlimited; None for this process's limit.

@@ -32,9 +32,9 @@ _ROUNDS = 7
 
 
 def parse_output(out: str) -> list[dict[str, Any]]:
-    """Return the JSON objects that a check in another process printed.
+    """Return the JSON objects that a check in another process printed, in the order of printing.
 
-    Other output is ignored, such as that of libraries.
+    Anything else in the output, such as messages of libraries, is ignored.
 
     Args:
         out: standard output of the process.
@@ -147,7 +147,11 @@ def path(where: str) -> None:
 
 
 def twins(*paths: str) -> None:
-    """Print for each path the earlier path that leads to the same directory; null if there is none."""
+    """Print, for each path, which of the paths before it leads to the same directory; null if none does.
+
+    Args:
+        paths: paths of directories, which may contain links.
+    """
     from kvferry.tiers.paths import find_same_directory  # noqa: PLC0415
 
     for number, path in enumerate(paths):

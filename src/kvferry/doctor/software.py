@@ -75,7 +75,9 @@ def connector(probe: Probe = _import_connector) -> list[Finding]:
 
 
 def hash_seed(environment: Mapping[str, str] = os.environ) -> Finding:
-    """Report how keys of chunks are computed. The setting ``PYTHONHASHSEED`` does not affect them.
+    """Report how keys of chunks are computed.
+
+    The finding also says that ``PYTHONHASHSEED`` does not affect them, so engines may have different values.
 
     Args:
         environment: environment variables.
@@ -118,8 +120,8 @@ def copies(kernel: bool = copy_kernel.KERNEL is not None, why: str = copy_kernel
     """Report whether cells (runs of tokens) in host memory are copied by the native kernel or by numpy.
 
     Args:
-        kernel: whether this installation has the kernel.
-        why: reason why it has none.
+        kernel: whether this installation has the native kernel.
+        why: reason why the native kernel is missing; unused if it is there.
     """
     if kernel:
         return ok("copies", "in host memory are made by the native kernel")

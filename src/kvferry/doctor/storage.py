@@ -165,7 +165,11 @@ def duplicate_directories(tiers: Tiers) -> Iterator[Finding]:
 
 
 def _existing_parent(default: str) -> str:
-    """Return `default` if this directory exists, else its nearest existing parent directory."""
+    """Return the path `default` if it exists, else the path of its nearest existing parent directory.
+
+    Args:
+        default: absolute path of a directory.
+    """
     path = Path(default)
     return default if path.exists() else str(next(above for above in path.parents if above.exists()))
 
