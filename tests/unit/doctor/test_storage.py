@@ -166,7 +166,7 @@ def test_a_full_disk_is_bad(full: Path):
 
 
 def test_object_storage_is_written_to_and_left_as_it_was(tmp_path):
-    (found,) = storage.trial("object", ObjectSettings(f"file://{tmp_path}"))
+    (found,) = storage.try_storage("object", ObjectSettings(f"file://{tmp_path}"))
     assert found.state is State.OK
     assert list(tmp_path.iterdir()) == []
 
@@ -191,7 +191,7 @@ def test_object_storage_is_written_to_and_left_as_it_was(tmp_path):
     ],
 )
 def test_object_storage_that_cannot_be_used_is_bad(settings, said):
-    (found,) = storage.trial("object", settings)
+    (found,) = storage.try_storage("object", settings)
     assert found.state is State.BAD
     assert said in found.found
 
