@@ -76,7 +76,7 @@ def gather_image(cell_copies: Iterable[CellCopy]) -> PackedImage | None:
     Args:
         cell_copies: copies of one cell from the source to the destination.
 
-    Example: the destination has heads outside of layers, and the source has one buffer per layer.
+    Example: the source has one buffer per layer, and the destination stores all layers of one head together.
 
     >>> from kvferry.planning.cell_copy import ONE_CELL
     >>> copies = tuple(StridedCopy(layer * 1000, layer * 8, 8, (Loop(2, 8, 24),)) for layer in range(3))

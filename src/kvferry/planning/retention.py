@@ -16,11 +16,12 @@ from kvferry.planning.select import first_attended
 
 
 def last_prefix_ends(prompt: int, chunk_tokens: int, block_tokens: int) -> tuple[int, int]:
-    """Return the lengths of the longest prefixes of a prompt that later prompts can load.
+    """Return the lengths of the two longest prefixes of a prompt that later prompts are likely to load.
 
     Returns:
-        Two lengths in tokens: the longest prefix that the same prompt can load, and the longest prefix that a
-        continuation of this prompt can load.
+        Two lengths in tokens. With recurrent state: the longest prefix that the same prompt can load (without
+        its last token, which the engine computes again), and the longest that a continuation of the prompt
+        can load. Without recurrent state: the prompt's whole chunks, and the whole prompt.
 
     >>> last_prefix_ends(2000, 256, 0), last_prefix_ends(2000, 64, 128), last_prefix_ends(1920, 64, 128)
     ((1792, 2000), (1920, 1920), (1792, 1920))

@@ -79,7 +79,7 @@ class Route:
     def runs(self) -> Descriptors:
         """Descriptors of the runs of one cell (part of a block). Each run is contiguous on both sides.
 
-        Runs of the same `CellCopy` that are contiguous in both the source and the destination are merged.
+        Neighbouring runs of the same `CellCopy` are merged if one continues the other on both sides.
         """
         return concatenate([cell_copy.descriptors for cell_copy in self.cell_copies])
 

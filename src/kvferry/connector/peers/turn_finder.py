@@ -47,9 +47,9 @@ class TurnFinder:
 
         Args:
             client: control channel to the peers.
-            keepers: function that returns the peers that keep KV of finished requests: by address, the random
-                number that identifies the peer's run (incarnation).
-            names: object that computes names of token content, by which peers find such KV.
+            keepers: function that returns the peers that keep KV of finished requests, as a mapping from
+                address to the random number that identifies the peer's run (incarnation).
+            names: object that computes digests of token content, by which peers find such KV.
         """
         self._client, self._keepers, self._names = client, keepers, names
         self._asked: dict[str, tuple[int, TurnContent]] = {}

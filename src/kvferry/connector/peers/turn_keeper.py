@@ -188,7 +188,7 @@ class TurnKeeper:
     def ended(self, lease: str) -> None:
         """Withdraw the retained turn (KV of a finished request) whose lease has ended.
 
-        The blocks stay allocated until `raised` has counted all workers.
+        The blocks stay allocated until all workers have confirmed the end of the lease (`raised`).
 
         Args:
             lease: name of the lease. A lease of another kind is ignored.

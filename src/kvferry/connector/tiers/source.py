@@ -168,7 +168,10 @@ class TierSource:
         return True
 
     def declined(self, request: Request) -> SourceMiss | None:
-        """Return the reason why the tiers cannot serve a request: its chunk keys cannot be computed."""
+        """Return the reason why the tiers cannot serve a request, for which `arrived` returned False.
+
+        Its chunk keys cannot be computed. The result says why.
+        """
         return SourceMiss(TIERS, MissReason.UNNAMED, detail=self._prompts.why_unnamed(request.request_id))
 
     def bids(self, request: Request, local_tokens: int) -> Sequence[Bid]:

@@ -45,7 +45,7 @@ _NOTHING = _Totals(fetched=0, stored=0, stored_bytes=0, evicted=0, missed={}, dr
 class TierEvents:
     """Emits events about what tiers have read, stored, missed, dropped and evicted since the last step.
 
-    In each step in which any tier has changed, there is one event per tier.
+    If any tier has changed in a step, one event is emitted for every tier.
 
     Attributes:
         cache: chunks in host memory and in the slower tiers.
@@ -77,7 +77,7 @@ class TierEvents:
     def _signs(self) -> tuple[object, ...]:
         """Return a value that changes whenever the content or the counts of any tier change.
 
-        The call takes about a microsecond.
+        Comparing two such values is cheap enough for every step: the call takes about a microsecond.
         """
         around = [one.slow_tier.queue.usage for one in self.cache.writing]
         return self.cache.events, self.stores.dropped.total(), *around
