@@ -40,8 +40,8 @@ class ChunkCache:
     Attributes:
         counts: numbers of stored, failed, fetched and missed chunks since the start.
         writing: queued and running writes of each slow tier, the fastest tier first.
-        reading: reads from the slow tiers, and the loads that wait for them. A load calls the method `fetch`
-            of this object.
+        reading: reads from the slow tiers, and the loads that wait for them. To start a load, call its method
+            `fetch`.
     """
 
     def __init__(

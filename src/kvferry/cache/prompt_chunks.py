@@ -42,7 +42,7 @@ class PromptChunks:
     def has_tail(self) -> bool:
         """True if a cached prefix may end with a tail (an incomplete chunk).
 
-        It is False if a group of the model keeps recurrent state.
+        It is False if the model has a KV cache group with recurrent state.
         """
         return all(group.kind is not GroupKind.STATE for group in self._groups)
 

@@ -152,7 +152,7 @@ class TierQueue:
 
     @property
     def can_write(self) -> bool:
-        """True if another write may start now, because few writes are in flight and they do not hang."""
+        """True if another write may start now: fewer writes than the maximum are in flight, and none hang."""
         return self.writing < self._most_writes and not self._writing.stuck
 
     def read(self, key: bytes, group: ChunkGroup, into: memoryview) -> None:

@@ -27,8 +27,8 @@ class ReadTimings:
 
     Attributes:
         transports: UCX's names of the transports, for example ``cma/memory``.
-        timed: (number of descriptors, total bytes, median seconds) of the READs with each size of descriptor,
-            smallest size first.
+        timed: one entry (number of descriptors, total bytes, median seconds) per descriptor size that was
+            timed, smallest size first. The values are those of one READ.
         machine: description of the machine (CPU and so on), by property.
     """
 

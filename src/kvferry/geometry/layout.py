@@ -300,8 +300,8 @@ def _page_interior(store: LayerCache, tokens: int, engine: EngineShape, tp_rank:
 class _Pool:
     """Sizes of the block pool that all KV cache groups of a rank share.
 
-    The pool consists of slots. A slot has space for one layer's pages, and layer ``j`` of every group uses
-    slot ``j``.
+    The pool consists of slots. A slot has space for the pages of one layer. The layers with index ``j`` of
+    all groups share slot ``j``, because a block belongs to only one group at a time.
 
     Attributes:
         slots: number of slots. It equals the number of layers of the group with the most layers on this rank.

@@ -79,9 +79,10 @@ class LayerCache:
         return sum(field.head_bytes * max(field.heads, 1) for field in self.fields)
 
     def bytes_of(self, tokens: int) -> int:
-        """Return the bytes that the layer stores for `tokens` tokens, over all heads and rounded up.
+        """Return the bytes that the layer stores for `tokens` tokens, over all heads.
 
-        For recurrent state, return the bytes of one snapshot.
+        If an entry stands for several tokens, its bytes are shared out among them, and the result is rounded
+        up to a whole byte. For recurrent state, return the bytes of one snapshot, whatever `tokens` is.
         """
         if self.kind is GroupKind.STATE:
             return self.whole_bytes

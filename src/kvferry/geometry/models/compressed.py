@@ -75,7 +75,10 @@ def _states(name: str, size: int, ratio: int) -> LayerCache:
 
 
 def _compressor(name: str, width: int, ratio: int) -> LayerCache:
-    """Return the cache of a DeepSeek V4 compressor: float32 sums and weights of uncompressed tokens.
+    """Return the cache in which a DeepSeek V4 compressor keeps tokens until it compresses them into a state.
+
+    It stores two float32 vectors (a sum and a weight) of `width` elements per token; twice as many at a ratio
+    of 4, where consecutive states overlap.
 
     Args:
         name: name of the field.
