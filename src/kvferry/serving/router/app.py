@@ -80,7 +80,10 @@ class _Router:
 
     @asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        """Open the HTTP client for engines, and probe engines that are down, until the application ends."""
+        """Keep an HTTP client open, and keep probing the engines that are down, while the application runs.
+
+        This is the application's lifespan context. Its argument, the application, is not used.
+        """
         backends = (*self._prefill.backends, *self._decode.backends)
         async with open_client(self._settings, self.hop) as self._client, anyio.create_task_group() as group:
             self._flow = CompletionFlow(self._settings, self._prefill, self._decode, self._client)
@@ -90,6 +93,9 @@ class _Router:
 
     async def complete(self, call: Call, send: Send) -> None:
         """Serve a client's completion request with a prefill engine and a decode engine.
+
+        The client's ``kv_transfer_params`` are removed from the body, unless the router's settings say to
+        trust them. A body that is not a JSON object is answered with an error.
 
         Args:
             call: request of the client.
@@ -108,7 +114,8 @@ class _Router:
     async def pass_through(self, call: Call, send: Send) -> None:
         """Relay a request to a decode engine, and its answer to the client.
 
-        If the engine is unreachable or fails, try another engine. After two failures, answer with an error.
+        If the engine is unreachable, closes the connection or answers too late, try another engine. Answer
+        with an error if two engines that accepted the request failed, or if no engine is left to try.
 
         Args:
             call: request of the client.

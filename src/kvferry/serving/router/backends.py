@@ -48,7 +48,9 @@ class Backend:
         self.up, self.reason = True, None
 
     def note_hand_over(self, *, done: bool) -> None:
-        """Record whether a prefill engine offered KV in its last answer. Log a warning if that changes.
+        """Record whether a prefill engine offered its KV in its last answer.
+
+        Log a warning if the engine offers none for the first time, or offers KV again.
 
         Args:
             done: True if the answer had ``kv_transfer_params``.
@@ -73,13 +75,14 @@ class Pool:
         self._turn = 0
 
     def next(self, tried: Sequence[Backend], *, even_down: bool = False) -> Backend | None:
-        """Return the engine that is up and has the fewest requests under way; None if no engine is left.
+        """Return the engine that is up and is working on the fewest of this router's requests.
 
-        If several engines have equally few requests, the least recently used of them is returned.
+        If several engines have equally few requests, the least recently used of them is returned. None is
+        returned if no engine qualifies.
 
         Args:
-            tried: engines to skip.
-            even_down: True to return an engine that is down if no engine is up.
+            tried: engines to skip, because this request was already sent to them.
+            even_down: True to choose among the engines that are down if no other engine is up.
         """
         left = [backend for backend in self.backends if backend not in tried]
         choice = [backend for backend in left if backend.up] or (left if even_down else [])
@@ -87,7 +90,7 @@ class Pool:
 
     @contextmanager
     def turn(self, backend: Backend) -> Iterator[None]:
-        """Count a request as under way on an engine until the ``with`` block ends.
+        """Context manager: count one more request for an engine (`outstanding`) during the ``with`` block.
 
         The engine also becomes the most recently used engine of the pool.
 

@@ -65,7 +65,10 @@ class MalformedBody(KVFerryError):
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
-    """Parse the JSON object of a request.
+    """Parse the body of a request, which must be a JSON object.
+
+    Args:
+        raw: complete body.
 
     Raises:
         MalformedBody: the body is not JSON, or not a JSON object.
@@ -80,9 +83,10 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 
 
 def without_kv_params(body: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a request body without ``kv_transfer_params``.
+    """Return a copy of a parsed request body without ``kv_transfer_params``.
 
-    Only an engine or a trusted proxy may set that field.
+    Only an engine or a trusted proxy may set this field. It is also removed from ``vllm_xargs``, from which
+    vLLM would read it too.
 
     >>> without_kv_params({"prompt": "x", "vllm_xargs": {"kv_transfer_params": "a", "b": 1}})
     {'prompt': 'x', 'vllm_xargs': {'b': 1}}
@@ -123,9 +127,9 @@ def prefill_body(body: dict[str, Any]) -> bytes:
 
 
 def prefill_headers(headers: Headers) -> Headers:
-    """Return the headers of the request to a prefill engine: all except X-Data-Parallel-Rank.
+    """Return the headers of the request to a prefill engine: all of `headers` except X-Data-Parallel-Rank.
 
-    That header chooses a rank of the decode engine.
+    The client sends that header to choose a rank of the decode engine. A prefill engine may lack that rank.
 
     Args:
         headers: headers of the client's request, with names in lower case.
@@ -144,7 +148,11 @@ def decode_body(body: dict[str, Any], params: dict[str, Any]) -> bytes:
 
 
 def handed_over(answer: bytes) -> dict[str, Any] | None:
-    """Return the ``kv_transfer_params`` in a prefill engine's answer; None if they are missing or empty."""
+    """Return the ``kv_transfer_params`` in a prefill engine's answer; None if they are missing or empty.
+
+    Args:
+        answer: complete body of the answer, as JSON.
+    """
     try:
         params = json.loads(answer).get(KV_PARAMS)
     except (ValueError, AttributeError, RecursionError):
@@ -153,7 +161,7 @@ def handed_over(answer: bytes) -> dict[str, Any] | None:
 
 
 def wants_stream(body: dict[str, Any]) -> bool:
-    """Return whether the client asks for a stream of events."""
+    """Return whether a parsed request body asks for a streamed answer (``stream``)."""
     return bool(body.get("stream"))
 
 
@@ -166,8 +174,9 @@ def decodes_alone(path: str, body: dict[str, Any]) -> bool:
     - The client is a trusted proxy and sends its own ``kv_transfer_params``.
     - There are several prompts. A prefill engine's answer has ``kv_transfer_params`` for only one of them,
       and the decode engine would use these for all prompts.
-    - The client asks for logprobs of the prompt, for which the engine computes the whole prompt. ``echo``
-      asks for them in a chat, and together with ``logprobs`` (also 0) in a completion.
+    - The client asks for logprobs of the prompt, for which the engine computes the whole prompt. It does so
+      with ``prompt_logprobs``, with ``echo`` in a chat, or with both ``echo`` and ``logprobs`` (even 0) in a
+      completion.
     - The client asks for beam search, whose requests inside the engine have no ``kv_transfer_params``.
     - The client sends prompt embeddings, so that the request has no token ids.
     - The request generates no token.

@@ -28,7 +28,7 @@ class Call:
         method: HTTP method.
         path: path of the URL, without the query.
         headers: headers for the engine: the client's headers, x-request-id, and Via with this router added.
-        echoed: the x-request-id header, which is added to the answer.
+        echoed: headers that are also added to the answer for the client: x-request-id only.
         body: complete body of the request.
     """
 
@@ -44,10 +44,10 @@ class _TooLarge(Exception):
 
 
 class ActiveRequests:
-    """The set of requests that are under way. The router uses it to cancel all of them when it stops.
+    """The set of requests that are under way. When the router stops, it calls `end` to cancel them all.
 
     Attributes:
-        ending: True once `end` was called.
+        ending: True once `end` was called, so that a cancelled request can tell why it was cancelled.
     """
 
     def __init__(self) -> None:
@@ -71,14 +71,17 @@ class ActiveRequests:
         self._scopes.discard(scope)
 
     def end(self) -> None:
-        """Cancel all requests. Each endpoint then sends its client an error."""
+        """Cancel all requests that are under way. `RouterEndpoint` then sends an error to each client."""
         self.ending = True
         for scope in self._scopes:
             scope.cancel()
 
 
 class RouterEndpoint:
-    """An ASGI application that reads a request and runs a handler. It stops if the client disconnects."""
+    """An ASGI application that reads a whole request and answers it with a handler.
+
+    The handler is cancelled if the client disconnects.
+    """
 
     def __init__(
         self,
@@ -87,12 +90,12 @@ class RouterEndpoint:
         hop: Hop,
         max_body_bytes: int,
     ) -> None:
-        """Store the handler and the limit for request bodies.
+        """Store the handler and what is checked before it runs.
 
         Args:
             handler: coroutine function that answers a `Call` through an ASGI `send` function.
             ongoing: requests under way, to which each request is added while the handler runs.
-            hop: this router's entry in Via headers.
+            hop: this router's entry in Via headers. A request that already has it is rejected as a loop.
             max_body_bytes: size of the largest accepted request body, in bytes.
         """
         self._handler = handler
@@ -100,7 +103,10 @@ class RouterEndpoint:
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read a whole request, run the handler, and answer the client with an error if the router stops."""
+        """Serve one HTTP request as ASGI prescribes: read it, and run the handler, which answers it.
+
+        Answer with an error instead if the request is in a loop, its body is too large, or the router stops.
+        """
         echoed = ((_REQUEST_ID, _request_id(scope)),)
         if self._hop.has_seen(scope["headers"]):
             await loop_reply().send(send, echoed)
@@ -127,9 +133,12 @@ class RouterEndpoint:
 
 
 def _request_id(scope: Scope) -> bytes:
-    """Return the request id that the client sent, or a new id.
+    """Return the client's x-request-id, or a new id.
 
     A new id is created if the client's id is missing, too long, or has characters that are not allowed.
+
+    Args:
+        scope: ASGI scope of the request, which has its headers.
     """
     given = dict(scope["headers"]).get(_REQUEST_ID, b"")
     return given if _PLAIN_ID.fullmatch(given) else uuid.uuid4().hex.encode()
@@ -149,10 +158,13 @@ class _Answer:
         self._complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
     async def cut_short(self, echoed: Headers) -> None:
-        """Send the client an error if the answer is not complete yet.
+        """End an answer that is not complete yet, because the router stops.
+
+        If nothing was sent, the client gets an error reply. If the answer has begun, its stream ends with an
+        error event.
 
         Args:
-            echoed: headers to add if the error is the whole answer.
+            echoed: headers to add to the error reply; unused for an error event.
         """
         if not self._begun:
             await unavailable(_ENDING, "router_stopped").send(self._send, echoed)
@@ -162,7 +174,7 @@ class _Answer:
 
 
 async def _read_body(receive: Receive, max_bytes: int) -> bytes | None:
-    """Read and return the body of a request; None if the client disconnects before its end.
+    """Read and return the body of a request; None if the client disconnects before the body is complete.
 
     Raises:
         _TooLarge: the body is larger than `max_bytes`.

@@ -24,12 +24,12 @@ def is_events(response: httpx.Response) -> bool:
 
 
 async def relay_events(response: httpx.Response, send: Send, extra: Headers) -> str | None:
-    """Relay an engine's stream of events to the client as they arrive. Only whole events are sent.
+    """Relay each of an engine's server-sent events to the client as soon as the whole event has arrived.
 
-    If the stream breaks after the first event, the client gets an error event at the end.
+    If the engine's stream breaks after the first event, the client gets an error event as the last event.
 
     Args:
-        response: open response of the engine.
+        response: response of the engine, whose body was not read yet.
         send: ASGI function that sends to the client.
         extra: headers to add to those of the engine's answer.
 
@@ -37,7 +37,7 @@ async def relay_events(response: httpx.Response, send: Send, extra: Headers) -> 
         None if the stream was complete; otherwise a description of the failure.
 
     Raises:
-        BrokenBeforeFirst: the stream ended before anything was sent.
+        BrokenBeforeFirst: the engine's stream ended before anything was sent to the client.
     """
     held, begun, done, fault = b"", False, False, None
     try:

@@ -19,9 +19,10 @@ _MAX_CHARS = 300
 
 
 class Failures:
-    """The engines of both roles that failed during one request.
+    """The failures of engines, of both roles, while they worked on one request.
 
     An engine that refuses the connection or is busy does not count, because it never worked on the request.
+    After two failures the request is given up, since it may itself be what makes the engines fail.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,7 @@ class Failures:
 
     @property
     def exhausted(self) -> bool:
-        """Return whether so many engines failed that the request must not be sent to a further engine."""
+        """Return whether the request must not be sent to a further engine, because two engines failed."""
         return len(self._seen) >= _MAX_FAILURES
 
     def add(self, backend: Backend, reason: str) -> None:
@@ -46,12 +47,12 @@ class Failures:
         self._seen.append(f"{backend.role} engine {backend.url}: {reason}")
 
     def reply(self, echoed: Headers) -> Reply:
-        """Log that the request is not retried, and return the error for the client.
+        """Return the error reply that lists the failures, and log that the request is not tried again.
 
         A header of the reply tells the client not to send the request again.
 
         Args:
-            echoed: headers for the client; the first is x-request-id. They are only used for the log.
+            echoed: headers of which the first is x-request-id. The id is logged; no header enters the reply.
         """
         engines = "; ".join(self._seen)
         count = "one engine" if len(self._seen) == 1 else f"{len(self._seen)} engines"
@@ -75,7 +76,7 @@ def is_failure(status: int) -> bool:
 
 
 def failure_of(reply: Reply) -> str:
-    """Describe an engine's error answer by its status and, if the answer has one, its shortened message."""
+    """Return a text about an engine's error answer: its status and, if it has one, its shortened message."""
     try:
         message = str(json.loads(reply.body)["error"]["message"])[:_MAX_CHARS]
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -42,7 +42,7 @@ class Completion:
 
     Attributes:
         path: path of the endpoint, such as ``/v1/completions``.
-        raw: body as JSON. It is sent to a decode engine that serves the request without a prefill engine.
+        raw: body as JSON, for a decode engine that gets no ``kv_transfer_params`` from a prefill engine.
         body: parsed body of the request.
         headers: headers of the requests to the engines, including x-request-id.
         echoed: headers to add to the answer for the client.
@@ -161,7 +161,7 @@ class CompletionFlow:
         return reply
 
     async def _failed(self, backend: Backend, reply: Reply, failures: Failures) -> None:
-        """Count an engine's server error as a failure, and probe whether the engine is still up."""
+        """Add an engine's server error (`reply`) to `failures`, and probe whether the engine is still up."""
         failures.add(backend, failure_of(reply))
         await probe(self._client, backend)
 

@@ -18,7 +18,11 @@ _VIA = b"via"
 
 
 class Hop:
-    """A router's entry in Via headers, with a random name by which the router detects request loops."""
+    """The entry that a router adds to the Via header of each request to an engine.
+
+    It has a random name. A request that arrives with this name has already passed through the router, so one
+    of the router's engines leads back to the router.
+    """
 
     def __init__(self) -> None:
         self._name = f"kvferry-{secrets.token_hex(8)}".encode()
@@ -27,7 +31,7 @@ class Hop:
         """Return the headers of a request to an engine: `headers` with this router's entry added to Via.
 
         Args:
-            headers: headers with names in lower case.
+            headers: (name, value) pairs, with names in lower case.
         """
         before = [value for name, value in headers if name == _VIA]
         others = [(name, value) for name, value in headers if name != _VIA]
@@ -37,7 +41,7 @@ class Hop:
         """Return whether a request with these headers was already forwarded by this router.
 
         Args:
-            headers: headers with names in lower case.
+            headers: (name, value) pairs, with names in lower case.
         """
         return any(name == _VIA and self._name in value for name, value in headers)
 

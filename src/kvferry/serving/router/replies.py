@@ -19,7 +19,7 @@ class Reply:
 
     Attributes:
         status: HTTP status.
-        headers: headers without content-length.
+        headers: headers of the answer, without content-length, which `send` adds.
         body: complete body.
     """
 

@@ -14,10 +14,11 @@ class RouterSettings:
 
     Attributes:
         prefill, decode: base URLs of the engines, at least one per role.
-        connect_seconds: longest time to connect to an engine. An engine that takes longer is marked down.
-        prefill_seconds: longest time to wait for the answer of a prefill engine.
-        decode_idle_seconds: longest time to wait for the next data from a decode engine.
-        probe_seconds: time between two probes of an engine that is down.
+        connect_seconds: longest time to connect to an engine, in seconds. An engine that takes longer is
+            marked down.
+        prefill_seconds: longest time to wait for the answer of a prefill engine, in seconds.
+        decode_idle_seconds: longest time to wait for the next data from a decode engine, in seconds.
+        probe_seconds: time between two probes of an engine that is down, in seconds.
         max_body_bytes: size of the largest accepted request body, in bytes.
         trust_kv_params: True to keep ``kv_transfer_params`` that clients send; False to remove them.
     """

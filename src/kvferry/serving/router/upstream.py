@@ -38,7 +38,13 @@ _NOT_RELAYED = frozenset(
 
 
 def relayed(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """Return those of `headers` that a proxy forwards, with their names in lower case."""
+    """Return the headers that the router forwards, with their names in lower case.
+
+    Left out are headers that apply to one connection only or that each sender sets, such as content-length.
+
+    Args:
+        headers: (name, value) pairs of a request or an answer.
+    """
     return tuple((name.lower(), value) for name, value in headers if name.lower() not in _NOT_RELAYED)
 
 
@@ -51,7 +57,7 @@ def open_client(settings: RouterSettings, hop: Hop) -> httpx.AsyncClient:
 
     Args:
         settings: settings of the router, with the timeouts.
-        hop: this router's entry in Via headers.
+        hop: this router's entry in Via headers, which every request gets that has no Via header of its own.
     """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     timeout = httpx.Timeout(settings.decode_idle_seconds, connect=settings.connect_seconds)
