@@ -301,7 +301,11 @@ def _read_count(image: PackedImage) -> int:
 
 
 def _copies(parts: Sequence[PoolCopies]) -> tuple[int, int]:
-    """Return (number of calls of the copy operation, number of copied runs) per cell (part of a block)."""
+    """Return (number of calls of the copy operation, number of copied runs) per cell (part of a block).
+
+    Args:
+        parts: strided copies that pack or unpack one cell.
+    """
     copies = [copy for part in parts for copy in part.nests]
     return len(copies), sum(copy.run_count for copy in copies)
 

@@ -55,7 +55,11 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 def wants_prefill(params: Any) -> bool:
-    """Return True if a request's ``kv_transfer_params`` ask this engine to prefill for another engine."""
+    """Return True if a request's ``kv_transfer_params`` ask this engine to prefill for another engine.
+
+    Args:
+        params: the request's ``kv_transfer_params``, as the client sent them; None if there are none.
+    """
     return isinstance(params, dict) and params.get("do_remote_decode") is True
 
 

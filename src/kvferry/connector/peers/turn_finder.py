@@ -61,7 +61,8 @@ class TurnFinder:
     def ask(self, request: Request) -> bool:
         """Ask peers whether they keep KV of an earlier turn of a new request's conversation.
 
-        Return True if any peer was asked.
+        Return True if any peer was asked. `found` then returns the result. No peer is asked, for example, if
+        the prompt is too short or no peer keeps such KV.
         """
         keepers = self._keepers()
         if not keepers or request.num_tokens <= CHUNK_TOKENS:

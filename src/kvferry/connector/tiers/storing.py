@@ -199,7 +199,11 @@ class Storing:
     def _together(self, group: int) -> int:
         """Return the maximum number of chunks of a group per store order.
 
-        If few blocks may be pinned, small orders let at least a part of a long prompt be stored.
+        An order pins the blocks of all its chunks, or is refused if too many blocks would be pinned. With
+        small orders, at least a part of a long prompt is stored if few blocks may be pinned.
+
+        Args:
+            group: index of the KV cache group in the storage format.
         """
         blocks = sum(-(-self._chunk // self._groups[part].block_tokens) + 1 for part in self._parts[group])
         return max(1, min(_TOGETHER, self._orders.most_pinned // blocks))

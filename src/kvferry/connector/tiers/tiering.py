@@ -219,6 +219,11 @@ class Tiering:
 def _canonical(config: ConnectorConfig, engine: EngineFacts, ranks: Sequence[RankGeometry]) -> CanonicalForm:
     """Return the format in which this engine stores chunks. A chunk is a fixed number of tokens of a group.
 
+    Args:
+        config: the connector's settings.
+        engine: facts about the engine.
+        ranks: geometry of all workers' KV caches.
+
     Raises:
         ConfigError: no chunk of this engine could ever be stored.
     """
