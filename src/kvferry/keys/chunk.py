@@ -107,11 +107,11 @@ class ChunkKeys:
             raise Unnameable(f"chunks of {chunk_tokens} tokens")
         self.chunk_tokens = chunk_tokens
         self._ids = bytearray()
-        self._beginning: dict[int, list[Item]] = {}
+        self._items_by_chunk: dict[int, list[Item]] = {}
         for item in sorted(items):
-            self._beginning.setdefault(item.start // chunk_tokens, []).append(item)
+            self._items_by_chunk.setdefault(item.start // chunk_tokens, []).append(item)
         root = _ROOT.copy()
-        root.update(_count(chunk_tokens) + _text(lora) + _text(salt))
+        root.update(_encode_count(chunk_tokens) + _encode_text(lora) + _encode_text(salt))
         self._root = root.digest()
         self._chunks: list[bytes] = []
         self._digests = bytearray()  # the keys of `_chunks`, concatenated
@@ -132,17 +132,17 @@ class ChunkKeys:
         Raises:
             Unnameable: a token id does not fit into 4 bytes. The keys then stay unchanged.
         """
-        self._ids += _little_endian(tokens)
-        whole = len(self._ids) // (self.chunk_tokens * _ID_BYTES)
-        if whole == len(self._chunks):
+        self._ids += _encode_ids(tokens)
+        complete = len(self._ids) // (self.chunk_tokens * _ID_BYTES)
+        if complete == len(self._chunks):
             return
         first, step = len(self._chunks), self.chunk_tokens * _ID_BYTES
-        key, count, none = self._before(first), _count(self.chunk_tokens), _items(())
-        for index in range(first, whole):
-            begin = self._beginning.get(index)
+        key, count, none = self._parent_key(first), _encode_count(self.chunk_tokens), _encode_items(())
+        for index in range(first, complete):
+            starting = self._items_by_chunk.get(index)
             digest = _CHUNK.copy()
             digest.update(key + count + self._ids[index * step : (index + 1) * step])
-            digest.update(_items(begin) if begin else none)
+            digest.update(_encode_items(starting) if starting else none)
             key = digest.digest()
             self._chunks.append(key)
             self._digests += key
@@ -190,13 +190,13 @@ class ChunkKeys:
         index, count = divmod(tokens, self.chunk_tokens)
         if not count:
             return self._chunks[index - 1]
-        found = [item for item in self._beginning.get(index, ()) if item.start < tokens]
+        found = [item for item in self._items_by_chunk.get(index, ()) if item.start < tokens]
         ids = self._ids[(tokens - count) * _ID_BYTES : tokens * _ID_BYTES]
         digest = _TAIL.copy()
-        digest.update(self._before(index) + _count(count) + ids + _items(found))
+        digest.update(self._parent_key(index) + _encode_count(count) + ids + _encode_items(found))
         return digest.digest()
 
-    def _before(self, index: int) -> bytes:
+    def _parent_key(self, index: int) -> bytes:
         """Return the key from which the key of chunk `index` is derived.
 
         This is the key of the previous chunk. The key of the first chunk is derived from a digest of the
@@ -205,31 +205,33 @@ class ChunkKeys:
         return self._chunks[index - 1] if index else self._root
 
 
-def _count(number: int) -> bytes:
+def _encode_count(number: int) -> bytes:
     """Encode a number as 8 bytes, little-endian."""
     return number.to_bytes(8, "little")
 
 
-def _text(text: str) -> bytes:
+def _encode_text(text: str) -> bytes:
     """Encode a text as its length in bytes and its UTF-8 bytes. Lone surrogates (from JSON) are allowed."""
     data = text.encode("utf-8", "surrogatepass")
-    return _count(len(data)) + data
+    return _encode_count(len(data)) + data
 
 
-def _items(items: Sequence[Item]) -> bytes:
+def _encode_items(items: Sequence[Item]) -> bytes:
     """Encode multimodal items as bytes for a digest: the number of items, then each item."""
-    parts = [_count(item.start) + _count(item.tokens) + _text(item.identity) for item in items]
-    return _count(len(items)) + b"".join(parts)
+    parts = [
+        _encode_count(item.start) + _encode_count(item.tokens) + _encode_text(item.identity) for item in items
+    ]
+    return _encode_count(len(items)) + b"".join(parts)
 
 
-def _little_endian(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
+def _encode_ids(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
     """Encode token ids as little-endian integers of 4 bytes each.
 
     Raises:
         Unnameable: a token id is not a whole number from 0 to 2^32 - 1.
     """
     if isinstance(tokens, np.ndarray):
-        return _of_array(tokens)
+        return _encode_array(tokens)
     try:
         # Three times as fast as an ndarray of a list. It also refuses all but integers from 0 to 2^32 - 1.
         ids = array("I", tokens if isinstance(tokens, list) else list(tokens))
@@ -240,7 +242,7 @@ def _little_endian(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
     return ids.tobytes()
 
 
-def _of_array(tokens: npt.NDArray[np.integer]) -> bytes:
+def _encode_array(tokens: npt.NDArray[np.integer]) -> bytes:
     """Encode an array of token ids as little-endian integers of 4 bytes each.
 
     Raises:

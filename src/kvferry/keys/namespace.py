@@ -45,7 +45,7 @@ class Namespace:
     name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        if _canonical(_parsed(self.text)) != self.text:
+        if _canonical(_parse(self.text)) != self.text:
             raise Unnameable("namespace: what was read is not in the form in which namespaces are written")
 
     @classmethod
@@ -101,7 +101,7 @@ class Namespace:
         Raises:
             Unnameable: the text is not a valid note.
         """
-        found = _parsed(note)
+        found = _parse(note)
         facts, name = found.get("facts"), found.get("name")
         if not isinstance(facts, dict) or not isinstance(name, str):
             raise Unnameable("namespace: what was read is no note; expected facts and a name")
@@ -110,7 +110,7 @@ class Namespace:
     @property
     def note(self) -> str:
         """Text of the note (small JSON file) that a tier stores beside the chunks: facts and model name."""
-        return _dumped({"facts": self.facts, "name": self.name})
+        return _to_json({"facts": self.facts, "name": self.name})
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -132,10 +132,10 @@ def differences(a: Namespace, b: Namespace) -> tuple[str, ...]:
     >>> differences(a, b)
     ('kind: the first has none, the second has "mla"', 'window: the first has 64, the second has 128')
     """
-    return tuple(_differences("", a.facts, b.facts))
+    return tuple(_iter_differences("", a.facts, b.facts))
 
 
-def _differences(where: str, a: Any, b: Any) -> Iterator[str]:
+def _iter_differences(where: str, a: Any, b: Any) -> Iterator[str]:
     """Yield one sentence for each difference between the values that a fact has in two namespaces.
 
     Args:
@@ -144,15 +144,15 @@ def _differences(where: str, a: Any, b: Any) -> Iterator[str]:
     """
     if isinstance(a, dict) and isinstance(b, dict):
         for name in sorted(a.keys() | b.keys()):
-            yield from _differences(
+            yield from _iter_differences(
                 f"{where}.{name}" if where else name, a.get(name, _NONE), b.get(name, _NONE)
             )
     elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         for at, (one, other) in enumerate(zip(a, b, strict=True)):
-            yield from _differences(f"{where}[{at}]", one, other)
-    elif (one := _said(a)) != (other := _said(b)):
+            yield from _iter_differences(f"{where}[{at}]", one, other)
+    elif (one := _as_text(a)) != (other := _as_text(b)):
         if len(one) + len(other) > _LONGEST:
-            one, other = _kind(a), _kind(b)
+            one, other = _summary(a), _summary(b)
         yield f"{where}: the first has {one}, the second has {other}"
 
 
@@ -163,19 +163,19 @@ _LONGEST = 400
 """Maximum length of the two values in a message; longer values are only described."""
 
 
-def _said(value: Any) -> str:
+def _as_text(value: Any) -> str:
     """Return the value of a fact as text for a message: JSON, or "none" if the fact is absent."""
     return "none" if value is _NONE else json.dumps(value, sort_keys=True)
 
 
-def _kind(value: Any) -> str:
+def _summary(value: Any) -> str:
     """Return a short description of a value that is too long for a message: its size or its beginning."""
     if isinstance(value, list):
         return f"a list of {len(value)}"
-    return f"{len(value)} facts" if isinstance(value, dict) else f"{_said(value)[:100]}"
+    return f"{len(value)} facts" if isinstance(value, dict) else f"{_as_text(value)[:100]}"
 
 
-def _parsed(text: str) -> dict[str, Any]:
+def _parse(text: str) -> dict[str, Any]:
     """Parse the text of a JSON object.
 
     Raises:
@@ -196,15 +196,15 @@ def _canonical(facts: Mapping[str, Fact]) -> str:
     Raises:
         Unnameable: a fact cannot be written exactly as JSON.
     """
-    return _dumped(_plain("", facts, 0))
+    return _to_json(_to_builtin("", facts, 0))
 
 
-def _dumped(plain: Any) -> str:
+def _to_json(plain: Any) -> str:
     """Return a value of built-in types as canonical JSON: sorted keys, ASCII, a line feed at the end."""
     return json.dumps(plain, sort_keys=True, indent=1, separators=(",", ": "), allow_nan=False) + "\n"
 
 
-def _plain(where: str, value: Any, depth: int) -> Any:
+def _to_builtin(where: str, value: Any, depth: int) -> Any:
     """Return the value of a fact, converted to built-in types that JSON can hold exactly.
 
     Subclasses of built-in scalar types are refused: an instance can compare equal and mean something else.
@@ -223,7 +223,7 @@ def _plain(where: str, value: Any, depth: int) -> Any:
     if value is None or kind is bool:
         return value
     if kind is str:
-        return _encodable(where, value)
+        return _check_encodable(where, value)
     if kind is int:
         if not -(1 << 63) <= value < 1 << 64:
             raise Unnameable(f"namespace: {where} is a number of more than 64 bits; give it as text")
@@ -234,18 +234,18 @@ def _plain(where: str, value: Any, depth: int) -> Any:
         return value
     if isinstance(value, Mapping):
         return {
-            _name(where, key): _plain(f"{where}.{key}" if where else key, each, depth + 1)
+            _check_key(where, key): _to_builtin(f"{where}.{key}" if where else key, each, depth + 1)
             for key, each in value.items()
         }
     if kind in (list, tuple):
-        return [_plain(f"{where}[{at}]", each, depth + 1) for at, each in enumerate(value)]
+        return [_to_builtin(f"{where}[{at}]", each, depth + 1) for at, each in enumerate(value)]
     raise Unnameable(
         f"namespace: {where} is a {kind.__module__}.{kind.__qualname__}, which has no exact text; "
         "give a text, a number, true, false, null, a list or a mapping"
     )
 
 
-def _name(where: str, key: Any) -> str:
+def _check_key(where: str, key: Any) -> str:
     """Check a key of a mapping of facts, and return the key unchanged.
 
     Args:
@@ -257,10 +257,10 @@ def _name(where: str, key: Any) -> str:
     """
     if type(key) is not str:
         raise Unnameable(f"namespace: {where} has the key {key!r}, which is no text; 1 and '1' would be one")
-    return _encodable(f"{where}.{key!a}", key)
+    return _check_encodable(f"{where}.{key!a}", key)
 
 
-def _encodable(where: str, text: str) -> str:
+def _check_encodable(where: str, text: str) -> str:
     """Check that a text has no surrogates, and return the text unchanged.
 
     A pair of surrogates has the same JSON as the character that the pair encodes, so two different texts

@@ -36,7 +36,7 @@ NOT_CONTENT = frozenset(
 )  # fmt: skip
 """Keys in the configuration of a model or processor that do not affect the content of its KV cache."""
 
-MOST = 4096
+MAX_SETTINGS = 4096
 """Maximum number of settings; further ones are combined into a digest."""
 _LONGEST = 120
 """Maximum length of a key or value, in characters; a longer one is its beginning and a digest."""
@@ -63,12 +63,12 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, str]:
     >>> settings_of({"blocks": [SimpleNamespace(heads={2, 10})], "first": SimpleNamespace(heads=2)})
     {'blocks': '[{"heads": [10, 2]}]', 'first.heads': '2'}
     """
-    found = dict(sorted(_flat("", _plain(config))))
-    if len(found) <= MOST:
+    found = dict(sorted(_flatten("", _to_json_types(config))))
+    if len(found) <= MAX_SETTINGS:
         return found
     names = list(found)
-    rest = json.dumps([(name, found.pop(name)) for name in names[MOST:]])
-    return {**found, f"{len(names) - MOST} more": _digest(rest)}
+    rest = json.dumps([(name, found.pop(name)) for name in names[MAX_SETTINGS:]])
+    return {**found, f"{len(names) - MAX_SETTINGS} more": _digest(rest)}
 
 
 def text_of(value: Any) -> str:
@@ -76,11 +76,11 @@ def text_of(value: Any) -> str:
 
     An integer and a float of equal value, such as 1 and 1.0, have the same text.
     """
-    text = value if isinstance(value, str) else json.dumps(_plain(value), sort_keys=True)
+    text = value if isinstance(value, str) else json.dumps(_to_json_types(value), sort_keys=True)
     return text if len(text) <= _LONGEST else f"{text[:_HEAD]}... ({_digest(text)})"
 
 
-def _flat(where: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _flatten(where: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (dotted key, text) of each setting in a nested configuration.
 
     Args:
@@ -92,12 +92,12 @@ def _flat(where: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             continue
         name = f"{where}.{key}" if where else str(key)
         if isinstance(value, Mapping):
-            yield from _flat(name, value)
+            yield from _flatten(name, value)
         else:
             yield text_of(name), text_of(value)
 
 
-def _plain(value: Any, depth: int = 0) -> Any:
+def _to_json_types(value: Any, depth: int = 0) -> Any:
     """Convert the value of a setting to JSON types. The result is the same in every process.
 
     Args:
@@ -105,15 +105,15 @@ def _plain(value: Any, depth: int = 0) -> Any:
         depth: number of collections and objects around the value. Beyond `_DEEPEST`, a collection or object
             is not converted member by member but becomes a text.
     """
-    parts = _parts(value) if depth <= _DEEPEST else None
-    if isinstance(parts, Mapping):
-        return {str(key): _plain(each, depth + 1) for key, each in parts.items()}
-    if parts is not None:
-        return [_plain(each, depth + 1) for each in parts]
-    return _single(value)
+    members = _members(value) if depth <= _DEEPEST else None
+    if isinstance(members, Mapping):
+        return {str(key): _to_json_types(each, depth + 1) for key, each in members.items()}
+    if members is not None:
+        return [_to_json_types(each, depth + 1) for each in members]
+    return _to_scalar(value)
 
 
-def _parts(value: Any) -> Mapping[Any, Any] | list[Any] | None:
+def _members(value: Any) -> Mapping[Any, Any] | list[Any] | None:
     """Return the members of a collection, or the attributes of an object; None for any other value."""
     if isinstance(value, Mapping):
         return value
@@ -121,11 +121,11 @@ def _parts(value: Any) -> Mapping[Any, Any] | list[Any] | None:
         return list(value)
     if isinstance(value, set | frozenset):  # the order of a set differs between processes
         return sorted(value, key=str)
-    named = isinstance(value, type | Enum) or callable(value)
-    return None if named else getattr(value, "__dict__", None)
+    has_name = isinstance(value, type | Enum) or callable(value)
+    return None if has_name else getattr(value, "__dict__", None)
 
 
-def _single(value: Any) -> bool | int | float | str | None:
+def _to_scalar(value: Any) -> bool | int | float | str | None:
     """Convert a value that is neither a collection nor an object with attributes to a JSON scalar."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 1 << 53:
         return int(value)

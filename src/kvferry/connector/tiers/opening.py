@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 def open_tiers(
-    tiers: Sequence[StorageSettings], named: Callable[[], Namespace], table: KeyTable
+    tiers: Sequence[StorageSettings], get_namespace: Callable[[], Namespace], table: KeyTable
 ) -> list[tuple[SlowTier, float]]:
     """Open the storage tiers. Log an error for each tier that cannot be used, and go on without it.
 
     Args:
         tiers: settings of the tiers, the fastest first.
-        named: function that returns the namespace of the chunk keys (facts about model and storage format).
+        get_namespace: function that returns the namespace (facts about model and storage format) of the keys.
             The function is called only if there is a tier, and not again after it has succeeded.
         table: table of chunk keys that all tiers share.
 
@@ -37,7 +37,7 @@ def open_tiers(
     namespace = None
     for number, settings in enumerate(tiers):
         try:
-            namespace = namespace or named()
+            namespace = namespace or get_namespace()
             tier = settings.open(namespace, table, tiers[:number])
         except (ConfigError, Unnameable) as error:
             logger.error("%s; this engine serves on without that tier", error)  # noqa: TRY400 - said in full

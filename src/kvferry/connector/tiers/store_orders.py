@@ -80,8 +80,8 @@ class StoreOrders:
         self,
         request_id: str,
         group: int,
-        wanted: Sequence[tuple[int, bytes, int]],
-        stretches: Sequence[TableSlice | None],
+        chunks: Sequence[tuple[int, bytes, int]],
+        table_slices: Sequence[TableSlice | None],
         available: range,
     ) -> None:
         """Order the ranks to copy chunks from KV blocks to host memory.
@@ -92,19 +92,19 @@ class StoreOrders:
         Args:
             request_id: id of the request that the chunks belong to.
             group: index of the KV cache group in the storage format.
-            wanted: (index in the prompt, key, number of tokens) of each chunk; 0 tokens for a snapshot
+            chunks: (index in the prompt, key, number of tokens) of each chunk; 0 tokens for a snapshot
                 (recurrent state at one position).
-            stretches: for each KV cache group of the engine, the part of the block table that holds the
+            table_slices: for each KV cache group of the engine, the part of the block table that holds the
                 chunks; None for groups without chunks in this order.
             available: range of prompt tokens that these blocks hold.
         """
-        ids = {block for stretch in stretches if stretch for block in stretch.ids} - {NULL_BLOCK}
+        ids = {block for part in table_slices if part for block in part.ids} - {NULL_BLOCK}
         if self._pinned + len(ids) > self.most_pinned:
-            self.dropped["too many stores under way"] += len(wanted)
+            self.dropped["too many stores under way"] += len(chunks)
             return
         slots: list[tuple[Slot, int]] = []
         pieces = []
-        for number, key, tokens in wanted:
+        for number, key, tokens in chunks:
             slot = self._cache.reserve(key, group)
             if slot is not None:
                 slots.append((slot, tokens))
@@ -117,7 +117,7 @@ class StoreOrders:
         name = f"store#{next(self._numbers)}"
         self._stores[name] = _Store(request_id, slots, blocks)
         self._events.emit(StoreBegan(request_id, time.monotonic(), name, self._labels[group], len(pieces)))
-        self._orders.append(StoreOrder(name, tuple(pieces), tuple(stretches), available))
+        self._orders.append(StoreOrder(name, tuple(pieces), tuple(table_slices), available))
 
     def take(self) -> list[StoreOrder]:
         """Return the orders to the ranks that were queued since the last call, and clear the queue."""

@@ -150,8 +150,8 @@ class Storing:
             if one.kind is not GroupKind.STATE:
                 kept = [n for n in numbers if keeps_chunk(one, n, self._chunk, self._every, ends)]
                 keys = [chunks.key(group, number) for number in kept]
-                wanted = dict(zip(kept, keys, strict=True))
-                self._store(progress, group, wanted, tables, numbers.stop * self._chunk)
+                candidates = dict(zip(kept, keys, strict=True))
+                self._store(progress, group, candidates, tables, numbers.stop * self._chunk)
                 if with_tail:
                     tail = {prompt // self._chunk: chunks.tail(group, prompt)}
                     self._store(progress, group, tail, tables, prompt)
@@ -228,12 +228,12 @@ class Storing:
             available: range of prompt tokens that the blocks hold.
         """
         low, high = available.start, min((numbers[-1] + 1) * self._chunk, available.stop)
-        stretches = [
+        table_slices = [
             slice_table(tables[number], low, high, one.block_tokens) if number in self._parts[group] else None
             for number, one in enumerate(self._groups)
         ]
-        wanted = [(n, keys[n], min((n + 1) * self._chunk, high) - n * self._chunk) for n in numbers]
-        self._orders.order(progress.request.request_id, group, wanted, stretches, available)
+        chunks = [(n, keys[n], min((n + 1) * self._chunk, high) - n * self._chunk) for n in numbers]
+        self._orders.order(progress.request.request_id, group, chunks, table_slices, available)
 
     def _since(self, group: int, number: int, tables: BlockIds, until: int, found: int) -> int | None:
         """Return the position of the first token of a chunk whose KV the engine's blocks hold.
@@ -295,7 +295,9 @@ class Storing:
             key = chunks.key(self._state, number)
             if self._cache.host.contains([key])[0]:
                 continue
-            stretches = [
+            table_slices = [
                 TableSlice(0, (blocks[n],)) if n in blocks else None for n in range(len(self._groups))
             ]
-            self._orders.order(request.request_id, self._state, [(number, key, 0)], stretches, range(tokens))
+            self._orders.order(
+                request.request_id, self._state, [(number, key, 0)], table_slices, range(tokens)
+            )

@@ -18,8 +18,8 @@ def opened(tmp_path):
         (tmp_path / name).mkdir()
     found = []
 
-    def open_configured(*tiers, named=lambda: NAMESPACE):
-        found[:] = open_tiers(read_tiers(list(tiers)).slow, named, KeyTable())
+    def open_configured(*tiers, get_namespace=lambda: NAMESPACE):
+        found[:] = open_tiers(read_tiers(list(tiers)).slow, get_namespace, KeyTable())
         return found
 
     yield open_configured
@@ -66,7 +66,9 @@ def test_all_tiers_share_one_table_and_one_namespace(opened, tmp_path):
         return NAMESPACE
 
     found = opened(
-        {"type": "file", "path": f"{tmp_path}/a"}, {"type": "file", "path": f"{tmp_path}/b"}, named=named
+        {"type": "file", "path": f"{tmp_path}/a"},
+        {"type": "file", "path": f"{tmp_path}/b"},
+        get_namespace=named,
     )
     assert len(asked) == 1
     assert len({id(behind.queue.tier.keys.table) for behind, _ in found}) == 1
@@ -76,5 +78,5 @@ def test_an_engine_whose_chunks_have_no_name_has_no_storage_tier(opened, tmp_pat
     def unnamed():
         raise Unnameable("the weights are not on a disk")
 
-    assert opened({"type": "file", "path": f"{tmp_path}/a"}, named=unnamed) == []
+    assert opened({"type": "file", "path": f"{tmp_path}/a"}, get_namespace=unnamed) == []
     assert "the weights are not on a disk; this engine serves on without that tier" in caplog.text
