@@ -120,7 +120,7 @@ class PromptLoads:
             time.sleep(_POLL_SECONDS)
             self._cache.poll()
             self._hand_over(fetch, copying)
-            for moved in self._mover.moved():
+            for moved in self._mover.take_copy_reports():
                 if moved.failure is not None:
                     raise TransferError(f"a chunk was not copied to its blocks: {moved.failure}")
                 for slot in copying.pop(moved.key):

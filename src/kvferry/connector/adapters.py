@@ -28,7 +28,7 @@ from kvferry.terminal import shown
 
 logger = logging.getLogger(__name__)
 
-_Seen: TypeAlias = tuple[tuple[str, int, int], ...]
+_FileStats: TypeAlias = tuple[tuple[str, int, int], ...]
 """(name, size in bytes, time of modification in ns) of each file of an adapter."""
 
 _GRACE_SECONDS = 0.005
@@ -43,21 +43,21 @@ class _Adapter:
     """The files of one LoRA adapter, and their digest once it is known.
 
     Attributes:
-        seen: (name, size in bytes, modification time in ns) of each file when a thread began to read the
-            files.
+        file_stats: (name, size in bytes, modification time in ns) of each file when a thread began to read
+            the files.
         again: earliest time for another attempt to read the files, monotonic seconds.
         done: event that is set when the thread has read the files or has failed to.
         digest: digest of the files; None if it is not known yet, or if the files could not be read.
         absent: True if there were no weights on disk, which means that the engine had not loaded them either.
     """
 
-    seen: _Seen
+    file_stats: _FileStats
     again: float
     done: threading.Event = field(default_factory=threading.Event)
     digest: str | None = None
     absent: bool = False
 
-    def may_be_read_again(self, seen: _Seen, now: float) -> bool:
+    def may_be_read_again(self, file_stats: _FileStats, now: float) -> bool:
         """Return whether the adapter's files should be read again, because the last attempt has failed.
 
         Files that have changed since the failed attempt are not read again, because they may differ from
@@ -65,11 +65,11 @@ class _Adapter:
         engine cannot have loaded any either.
 
         Args:
-            seen: (name, size in bytes, modification time in ns) of each file now.
+            file_stats: (name, size in bytes, modification time in ns) of each file now.
             now: present time, monotonic seconds.
         """
         failed = self.done.is_set() and self.digest is None
-        return failed and now >= self.again and (self.absent or seen == self.seen)
+        return failed and now >= self.again and (self.absent or file_stats == self.file_stats)
 
 
 class Adapters:
@@ -105,7 +105,7 @@ class Adapters:
         if lora.load_inplace:
             self._replaced.add(lora.lora_int_id)
         elif lora.lora_path not in self._known:
-            self._read(lora, _files(Path(lora.lora_path)))
+            self._read(lora, _stat_files(Path(lora.lora_path)))
 
     def is_current(self, lora: LoraAdapter | None) -> bool:
         """Return whether the adapter's weights are known; False once they have been replaced in place.
@@ -133,10 +133,10 @@ class Adapters:
                 f"LoRA {lora.lora_name} was loaded in place (load_inplace), so its weights may change; load "
                 "it under a name of its own"
             )
-        seen = _files(Path(lora.lora_path))
+        file_stats = _stat_files(Path(lora.lora_path))
         known = self._known.get(lora.lora_path)
-        if known is None or known.may_be_read_again(seen, self._clock()):
-            known = self._read(lora, seen)
+        if known is None or known.may_be_read_again(file_stats, self._clock()):
+            known = self._read(lora, file_stats)
         if not known.done.is_set():
             raise NotYetNamed(f"the files of LoRA {lora.lora_name} are still being read for their digest")
         if known.digest is None:
@@ -144,14 +144,14 @@ class Adapters:
                 f"the weights of LoRA {lora.lora_name} are not on this machine's disk, or cannot be read; "
                 "give the engine's user a readable copy here"
             )
-        if seen != known.seen:
+        if file_stats != known.file_stats:
             raise Unnameable(
                 f"files of LoRA {lora.lora_name} have changed since it was first used; load it under another "
                 "name or path"
             )
         return f"{known.digest} {self._settings}".rstrip()
 
-    def _read(self, lora: LoraAdapter, seen: _Seen) -> _Adapter:
+    def _read(self, lora: LoraAdapter, file_stats: _FileStats) -> _Adapter:
         """Start a thread that computes the digest of an adapter's files, and return the adapter's record.
 
         Wait a few milliseconds for the thread, which is enough if the digest is cached. Only one such thread
@@ -159,10 +159,10 @@ class Adapters:
 
         Args:
             lora: the adapter.
-            seen: (name, size in bytes, modification time in ns) of each file now.
+            file_stats: (name, size in bytes, modification time in ns) of each file now.
         """
         first = lora.lora_path not in self._known
-        adapter = self._known[lora.lora_path] = _Adapter(seen, self._clock() + AGAIN_SECONDS)
+        adapter = self._known[lora.lora_path] = _Adapter(file_stats, self._clock() + AGAIN_SECONDS)
 
         def read() -> None:
             with self._reading:
@@ -179,7 +179,7 @@ class Adapters:
         return adapter
 
 
-def _files(folder: Path) -> _Seen:
+def _stat_files(folder: Path) -> _FileStats:
     try:
         stats = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
     except OSError:
@@ -204,7 +204,7 @@ def _read_into(adapter: _Adapter, folder: Path) -> str:
             return "its weights are not on this machine's disk"
         config = (folder / "adapter_config.json").read_bytes()
     except (ConfigError, OSError) as error:
-        adapter.absent = not adapter.seen
+        adapter.absent = not adapter.file_stats
         return str(error)
     adapter.digest = f"{weights} {blake2b(config, digest_size=16).hexdigest()}"
     return ""

@@ -31,49 +31,49 @@ def unusable(where: str, error: msgspec.ValidationError, settings: type[msgspec.
     return ConfigError(f"{where}: {key} is {value}; it must be one of {', '.join(*known)}")
 
 
-def check_keys(where: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+def check_keys(where: str, settings: Mapping[str, Any], known: Sequence[str]) -> None:
     """Check that an object of the configuration has only known keys.
 
     Args:
         where: name of the object, for the message.
-        given: the object, as parsed from JSON.
+        settings: the object, as parsed from JSON.
         known: keys that the object may have.
 
     Raises:
         ConfigError: a key is unknown. The message names the most similar known key, or else all known keys.
     """
-    for key in given:
+    for key in settings:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1, 0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
             raise ConfigError(f"{where} has no key {key!r}; {hint}")
 
 
-def check_text(where: str, given: Any) -> None:
+def check_text(where: str, value: Any) -> None:
     r"""Check that all strings in a setting can be encoded as UTF-8; a lone surrogate (``"\\ud800"``) cannot.
 
     Args:
         where: name of the setting, for the message.
-        given: value of the setting, as parsed from JSON.
+        value: value of the setting, as parsed from JSON.
 
     Raises:
         ConfigError: a string cannot be encoded.
     """
-    if isinstance(given, str):
+    if isinstance(value, str):
         try:
-            given.encode()
+            value.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(
-                f"{where} is {given!r}, expected text: it has half of a surrogate pair at {error.start}; "
+                f"{where} is {value!r}, expected text: it has half of a surrogate pair at {error.start}; "
                 "write the whole character"
             ) from error
-    elif isinstance(given, Mapping):
-        for key, value in given.items():
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
             check_text(f"a key of {where}", key)
-            check_text(f"{where}.{key}", value)
-    elif isinstance(given, Sequence):
-        for number, value in enumerate(given):
-            check_text(f"{where}[{number}]", value)
+            check_text(f"{where}.{key}", one)
+    elif isinstance(value, Sequence):
+        for number, one in enumerate(value):
+            check_text(f"{where}[{number}]", one)
 
 
 def _choices(of: Any) -> Iterator[str]:

@@ -114,8 +114,8 @@ class Composition:
             canonical: format in which chunks are stored.
         """
         # Only a policy that estimates times can prefer a shorter prefix from faster tiers.
-        apart = self.config.source_policy == "cost"
-        return TierSource(cache, prompts, self._groups, canonical, self._refusals, apart=apart)
+        bid_per_tier = self.config.source_policy == "cost"
+        return TierSource(cache, prompts, self._groups, canonical, self._refusals, bid_per_tier=bid_per_tier)
 
     def admission(
         self, sources: Sequence[Source], tier_weights: Mapping[str, float] | None = None

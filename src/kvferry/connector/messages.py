@@ -123,7 +123,7 @@ class StepReports:
         reports: merged report of each load, by load key. Every worker reports every load once.
         reported: number of workers whose reports are merged in `reports`, by load key.
         released: number of workers on which no transfer of the load is in flight any more, by load key.
-        moved: merged report of each order to copy chunks, by order key.
+        copies: merged report of each order to copy chunks, by order key.
         raised: number of workers that have raised (incremented) the lease word of each ended lease of a kept
             turn, by lease name. Peers that read check this integer in registered memory.
         stale: number of the last epoch in which the weights changed; None if they have not changed. An epoch
@@ -133,7 +133,7 @@ class StepReports:
     reports: dict[str, Report] = field(default_factory=dict)
     reported: dict[str, int] = field(default_factory=dict)
     released: dict[str, int] = field(default_factory=dict)
-    moved: dict[str, MergedCopyReport] = field(default_factory=dict)
+    copies: dict[str, MergedCopyReport] = field(default_factory=dict)
     raised: dict[str, int] = field(default_factory=dict)
     stale: int | None = None
 
@@ -145,8 +145,8 @@ class StepReports:
         """
         for key, report in other.reports.items():
             self.reports[key] = self.reports[key].with_other(report) if key in self.reports else report
-        for key, moved in other.moved.items():
-            self.moved[key] = self.moved[key].with_other(moved) if key in self.moved else moved
+        for key, copy in other.copies.items():
+            self.copies[key] = self.copies[key].with_other(copy) if key in self.copies else copy
         for mine, theirs in (
             (self.reported, other.reported),
             (self.released, other.released),
@@ -159,7 +159,7 @@ class StepReports:
 
     def __bool__(self) -> bool:
         """Return whether there is anything to report."""
-        return bool(self.reports or self.released or self.moved or self.raised or self.stale is not None)
+        return bool(self.reports or self.released or self.copies or self.raised or self.stale is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,7 +242,7 @@ class SchedulerHalf:
         if self._tiering is not None:
             self._tiering.take_reports(reports)
         self.admission.take_reports(reports)
-        self._producer.raised(reports.raised)
+        self._producer.on_workers_confirmed(reports.raised)
 
     def sent(self, request_ids: set[str]) -> None:
         """Record that all workers have ended the leases of some requests, whose blocks can now be freed.

@@ -37,39 +37,39 @@ class Tiers(msgspec.Struct, frozen=True):
     slow: tuple[StorageSettings, ...]
 
 
-def read_tiers(given: Any) -> Tiers | None:
+def read_tiers(value: Any) -> Tiers | None:
     """Parse and check the configured tiers; return None if there are none.
 
     Args:
-        given: value of the setting ``tiers``: None, ``"default"`` or a list of objects.
+        value: value of the setting ``tiers``: None, ``"default"`` or a list of objects.
 
     Raises:
         ConfigError: a kind or key is unknown (the message names the nearest known one), a type is wrong, or a
             value is out of range.
     """
-    if given is None or given == []:
+    if value is None or value == []:
         return None
-    if given == "default":
+    if value == "default":
         return _checked(DEFAULT)
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise ConfigError(f'tiers is {given!r}; it must be "default" or a list of objects with a "type"')
-    return _checked([_read(number, one) for number, one in enumerate(given)])
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ConfigError(f'tiers is {value!r}; it must be "default" or a list of objects with a "type"')
+    return _checked([_read(number, one) for number, one in enumerate(value)])
 
 
-def _read(number: int, given: Any) -> TierSettings:
+def _read(number: int, value: Any) -> TierSettings:
     where = f"tiers[{number}]"
     kinds: dict[str, type[TierSettings]] = {HostSettings.kind: HostSettings, **STORAGE_TIERS}
-    if not isinstance(given, Mapping) or given.get("type") not in list(kinds):
+    if not isinstance(value, Mapping) or value.get("type") not in list(kinds):
         raise ConfigError(
-            f'{where} is {given!r}; it must be an object whose "type" is one of {", ".join(kinds)}'
+            f'{where} is {value!r}; it must be an object whose "type" is one of {", ".join(kinds)}'
         )
-    settings = {key: value for key, value in given.items() if key != "type"}
-    kind = kinds[given["type"]]
+    settings = {key: one for key, one in value.items() if key != "type"}
+    kind = kinds[value["type"]]
     known = ["type", *(field.name for field in msgspec.structs.fields(kind))]
-    check_keys(f"{where} ({kind.kind})", given, known)
-    for key, value in settings.items():
+    check_keys(f"{where} ({kind.kind})", value, known)
+    for key, one in settings.items():
         if key != "path":  # a directory may have a name that is not valid UTF-8
-            check_text(f"{where}: {key}", value)
+            check_text(f"{where}: {key}", one)
     try:
         return msgspec.convert(settings, kind)
     except msgspec.ValidationError as error:

@@ -293,7 +293,7 @@ class Producer:
             self._book.ended(name)
             self._unclaimed.on_blocks_freed(name)
 
-    def raised(self, turns: Mapping[str, int]) -> None:
+    def on_workers_confirmed(self, turns: Mapping[str, int]) -> None:
         """Count the workers that have ended the leases of retained turns, and free the blocks after the last.
 
         A retained turn is a finished request's KV, kept for the next turn of its conversation. Each worker
@@ -303,5 +303,5 @@ class Producer:
             turns: number of workers that have ended each lease since the last call, by name of the lease.
         """
         for name, workers in turns.items():
-            if self._turns is not None and self._turns.raised(name, workers):
+            if self._turns is not None and self._turns.on_workers_confirmed(name, workers):
                 self._book.ended(name)

@@ -153,7 +153,7 @@ class PeerSource:
         )
         self._redeem(pull, request)
         if self._stopped:
-            self._strike(name, self._stopped)  # also releases the lease that was just claimed
+            self._exclude_peer(name, self._stopped)  # also releases the lease that was just claimed
         return True
 
     def declined(self, request: Request) -> SourceMiss | None:
@@ -177,7 +177,7 @@ class PeerSource:
             request: request that waits to be scheduled.
             local_tokens: number of tokens that the engine has already, from the start of the prompt.
         """
-        if looking := self._ask(request, local_tokens):
+        if looking := self._process_turn_answers(request, local_tokens):
             return (looking,)
         pull = self._pulls.get(request.request_id)
         if pull is None:
@@ -324,7 +324,7 @@ class PeerSource:
         if report.failure is not None:
             if report.peer_lost or report.late:
                 self._client.forget(self._pulls[load.request_id].address)
-            self._strike(load.request_id, report.failure)
+            self._exclude_peer(load.request_id, report.failure)
 
     def forget(self, load: Load) -> None:
         """Do nothing. This source keeps no state for a load that has ended."""
@@ -363,7 +363,7 @@ class PeerSource:
         for name in self._asking:
             self._turns.drop(name)
         for name in [name for name, pull in self._pulls.items() if not pull.settled]:
-            self._strike(name, "the cache was reset")
+            self._exclude_peer(name, "the cache was reset")
 
     def stop_reading(self, why: str) -> None:
         """Stop reading from peers for good, and end the requests' claims on leases at peers.
@@ -405,7 +405,7 @@ class PeerSource:
         """
         if pull.tokens > request.num_prompt_tokens - self._computed_again:
             last = ", whose last token is computed here: state must not have seen it" * self._computed_again
-            self._strike(
+            self._exclude_peer(
                 request.request_id,
                 f"{pull.tokens} tokens are offered for a prompt of {request.num_prompt_tokens}{last}",
             )
@@ -414,16 +414,16 @@ class PeerSource:
             content = content_of(request, pull.tokens, self._adapters)
         except NotYetNamed as error:
             if time.monotonic() >= pull.until:
-                self._strike(request.request_id, f"{error}, after {self._timeout:g} s")
+                self._exclude_peer(request.request_id, f"{error}, after {self._timeout:g} s")
             return
         except Unnameable as error:
-            self._strike(request.request_id, f"the content of this prompt has no certain name: {error}")
+            self._exclude_peer(request.request_id, f"the content of this prompt has no certain name: {error}")
             return
         # The first message to a new peer opens the handshake, and the ticket travels right behind it.
         if not isinstance(self._client.look_up(pull.address), Unusable):
             pull.claim = self._claims.begin(pull.address, pull.ticket, pull.tokens, content)
 
-    def _meet(self, pull: Pull) -> PeerInfo | Pending | Unusable:
+    def _ready_peer(self, pull: Pull) -> PeerInfo | Pending | Unusable:
         """Return the description of a peer that has granted a lease and can be read from.
 
         Return Pending while the peer has not answered. Return Unusable with the reason if the peer has
@@ -447,7 +447,7 @@ class PeerSource:
             return Unusable(refusal)
         return peer
 
-    def _ask(self, request: Request, local_tokens: int) -> Bid | None:
+    def _process_turn_answers(self, request: Request, local_tokens: int) -> Bid | None:
         """Check whether peers have answered that they keep KV of an earlier turn of a request's conversation.
 
         While answers are missing, return a placeholder bid (offer to load KV) for all tokens that could be
@@ -497,9 +497,9 @@ class PeerSource:
         tokens = pull.tokens - local_tokens
         if pull.settled or tokens <= 0:
             return None
-        peer = self._meet(pull)
+        peer = self._ready_peer(pull)
         if isinstance(peer, Unusable):
-            self._strike(request.request_id, peer.reason)
+            self._exclude_peer(request.request_id, peer.reason)
             return None
         return Bid(pull.peer, (PlaceTokens(PEER, tokens),), isinstance(peer, Pending))
 
@@ -524,7 +524,7 @@ class PeerSource:
         """Return the number of KV blocks that loads keep allocated, by name of the peer."""
         return {source: blocks for source, blocks in self._pins.held.items() if source != TIERS}
 
-    def _strike(self, request_id: str, reason: str) -> None:
+    def _exclude_peer(self, request_id: str, reason: str) -> None:
         pull = self._pulls[request_id]
         if pull.bidding.exclude(pull.peer, reason):
             self._refusals.say(request_id, pull.peer, reason)

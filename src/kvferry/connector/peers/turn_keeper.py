@@ -188,7 +188,8 @@ class TurnKeeper:
     def ended(self, lease: str) -> None:
         """Withdraw the retained turn (KV of a finished request) whose lease has ended.
 
-        The blocks stay allocated until all workers have confirmed the end of the lease (`raised`).
+        The blocks stay allocated until all workers have confirmed the end of the lease
+        (`on_workers_confirmed`).
 
         Args:
             lease: name of the lease. A lease of another kind is ignored.
@@ -197,7 +198,7 @@ class TurnKeeper:
             self._index.withdraw(turn.kept.ticket)
             self._leaving[lease] = turn.blocks
 
-    def raised(self, lease: str, workers: int) -> bool:
+    def on_workers_confirmed(self, lease: str, workers: int) -> bool:
         """Count the workers that have confirmed the end of a lease, and free its blocks after the last one.
 
         A worker confirms after it has changed the lease word, an integer in registered memory that readers

@@ -57,20 +57,20 @@ MOST_LOADS = 32
 
 
 @dataclass(slots=True)
-class _Asked:
+class _TierRequest:
     """The state of a request whose KV the tiers may hold.
 
     Attributes:
         bidding: the request's excluded sources and remaining attempts.
-        without: names of the tiers that are no longer used for this request: a read from them failed or was
-            late.
-        looked: result of the last look-up of the request's chunks; None before the first look-up.
+        excluded_tiers: names of the tiers that are no longer used for this request, because a read from them
+            failed or was late.
+        coverage: result of the last look-up of the request's chunks; None before the first look-up.
         declined: True if the tiers last made no offer only because too many loads were under way.
     """
 
     bidding: Bidding
-    without: set[str] = field(default_factory=set)
-    looked: Coverage | None = None
+    excluded_tiers: set[str] = field(default_factory=set)
+    coverage: Coverage | None = None
     declined: bool = False
 
 
@@ -90,7 +90,7 @@ class _Loading:
 
 
 @dataclass(slots=True)
-class _Brought:
+class _LoadRecord:
     """The bytes that the ranks have copied for one load, and the reason to report if the load fails.
 
     Attributes:
@@ -119,7 +119,7 @@ class TierSource:
         canonical: CanonicalForm,
         refusals: Refusals,
         *,
-        apart: bool = False,
+        bid_per_tier: bool = False,
     ) -> None:
         """Create a source that knows no requests yet.
 
@@ -129,8 +129,8 @@ class TierSource:
             groups: the engine's KV cache groups, as one rank describes them.
             canonical: format in which chunks are stored.
             refusals: log of the requests that a tier cannot serve.
-            apart: True to make further bids for shorter prefixes that need no chunk of the slowest tiers, so
-                that the source policy can choose a shorter but faster load.
+            bid_per_tier: True to make further bids for shorter prefixes that need no chunk of the slowest
+                tiers, so that the source policy can choose a shorter but faster load.
         """
         self._copy_seconds: list[float] = []
         chunk_tokens = canonical.chunk_tokens
@@ -138,13 +138,13 @@ class TierSource:
         self._alignments = tuple(
             content_alignment(one.kind, one.attention_span, chunk_tokens) for one in groups
         )
-        self._refusals, self._apart = refusals, apart
+        self._refusals, self._bid_per_tier = refusals, bid_per_tier
         self._widest = prompts.widest
-        self._asked: dict[str, _Asked] = {}
+        self._requests: dict[str, _TierRequest] = {}
         self._loading: dict[str, _Loading] = {}
         self._ends: list[LoadEnd] = []
         self._slots: dict[str, tuple[str, list[Slot]]] = {}
-        self._brought: dict[str, _Brought] = {}
+        self._records: dict[str, _LoadRecord] = {}
         self._labels = canonical.labels
         self._numbers = count()
 
@@ -164,7 +164,7 @@ class TierSource:
         """
         if self._prompts.add(request) is None and not self._prompts.are_pending(request.request_id):
             return False
-        self._asked[request.request_id] = _Asked(bidding)
+        self._requests[request.request_id] = _TierRequest(bidding)
         return True
 
     def declined(self, request: Request) -> SourceMiss | None:
@@ -178,31 +178,32 @@ class TierSource:
         """Return the tiers' offers (bids) to load tokens of a request's prompt; empty if there are none.
 
         The first bid is for the longest prefix from which every KV cache group can continue. If the source
-        was created with `apart`, further bids are for shorter prefixes without chunks of the slowest tiers.
+        was created with `bid_per_tier`, further bids are for shorter prefixes without chunks of the slowest
+        tiers.
 
         Args:
             request: request that waits to be scheduled.
             local_tokens: number of tokens that the engine has already, from the start of the prompt.
         """
         chunks = self._prompts.get(request)
-        asked = self._asked[request.request_id]
-        asked.declined, asked.looked = False, None
+        state = self._requests[request.request_id]
+        state.declined, state.coverage = False, None
         if chunks is None:
             return self._naming(request, local_tokens)
-        asked.looked = found = chunks.look_up(
+        state.coverage = found = chunks.look_up(
             request.num_tokens,
             local_tokens,
-            partial(self._cache.reading.tier_numbers, without=asked.without),
+            partial(self._cache.reading.tier_numbers, without=state.excluded_tiers),
             in_full=self._keeps_windows(request.num_tokens),
         )
         ends, slowest = found.longest()
         bids = [Bid(TIERS, self._parts(found, local_tokens, ends))] if ends > local_tokens else []
-        while self._apart and slowest > 0:
+        while self._bid_per_tier and slowest > 0:
             ends, slowest = found.longest(slowest)
             if ends > local_tokens:
                 bids.append(Bid(TIERS, self._parts(found, local_tokens, ends)))
         if bids and len(self._loading) >= MOST_LOADS:
-            asked.declined = True
+            state.declined = True
             return ()
         return bids
 
@@ -227,7 +228,7 @@ class TierSource:
             local_tokens: number of tokens that the engine has already, from the start of the prompt.
             alignment_tokens: multiple, in tokens, at which the first part must end.
         """
-        found = self._asked[request.request_id].looked
+        found = self._requests[request.request_id].coverage
         return (
             None
             if found is None
@@ -246,7 +247,7 @@ class TierSource:
             local_tokens: number of tokens that the engine has already; unused.
             first: number of tokens, from the start of the prompt, at which the other source's part ends.
         """
-        found = self._asked[request.request_id].looked
+        found = self._requests[request.request_id].coverage
         return None if found is None else self._part_of(found, first, found.tokens_after_head(first))
 
     def why_no_bid(self, request: Request, local_tokens: int) -> SourceMiss:
@@ -259,12 +260,12 @@ class TierSource:
             request: request for which `bids` returned no offer.
             local_tokens: number of tokens that the engine has already; unused.
         """
-        asked, chunks = self._asked[request.request_id], self._prompts.get(request)
-        if asked.declined:
+        state, chunks = self._requests[request.request_id], self._prompts.get(request)
+        if state.declined:
             return SourceMiss(TIERS, MissReason.BUSY, detail=f"{len(self._loading)} loads are under way")
-        if chunks is None or asked.looked is None:
+        if chunks is None or state.coverage is None:
             return SourceMiss(TIERS, MissReason.UNNAMED, detail=self._prompts.why_unnamed(request.request_id))
-        return miss_of(chunks, asked.looked, self._labels, self._cache)
+        return miss_of(chunks, state.coverage, self._labels, self._cache)
 
     def room(self, bid: Bid, blocks: int) -> bool:
         """Return whether a load of `blocks` KV blocks may begin now: always True for tiers.
@@ -287,14 +288,16 @@ class TierSource:
             load: load to begin, with its tokens and destination blocks.
             request: request that waits for the load.
         """
-        chunks, asked = self._prompts.get(request), self._asked[load.request_id]
-        if chunks is None or asked.looked is None:
+        chunks, state = self._prompts.get(request), self._requests[load.request_id]
+        if chunks is None or state.coverage is None:
             fetch = self._cache.reading.fetch(())
             fetch.failure = "its chunks have no names any more"
         else:
-            fetch = self._cache.reading.fetch(chunks.wanted_chunks(asked.looked, load.span), asked.without)
+            fetch = self._cache.reading.fetch(
+                chunks.wanted_chunks(state.coverage, load.span), state.excluded_tiers
+            )
         self._loading[load.key] = _Loading(load, fetch)
-        self._brought[load.key] = _Brought()
+        self._records[load.key] = _LoadRecord()
 
     def alignments(self, request_id: str) -> tuple[int, ...]:
         """Return the alignment of loaded content, in tokens, for each KV cache group.
@@ -317,7 +320,7 @@ class TierSource:
             load: load that has ended.
             report: merged report of all workers about the load; unused.
         """
-        sizes = self._brought[load.key].sizes
+        sizes = self._records[load.key].sizes
         return tuple(
             GroupBytes(self._labels[number], COPIED, size) for number, size in sorted(sizes.items()) if size
         )
@@ -329,7 +332,7 @@ class TierSource:
             load: load that has failed.
             report: merged report of all workers about the load.
         """
-        return MissReason.DEADLINE if report.late else self._brought[load.key].miss
+        return MissReason.DEADLINE if report.late else self._records[load.key].miss
 
     def ended(self, load: Load, report: Report) -> None:
         """Log the reason of a failed load. Do nothing if the load did not fail.
@@ -345,12 +348,12 @@ class TierSource:
             return
         self._refusals.say(load.request_id, TIERS, report.failure)
         if (loading := self._loading.get(load.key)) is not None:  # its deadline has passed
-            self._asked[load.request_id].without |= self._cache.reading.awaited_tiers(loading.fetch)
+            self._requests[load.request_id].excluded_tiers |= self._cache.reading.awaited_tiers(loading.fetch)
             self._end(loading, report.failure)
 
     def forget(self, load: Load) -> None:
         """Forget the byte counts of a load whose end all workers have reported."""
-        del self._brought[load.key]
+        del self._records[load.key]
 
     def take_copy_seconds(self) -> list[float]:
         """Return the copy times recorded since the last call, and clear them.
@@ -370,7 +373,7 @@ class TierSource:
 
     def finished(self, request_id: str) -> None:
         """Forget a request that has ended."""
-        del self._asked[request_id]
+        del self._requests[request_id]
 
     def hand_over(self, orders: StepOrders) -> None:
         """Order the ranks to copy the chunks that have arrived, and to end the loads that are complete.
@@ -386,27 +389,27 @@ class TierSource:
                 )
                 self._slots[chunks.parts[-1].key] = loading.load.key, [slot for _, slot in ready]
             if loading.fetch.over:
-                self._asked_of(loading).without |= loading.fetch.failed
+                self._state_of(loading).excluded_tiers |= loading.fetch.failed
                 self._end(loading, loading.fetch.failure)
         chunks.ends, self._ends = self._ends, []
 
-    def moved(self, moved: MergedCopyReport) -> bool:
+    def on_copied(self, report: MergedCopyReport) -> bool:
         """Release the host memory of chunks that all ranks have copied to KV blocks.
 
         Args:
-            moved: merged report of all ranks about one order to copy chunks.
+            report: merged report of all ranks about one order to copy chunks.
 
         Returns:
             False if the order belongs to no load, else True.
         """
-        load, slots = self._slots.pop(moved.key, ("", None))
+        load, slots = self._slots.pop(report.key, ("", None))
         if slots is None:
             return False
         for slot in reversed(slots):
             self._cache.close(slot)
-        self._copy_seconds.append(moved.seconds)
-        if (brought := self._brought.get(load)) is not None:
-            brought.sizes.update(dict(enumerate(moved.bytes_by_group)))
+        self._copy_seconds.append(report.seconds)
+        if (record := self._records.get(load)) is not None:
+            record.sizes.update(dict(enumerate(report.bytes_by_group)))
         return True
 
     def start_anew(self) -> None:
@@ -466,9 +469,9 @@ class TierSource:
     def _end(self, loading: _Loading, failure: str | None) -> None:
         del self._loading[loading.load.key]
         self._cache.reading.cancel(loading.fetch)
-        if loading.fetch.miss in _MISSES and (brought := self._brought.get(loading.load.key)):
-            brought.miss = _MISSES[loading.fetch.miss]
+        if loading.fetch.miss in _MISSES and (record := self._records.get(loading.load.key)):
+            record.miss = _MISSES[loading.fetch.miss]
         self._ends.append(LoadEnd(loading.load.key, failure))
 
-    def _asked_of(self, loading: _Loading) -> _Asked:
-        return self._asked.get(loading.load.request_id) or _Asked(Bidding(0))
+    def _state_of(self, loading: _Loading) -> _TierRequest:
+        return self._requests.get(loading.load.request_id) or _TierRequest(Bidding(0))

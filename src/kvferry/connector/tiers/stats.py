@@ -57,7 +57,7 @@ class TierEvents:
     stores: StoreOrders
     events: EventStream
     _seen: dict[str, _Totals] = field(default_factory=dict)
-    _looked: tuple[object, ...] = ()
+    _last_fingerprint: tuple[object, ...] = ()
 
     @log_errors
     def emit_changes(self, times: TransferTimes, copies: Sequence[float]) -> None:
@@ -67,14 +67,14 @@ class TierEvents:
             times: durations in seconds of reads and writes of chunks in storage since the last call.
             copies: durations in seconds of copies from host memory to KV blocks since the last call.
         """
-        looked = self._signs()  # before counting, so that the next call sees concurrent changes
-        if looked == self._looked and not copies:
+        fingerprint = self._fingerprint()  # before counting, so that the next call sees concurrent changes
+        if fingerprint == self._last_fingerprint and not copies:
             return
-        self._looked = looked
+        self._last_fingerprint = fingerprint
         for event in self._changes(times, copies):
             self.events.emit(event)
 
-    def _signs(self) -> tuple[object, ...]:
+    def _fingerprint(self) -> tuple[object, ...]:
         """Return a value that changes whenever the content or the counts of any tier change.
 
         Comparing two such values is cheap enough for every step: the call takes about a microsecond.

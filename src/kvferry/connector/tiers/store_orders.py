@@ -124,34 +124,34 @@ class StoreOrders:
         orders, self._orders = self._orders, []
         return orders
 
-    def moved(self, moved: MergedCopyReport) -> bool:
+    def on_copied(self, report: MergedCopyReport) -> bool:
         """Complete a store (copy of chunks from KV blocks to host memory) that all ranks have reported.
 
         Release the store's blocks. If the store succeeded, make its chunks available to requests.
 
         Args:
-            moved: merged report of all ranks about one order to copy chunks.
+            report: merged report of all ranks about one order to copy chunks.
 
         Returns:
             False if the order is not a store, else True.
         """
-        store = self._stores.pop(moved.key, None)
+        store = self._stores.pop(report.key, None)
         if store is None:
             return False
         for slot, tokens in reversed(store.slots):
-            self._cache.filled(slot, tokens, moved.failure)
+            self._cache.filled(slot, tokens, report.failure)
         self._pool.free_blocks(reversed(store.blocks))
         self._pinned -= len(store.blocks)
         self._rank(store.request_id)
-        size, now = sum(moved.bytes_by_group), time.monotonic()
+        size, now = sum(report.bytes_by_group), time.monotonic()
         self._events.emit(
             StoreEnded(
                 store.request_id,
                 now,
-                store=moved.key,
-                failure=moved.failure or "",
+                store=report.key,
+                failure=report.failure or "",
                 size=size,
-                seconds=moved.seconds,
+                seconds=report.seconds,
             )
         )
         return True

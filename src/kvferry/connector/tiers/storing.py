@@ -177,7 +177,7 @@ class Storing:
         )  # the last token is always computed
         whole: list[int] = []
         for number, here in zip(keys, kept.tolist(), strict=True):
-            since = None if here else self._since(group, number, tables, until, progress.found)
+            since = None if here else self._first_storable_token(group, number, tables, until, progress.found)
             if since == number * self._chunk:
                 whole.append(number)
             elif since is not None:
@@ -235,7 +235,9 @@ class Storing:
         chunks = [(n, keys[n], min((n + 1) * self._chunk, high) - n * self._chunk) for n in numbers]
         self._orders.order(progress.request.request_id, group, chunks, table_slices, available)
 
-    def _since(self, group: int, number: int, tables: BlockIds, until: int, found: int) -> int | None:
+    def _first_storable_token(
+        self, group: int, number: int, tables: BlockIds, until: int, found: int
+    ) -> int | None:
         """Return the position of the first token of a chunk whose KV the engine's blocks hold.
 
         The chunk is stored from this position on. Tokens before the group's attention window may be missing,

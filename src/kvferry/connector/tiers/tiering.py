@@ -110,7 +110,7 @@ class Tiering:
         )
         self._card: ArenaCard | None = ArenaCard(self._arena.handle, tuple(ranks), canonical.chunk_tokens)
         self._events = TierEvents(self._cache, self._stores, events)
-        self._moved: dict[str, MergedCopyReport] = {}
+        self._copies: dict[str, MergedCopyReport] = {}
         self._failures: Counter[str] = Counter()
         logger.info(
             "tiers: chunks of %d tokens; host memory of %.2f GiB%s",
@@ -160,15 +160,15 @@ class Tiering:
         Args:
             reports: reports of one step, which may come from only some of the ranks.
         """
-        for key, moved in reports.moved.items():
-            whole = self._moved[key].with_other(moved) if key in self._moved else moved
-            self._moved[key] = whole
-            if whole.ranks == self._workers:
-                del self._moved[key]
-                if whole.failure is not None:
-                    self._say(whole.failure)
-                if not self._stores.moved(whole):
-                    self.source.moved(whole)
+        for key, report in reports.copies.items():
+            merged = self._copies[key].with_other(report) if key in self._copies else report
+            self._copies[key] = merged
+            if merged.ranks == self._workers:
+                del self._copies[key]
+                if merged.failure is not None:
+                    self._say(merged.failure)
+                if not self._stores.on_copied(merged):
+                    self.source.on_copied(merged)
 
     def _say(self, failure: str) -> None:
         """Log the reason why ranks could not copy chunks, unless it has been logged before."""
@@ -240,11 +240,11 @@ def _canonical(config: ConnectorConfig, engine: EngineFacts, ranks: Sequence[Ran
             "recurrent layers can ever be stored; enable prefix caching (--enable-prefix-caching "
             "--mamba-cache-mode align), or configure no tiers"
         )
-    apart = snapshot_interval(*(block for block in blocks if block))
+    interval = snapshot_interval(*(block for block in blocks if block))
     block = lcm(*(group.block_tokens for group in engine.groups if group.attention_span))
-    tokens = chunk_length(config.chunk_tokens, apart, block)
+    tokens = chunk_length(config.chunk_tokens, interval, block)
     check_windows(tokens, block)
-    check_prompt_length(tokens, apart, engine.longest_request)
+    check_prompt_length(tokens, interval, engine.longest_request)
     try:
         canonical = canonical_form_of(ranks, tokens)
         check_storable(canonical, ranks)
@@ -268,5 +268,5 @@ def _snapshot_tokens(config: ConnectorConfig, canonical: CanonicalForm) -> int:
 
 
 def _host_bytes(tiers: Tiers) -> int:
-    given = tiers.host.capacity
-    return available_bytes() // _DEFAULT_SHARE if given is None else parse_size(given)
+    capacity = tiers.host.capacity
+    return available_bytes() // _DEFAULT_SHARE if capacity is None else parse_size(capacity)

@@ -56,7 +56,7 @@ class ChunkRoutes:
         self,
         canonical: CanonicalForm,
         ranks: Sequence[RankGeometry],
-        place: tuple[int, int],
+        rank_coordinates: tuple[int, int],
         memory: npt.NDArray[uint8],
     ) -> None:
         """Compute the copies between this rank's KV blocks and the arena (host memory that holds chunks).
@@ -64,14 +64,14 @@ class ChunkRoutes:
         Args:
             canonical: format in which chunks are stored.
             ranks: geometry of every rank of the engine.
-            place: (pp_rank, tp_rank) of the rank in this process; it must be in `ranks`.
+            rank_coordinates: (pp_rank, tp_rank) of the rank in this process; it must be in `ranks`.
             memory: host memory that holds the chunks, uint8 of shape (bytes,).
 
         Raises:
             Incompatible, TransferError: the layout of this rank's KV cache cannot be copied to this format.
         """
         self._canonical, self._memory = canonical, memory
-        number = next(n for n, rank in enumerate(ranks) if (rank.pp_rank, rank.tp_rank) == place)
+        number = next(n for n, rank in enumerate(ranks) if (rank.pp_rank, rank.tp_rank) == rank_coordinates)
         self._rank = ranks[number]
         space = AddressSpace(self._rank.regions)
 

@@ -101,13 +101,13 @@ class WorkerHalf:
             ConfigError: NIXL cannot be used, or a setting is invalid.
         """
         self._geometry, self._mirror = geometry, mirror
-        place = geometry.pp_rank, geometry.tp_rank
+        rank_coordinates = geometry.pp_rank, geometry.tp_rank
         if config.tiers:
-            self._mover = ChunkMover(place)
+            self._mover = ChunkMover(rank_coordinates)
         if not config.transfers:
             return WorkerInfo(geometry=geometry, card=None, settings=config.without_host)
         words = LeaseWords(new_incarnation(), LEASE_SLOTS)
-        name = f"{engine_id}/{place[0]}.{place[1]}/{words.incarnation:x}"
+        name = f"{engine_id}/{geometry.pp_rank}.{geometry.tp_rank}/{words.incarnation:x}"
         settings = _transfer_settings(config)
         self._transfers = Transfers(name, geometry, words, settings)
         if reads:
@@ -228,9 +228,9 @@ class WorkerHalf:
             self._results[result.key] = result
             self._loads.on_transfer_ended(result.key, result.failure)
         if self._mover is not None:
-            for moved in self._mover.moved():
-                self._reports.moved[moved.key] = MergedCopyReport.of(moved)
-            for end in self._mover.ended():
+            for report in self._mover.take_copy_reports():
+                self._reports.copies[report.key] = MergedCopyReport.of(report)
+            for end in self._mover.take_ended_loads():
                 self._loads.on_transfer_ended(end.key, end.failure)
 
     def take_reports(self) -> StepReports | None:

@@ -37,17 +37,17 @@ class ChunkMover:
     Only the engine's thread calls the public methods.
     """
 
-    def __init__(self, place: tuple[int, int]) -> None:
+    def __init__(self, rank_coordinates: tuple[int, int]) -> None:
         """Start the thread that copies chunks.
 
         Args:
-            place: (pp_rank, tp_rank) of this rank.
+            rank_coordinates: (pp_rank, tp_rank) of this rank.
         """
-        self._place = place
+        self._rank_coordinates = rank_coordinates
         self._jobs: queue.PriorityQueue[tuple[int, int, _Job | None]] = queue.PriorityQueue()
         self._numbers = count()
-        self._moved: deque[CopyReport] = deque()
-        self._ended: deque[LoadEnd] = deque()
+        self._copy_reports: deque[CopyReport] = deque()
+        self._ended_loads: deque[LoadEnd] = deque()
         self._routes: ChunkRoutes | None = None
         self._arena: Arena | None = None
         self._unusable = "no arena yet"
@@ -87,21 +87,21 @@ class ChunkMover:
             orders: orders of the step.
             why: reason to report as the failure.
         """
-        self._moved.extend(CopyReport(order.key, why, (), 0.0) for order in orders.stores)
+        self._copy_reports.extend(CopyReport(order.key, why, (), 0.0) for order in orders.stores)
 
-    def moved(self) -> list[CopyReport]:
+    def take_copy_reports(self) -> list[CopyReport]:
         """Return the reports on finished copy orders since the last call, and clear them.
 
         There is one report per order.
         """
-        return _taken(self._moved)
+        return _taken(self._copy_reports)
 
-    def ended(self) -> list[LoadEnd]:
+    def take_ended_loads(self) -> list[LoadEnd]:
         """Return the loads that have ended since the last call, with the reasons of failures, and clear them.
 
         A load has ended when none of its chunks is left to copy.
         """
-        return _taken(self._ended)
+        return _taken(self._ended_loads)
 
     def close(self) -> None:
         """Carry out all queued orders, end the thread, and detach the host memory that holds chunks."""
@@ -123,10 +123,10 @@ class ChunkMover:
         try:
             canonical = canonical_form_of(card.ranks, card.chunk_tokens)
             self._arena = Arena.attach(card.name)
-            self._routes = ChunkRoutes(canonical, card.ranks, self._place, self._arena.memory)
+            self._routes = ChunkRoutes(canonical, card.ranks, self._rank_coordinates, self._arena.memory)
         except KVFerryError as error:
             self._unusable = str(error)
-            logger.error("tiers: rank %s can neither store nor load: %s", self._place, error)  # noqa: TRY400 - said in full
+            logger.error("tiers: rank %s can neither store nor load: %s", self._rank_coordinates, error)  # noqa: TRY400 - said in full
 
     def _store(self, order: StoreOrder, computed: Callable[[], None]) -> None:
         computed()
@@ -142,7 +142,7 @@ class ChunkMover:
 
     def _end(self, end: LoadEnd) -> None:
         failure = self._failed.pop(end.key, None)
-        self._ended.append(LoadEnd(end.key, end.failure or failure))
+        self._ended_loads.append(LoadEnd(end.key, end.failure or failure))
 
     def _do(self, key: str, what: Callable[[ChunkRoutes], tuple[int, ...]]) -> str | None:
         """Copy the chunks of an order and record a report. Return the reason if the copy failed, else None.
@@ -152,18 +152,18 @@ class ChunkMover:
             what: function that makes the copies and returns the number of bytes per KV cache group.
         """
         began = time.perf_counter()
-        moved: tuple[int, ...] = ()
+        copied_bytes: tuple[int, ...] = ()
         failure = None
         try:
             if self._routes is None:
                 raise TransferError(self._unusable)
-            moved = what(self._routes)
+            copied_bytes = what(self._routes)
         except KVFerryError as error:
             failure = str(error)
         except Exception as error:
             logger.exception("tiers: order %s", key)
             failure = f"{type(error).__name__}: {error}"
-        self._moved.append(CopyReport(key, failure, moved, time.perf_counter() - began))
+        self._copy_reports.append(CopyReport(key, failure, copied_bytes, time.perf_counter() - began))
         return failure
 
 

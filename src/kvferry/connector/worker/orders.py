@@ -157,9 +157,9 @@ class MergedCopyReport:
     ranks: int = 1
 
     @classmethod
-    def of(cls, moved: CopyReport) -> MergedCopyReport:
+    def of(cls, report: CopyReport) -> MergedCopyReport:
         """Convert one rank's report about an order to the form of a merged report."""
-        return cls(moved.key, moved.failure, moved.bytes_by_group, moved.seconds)
+        return cls(report.key, report.failure, report.bytes_by_group, report.seconds)
 
     def with_other(self, other: MergedCopyReport) -> MergedCopyReport:
         """Return these reports merged with the reports of other ranks about the same order."""

@@ -294,7 +294,7 @@ def test_an_earlier_turn_is_kept_for_its_time(clock) -> None:
     assert len(channel.turns) == 0
     assert engine.told[-1] == LeaseEnded("a", clock.now, expired=False)
     assert engine.producer.holds_blocks
-    engine.producer.raised({"a": 1})
+    engine.producer.on_workers_confirmed({"a": 1})
     assert (pool.references, len(engine.producer._book)) == (99, 0)
     assert not engine.producer.busy
 

@@ -90,7 +90,7 @@ class Engine:
 
     def give_back(self, *names) -> None:
         for name in names:
-            assert self.keeper.raised(name, 1)
+            assert self.keeper.on_workers_confirmed(name, 1)
 
     def finds(self, one) -> bool:
         content = self.names.content(one, one.num_tokens)
@@ -243,10 +243,10 @@ def test_its_blocks_are_pinned_until_all_workers_have_raised_the_word_and_the_en
     assert engine.keeper.busy
     engine.step()
     assert (engine.pool.pinned, engine.keeper.busy, engine.keeper.holds_blocks) == (25, True, True)
-    assert not engine.keeper.raised("a", 1)
-    assert not engine.keeper.raised("never kept", 1)
+    assert not engine.keeper.on_workers_confirmed("a", 1)
+    assert not engine.keeper.on_workers_confirmed("never kept", 1)
     assert engine.pool.pinned == 25
-    assert engine.keeper.raised("a", 1)
+    assert engine.keeper.on_workers_confirmed("a", 1)
     assert (engine.pool.pinned, engine.keeper.busy, engine.keeper.holds_blocks) == (0, False, False)
 
 

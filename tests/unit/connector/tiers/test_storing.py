@@ -166,7 +166,7 @@ class Engine:
             key, tokens = self.meant[order.key].pop(piece.offset)
             self.stored.add((piece.group, self.held(order, piece, key, tokens)))
         assert not self.meant.pop(order.key)
-        assert self.stores.moved(MergedCopyReport(order.key, failure, (), 0.0))
+        assert self.stores.on_copied(MergedCopyReport(order.key, failure, (), 0.0))
 
     def held(self, order, piece, key, tokens):
         """What the blocks of a chunk hold: the tokens it ends with."""
@@ -479,7 +479,7 @@ def test_a_chunk_that_lacks_what_its_end_needs_is_not_stored():
 def test_a_chunk_that_straddles_blocks_needs_all_of_them(ids, there):
     ranks = lay_out(model(attention()), EngineShape(1, (1,), 12, "LBHNC", 9))
     engine = Engine((ranks[0].groups, canonical_form_of(ranks, CHUNK)))
-    assert engine.storing._since(0, 1, (ids,), 2 * CHUNK, 0) == (CHUNK if there else None)
+    assert engine.storing._first_storable_token(0, 1, (ids,), 2 * CHUNK, 0) == (CHUNK if there else None)
 
 
 @pytest.mark.parametrize(

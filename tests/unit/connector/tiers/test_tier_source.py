@@ -90,7 +90,7 @@ class Engine:
         answer(self.queues[tier], "read", self.keys[number], as_)
 
     def moved(self, part):
-        assert self.source.moved(MergedCopyReport(part.key, None, (SIZE * len(part.pieces),), 0.5))
+        assert self.source.on_copied(MergedCopyReport(part.key, None, (SIZE * len(part.pieces),), 0.5))
 
     def holds(self):
         """Slots that are held, but for those that are being written to a tier."""
@@ -137,7 +137,7 @@ def test_a_load_from_host_memory_is_one_part_and_an_end_and_closes_its_slots_whe
     assert (engine.source.take_copy_seconds(), engine.source.take_copy_seconds()) == ([0.5], [])
     engine.source.ended(load, Report(None))
     engine.source.forget(load)
-    assert not engine.source._brought
+    assert not engine.source._records
     assert not engine.source.busy
 
 
@@ -305,7 +305,7 @@ def test_a_request_that_cannot_be_named_is_not_served(more):
 
 
 def test_an_order_that_is_no_part_of_a_load_is_somebody_elses():
-    assert not Engine().source.moved(MergedCopyReport("store#0", None, (), 0.0))
+    assert not Engine().source.on_copied(MergedCopyReport("store#0", None, (), 0.0))
 
 
 def test_content_of_chunks_begins_where_their_writers_count_on_it():
@@ -360,7 +360,7 @@ def test_an_end_of_which_the_beginning_is_gone_is_fetched_alone():
 def test_bids_with_fewer_tiers_are_made_where_they_are_asked_for():
     engine = Engine([0, 1], [0, 1, 2, 3])
     engine.source = TierSource(
-        engine.cache, engine.prompts, RANKS[0].groups, CANONICAL, Refusals(), apart=True
+        engine.cache, engine.prompts, RANKS[0].groups, CANONICAL, Refusals(), bid_per_tier=True
     )
     engine.source.arrived(engine.one, engine.bidding)
     assert parts(engine.source.bids(engine.one, 0)) == [{"file": 16, "object": 12}, {"file": 16}]

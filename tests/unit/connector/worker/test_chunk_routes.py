@@ -233,10 +233,10 @@ def test_a_mover_does_loads_first_and_says_what_it_did(arena: Arena) -> None:
     part = LoadPart("p", load, pieces, first=True)
     mover.load(ChunkOrders(parts=[part], ends=[LoadEnd("l", None)]))
     mover.close()
-    moved = {one.key: one for one in mover.moved()}
+    moved = {one.key: one for one in mover.take_copy_reports()}
     assert set(moved) == {"early", "s", "p"}
     assert moved["s"].failure is None
     assert sum(moved["s"].bytes_by_group) > 0
     assert moved["p"].failure is not None, "tables for one group of three"
-    assert [(end.key, end.failure) for end in mover.ended()] == [("l", moved["p"].failure)]
+    assert [(end.key, end.failure) for end in mover.take_ended_loads()] == [("l", moved["p"].failure)]
     assert len(waited) == 2

@@ -70,7 +70,9 @@ def test_the_last_stale_epoch_of_any_worker_counts() -> None:
 def test_a_store_that_is_refused_is_said_to_have_failed() -> None:
     mover = ChunkMover((0, 0))
     mover.refuse(ChunkOrders(stores=[StoreOrder("one", (), (), range(0))]), "of other weights")
-    assert [(moved.key, moved.failure) for moved in mover.moved()] == [("one", "of other weights")]
+    assert [(moved.key, moved.failure) for moved in mover.take_copy_reports()] == [
+        ("one", "of other weights")
+    ]
     mover.close()
 
 
