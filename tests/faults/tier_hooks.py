@@ -32,7 +32,7 @@ def tokens_at_hand(engine: Any, text: list[int], salt: str, adapter: str = "") -
             len(text),
             0,
             tiering._cache.reading.tier_numbers,
-            in_full=tiering.source._keeps_windows(len(text)),
+            in_full=tiering.source._windows_survive_load(len(text)),
         )
         .tokens
     )

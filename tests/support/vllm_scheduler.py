@@ -112,11 +112,11 @@ class Played:
     def why_no_bid(self, request: Any, local_tokens: int) -> SourceMiss:
         return SourceMiss(self.name, MissReason.NOT_STORED)
 
-    def room(self, bid: Bid, blocks: int) -> bool:
+    def has_room(self, bid: Bid, blocks: int) -> bool:
         """Ask kvferry's own sources, which differ: only what peers write can land late."""
         if self.most_held is None:
             return True
-        return (TierSource if self.name == TIERS else PeerSource).room(self, bid, blocks)
+        return (TierSource if self.name == TIERS else PeerSource).has_room(self, bid, blocks)
 
     _held = PeerSource._held
 

@@ -366,7 +366,7 @@ class Admission:
         """
         tokens, total = request.num_tokens, local_tokens + plan.bid.tokens
         return self._phases.headroom.fits(request.request_id, total, tokens) and all(
-            source.room(bid, self._most_written(span))
+            source.has_room(bid, self._max_written_blocks(span))
             for source, bid, span in plan.parts(local_tokens, plan.bid.tokens, tokens)
         )
 
@@ -440,7 +440,7 @@ class Admission:
         ids = zip(self._groups, blocks.get_block_ids(), strict=True)
         return tuple(np.array(group.table(of_group, span.total), np.int64) for group, of_group in ids)
 
-    def _most_written(self, span: LoadSpan) -> int:
+    def _max_written_blocks(self, span: LoadSpan) -> int:
         """Return the maximum number of blocks that a load may write, over all KV cache groups.
 
         Args:

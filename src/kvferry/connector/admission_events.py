@@ -108,7 +108,7 @@ class AdmissionEvents:
         if last is not None and last[0] == now:
             return
         missing_tokens = request.num_tokens - local_tokens
-        bids = tuple(self._valued(source, bid, bidding, missing_tokens) for source, bid in offers)
+        bids = tuple(self._value_bid(source, bid, bidding, missing_tokens) for source, bid in offers)
         silent = [source for source in sources if not any(of is source for of, _ in offers)]
         event = SourcesAsked(
             request.request_id,
@@ -281,7 +281,7 @@ class AdmissionEvents:
             self._late = blocks
             self._events.emit(LateBlocks(time.monotonic(), blocks))
 
-    def _valued(self, source: Source, bid: Bid, bidding: Bidding, missing_tokens: int) -> ValuedBid:
+    def _value_bid(self, source: Source, bid: Bid, bidding: Bidding, missing_tokens: int) -> ValuedBid:
         excluded = bidding.exclusion_reason(bid.source) or ""
         return ValuedBid(
             source.name, bid, 0.0 if excluded else self._policy.value(bid, missing_tokens), excluded

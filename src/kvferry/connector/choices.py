@@ -14,7 +14,7 @@ from kvferry.errors import ConfigError
 _NO_CHOICE = re.compile(r"Invalid enum value (.*) - at `\$\.(\w+)`")
 
 
-def unusable(where: str, error: msgspec.ValidationError, settings: type[msgspec.Struct]) -> ConfigError:
+def settings_error(where: str, error: msgspec.ValidationError, settings: type[msgspec.Struct]) -> ConfigError:
     """Return the error to raise for settings that msgspec could not convert.
 
     If a setting allows only certain strings, the message lists them.

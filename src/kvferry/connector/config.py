@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvferry.connector.choices import check_keys, check_text, unusable
+from kvferry.connector.choices import check_keys, check_text, settings_error
 from kvferry.connector.policies import PolicyName
 from kvferry.connector.tier_config import check_weight, read_tiers
 from kvferry.errors import ConfigError
@@ -143,7 +143,7 @@ def parse_config(extra: Mapping[str, Any], kv_role: str | None = None) -> Connec
     try:
         config = msgspec.convert(dict(extra), ConnectorConfig)
     except msgspec.ValidationError as error:
-        raise unusable("kv_connector_extra_config", error, ConnectorConfig) from error
+        raise settings_error("kv_connector_extra_config", error, ConnectorConfig) from error
     if kv_role in _ONE_SIDE:
         if config.transfer is False:
             raise ConfigError(

@@ -67,9 +67,9 @@ class Headroom:
         others = [need for name, need in self._needs.items() if name != request_id]
         if not others:
             return True
-        most = max(self._need(tokens_after_load, tokens), *others)
+        most = max(self._blocks_to_resume(tokens_after_load, tokens), *others)
         assert self.pool is not None
-        return self.pool.get_num_free_blocks() - self._takes(tokens_after_load) >= most
+        return self.pool.get_num_free_blocks() - self._blocks_to_allocate(tokens_after_load) >= most
 
     def on_load_begun(self, request_id: str, tokens_after_load: int, tokens: int) -> None:
         """Record that a load has begun, so that `fits` keeps blocks free for the load's request.
@@ -80,7 +80,7 @@ class Headroom:
             tokens: number of all tokens of the request, with or without KV.
         """
         if self.groups:
-            self._needs[request_id] = self._need(tokens_after_load, tokens)
+            self._needs[request_id] = self._blocks_to_resume(tokens_after_load, tokens)
 
     def on_resumed(self, requests: Container[str]) -> None:
         """Forget the requests that go on after their loads: the engine's coming step computes their tokens.
@@ -95,7 +95,7 @@ class Headroom:
         """Forget a request that has ended, or whose load has failed. The request holds no blocks any more."""
         self._needs.pop(request_id, None)
 
-    def _takes(self, tokens_after_load: int) -> int:
+    def _blocks_to_allocate(self, tokens_after_load: int) -> int:
         """Return the number of blocks that the pool allocates for a load if the request has no blocks yet.
 
         Blocks before the attention window of the next token are not allocated.
@@ -108,11 +108,11 @@ class Headroom:
             for group in self.groups
         ]
         return sum(
-            _between(group, first // group.block_tokens * group.block_tokens, tokens_after_load)
+            _additional_blocks(group, first // group.block_tokens * group.block_tokens, tokens_after_load)
             for group, first in zip(self.groups, seen_from, strict=True)
         )
 
-    def _need(self, tokens_after_load: int, tokens: int) -> int:
+    def _blocks_to_resume(self, tokens_after_load: int, tokens: int) -> int:
         """Return the number of further blocks that a request must be able to get after its load.
 
         These are the blocks of its next step. For groups that attend to all tokens, they also include the
@@ -124,12 +124,12 @@ class Headroom:
         """
         step = min(tokens, min(tokens_after_load, tokens - 1) + self.step_tokens)
         return sum(
-            _between(group, tokens_after_load, tokens if attends_to_all(group.kind) else step)
+            _additional_blocks(group, tokens_after_load, tokens if attends_to_all(group.kind) else step)
             for group in self.groups
         )
 
 
-def _between(group: CacheGroup, local_tokens: int, tokens: int) -> int:
+def _additional_blocks(group: CacheGroup, local_tokens: int, tokens: int) -> int:
     """Return how many more blocks a group needs for `tokens` tokens than for `local_tokens` tokens.
 
     For a group of recurrent state, return `STATE_BLOCKS`, because its blocks do not depend on the tokens.

@@ -81,7 +81,7 @@ class Source(Protocol):
             first: position of the first token of the rest.
         """
 
-    def room(self, bid: Bid, blocks: int) -> bool:
+    def has_room(self, bid: Bid, blocks: int) -> bool:
         """Return whether this source may begin a load now.
 
         A source may refuse if its loads, including those past their deadline, would hold too many blocks.

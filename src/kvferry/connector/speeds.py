@@ -29,7 +29,7 @@ class Line:
 
     Newer measurements have more weight.
 
-    >>> Line.through(100, 2.0).then(600, 3.0).seconds(350)
+    >>> Line.from_sample(100, 2.0).updated(600, 3.0).seconds(350)
     2.5
 
     If all measured loads have similar sizes, the slope is unknown. Then the estimate is the lowest plausible
@@ -49,7 +49,7 @@ class Line:
     products: float
 
     @staticmethod
-    def through(tokens: int, seconds: float) -> Line:
+    def from_sample(tokens: int, seconds: float) -> Line:
         """Return the line for a single measurement, whose slope is unknown.
 
         Args:
@@ -58,14 +58,14 @@ class Line:
         """
         return Line(tokens, seconds, tokens * tokens, tokens * seconds)
 
-    def then(self, tokens: int, seconds: float) -> Line:
+    def updated(self, tokens: int, seconds: float) -> Line:
         """Return this line updated with a new measurement. Older measurements lose weight.
 
         Args:
             tokens: number of tokens that were loaded, at least 1.
             seconds: seconds that the load took.
         """
-        new = Line.through(tokens, seconds)
+        new = Line.from_sample(tokens, seconds)
         return Line(
             *(NEWEST * n + (1 - NEWEST) * b for n, b in zip(_moments(new), _moments(self), strict=True))
         )
@@ -112,8 +112,10 @@ class Speeds:
         if not parts or seconds <= 0:
             return
         slowest, now = max(parts, key=self._expected), self._clock()
-        before = self._lately(slowest.place)
-        line = before.then(slowest.tokens, seconds) if before else Line.through(slowest.tokens, seconds)
+        before = self._recent_line(slowest.place)
+        line = (
+            before.updated(slowest.tokens, seconds) if before else Line.from_sample(slowest.tokens, seconds)
+        )
         self._lines[slowest.place] = line, now
 
     def computed(self, tokens: int, seconds: float) -> None:
@@ -129,7 +131,7 @@ class Speeds:
             place: ``peer``, or the name of a tier.
             tokens: number of tokens.
         """
-        line = self._lately(place)
+        line = self._recent_line(place)
         return line.seconds(tokens) if line else 0.0
 
     def compute_seconds(self, tokens: int) -> float:
@@ -139,7 +141,7 @@ class Speeds:
         """
         return tokens / self._rate if self._rate else float(tokens)
 
-    def _lately(self, place: str) -> Line | None:
+    def _recent_line(self, place: str) -> Line | None:
         line, when = self._lines.get(place, (None, 0.0))
         return line if self._clock() - when <= LATELY_SECONDS else None
 

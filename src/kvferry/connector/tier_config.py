@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
-from kvferry.connector.choices import check_keys, check_text, unusable
+from kvferry.connector.choices import check_keys, check_text, settings_error
 from kvferry.errors import ConfigError
 from kvferry.tiers.files.settings import FileSettings
 from kvferry.tiers.host.settings import HostSettings
@@ -73,7 +73,7 @@ def _read(number: int, value: Any) -> TierSettings:
     try:
         return msgspec.convert(settings, kind)
     except msgspec.ValidationError as error:
-        raise unusable(f"{where} ({kind.kind})", error, kind) from error
+        raise settings_error(f"{where} ({kind.kind})", error, kind) from error
 
 
 def _checked(tiers: Sequence[TierSettings]) -> Tiers:
@@ -92,11 +92,11 @@ def _checked(tiers: Sequence[TierSettings]) -> Tiers:
     for number, one in enumerate(tiers):
         check_weight(f"tiers[{number}]: load_weight", one.load_weight)
         one.check(f"tiers[{number}]")
-    _check_apart(tiers)
+    _check_locations_differ(tiers)
     return Tiers(hosts[0] if hosts else HostSettings(Tiers.STAGING), slow)
 
 
-def _check_apart(tiers: Sequence[TierSettings]) -> None:
+def _check_locations_differ(tiers: Sequence[TierSettings]) -> None:
     """Check that no two storage tiers use the same location (such as a directory).
 
     In a shared location each chunk would be looked up twice.

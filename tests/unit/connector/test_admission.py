@@ -56,7 +56,6 @@ class Stand:
     alignment_tokens: int = BLOCK
     miss: MissReason | None = None
     head_until: int = 0
-    has_room: bool = True
     heard: list = field(default_factory=list)
     forgotten: list = field(default_factory=list)
 
@@ -88,9 +87,9 @@ class Stand:
     def tail(self, request, local_tokens, first):
         return offer(self.name, self.total - first, self.looking) if self.total > first else None
 
-    def room(self, bid, blocks):
+    def has_room(self, bid, blocks):
         self.heard_of = bid.source, blocks
-        return self.has_room
+        return True
 
     def begin(self, load, request):
         self.load = load

@@ -116,7 +116,7 @@ def test_a_load_takes_no_more_blocks_than_it_is_taken_for() -> None:
         engine = Engine([FULL, *REACHING], 300)
         before = engine.free()
         assert engine.load("a", total, LONGEST)
-        assert before - engine.free() == engine.headroom._takes(total)
+        assert before - engine.free() == engine.headroom._blocks_to_allocate(total)
 
 
 def test_left_to_itself_vllm_begins_loads_of_which_none_goes_on() -> None:

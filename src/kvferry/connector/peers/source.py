@@ -232,7 +232,7 @@ class PeerSource:
             PEER, MissReason.LOCAL, detail=f"{pull.tokens} tokens are offered, {local_tokens} are here"
         )
 
-    def room(self, bid: Bid, blocks: int) -> bool:
+    def has_room(self, bid: Bid, blocks: int) -> bool:
         """Return True if loads from peers may keep `blocks` more KV blocks allocated.
 
         Args:

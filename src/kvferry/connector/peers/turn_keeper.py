@@ -132,12 +132,12 @@ class TurnKeeper:
             request: request that has ended.
             block_ids: block table of the request for each KV cache group, up to the last computed token.
         """
-        tokens = self._tokens(request)
+        tokens = self._computed_tokens(request)
         content = self._names.content(request, tokens) if tokens else None
         if content is None or not content.keys or self._pool is None:
             return
         offered = self._engine.tables(block_ids, tokens)
-        least = self._least(offered, tokens)
+        least = self._shortest_usable_prefix(offered, tokens)
         blocks = [self._pool.blocks[number] for ids in offered for number in ids if number != NULL_BLOCK]
         if least is None or len(blocks) > self._most:
             return
@@ -173,7 +173,7 @@ class TurnKeeper:
             if turn.steps == 0:
                 self._index.publish(turn.content, turn.kept, lease)
         over, self._over = self._over, []
-        return over + self._in_the_way(over)
+        return over + self._leases_to_end_early(over)
 
     def give_up(self) -> None:
         """Withdraw all retained turns (KV of finished requests), so that peers no longer find them.
@@ -216,7 +216,7 @@ class TurnKeeper:
         del self._leaving[lease]
         return True
 
-    def _in_the_way(self, over: Sequence[str]) -> list[str]:
+    def _leases_to_end_early(self, over: Sequence[str]) -> list[str]:
         """Return the names of the leases that must end early, the oldest first.
 
         Leases of retained turns (KV of finished requests) end early if the turns hold more than their share
@@ -237,7 +237,7 @@ class TurnKeeper:
         room = min(self._most - sum(held.values()), free - max(self._least_free, self._wanted.blocks()))
         return choose_leases_to_end(held, -room)
 
-    def _tokens(self, request: Request) -> int:
+    def _computed_tokens(self, request: Request) -> int:
         """Return the number of tokens whose KV the blocks of a finished request certainly hold.
 
         Return 0 if the number is not certain, for example because the request was aborted, or was preempted
@@ -253,7 +253,7 @@ class TurnKeeper:
             return tokens - 1
         return 0 if self._engine.speculates or computed > tokens else computed
 
-    def _least(self, tables: Sequence[Sequence[int]], tokens: int) -> int | None:
+    def _shortest_usable_prefix(self, tables: Sequence[Sequence[int]], tokens: int) -> int | None:
         """Return the length in tokens of the shortest prefix of a finished request that a peer can use.
 
         Shorter prefixes need KV that the engine has freed already: blocks that lie before the attention

@@ -40,7 +40,7 @@ class Prompts:
         self._epoch, self._suspended = "", ""
 
     @property
-    def widest(self) -> int:
+    def widest_group(self) -> int:
         """Index, in the storage format, of the KV cache group that needs the most chunks of a prefix.
 
         This is a group that attends to all tokens, if there is one. Otherwise it is the group with the

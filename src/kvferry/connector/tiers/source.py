@@ -139,7 +139,7 @@ class TierSource:
             content_alignment(one.kind, one.attention_span, chunk_tokens) for one in groups
         )
         self._refusals, self._bid_per_tier = refusals, bid_per_tier
-        self._widest = prompts.widest
+        self._widest_group = prompts.widest_group
         self._requests: dict[str, _TierRequest] = {}
         self._loading: dict[str, _Loading] = {}
         self._ends: list[LoadEnd] = []
@@ -189,12 +189,12 @@ class TierSource:
         state = self._requests[request.request_id]
         state.declined, state.coverage = False, None
         if chunks is None:
-            return self._naming(request, local_tokens)
+            return self._bid_before_naming(request, local_tokens)
         state.coverage = found = chunks.look_up(
             request.num_tokens,
             local_tokens,
             partial(self._cache.reading.tier_numbers, without=state.excluded_tiers),
-            in_full=self._keeps_windows(request.num_tokens),
+            in_full=self._windows_survive_load(request.num_tokens),
         )
         ends, slowest = found.longest()
         bids = [Bid(TIERS, self._parts(found, local_tokens, ends))] if ends > local_tokens else []
@@ -207,7 +207,7 @@ class TierSource:
             return ()
         return bids
 
-    def _naming(self, request: Request, local_tokens: int) -> Sequence[Bid]:
+    def _bid_before_naming(self, request: Request, local_tokens: int) -> Sequence[Bid]:
         """Return a placeholder bid for a request whose chunk keys are not known yet.
 
         While the digest of the request's LoRA adapter is computed, the bid is an upper bound, marked as
@@ -232,7 +232,7 @@ class TierSource:
         return (
             None
             if found is None
-            else self._part_of(
+            else self._bid_for(
                 found, local_tokens, found.full_attention_tokens // alignment_tokens * alignment_tokens
             )
         )
@@ -248,7 +248,7 @@ class TierSource:
             first: number of tokens, from the start of the prompt, at which the other source's part ends.
         """
         found = self._requests[request.request_id].coverage
-        return None if found is None else self._part_of(found, first, found.tokens_after_head(first))
+        return None if found is None else self._bid_for(found, first, found.tokens_after_head(first))
 
     def why_no_bid(self, request: Request, local_tokens: int) -> SourceMiss:
         """Return the reason why the tiers made no offer (bid) to load tokens of a request's prompt.
@@ -267,7 +267,7 @@ class TierSource:
             return SourceMiss(TIERS, MissReason.UNNAMED, detail=self._prompts.why_unnamed(request.request_id))
         return miss_of(chunks, state.coverage, self._labels, self._cache)
 
-    def room(self, bid: Bid, blocks: int) -> bool:
+    def has_room(self, bid: Bid, blocks: int) -> bool:
         """Return whether a load of `blocks` KV blocks may begin now: always True for tiers.
 
         Other sources limit their loads, because a late transfer keeps its KV blocks allocated. A late load
@@ -385,7 +385,7 @@ class TierSource:
         for loading in list(self._loading.values()):
             if ready := loading.fetch.take():
                 chunks.parts.append(
-                    self._part(loading, [Piece(w.group, w.number, s.offset) for w, s in ready])
+                    self._next_part(loading, [Piece(w.group, w.number, s.offset) for w, s in ready])
                 )
                 self._slots[chunks.parts[-1].key] = loading.load.key, [slot for _, slot in ready]
             if loading.fetch.over:
@@ -417,7 +417,7 @@ class TierSource:
         for loading in list(self._loading.values()):
             self._end(loading, "the cache was reset")
 
-    def _part_of(self, found: Coverage, first: int, last: int) -> Bid | None:
+    def _bid_for(self, found: Coverage, first: int, last: int) -> Bid | None:
         if first >= last or len(self._loading) >= MOST_LOADS:
             return None
         return Bid(TIERS, self._parts(found, first, last))
@@ -435,14 +435,14 @@ class TierSource:
         """
         size = found.chunked.chunk_tokens
         low, high = first // size, -(-last // size)
-        row = found.tier_numbers[self._widest, low:high] % NO_TIER
+        row = found.tier_numbers[self._widest_group, low:high] % NO_TIER
         sums = np.bincount(row) * size
         sums[row[0]] -= first - low * size
         sums[row[-1]] -= high * size - last
         names = (HOST, *self._cache.tiers)
         return tuple(PlaceTokens(names[at], int(sums[at])) for at in np.flatnonzero(sums))
 
-    def _keeps_windows(self, tokens: int) -> bool:
+    def _windows_survive_load(self, tokens: int) -> bool:
         """Return True if a load may cover the whole prompt: its last token can then still be computed.
 
         After such a load the engine first frees the blocks before the attention window of the next token, and
@@ -459,7 +459,7 @@ class TierSource:
             if one.attention_span and tokens >= one.attention_span
         )
 
-    def _part(self, loading: _Loading, pieces: list[Piece]) -> LoadPart:
+    def _next_part(self, loading: _Loading, pieces: list[Piece]) -> LoadPart:
         key = f"{loading.load.key}/{next(self._numbers)}"
         loading.parts += 1
         pieces.sort(key=lambda piece: (piece.group, piece.number))

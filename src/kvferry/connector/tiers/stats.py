@@ -56,7 +56,7 @@ class TierEvents:
     cache: ChunkCache
     stores: StoreOrders
     events: EventStream
-    _seen: dict[str, _Totals] = field(default_factory=dict)
+    _last_totals: dict[str, _Totals] = field(default_factory=dict)
     _last_fingerprint: tuple[object, ...] = ()
 
     @log_errors
@@ -85,12 +85,12 @@ class TierEvents:
     def _changes(self, times: TransferTimes, copies: Sequence[float]) -> Iterator[TierChanged]:
         host = self.cache.host
         used, capacity = host.used_bytes, host.capacity_bytes
-        yield self._more(HOST, self._of_host(), used, capacity, fetch_seconds=tuple(copies))
+        yield self._changed_event(HOST, self._host_totals(), used, capacity, fetch_seconds=tuple(copies))
         for writing in self.cache.writing:
             queue = writing.slow_tier.queue
-            yield self._more(
+            yield self._changed_event(
                 queue.name,
-                now=self._behind(writing),
+                now=self._storage_totals(writing),
                 used=queue.usage.used,
                 capacity=queue.usage.capacity,
                 owed=len(writing),
@@ -98,7 +98,7 @@ class TierEvents:
                 store_seconds=tuple(times.writes.get(queue.name, ())),
             )
 
-    def _more(
+    def _changed_event(
         self,
         tier: str,
         now: _Totals,
@@ -108,7 +108,7 @@ class TierEvents:
         fetch_seconds: tuple[float, ...] = (),
         store_seconds: tuple[float, ...] = (),
     ) -> TierChanged:
-        last, self._seen[tier] = self._seen.get(tier, _NOTHING), now
+        last, self._last_totals[tier] = self._last_totals.get(tier, _NOTHING), now
         return TierChanged(
             time.monotonic(),
             tier,
@@ -125,7 +125,7 @@ class TierEvents:
             store_seconds=store_seconds,
         )
 
-    def _of_host(self) -> _Totals:
+    def _host_totals(self) -> _Totals:
         did = self.cache.host.counters
         dropped = {str(why): n for why, n in did.dropped.items() if why is not HostDropReason.PRESENT}
         return _Totals(
@@ -137,7 +137,7 @@ class TierEvents:
             dropped={**dropped, **self.stores.dropped},
         )
 
-    def _behind(self, writing: Writing) -> _Totals:
+    def _storage_totals(self, writing: Writing) -> _Totals:
         queue, counts = writing.slow_tier.queue, self.cache.counts
         did = queue.tier.stats
         dropped = {str(put): n for put, n in did.dropped.items()}

@@ -142,7 +142,7 @@ class StoreOrders:
             self._cache.filled(slot, tokens, report.failure)
         self._pool.free_blocks(reversed(store.blocks))
         self._pinned -= len(store.blocks)
-        self._rank(store.request_id)
+        self._mark_chunks_used(store.request_id)
         size, now = sum(report.bytes_by_group), time.monotonic()
         self._events.emit(
             StoreEnded(
@@ -167,7 +167,7 @@ class StoreOrders:
             keys: keys of the chunks of the request's prompt, the first chunk first.
         """
         self._ended[request_id] = keys
-        self._rank(request_id)
+        self._mark_chunks_used(request_id)
 
     def start_anew(self) -> None:
         """Forget the requests that have ended but still have stores under way, because the cache was reset.
@@ -176,7 +176,7 @@ class StoreOrders:
         """
         self._ended.clear()
 
-    def _rank(self, request_id: str) -> None:
+    def _mark_chunks_used(self, request_id: str) -> None:
         """Mark the chunks of a request as used if the request has ended and none of its stores is under way.
 
         They are marked in an order in which the end of the prompt is evicted before its start.

@@ -34,7 +34,7 @@ from kvferry.planning.chunk_cells import TableSlice, slice_table
 from kvferry.planning.retention import keeps_chunk, keeps_snapshot, last_prefix_ends
 from kvferry.planning.select import NULL_BLOCK, first_attended
 
-_TOGETHER = 16
+_MAX_CHUNKS_PER_ORDER = 16
 """Maximum number of chunks per store order."""
 
 Resolve = Callable[[str], BlockIds]
@@ -101,11 +101,11 @@ class Storing:
         for request_id, tokens in step.tokens.items():
             progress = self._progress.get(request_id)
             if progress is not None and progress.step(tokens):
-                self._look_at(progress, step.block_ids)
+                self._store_complete_chunks(progress, step.block_ids)
         for request_id, snapshots in step.snapshots.items():
             progress = self._progress.get(request_id)
             if progress is not None:
-                self._snapshots(progress.request, snapshots)
+                self._store_snapshots(progress.request, snapshots)
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
         """Order the ranks to store the last complete chunks of a request that has ended.
@@ -118,7 +118,7 @@ class Storing:
         if progress is None:
             return
         if progress.end():
-            self._look_at(progress, lambda _: block_ids)
+            self._store_complete_chunks(progress, lambda _: block_ids)
         if (chunks := self._prompts.get(request)) is not None:
             self._orders.ended(request.request_id, chunks.all_keys(request.num_prompt_tokens))
 
@@ -127,7 +127,7 @@ class Storing:
         self._progress.clear()
         self._orders.start_anew()
 
-    def _look_at(self, progress: Progress, resolve: Resolve) -> None:
+    def _store_complete_chunks(self, progress: Progress, resolve: Resolve) -> None:
         """Order the ranks to store those chunks of a request that have become complete.
 
         Args:
@@ -181,13 +181,13 @@ class Storing:
             if since == number * self._chunk:
                 whole.append(number)
             elif since is not None:
-                self._blocks_of(
+                self._order_stores(
                     progress, group, numbers=[number], keys=keys, tables=tables, available=range(since, until)
                 )
-        together = self._together(group)
-        for first in range(0, len(whole), together):
-            some = whole[first : first + together]
-            self._blocks_of(
+        chunks_per_order = self._chunks_per_order(group)
+        for first in range(0, len(whole), chunks_per_order):
+            some = whole[first : first + chunks_per_order]
+            self._order_stores(
                 progress,
                 group,
                 numbers=some,
@@ -196,7 +196,7 @@ class Storing:
                 available=range(some[0] * self._chunk, until),
             )
 
-    def _together(self, group: int) -> int:
+    def _chunks_per_order(self, group: int) -> int:
         """Return the maximum number of chunks of a group per store order.
 
         An order pins the blocks of all its chunks, or is refused if too many blocks would be pinned. With
@@ -206,9 +206,9 @@ class Storing:
             group: index of the KV cache group in the storage format.
         """
         blocks = sum(-(-self._chunk // self._groups[part].block_tokens) + 1 for part in self._parts[group])
-        return max(1, min(_TOGETHER, self._orders.most_pinned // blocks))
+        return max(1, min(_MAX_CHUNKS_PER_ORDER, self._orders.most_pinned // blocks))
 
-    def _blocks_of(
+    def _order_stores(
         self,
         progress: Progress,
         group: int,
@@ -273,7 +273,7 @@ class Storing:
             since = -(-since // size) * size
         return since if since <= needed else None
 
-    def _snapshots(self, request: Request, snapshots: Iterable[tuple[int, int, int]]) -> None:
+    def _store_snapshots(self, request: Request, snapshots: Iterable[tuple[int, int, int]]) -> None:
         """Order the ranks to store snapshots (recurrent states at one position) at the ends of chunks.
 
         Args:

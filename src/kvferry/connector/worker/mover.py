@@ -94,14 +94,14 @@ class ChunkMover:
 
         There is one report per order.
         """
-        return _taken(self._copy_reports)
+        return _take_all(self._copy_reports)
 
     def take_ended_loads(self) -> list[LoadEnd]:
         """Return the loads that have ended since the last call, with the reasons of failures, and clear them.
 
         A load has ended when none of its chunks is left to copy.
         """
-        return _taken(self._ended_loads)
+        return _take_all(self._ended_loads)
 
     def close(self) -> None:
         """Carry out all queued orders, end the thread, and detach the host memory that holds chunks."""
@@ -130,11 +130,11 @@ class ChunkMover:
 
     def _store(self, order: StoreOrder, computed: Callable[[], None]) -> None:
         computed()
-        self._do(order.key, lambda routes: routes.store(order))
+        self._copy(order.key, lambda routes: routes.store(order))
 
     def _part(self, part: LoadPart) -> None:
         load = part.load
-        failure = self._do(
+        failure = self._copy(
             part.key, lambda routes: routes.load(part.pieces, load.span, load.tables, first=part.first)
         )
         if failure is not None:
@@ -144,7 +144,7 @@ class ChunkMover:
         failure = self._failed.pop(end.key, None)
         self._ended_loads.append(LoadEnd(end.key, end.failure or failure))
 
-    def _do(self, key: str, what: Callable[[ChunkRoutes], tuple[int, ...]]) -> str | None:
+    def _copy(self, key: str, what: Callable[[ChunkRoutes], tuple[int, ...]]) -> str | None:
         """Copy the chunks of an order and record a report. Return the reason if the copy failed, else None.
 
         Args:
@@ -167,7 +167,7 @@ class ChunkMover:
         return failure
 
 
-def _taken(of: deque[_Item]) -> list[_Item]:
+def _take_all(of: deque[_Item]) -> list[_Item]:
     found = []
     while of:
         found.append(of.popleft())

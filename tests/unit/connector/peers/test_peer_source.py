@@ -369,17 +369,17 @@ def test_reads_in_flight_count_for_what_late_ones_may_hold():
     """Any of them may be late a moment later, so there is no time to begin to count then."""
     engine = Engine(most_held=8)
     (bid,) = engine.source.bids(engine.arrive(offered()), 0)
-    assert engine.source.room(bid, 100), "a load that is alone may be larger"
+    assert engine.source.has_room(bid, 100), "a load that is alone may be larger"
     engine.pins.hold("from tiers", TIERS, [1] * 50)
-    assert engine.source.room(bid, 100), "of those late ones hold nothing"
+    assert engine.source.has_room(bid, 100), "of those late ones hold nothing"
     engine.pins.hold("one", PEER, [1])
-    assert [engine.source.room(bid, blocks) for blocks in (3, 4)] == [True, False]
+    assert [engine.source.has_room(bid, blocks) for blocks in (3, 4)] == [True, False]
     engine.pins.hold("of another", "another peer", [2, 3, 4, 5])
-    assert [engine.source.room(bid, blocks) for blocks in (1, 2)] == [True, False]
+    assert [engine.source.has_room(bid, blocks) for blocks in (1, 2)] == [True, False]
     engine.pins.mark_late("one")
-    assert [engine.source.room(bid, blocks) for blocks in (1, 2)] == [True, False]
+    assert [engine.source.has_room(bid, blocks) for blocks in (1, 2)] == [True, False]
     engine.pins.on_transfer_ended("one")
-    assert [engine.source.room(bid, blocks) for blocks in (2, 3)] == [True, False]
+    assert [engine.source.has_room(bid, blocks) for blocks in (2, 3)] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -661,7 +661,7 @@ def test_a_snapshot_of_some_layers_only_is_not_stored():
     engine.storing._parts[STATE_GROUP].append(99)  # layers of another group that left none
     engine.step((arrived(engine, range(8)), 8))
     one = engine.storing._progress["a"].request
-    engine.storing._snapshots(one, [(2, 7, 8)])
+    engine.storing._store_snapshots(one, [(2, 7, 8)])
     assert STATE_GROUP not in [group for group, _ in engine.numbers()]
     engine.end()
 

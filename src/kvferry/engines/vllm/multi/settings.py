@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.connector.choices import check_keys, unusable
+from kvferry.connector.choices import check_keys, settings_error
 from kvferry.connector.policies import PolicyName
 from kvferry.connector.tier_config import check_weight
 from kvferry.errors import ConfigError
@@ -96,7 +96,7 @@ def parse_multi(extra: Mapping[str, Any]) -> MultiSettings:
     try:
         plain = msgspec.convert({k: v for k, v in extra.items() if k != "connectors"}, _Plain)
     except msgspec.ValidationError as error:
-        raise unusable("kv_connector_extra_config", error, _Plain) from error
+        raise settings_error("kv_connector_extra_config", error, _Plain) from error
     if not 0 < plain.patience_seconds < 86_400:
         raise ConfigError(f"patience_seconds is {plain.patience_seconds}, it must be above 0 and below a day")
     if not 1 <= plain.attempts <= 16:
