@@ -9,7 +9,7 @@ from kvferry.connector.messages import Report, StepReports
 from kvferry.connector.worker.half import _report
 from kvferry.transport.lane import ReadResult
 from kvferry.transport.read_plan import ReadPlan, TransferCounts
-from kvferry.transport.transfers import _joined
+from kvferry.transport.transfers import _join_results
 
 
 def report(bytes_by_group, pages, descriptors, run_bytes, plan, transfer, check):
@@ -51,7 +51,7 @@ def test_one_failure_is_a_failure_of_all(late, lost):
 @pytest.mark.parametrize("lost", [False, True])
 def test_that_the_peer_is_lost_comes_from_any_lane_with_or_without_a_plan(lost):
     plan = ReadPlan((), (), (), (), TransferCounts(0, 0, 0, 0), 0.0)
-    whole = _joined(
+    whole = _join_results(
         [ReadResult("a", None, plan, 1.0, 0.1), ReadResult("a", "it broke", None, 0.0, 0.0, peer_lost=lost)]
     )
     assert _report(whole.failure, late=False, result=whole).peer_lost is lost
