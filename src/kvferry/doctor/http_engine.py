@@ -16,7 +16,7 @@ from kvferry.engines.vllm.version import TESTED, is_tested
 from kvferry.errors import ProtocolError
 from kvferry.observe.fetch import Health, HttpReply, client, fetch
 from kvferry.serving.role import Role
-from kvferry.serving.router.bodies import handed_over, prefill_body
+from kvferry.serving.router.bodies import kv_params_of, prefill_body
 from kvferry.transport.handshake import Address
 
 
@@ -256,12 +256,12 @@ async def _request_kv(ask: _Ask, seen: UrlFindings, engines: int) -> None:
         )
         return
     seen.findings.append(ok("model", str(model)))
-    seen.offered = _parse_offer(handed_over(answer.body))
+    seen.offered = _parse_offer(kv_params_of(answer.body))
     if seen.offered is not None:
         others = [await compute(rank) for rank in range(1, engines)]
-        seen.other_ranks = tuple(_parse_offer(handed_over(one.body)) if one.fine else None for one in others)
+        seen.other_ranks = tuple(_parse_offer(kv_params_of(one.body)) if one.fine else None for one in others)
     else:
-        other = handed_over(answer.body) or {}
+        other = kv_params_of(answer.body) or {}
         what = (
             "offers KV, but not as kvferry does"
             if other.get("remote_block_ids")

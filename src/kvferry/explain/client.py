@@ -100,18 +100,18 @@ def ask_engines(question: Question) -> AllAnswers:
         except ConfigError as error:
             refused.append(error)
     until = time.monotonic() + _SECONDS
-    asked = msgspec.json.encode(question) + b"\n"
+    encoded = msgspec.json.encode(question) + b"\n"
     with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
-        lines = list(pool.map(lambda path: _asked(path, asked, until), paths))
+        lines = list(pool.map(lambda path: _ask(path, encoded, until), paths))
     # In one thread, because msgspec crashes if two threads decode a type for the first time.
-    said = [_read(each) if isinstance(each, list) else each for each in lines]
-    answers = tuple(one for one in said if isinstance(one, EngineAnswer))
+    results = [_read(each) if isinstance(each, list) else each for each in lines]
+    answers = tuple(one for one in results if isinstance(one, EngineAnswer))
     if refused and not answers:
         raise refused[0]
-    return AllAnswers(answers, (*(one for one in said if isinstance(one, str)), *map(str, refused)))
+    return AllAnswers(answers, (*(one for one in results if isinstance(one, str)), *map(str, refused)))
 
 
-def _asked(path: Path, question: bytes, until: float) -> list[bytes] | str | None:
+def _ask(path: Path, question: bytes, until: float) -> list[bytes] | str | None:
     """Send a question to an engine, and return the lines of its answer.
 
     Args:
@@ -168,27 +168,27 @@ def _answer(first: bytes, *rest: bytes) -> EngineAnswer:
     return EngineAnswer(engine, traces)
 
 
-def _lines(asked: socket.socket, until: float) -> Iterator[bytes]:
+def _lines(connection: socket.socket, until: float) -> Iterator[bytes]:
     """Receive an engine's answer until the engine closes the connection, and yield the answer's lines.
 
     Args:
-        asked: connection to the engine.
+        connection: connection to the engine.
         until: deadline in monotonic seconds.
 
     Raises:
         ProtocolError: the answer is too large, takes too long, or ends within a line.
     """
-    said = bytearray()
+    received = bytearray()
     while True:
-        asked.settimeout(max(_SHORTEST, until - time.monotonic()))
-        piece = asked.recv(1 << 16)
+        connection.settimeout(max(_SHORTEST, until - time.monotonic()))
+        piece = connection.recv(1 << 16)
         if not piece:
             break
-        said += piece
-        if len(said) > MAX_ANSWER_BYTES or time.monotonic() > until:
+        received += piece
+        if len(received) > MAX_ANSWER_BYTES or time.monotonic() > until:
             raise ProtocolError(
                 f"its answer is larger than {MAX_ANSWER_BYTES} bytes, or takes longer than {_SECONDS:g} s"
             )
-    if not said.endswith(b"\n"):
+    if not received.endswith(b"\n"):
         raise ProtocolError("its answer was cut short")
-    yield from bytes(said).splitlines()
+    yield from bytes(received).splitlines()

@@ -50,10 +50,10 @@ def summary(trace: RequestTrace) -> Summary:
     Args:
         trace: events of the request. The first event must be the arrival of the request.
     """
-    came = trace.events[0]
-    assert isinstance(came, events.Arrived)  # noqa: S101 - by construction
-    found, looks_since, begun = Summary(came.tokens), None, dict[str, events.LoadBegan]()
-    brought: list[events.LoadBegan] = []
+    arrived = trace.events[0]
+    assert isinstance(arrived, events.Arrived)  # noqa: S101 - by construction
+    found, looks_since, begun = Summary(arrived.tokens), None, dict[str, events.LoadBegan]()
+    succeeded: list[events.LoadBegan] = []
     broken, loading = set[str](), dict[str, float]()
     for event in trace.events:
         if (
@@ -70,29 +70,31 @@ def summary(trace: RequestTrace) -> Summary:
             attempt = event.load if began is None else began.attempt
             loading[attempt] = max(loading.get(attempt, 0.0), event.seconds)  # parts are loaded concurrently
             if event.outcome is LoadOutcome.READY:
-                brought += [] if began is None else [began]
+                succeeded += [] if began is None else [began]
             elif event.outcome is not LoadOutcome.DROPPED:
                 found.failed += 1
                 broken.add(attempt)
         elif isinstance(event, events.Scheduled):
-            found.seconds = event.at - came.at
-            found.tokens_by_origin = _places([load for load in brought if load.attempt not in broken], event)
+            found.seconds = event.at - arrived.at
+            found.tokens_by_origin = _places(
+                [load for load in succeeded if load.attempt not in broken], event
+            )
             break
     found.loading = sum(loading.values())
     return found
 
 
-def _places(brought: list[events.LoadBegan], went_on: events.Scheduled) -> Counter[str]:
+def _places(succeeded: list[events.LoadBegan], scheduled: events.Scheduled) -> Counter[str]:
     tokens_by_origin: Counter[str] = Counter()
-    for load in brought:
+    for load in succeeded:
         for part in trim_parts(load.parts, load.end - load.begin):
             tokens_by_origin[part.place] += part.tokens
-    here = went_on.cached_tokens - went_on.other_connector_tokens - tokens_by_origin.total()
+    here = scheduled.cached_tokens - scheduled.other_connector_tokens - tokens_by_origin.total()
     tokens_by_origin.update(
         {
             "prefix cache": max(0, here),
-            "another connector": went_on.other_connector_tokens,
-            "computed": went_on.tokens - went_on.cached_tokens,
+            "another connector": scheduled.other_connector_tokens,
+            "computed": scheduled.tokens - scheduled.cached_tokens,
         }
     )
     return +tokens_by_origin
@@ -110,10 +112,10 @@ def render(traced: EngineTrace) -> str:
     time, and the times that the request spent loading, waiting and queued.
     """
     engine = traced.answer.engine
-    came = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(traced.arrived))
+    arrived = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(traced.arrived))
     lines = [
         *wrapped(traced.trace.request_id, hanging=_INDENT),
-        *wrapped(f"{_engine(traced)}, process {engine.pid}, {engine.model}; arrived {came} UTC", _INDENT),
+        *wrapped(f"{_engine(traced)}, process {engine.pid}, {engine.model}; arrived {arrived} UTC", _INDENT),
     ]
     for line in timeline(traced.trace):
         lines += _line(line)
@@ -138,9 +140,9 @@ def render_list(traced: list[EngineTrace], now: float) -> str:
         if not origins:
             origins = "no source was asked" if _unasked(one) else "not scheduled yet"
         failed = f"; {found.failed} load{'s' * (found.failed > 1)} failed" if found.failed else ""
-        said = f"{format_age(now - one.arrived)} ago, {_engine(one)}, {format_count(found.tokens)} tokens: "
+        line = f"{format_age(now - one.arrived)} ago, {_engine(one)}, {format_count(found.tokens)} tokens: "
         lines += wrapped(one.trace.request_id, hanging=_INDENT)
-        lines += wrapped(f"{said}{origins}{failed}", _INDENT)
+        lines += wrapped(f"{line}{origins}{failed}", _INDENT)
     return "\n".join(lines)
 
 

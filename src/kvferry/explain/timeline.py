@@ -43,17 +43,17 @@ class _Timeline:
     """Writer of the sentences of one trace. It remembers earlier events on which later sentences depend."""
 
     def __init__(self, trace: RequestTrace) -> None:
-        self._trace, self._came = trace, trace.events[0].at
+        self._trace, self._arrived_at = trace, trace.events[0].at
         self._settled = False
         self._turn = False
         self._failure = ""
-        self._of: Mapping[type[RequestEvent], Callable[[Any], Iterator[str]]] = {
+        self._handlers: Mapping[type[RequestEvent], Callable[[Any], Iterator[str]]] = {
             events.Arrived: _arrived,
             events.SourcesAsked: self._asked,
             events.LoadBegan: self._load_began,
             events.LoadEnded: self._load_ended,
             events.SourceRefused: self._refused,
-            events.Scheduled: self._went_on,
+            events.Scheduled: self._scheduled,
             events.Finished: lambda _: iter(("The request has ended.",)),
             events.LeaseGranted: self._lease_granted,
             events.LeaseEnded: self._lease_ended,
@@ -63,12 +63,12 @@ class _Timeline:
         for number, event in enumerate(self._trace.events):
             if number == FIRST_EVENTS and self._trace.left_out:
                 yield TimelineEntry(f"... {self._trace.left_out} events are not remembered ...")
-            after: float | None = event.at - self._came
-            for text in self._of[type(event)](event):
+            after: float | None = event.at - self._arrived_at
+            for text in self._handlers[type(event)](event):
                 yield TimelineEntry(text, after)
                 after = None
         for stored in self._trace.stored:
-            yield TimelineEntry(_stored(stored), stored.first - self._came)
+            yield TimelineEntry(_stored(stored), stored.first - self._arrived_at)
 
     def _asked(self, event: events.SourcesAsked) -> Iterator[str]:
         yield from self._again()
@@ -119,9 +119,9 @@ class _Timeline:
             ("checking", figures.check_seconds),
         )
         waiting = event.seconds - sum(seconds for _, seconds in stages)
-        said = [f"{format_seconds(seconds)} {name}" for name, seconds in stages if figures.transfer_seconds]
-        said += [f"{format_seconds(max(0.0, waiting))} waiting"] if said else []
-        yield f"Loaded in {took}{': ' if said else ''}{', '.join(said)}."
+        times = [f"{format_seconds(seconds)} {name}" for name, seconds in stages if figures.transfer_seconds]
+        times += [f"{format_seconds(max(0.0, waiting))} waiting"] if times else []
+        yield f"Loaded in {took}{': ' if times else ''}{', '.join(times)}."
         for moved in event.moved:
             way = f", {moved.strategy}" if moved.strategy else ""
             yield f"{format_bytes(moved.size)} of {moved.group}{way}"
@@ -134,7 +134,7 @@ class _Timeline:
         because = "" if event.reason == self._failure else f": {event.reason}"
         yield f"{event.source} is not asked again for this request{because}"
 
-    def _went_on(self, event: events.Scheduled) -> Iterator[str]:
+    def _scheduled(self, event: events.Scheduled) -> Iterator[str]:
         self._settled = True
         rest = event.tokens - event.cached_tokens
         if event.other_connector_tokens:
@@ -186,12 +186,12 @@ def _arrived(event: events.Arrived) -> Iterator[str]:
 
 
 def _stored(stored: StoredChunks) -> str:
-    said = f"Stored {stored.done} of {stored.ordered} chunks of {stored.group}, {format_bytes(stored.size)}"
+    text = f"Stored {stored.done} of {stored.ordered} chunks of {stored.group}, {format_bytes(stored.size)}"
     if stored.done + stored.failed == stored.ordered:
-        said += f", until {format_seconds(stored.last - stored.first)} later"
+        text += f", until {format_seconds(stored.last - stored.first)} later"
     else:
-        said += f", {stored.ordered - stored.done - stored.failed} under way"
-    return f"{said}; {stored.failed} failed: {stored.failure}" if stored.failed else f"{said}."
+        text += f", {stored.ordered - stored.done - stored.failed} under way"
+    return f"{text}; {stored.failed} failed: {stored.failure}" if stored.failed else f"{text}."
 
 
 def _lack(source_miss: SourceMiss) -> str:

@@ -35,7 +35,7 @@ class RequestExplainer:
             connector: name of the connector if the engine has several; empty otherwise.
         """
         self._traces = TraceBuffer(requests) if requests else None
-        self._most = requests
+        self._max_requests = requests
         self._server: TraceServer | None = None
         self._engine = EngineInfo(
             kvferry=kvferry.__version__,
@@ -51,7 +51,7 @@ class RequestExplainer:
     def start(self) -> None:
         """Open the socket, and start the thread that answers `kvferry explain`."""
         if self._traces is not None:
-            self._server = TraceServer(self._traces, self._engine, self._most)
+            self._server = TraceServer(self._traces, self._engine, self._max_requests)
 
     def close(self) -> None:
         """Stop answering `kvferry explain`, and remove the socket."""

@@ -35,7 +35,7 @@ class _RequestCounts:
         until: token position where the loads of an attempt end, by attempt.
         lost: token position up to which failed attempts would have loaded KV, by the source that failed.
             Cleared when the request is scheduled.
-        brought: loads that succeeded, as the events of their beginning.
+        succeeded: loads that succeeded, as the events of their beginning.
         broken: attempts with a failed load. The other loads of these attempts are not used.
         settled: True once the request was scheduled.
     """
@@ -45,7 +45,7 @@ class _RequestCounts:
     failed: dict[str, MissReason] = field(default_factory=dict)
     until: dict[str, int] = field(default_factory=dict)
     lost: dict[str, int] = field(default_factory=dict)
-    brought: list[events.LoadBegan] = field(default_factory=list)
+    succeeded: list[events.LoadBegan] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
     settled: bool = False
 
@@ -80,7 +80,7 @@ class MetricsListener:
         self._loads: dict[str, events.LoadBegan] = {}
         self._pending: Counter[str] = Counter()
         self._leases: set[str] = set()
-        self._of: Mapping[type[Event], Callable[[Any], None]] = {
+        self._handlers: Mapping[type[Event], Callable[[Any], None]] = {
             events.Arrived: self._arrived,
             events.SourcesAsked: self._asked,
             events.LoadBegan: self._load_began,
@@ -90,7 +90,7 @@ class MetricsListener:
             events.StoreEnded: self._store_ended,
             events.LeaseGranted: self._lease_granted,
             events.LeaseEnded: self._lease_ended,
-            events.TierChanged: self._tier_told,
+            events.TierChanged: self._tier_changed,
             events.LateBlocks: self._late_blocks,
         }
 
@@ -100,7 +100,7 @@ class MetricsListener:
 
     def __call__(self, event: Event) -> None:
         """Update the metrics that an event changes."""
-        if (count := self._of.get(type(event))) is not None:
+        if (count := self._handlers.get(type(event))) is not None:
             count(event)
 
     def take(self) -> MetricsDelta:
@@ -140,7 +140,7 @@ class MetricsListener:
         if event.outcome is LoadOutcome.READY:
             self._moved(event)
             if request is not None:
-                request.brought.append(began)
+                request.succeeded.append(began)
         elif event.miss is not None and request is not None:
             request.failed[source] = event.miss
             request.broken.add(began.attempt)
@@ -174,19 +174,19 @@ class MetricsListener:
         if request.settled:
             return
         request.settled = True
-        of_use = [load for load in request.brought if load.attempt not in request.broken]
+        of_use = [load for load in request.succeeded if load.attempt not in request.broken]
         for source in request.sources:
-            brought = [load for load in of_use if load.source == source]
-            if brought:
-                self._hit(source, brought)
+            succeeded = [load for load in of_use if load.source == source]
+            if succeeded:
+                self._hit(source, succeeded)
             else:
                 self._miss(request.source_miss(source))
         request.asked = None
 
-    def _hit(self, source: str, brought: list[events.LoadBegan]) -> None:
+    def _hit(self, source: str, succeeded: list[events.LoadBegan]) -> None:
         self._counted.count("queries", source)
         self._counted.count("hits", source)
-        for load in brought:
+        for load in succeeded:
             for part in trim_parts(load.parts, load.end - load.begin):
                 self._counted.count("hit_tokens", source, part.place, by=part.tokens)
 
@@ -213,7 +213,7 @@ class MetricsListener:
         self._counted.count("leases_ended", "expired" if event.expired else "released")
         self._counted.set("leases", to=len(self._leases))
 
-    def _tier_told(self, event: events.TierChanged) -> None:
+    def _tier_changed(self, event: events.TierChanged) -> None:
         tier, counted = event.tier, self._counted
         for name, now in (
             ("tier_used_bytes", event.used),

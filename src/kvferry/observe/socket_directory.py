@@ -43,9 +43,9 @@ def make_directory() -> Path:
         directory.mkdir(mode=0o700, exist_ok=True)
         check_directory(directory)
     except OSError as error:
-        said = os.strerror(error.errno or 0)
+        reason = os.strerror(error.errno or 0)
         raise ConfigError(
-            f"cannot make {directory}: {said}; set XDG_RUNTIME_DIR to a directory that is yours"
+            f"cannot make {directory}: {reason}; set XDG_RUNTIME_DIR to a directory that is yours"
         ) from error
     return directory
 
@@ -135,25 +135,25 @@ def connect(path: Path, until: float) -> socket.socket | None:
     Raises:
         OSError: the queue stayed full until the deadline, or the socket cannot be used.
     """
-    asking = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    asking.settimeout(0)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(0)
     while True:
         try:
-            asking.connect(str(path))
+            connection.connect(str(path))
         except BlockingIOError:
             if time.monotonic() < until:
                 time.sleep(_AGAIN_SECONDS)
                 continue
-            asking.close()
+            connection.close()
             raise TimeoutError("too many questions wait for it") from None
         except (ConnectionRefusedError, FileNotFoundError):
-            asking.close()
+            connection.close()
             path.unlink(missing_ok=True)
             return None
         except OSError:
-            asking.close()
+            connection.close()
             raise
-        return asking
+        return connection
 
 
 def remove_stale(directory: Path) -> None:

@@ -65,7 +65,7 @@ class SpanListener:
         self._loads: dict[str, events.LoadBegan] = {}
         self._stores: dict[str, events.StoreBegan] = {}
         self._leases: dict[str, events.LeaseGranted] = {}
-        self._of: Mapping[type[Event], Callable[[Any], None]] = {
+        self._handlers: Mapping[type[Event], Callable[[Any], None]] = {
             events.Arrived: self._arrived,
             events.SourcesAsked: self._asked,
             events.LoadBegan: self._load_began,
@@ -80,7 +80,7 @@ class SpanListener:
 
     def __call__(self, event: Event) -> None:
         """Record the start of an operation. If the event ends an operation, emit the operation's span."""
-        if (note := self._of.get(type(event))) is not None:
+        if (note := self._handlers.get(type(event))) is not None:
             note(event)
 
     def _arrived(self, event: events.Arrived) -> None:
@@ -110,20 +110,20 @@ class SpanListener:
         began = self._loads.pop(event.load, None)
         if began is None:
             return
-        said: Attributes = {
+        attributes: Attributes = {
             "kvferry.source": event.source,
             "kvferry.outcome": str(event.outcome),
             "kvferry.tokens": began.end - began.begin,
             "kvferry.bytes": sum(moved.size for moved in event.moved),
         }
         if began.peer != began.source:
-            said["kvferry.peer"] = began.peer
+            attributes["kvferry.peer"] = began.peer
         for part in trim_parts(began.parts, began.end - began.begin):
-            said[f"kvferry.tokens.{part.place}"] = part.tokens
+            attributes[f"kvferry.tokens.{part.place}"] = part.tokens
         for moved in event.moved:
-            said[f"kvferry.bytes.{moved.group}"] = moved.size
+            attributes[f"kvferry.bytes.{moved.group}"] = moved.size
         if (figures := event.figures).pages:
-            said |= {
+            attributes |= {
                 "kvferry.pages": figures.pages,
                 "kvferry.descriptors": figures.descriptors,
                 "kvferry.plan_seconds": figures.plan_seconds,
@@ -131,36 +131,36 @@ class SpanListener:
                 "kvferry.check_seconds": figures.check_seconds,
             }
         if event.miss is not None:
-            said["error.type"] = str(event.miss)
+            attributes["error.type"] = str(event.miss)
         failure = "" if event.outcome in {LoadOutcome.READY, LoadOutcome.DROPPED} else event.failure
-        self._end("kvferry.load", began, event, said, failure)
+        self._end("kvferry.load", began, event, attributes, failure)
 
     def _store_began(self, event: events.StoreBegan) -> None:
         self._stores[event.store] = event
 
     def _store_ended(self, event: events.StoreEnded) -> None:
         if (began := self._stores.pop(event.store, None)) is not None:
-            said: Attributes = {
+            attributes: Attributes = {
                 "kvferry.group": began.group,
                 "kvferry.chunks": began.chunks,
                 "kvferry.bytes": event.size,
             }
-            self._end("kvferry.store", began, event, said, event.failure)
+            self._end("kvferry.store", began, event, attributes, event.failure)
 
     def _lease_granted(self, event: events.LeaseGranted) -> None:
         self._leases[event.request_id] = event
 
     def _lease_ended(self, event: events.LeaseEnded) -> None:
         if (began := self._leases.pop(event.request_id, None)) is not None:
-            said: Attributes = {"kvferry.tokens": began.tokens, "kvferry.expired": event.expired}
-            self._end("kvferry.lease", began, event, said)
+            attributes: Attributes = {"kvferry.tokens": began.tokens, "kvferry.expired": event.expired}
+            self._end("kvferry.lease", began, event, attributes)
 
     def _end(
         self,
         name: str,
         began: events.RequestEvent,
         ended: events.RequestEvent,
-        said: Attributes,
+        attributes: Attributes,
         failure: str = "",
     ) -> None:
         """Create the span of an operation that has ended, and pass the span to `emit`.
@@ -168,7 +168,7 @@ class SpanListener:
         Args:
             name: name of the span.
             began, ended: events of the start and the end of the operation.
-            said: attributes of the span, by name.
+            attributes: attributes of the span, by name.
             failure: reason of the failure; empty if the operation succeeded.
         """
         parent = self._parents.get(began.request_id, ())
@@ -179,7 +179,7 @@ class SpanListener:
                 parent=parent,
                 begin=began.at,
                 end=ended.at,
-                attributes=said,
+                attributes=attributes,
                 failure=failure,
             )
         )

@@ -28,10 +28,10 @@ _HEAD = r"(?:\d+_)?(?:[a-z]+[-_])*"
 """Pattern of the prefix that vLLM adds to a request id: number of the choice (if several) and kind."""
 
 
-def matches_id(request_id: str, said: str) -> bool:
-    """Return whether an engine's request id begins with the text `said`.
+def matches_id(request_id: str, text: str) -> bool:
+    """Return whether an engine's request id begins with a text.
 
-    The prefix that vLLM adds to request ids, such as ``cmpl-``, may be missing in `said`.
+    The prefix that vLLM adds to request ids, such as ``cmpl-``, may be missing in the text.
 
     >>> matches_id("cmpl-5f3a-0-1b2c3d4e", "cmpl-5f3a")  # id of the answer
     True
@@ -40,7 +40,7 @@ def matches_id(request_id: str, said: str) -> bool:
     >>> matches_id("cmpl-5f3a-0-1b2c3d4e", "1b2c")
     False
     """
-    return request_id.startswith(said) or re.match(_HEAD + re.escape(said), request_id) is not None
+    return request_id.startswith(text) or re.match(_HEAD + re.escape(text), request_id) is not None
 
 
 logger = logging.getLogger(__name__)
@@ -60,17 +60,19 @@ class TraceServer:
         error: error that prevented the server from listening; None if the server listens.
     """
 
-    def __init__(self, traces: TraceBuffer, engine: EngineInfo, most: int, seconds: float = _SECONDS) -> None:
+    def __init__(
+        self, traces: TraceBuffer, engine: EngineInfo, max_requests: int, seconds: float = _SECONDS
+    ) -> None:
         """Open the socket and start the server's thread. A failure is logged and does not stop the engine.
 
         Args:
             traces: buffer with the traces to serve.
             engine: description of the engine. Its times and counts are updated for each answer.
-            most: maximum number of requests in `traces`.
+            max_requests: maximum number of requests in `traces`.
             seconds: longest time to read a question and send the answer, in seconds.
         """
         self.error: Exception | None = None
-        self._traces, self._engine, self._most, self._seconds = traces, engine, most, seconds
+        self._traces, self._engine, self._max_requests, self._seconds = traces, engine, max_requests, seconds
         self._thread = threading.Thread(target=self._run, name="kvferry-explain", daemon=True)
         try:
             directory, name = socket_directory.make_directory(), f"engine-{secrets.token_hex(8)}"
@@ -95,32 +97,32 @@ class TraceServer:
         with self._socket:
             while True:
                 try:
-                    asking, _ = self._socket.accept()
+                    connection, _ = self._socket.accept()
                 except OSError:
                     return
-                with asking:
-                    self._hear(asking)
+                with connection:
+                    self._handle(connection)
 
-    def _hear(self, asking: socket.socket) -> None:
+    def _handle(self, connection: socket.socket) -> None:
         try:
-            self._serve(asking)
+            self._serve(connection)
         except OSError:
             pass  # the client has disconnected or is too slow
         except Exception:
             logger.exception("a question of kvferry explain was not answered; tell kvferry's authors")
 
-    def _serve(self, asking: socket.socket) -> None:
+    def _serve(self, connection: socket.socket) -> None:
         until = time.monotonic() + self._seconds
         try:
-            said = _line(asking, until)
-            _check_user(asking)
-            for line in self._answer(said):
-                _limit(asking, until)
-                asking.sendall(line + b"\n")
+            question = _line(connection, until)
+            _check_user(connection)
+            for line in self._answer(question):
+                _limit(connection, until)
+                connection.sendall(line + b"\n")
                 time.sleep(0)
         except KVFerryError as error:
-            _limit(asking, until)
-            asking.sendall(msgspec.json.encode({"error": str(error)}) + b"\n")
+            _limit(connection, until)
+            connection.sendall(msgspec.json.encode({"error": str(error)}) + b"\n")
 
     def _answer(self, line: bytes) -> Iterator[bytes]:
         """Yield the lines of the answer to a question: the description of the engine, then a line per trace.
@@ -138,7 +140,7 @@ class TraceServer:
                 wall=time.time(),
                 monotonic=time.monotonic(),
                 remembered=len(self._traces),
-                most=self._most,
+                most=self._max_requests,
             )
         )
         left = question.most
@@ -150,46 +152,46 @@ class TraceServer:
                 return
 
 
-def _check_user(asking: socket.socket) -> None:
+def _check_user(connection: socket.socket) -> None:
     """Check that a client runs as this process's user or as root.
 
     Args:
-        asking: connection to the client.
+        connection: connection to the client.
 
     Raises:
         ProtocolError: the client runs as another user.
     """
-    found = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(found)
     if user not in (_ROOT, os.getuid()):
         raise ProtocolError(f"user {user} asks, only {os.getuid()} may")
 
 
-def _line(asking: socket.socket, until: float) -> bytes:
+def _line(connection: socket.socket, until: float) -> bytes:
     """Receive the first line that a client sends, and return it without the line break.
 
     Args:
-        asking: connection to the client.
+        connection: connection to the client.
         until: deadline in monotonic seconds.
 
     Raises:
         ProtocolError: the line is longer than a question may be.
         OSError: the line did not arrive in time.
     """
-    said = bytearray()
-    while b"\n" not in said:
-        _limit(asking, until)
-        piece = asking.recv(MAX_QUESTION_BYTES)
+    received = bytearray()
+    while b"\n" not in received:
+        _limit(connection, until)
+        piece = connection.recv(MAX_QUESTION_BYTES)
         if not piece:
             break
-        said += piece
-        if len(said) > MAX_QUESTION_BYTES:
+        received += piece
+        if len(received) > MAX_QUESTION_BYTES:
             raise ProtocolError(f"a question of more than {MAX_QUESTION_BYTES} bytes")
-    return bytes(said).partition(b"\n")[0]
+    return bytes(received).partition(b"\n")[0]
 
 
-def _limit(asking: socket.socket, until: float) -> None:
+def _limit(connection: socket.socket, until: float) -> None:
     left = until - time.monotonic()
     if left <= 0:
         raise TimeoutError
-    asking.settimeout(left)
+    connection.settimeout(left)

@@ -102,14 +102,14 @@ class TraceBuffer:
         Args:
             requests: number of latest requests to remember.
         """
-        self._most = requests
-        self._kept: OrderedDict[str, _GrowingTrace] = OrderedDict()
+        self._max_requests = requests
+        self._traces: OrderedDict[str, _GrowingTrace] = OrderedDict()
         self._events = 0
         self._stores: dict[str, events.StoreBegan] = {}
 
     def __len__(self) -> int:
         """Return the number of remembered requests."""
-        return len(self._kept)
+        return len(self._traces)
 
     def __call__(self, event: Event) -> None:
         """Add an event to the trace of its request. Events that belong to no request are ignored."""
@@ -117,8 +117,8 @@ class TraceBuffer:
             self._begin(event)
         elif not isinstance(event, _OF_REQUEST):
             return
-        elif (kept := self._kept.get(event.request_id)) is not None:
-            self._add(kept, event)
+        elif (trace := self._traces.get(event.request_id)) is not None:
+            self._add(trace, event)
         elif isinstance(event, events.StoreEnded):
             self._stores.pop(event.store, None)
 
@@ -127,45 +127,47 @@ class TraceBuffer:
 
         Any thread may call this.
         """
-        return (kept.copy() for kept in reversed(list(self._kept.values())))
+        return (trace.copy() for trace in reversed(list(self._traces.values())))
 
     def _begin(self, event: events.Arrived) -> None:
         self._forget(event.request_id)
-        self._kept[event.request_id] = _GrowingTrace(event.request_id, [_cut(event)])
+        self._traces[event.request_id] = _GrowingTrace(event.request_id, [_cut(event)])
         self._events += 1
-        while len(self._kept) > self._most or self._events > self._most * EVENTS_PER_REQUEST:
-            self._forget(next(iter(self._kept)))
+        while (
+            len(self._traces) > self._max_requests or self._events > self._max_requests * EVENTS_PER_REQUEST
+        ):
+            self._forget(next(iter(self._traces)))
 
     def _forget(self, request_id: str) -> None:
-        if (kept := self._kept.pop(request_id, None)) is not None:
-            self._events -= len(kept.events)
+        if (trace := self._traces.pop(request_id, None)) is not None:
+            self._events -= len(trace.events)
 
-    def _add(self, kept: _GrowingTrace, event: RequestEvent) -> None:
+    def _add(self, trace: _GrowingTrace, event: RequestEvent) -> None:
         """Add an event to the trace of its request.
 
         Heartbeats and stored chunks are only counted. If the trace is too long, an event in its middle is
         dropped.
 
         Args:
-            kept: trace of the request.
+            trace: trace of the request.
             event: event to add.
         """
         if isinstance(event, events.LeaseExtended):
-            kept.heartbeats += 1
+            trace.heartbeats += 1
         elif isinstance(event, events.StoreBegan):
             self._stores[event.store] = event
-            so_far = kept.stored.get(event.group) or StoredChunks(
+            so_far = trace.stored.get(event.group) or StoredChunks(
                 group=event.group, ordered=0, first=event.at
             )
-            kept.stored[event.group] = replace(so_far, ordered=so_far.ordered + event.chunks)
+            trace.stored[event.group] = replace(so_far, ordered=so_far.ordered + event.chunks)
         elif isinstance(event, events.StoreEnded):
-            if (began := self._stores.pop(event.store, None)) is not None and began.group in kept.stored:
-                kept.stored[began.group] = _ended(kept.stored[began.group], began.chunks, event)
+            if (began := self._stores.pop(event.store, None)) is not None and began.group in trace.stored:
+                trace.stored[began.group] = _ended(trace.stored[began.group], began.chunks, event)
         else:
-            kept.events.append(_cut(event))
-            if len(kept.events) > FIRST_EVENTS + LAST_EVENTS:
-                del kept.events[FIRST_EVENTS]
-                kept.left_out += 1
+            trace.events.append(_cut(event))
+            if len(trace.events) > FIRST_EVENTS + LAST_EVENTS:
+                del trace.events[FIRST_EVENTS]
+                trace.left_out += 1
             else:
                 self._events += 1
 

@@ -85,13 +85,13 @@ class EngineProcess:
         state: state of the engine at the last `poll`.
     """
 
-    def __init__(self, spec: EngineSpec, log_path: Path, grace_seconds: float) -> None:
+    def __init__(self, spec: EngineSpec, log_path: Path, stop_timeout_seconds: float) -> None:
         """Start the guard, which starts the engine.
 
         Args:
             spec: specification of the engine.
             log_path: path of the log file; an existing file is overwritten.
-            grace_seconds: time that the engine has to end after it is asked to, before the guard kills it.
+            stop_timeout_seconds: time that the engine has to end after SIGTERM, before the guard kills it.
 
         Raises:
             OSError: the log file or the process cannot be created.
@@ -99,10 +99,10 @@ class EngineProcess:
         self.spec = spec
         self.log_path = log_path
         self.state = EngineState.STARTING
-        self._grace_seconds = grace_seconds
+        self._stop_timeout_seconds = stop_timeout_seconds
         self._started = time.monotonic()
         read_end, self._lifeline = os.pipe()
-        guard = [sys.executable, "-m", "kvferry.serving.guard", str(read_end), str(grace_seconds)]
+        guard = [sys.executable, "-m", "kvferry.serving.guard", str(read_end), str(stop_timeout_seconds)]
         try:
             with open(log_path, "wb", opener=open_private) as log:
                 self._guard = subprocess.Popen(
@@ -176,7 +176,7 @@ class EngineProcess:
     def finish_stop(self) -> None:
         """Wait until all processes of the engine have ended. Call `begin_stop` or `kill` first."""
         try:
-            self._guard.wait(self._grace_seconds + _GUARD_MARGIN_SECONDS)
+            self._guard.wait(self._stop_timeout_seconds + _GUARD_MARGIN_SECONDS)
         except subprocess.TimeoutExpired:
             os.killpg(self._guard.pid, signal.SIGKILL)
             self._guard.wait()

@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
     Returns:
         Exit code of the command; 128 + n if signal n ended it.
     """
-    lifeline, grace_seconds, command = int(arguments[0]), float(arguments[1]), arguments[2:]
+    lifeline, stop_timeout_seconds, command = int(arguments[0]), float(arguments[1]), arguments[2:]
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     root = subprocess.Popen(command, preexec_fn=die_with_parent)  # noqa: PLW1509 - no threads here
     # The engine must not inherit ignored signals. So install handlers, and only after it has started.
@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, lambda *_: root.send_signal(signal.SIGTERM))
     signal.signal(signal.SIGUSR1, _raise_killed)
     with contextlib.suppress(_Killed):
-        _watch(root, lifeline, grace_seconds)
+        _watch(root, lifeline, stop_timeout_seconds)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     _end_tree(polite=root.poll() is not None)
     code = root.wait()
@@ -75,7 +75,7 @@ def _raise_killed(*_: object) -> None:
     raise _Killed
 
 
-def _watch(root: subprocess.Popen[bytes], lifeline: int, grace_seconds: float) -> None:
+def _watch(root: subprocess.Popen[bytes], lifeline: int, stop_timeout_seconds: float) -> None:
     """Wait until the engine ends or the launcher asks for its end.
 
     If the launcher closes the lifeline, send SIGTERM to the engine and give it time to end.
@@ -84,14 +84,14 @@ def _watch(root: subprocess.Popen[bytes], lifeline: int, grace_seconds: float) -
         root: main process of the engine.
         lifeline: file descriptor of a pipe from the launcher. A byte on the pipe asks to kill the engine at
             once, so this function returns without sending SIGTERM.
-        grace_seconds: longest time to wait after SIGTERM, in seconds.
+        stop_timeout_seconds: time to wait after SIGTERM before SIGKILL, in seconds.
     """
     ended = os.pidfd_open(root.pid)
     readable, _, _ = select.select([ended, lifeline], [], [])
     if ended in readable or os.read(lifeline, 1):
         return
     root.send_signal(signal.SIGTERM)
-    select.select([ended], [], [], grace_seconds)
+    select.select([ended], [], [], stop_timeout_seconds)
 
 
 def _end_tree(*, polite: bool) -> None:

@@ -54,7 +54,7 @@ class Fleet:
         log_dir: Path,
         *,
         startup_timeout_seconds: float = 600.0,
-        grace_seconds: float = 10.0,
+        stop_timeout_seconds: float = 10.0,
     ) -> None:
         """Store the specifications of the engines. `start` starts the engines.
 
@@ -62,12 +62,12 @@ class Fleet:
             specs: specifications of the engines.
             log_dir: folder for one log per engine, ``<name>.log``; created if it does not exist.
             startup_timeout_seconds: longest time from the start of an engine until it must be ready.
-            grace_seconds: time that an engine has to end after it is told to stop, before it is killed.
+            stop_timeout_seconds: time that an engine has to end after SIGTERM, before it is killed.
         """
         self._specs = tuple(specs)
         self._log_dir = log_dir
         self._startup_timeout_seconds = startup_timeout_seconds
-        self._grace_seconds = grace_seconds
+        self._stop_timeout_seconds = stop_timeout_seconds
         self.engines: tuple[EngineProcess, ...] = ()
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
@@ -104,7 +104,7 @@ class Fleet:
         for spec in self._specs:
             log_path = self._log_dir / f"{spec.name}.log"
             placed = replace(spec, environment={**own, **spec.environment})
-            self.engines = (*self.engines, EngineProcess(placed, log_path, self._grace_seconds))
+            self.engines = (*self.engines, EngineProcess(placed, log_path, self._stop_timeout_seconds))
 
     def wait_ready(self, on_progress: Progress = lambda _: None) -> None:
         """Wait until every engine is ready.
@@ -200,6 +200,6 @@ def death_notice(engine: EngineProcess) -> str:
     """Return a message about an engine that has ended, with its exit code, last error and log file path."""
     code = engine.exit_code
     how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-    said = error_line(engine.log_path)
-    why = f": {said}" if said else ""
+    error = error_line(engine.log_path)
+    why = f": {error}" if error else ""
     return f"{engine.spec.name} ended with {how}{why} (log: {engine.log_path})"

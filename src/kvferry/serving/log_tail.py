@@ -33,10 +33,10 @@ def error_line(log_path: Path) -> str | None:
     lines = [_PREFIX.sub("", _ANSI.sub("", line)).rstrip() for line in _tail(log_path)]
     echo = None
     for index in range(len(lines) - 1, -1, -1):
-        said = _said(lines, index)
-        if said and not any(mark in said for mark in _ECHOES):
-            return said[:_MAX_CHARS]
-        echo = echo or said
+        error = _error_at(lines, index)
+        if error and not any(mark in error for mark in _ECHOES):
+            return error[:_MAX_CHARS]
+        echo = echo or error
     return echo[:_MAX_CHARS] if echo else None
 
 
@@ -51,7 +51,7 @@ def last_line(log_path: Path) -> str:
     return ""
 
 
-def _said(lines: list[str], index: int) -> str | None:
+def _error_at(lines: list[str], index: int) -> str | None:
     if usage := _USAGE_ERROR.match(lines[index]):
         return usage[1]
     if not (match := _EXCEPTION.match(lines[index])):

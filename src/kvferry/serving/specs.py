@@ -25,7 +25,7 @@ _DATA_LOCAL = ("--data-parallel-size-local", "-dpl")
 class Parallel:
     """The parallel sizes of an engine on this machine.
 
-    >>> Parallel(tensor=2, data=2).ranks
+    >>> Parallel(tensor=2, data=2).workers
     4
 
     Attributes:
@@ -40,7 +40,7 @@ class Parallel:
     data: int = 1
 
     @property
-    def ranks(self) -> int:
+    def workers(self) -> int:
         """Return the number of the engine's workers on this machine. Each worker has its own device."""
         return self.tensor * self.pipeline * self.context * self.data
 
@@ -130,8 +130,8 @@ def fleet_specs(
         machine: devices that the engines share; None for the devices of this machine.
 
     Raises:
-        ConfigError: a count is less than 1, an engine has more ranks than there are GPUs, the model does not
-            exist, or a connector setting or an argument cannot be used.
+        ConfigError: a count is less than 1, an engine has more workers than there are GPUs, the model does
+            not exist, or a connector setting or an argument cannot be used.
     """
     for name, count in (
         ("prefill", prefill),
@@ -146,15 +146,15 @@ def fleet_specs(
     machine = machine or visible_devices()
     tensor = [prefill_tensor_parallel] * prefill + [decode_tensor_parallel] * decode
     sizes = [parallel_of(count, arguments) for count in tensor]
-    ranks = [size.ranks for size in sizes]
+    workers = [size.workers for size in sizes]
     names = [f"prefill-{i}" for i in range(prefill)] + [f"decode-{i}" for i in range(decode)]
     roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode
     settings = {Role.PREFILL: prefill_settings, Role.DECODE: decode_settings}
     for name, size in zip(names, sizes, strict=True):
         _check_gpus(machine, name, size)
-    environments = engine_environments(machine, ranks)
+    environments = engine_environments(machine, workers)
     ports = free_ports(len(names))
-    shared = (*memory_arguments(machine, ranks, arguments), *arguments)
+    shared = (*memory_arguments(machine, workers, arguments), *arguments)
     return tuple(
         EngineSpec(
             name=name,
@@ -173,9 +173,9 @@ def fleet_specs(
 
 
 def _check_gpus(machine: Devices, name: str, size: Parallel) -> None:
-    if machine.gpus and size.ranks > len(machine.gpus):
+    if machine.gpus and size.workers > len(machine.gpus):
         raise ConfigError(
-            f"{name} needs {size.ranks} GPUs ({size}), {len(machine.gpus)} can be used here "
+            f"{name} needs {size.workers} GPUs ({size}), {len(machine.gpus)} can be used here "
             f"({', '.join(machine.gpus)}); lower a parallel size, or start engines on several machines and "
             "use kvferry router"
         )

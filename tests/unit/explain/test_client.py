@@ -488,7 +488,7 @@ def test_a_long_name_is_told_whole_and_fits_a_terminal(
 def test_what_an_engine_says_in_refusing_changes_no_terminal(
     directory: Path, answers: TraceServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.explain.client._asked", lambda *_: "an engine says \x1b[31m")
+    monkeypatch.setattr("kvferry.explain.client._ask", lambda *_: "an engine says \x1b[31m")
     with pytest.raises(KVFerryError):
         command(capsys)
     assert capsys.readouterr().err == "kvferry: an engine says ?[31m\n"

@@ -145,7 +145,7 @@ def test_an_engine_that_is_not_ready_in_time_is_given_up(tmp_path, script):
 
 
 def test_an_engine_that_does_not_end_when_asked_is_killed_after_the_grace(tmp_path, script, deaf):
-    with Fleet([script(code=DEAF)], tmp_path, grace_seconds=0.5) as fleet:
+    with Fleet([script(code=DEAF)], tmp_path, stop_timeout_seconds=0.5) as fleet:
         deaf(fleet)
         began = time.monotonic()
     assert 0.5 < time.monotonic() - began < 40
@@ -153,7 +153,7 @@ def test_an_engine_that_does_not_end_when_asked_is_killed_after_the_grace(tmp_pa
 
 
 def test_a_kill_does_not_wait_for_the_grace(tmp_path, script, deaf):
-    with Fleet([script(code=DEAF)], tmp_path, grace_seconds=60) as fleet:
+    with Fleet([script(code=DEAF)], tmp_path, stop_timeout_seconds=60) as fleet:
         deaf(fleet)
         began = time.monotonic()
         fleet.kill()
@@ -169,7 +169,7 @@ def test_an_interrupt_while_stopping_kills_and_is_raised(tmp_path, script, deaf,
             raise error
         finish_stop(engine)
 
-    fleet = Fleet([script(code=DEAF)], tmp_path, grace_seconds=60)
+    fleet = Fleet([script(code=DEAF)], tmp_path, stop_timeout_seconds=60)
     fleet.start()
     deaf(fleet)
     monkeypatch.setattr(EngineProcess, "finish_stop", interrupted)

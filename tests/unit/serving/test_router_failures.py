@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from kvferry.serving.ports import listen, url_of
-from kvferry.serving.router.bodies import handed_over
+from kvferry.serving.router.bodies import kv_params_of
 from kvferry.serving.router.endpoint import ActiveRequests, RouterEndpoint
 from kvferry.serving.router.failures import failure_of
 from kvferry.serving.router.hop import Hop
@@ -68,7 +68,7 @@ def test_a_prefill_engine_that_hands_over_nothing_is_not_the_end(stage, fake, kv
     ids=lambda answer: repr(answer[:30]),
 )  # fmt: skip
 def test_an_answer_without_an_offer_of_kv_hands_over_nothing(answer):
-    assert handed_over(answer) is None
+    assert kv_params_of(answer) is None
 
 
 def test_that_a_prefill_engine_hands_over_nothing_is_logged_when_it_changes(stage, fake, kv, caplog):

@@ -72,7 +72,7 @@ def test_an_engines_command_carries_its_connector_and_the_users_arguments_last()
     ids=str,
 )
 def test_every_parallel_size_of_this_machine_counts(arguments, ranks):
-    assert parallel_of(2, arguments).ranks == ranks
+    assert parallel_of(2, arguments).workers == ranks
 
 
 def test_each_rank_of_each_replica_gets_a_device():

@@ -92,6 +92,6 @@ def quantiles(name: str, by: str = "") -> tuple[Query, ...]:
     labels, legend = ((by,), f"{{{{{by}}}}} ") if by else ((), "")
     buckets = series(f"{name}_bucket", SCOPE)
     return tuple(
-        Query(quantile(q, buckets, _RATE, *labels), f"{legend}{said}")
-        for q, said in ((0.5, "median"), (0.99, "p99"))
+        Query(quantile(q, buckets, _RATE, *labels), f"{legend}{title}")
+        for q, title in ((0.5, "median"), (0.99, "p99"))
     )

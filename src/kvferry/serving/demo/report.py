@@ -64,17 +64,17 @@ def summary(rows: Sequence[RequestRow]) -> str:
     loads = [row.transfer for row in rows if row.transfer and row.transfer.outcome == "ready"]
     moved, full = sum(load.bytes for load in loads), sum(load.full_attention_bytes for load in loads)
     same = Counter(row.verdict for row in rows)
-    said = f"Moved {format_bytes(moved)} for {len(loads)} of {len(rows)} requests"
+    text = f"Moved {format_bytes(moved)} for {len(loads)} of {len(rows)} requests"
     if moved < full:
-        said += (
+        text += (
             f"; all layers as full attention would have been {format_bytes(full)}, "
             f"{full / moved:.1f} times that"
         )
-    said += f". Identical to a single engine: {same[AnswerVerdict.YES]} of {len(rows)}."
+    text += f". Identical to a single engine: {same[AnswerVerdict.YES]} of {len(rows)}."
     if same[AnswerVerdict.OWN_GAP]:
-        said += f" {same[AnswerVerdict.OWN_GAP]} differ where that engine, asked to prefill what it decoded,"
-        said += " differs from itself by as much (own gap)."
-    return said
+        text += f" {same[AnswerVerdict.OWN_GAP]} differ where that engine, asked to prefill what it decoded,"
+        text += " differs from itself by as much (own gap)."
+    return text
 
 
 def failures(rows: Sequence[RequestRow]) -> Iterator[str]:

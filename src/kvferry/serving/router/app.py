@@ -106,10 +106,10 @@ class _Router:
             if not self._settings.trust_kv_params:
                 body = without_kv_params(body)
                 raw = encoded(body)  # so the engine reads exactly the checked fields
-            completion = Completion(call.path, raw, body, call.headers, call.echoed)
+            completion = Completion(call.path, raw, body, call.headers, call.reply_headers)
             await self._flow.complete(completion, send)
         except MalformedBody as error:
-            await bad_request(str(error), "invalid_json").send(send, call.echoed)
+            await bad_request(str(error), "invalid_json").send(send, call.reply_headers)
 
     async def pass_through(self, call: Call, send: Send) -> None:
         """Relay a request to a decode engine, and its answer to the client.
@@ -137,10 +137,12 @@ class _Router:
             except TimeoutError:
                 failures.add(backend, f"no answer in {_PASS_SECONDS:g} s")
             else:
-                await reply.send(send, call.echoed)
+                await reply.send(send, call.reply_headers)
                 return
-        reply = failures.reply(call.echoed) if failures else unavailable("no decode engine can be reached")
-        await reply.send(send, call.echoed)
+        reply = (
+            failures.reply(call.reply_headers) if failures else unavailable("no decode engine can be reached")
+        )
+        await reply.send(send, call.reply_headers)
 
     async def health(self, request: Request) -> Response:
         """Probe all engines, and return their states as JSON. The status is 503 if no decode engine is up."""

@@ -18,7 +18,7 @@ class Backend:
         up: True while the router may send requests to the engine; initially True.
         reason: reason why the engine is down; None while it is up.
         outstanding: number of this router's requests that the engine is working on.
-        last_turn: sequence number of the last request sent to the engine, among the requests to all engines
+        last_used: sequence number of the last request sent to the engine, among the requests to all engines
             of this role; 0 before the first request.
     """
 
@@ -28,7 +28,7 @@ class Backend:
         self.up = True
         self.reason: str | None = None
         self.outstanding = 0
-        self.last_turn = 0
+        self.last_used = 0
         self._hands_over = True
 
     def mark_down(self, reason: str) -> None:
@@ -72,7 +72,7 @@ class Pool:
 
     def __init__(self, role: str, urls: Sequence[str]) -> None:
         self.backends = tuple(Backend(role, url) for url in urls)
-        self._turn = 0
+        self._requests = 0
 
     def next(self, tried: Sequence[Backend], *, even_down: bool = False) -> Backend | None:
         """Return the engine that is up and is working on the fewest of this router's requests.
@@ -86,10 +86,10 @@ class Pool:
         """
         left = [backend for backend in self.backends if backend not in tried]
         choice = [backend for backend in left if backend.up] or (left if even_down else [])
-        return min(choice, key=lambda backend: (backend.outstanding, backend.last_turn), default=None)
+        return min(choice, key=lambda backend: (backend.outstanding, backend.last_used), default=None)
 
     @contextmanager
-    def turn(self, backend: Backend) -> Iterator[None]:
+    def count_request(self, backend: Backend) -> Iterator[None]:
         """Context manager: count one more request for an engine (`outstanding`) during the ``with`` block.
 
         The engine also becomes the most recently used engine of the pool.
@@ -97,8 +97,8 @@ class Pool:
         Args:
             backend: engine to which the caller sends the request.
         """
-        self._turn += 1
-        backend.last_turn = self._turn
+        self._requests += 1
+        backend.last_used = self._requests
         backend.outstanding += 1
         try:
             yield

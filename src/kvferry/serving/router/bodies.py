@@ -147,7 +147,7 @@ def decode_body(body: dict[str, Any], params: dict[str, Any]) -> bytes:
     return encoded({**body, KV_PARAMS: params})
 
 
-def handed_over(answer: bytes) -> dict[str, Any] | None:
+def kv_params_of(answer: bytes) -> dict[str, Any] | None:
     """Return the ``kv_transfer_params`` in a prefill engine's answer; None if they are missing or empty.
 
     Args:

@@ -28,14 +28,14 @@ class Call:
         method: HTTP method.
         path: path of the URL, without the query.
         headers: headers for the engine: the client's headers, x-request-id, and Via with this router added.
-        echoed: headers that are also added to the answer for the client: x-request-id only.
+        reply_headers: headers that are also added to the answer for the client: x-request-id only.
         body: complete body of the request.
     """
 
     method: str
     path: str
     headers: Headers
-    echoed: Headers
+    reply_headers: Headers
     body: bytes
 
 
@@ -107,29 +107,31 @@ class RouterEndpoint:
 
         Answer with an error instead if the request is in a loop, its body is too large, or the router stops.
         """
-        echoed = ((_REQUEST_ID, _request_id(scope)),)
+        reply_headers = ((_REQUEST_ID, _request_id(scope)),)
         if self._hop.has_seen(scope["headers"]):
-            await loop_reply().send(send, echoed)
+            await loop_reply().send(send, reply_headers)
             return
         try:
             body = await _read_body(receive, self._max_body_bytes)
         except _TooLarge as error:
-            await bad_request(str(error), "request_too_large", 413).send(send, echoed)
+            await bad_request(str(error), "request_too_large", 413).send(send, reply_headers)
             return
         if body is None:
             return
-        headers = self._hop.passed_on(relayed(scope["headers"]) + echoed)
+        headers = self._hop.passed_on(relayed(scope["headers"]) + reply_headers)
         answer = _Answer(send)
         async with anyio.create_task_group() as group:
             self._ongoing.add(group.cancel_scope)
             try:
                 group.start_soon(_cancel_on_disconnect, receive, group.cancel_scope)
-                await self._handler(Call(scope["method"], scope["path"], headers, echoed, body), answer.send)
+                await self._handler(
+                    Call(scope["method"], scope["path"], headers, reply_headers, body), answer.send
+                )
             finally:
                 self._ongoing.discard(group.cancel_scope)
             group.cancel_scope.cancel()
         if self._ongoing.ending:
-            await answer.cut_short(echoed)
+            await answer.cut_short(reply_headers)
 
 
 def _request_id(scope: Scope) -> bytes:
@@ -157,17 +159,17 @@ class _Answer:
         self._begun = True
         self._complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
-    async def cut_short(self, echoed: Headers) -> None:
+    async def cut_short(self, reply_headers: Headers) -> None:
         """End an answer that is not complete yet, because the router stops.
 
         If nothing was sent, the client gets an error reply. If the answer has begun, its stream ends with an
         error event.
 
         Args:
-            echoed: headers to add to the error reply; unused for an error event.
+            reply_headers: headers to add to the error reply; unused for an error event.
         """
         if not self._begun:
-            await unavailable(_ENDING, "router_stopped").send(self._send, echoed)
+            await unavailable(_ENDING, "router_stopped").send(self._send, reply_headers)
         elif not self._complete:
             event = error_event(_ENDING, "router_stopped")
             await self._send({"type": "http.response.body", "body": event})

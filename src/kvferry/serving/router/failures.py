@@ -46,19 +46,19 @@ class Failures:
         """
         self._seen.append(f"{backend.role} engine {backend.url}: {reason}")
 
-    def reply(self, echoed: Headers) -> Reply:
+    def reply(self, reply_headers: Headers) -> Reply:
         """Return the error reply that lists the failures, and log that the request is not tried again.
 
         A header of the reply tells the client not to send the request again.
 
         Args:
-            echoed: headers of which the first is x-request-id. The id is logged; no header enters the reply.
+            reply_headers: headers, x-request-id first. Only that id is used, for the log.
         """
         engines = "; ".join(self._seen)
         count = "one engine" if len(self._seen) == 1 else f"{len(self._seen)} engines"
         _log.error(
             "request %s is not tried again: %s failed while working on it (%s)",
-            echoed[0][1].decode(errors="replace"), count, engines,
+            reply_headers[0][1].decode(errors="replace"), count, engines,
         )  # fmt: skip
         message = f"{count} failed while working on this request, which is not tried again ({engines})"
         reply = unavailable(message, "engine_failed", 500)

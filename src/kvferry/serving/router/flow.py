@@ -23,7 +23,7 @@ from kvferry.serving.router.backends import Backend, Pool
 from kvferry.serving.router.bodies import (
     decode_body,
     decodes_alone,
-    handed_over,
+    kv_params_of,
     prefill_body,
     prefill_headers,
     wants_stream,
@@ -45,14 +45,14 @@ class Completion:
         raw: body as JSON, for a decode engine that gets no ``kv_transfer_params`` from a prefill engine.
         body: parsed body of the request.
         headers: headers of the requests to the engines, including x-request-id.
-        echoed: headers to add to the answer for the client.
+        reply_headers: headers to add to the answer for the client.
     """
 
     path: str
     raw: bytes
     body: dict[str, Any]
     headers: Headers
-    echoed: Headers
+    reply_headers: Headers
 
 
 class CompletionFlow:
@@ -86,7 +86,7 @@ class CompletionFlow:
         if not decodes_alone(completion.path, completion.body):
             params = await self._kv_of_prompt(completion, failures)
         if isinstance(params, Reply):
-            await params.send(send, completion.echoed)
+            await params.send(send, completion.reply_headers)
         else:
             await self._answer(completion, params, failures, send)
 
@@ -112,12 +112,12 @@ class CompletionFlow:
             except TimeoutError:
                 return None  # the client must not wait as long for another prefill engine
             if failures.exhausted:
-                return failures.reply(completion.echoed)
+                return failures.reply(completion.reply_headers)
             if reply is None:
                 continue
             if reply.status != 200:
                 return reply
-            params = handed_over(reply.body)
+            params = kv_params_of(reply.body)
             backend.note_hand_over(done=params is not None)
             if params is not None:
                 return params
@@ -140,7 +140,7 @@ class CompletionFlow:
         """
         url = backend.url + sent.path
         try:
-            with self._prefill.turn(backend), anyio.fail_after(self._settings.prefill_seconds):
+            with self._prefill.count_request(backend), anyio.fail_after(self._settings.prefill_seconds):
                 async with opened(self._client, "POST", url, sent.headers, sent.raw) as response:
                     reply = await read_whole(response)
         except httpx.TransportError as error:
@@ -185,11 +185,11 @@ class CompletionFlow:
             body = decode_body(completion.body, params) if params else completion.raw
             url = backend.url + completion.path
             try:
-                with self._decode.turn(backend):
+                with self._decode.count_request(backend):
                     async with opened(self._client, "POST", url, completion.headers, body) as response:
                         backend.mark_up()
                         if wants_stream(completion.body) and is_events(response):
-                            if fault := await relay_events(response, send, completion.echoed):
+                            if fault := await relay_events(response, send, completion.reply_headers):
                                 backend.mark_down(fault)
                             return
                         reply = await read_whole(response)
@@ -202,7 +202,7 @@ class CompletionFlow:
                 last = None
             else:
                 if not is_busy(reply.status) and not is_failure(reply.status):
-                    await reply.send(send, completion.echoed)
+                    await reply.send(send, completion.reply_headers)
                     return
                 last = reply
                 if is_failure(reply.status):
@@ -214,5 +214,5 @@ class CompletionFlow:
             if failures.exhausted:
                 last = None
                 break
-        reply = last or failures.reply(completion.echoed)
-        await reply.send(send, completion.echoed)
+        reply = last or failures.reply(completion.reply_headers)
+        await reply.send(send, completion.reply_headers)
