@@ -265,9 +265,9 @@ class AskingScheduler:
 def _measured_speeds() -> Speeds:
     """Return speeds with measurements for all places, as in a connector after some loads."""
     speeds = Speeds(lambda: 0.0)
-    speeds.computed(10_000, 1.0)
+    speeds.record_computation(10_000, 1.0)
     for place, rate in _SPEEDS.items():
-        speeds.loaded([PlaceTokens(place, rate)], 1.0)
+        speeds.record_load([PlaceTokens(place, rate)], 1.0)
     return speeds
 
 

@@ -296,7 +296,7 @@ class Admission:
             source.ended(load, merged)
         # A late load takes at least this long. A part is not timed: windows and states dominate its time.
         if load.loads == 1 and (merged.failure is None or merged.late):
-            self._chooser.speeds.loaded(load.bid.parts, time.monotonic() - load.began)
+            self._chooser.speeds.record_load(load.bid.parts, time.monotonic() - load.began)
         if known.loads:
             return
         self._phases.ended(known, load.request_id, failed=known.broken)

@@ -137,7 +137,7 @@ class Bidding:
         """Whether no attempt to load the request's KV is left."""
         return self._left <= 0
 
-    def take(self) -> int:
+    def use_attempt(self) -> int:
         """Use up one attempt to load the request's KV; return the number of attempts left."""
         self._left -= 1
         return self._left

@@ -196,7 +196,7 @@ class RequestPhases:
         state.phase = RequestPhase.SERVED
         if not load_tokens or taken is None:
             return None
-        state.bidding.take()
+        state.bidding.use_attempt()
         return taken
 
     def wait(self, state: RequestState[Any], request: Request, tokens_after_load: int) -> None:

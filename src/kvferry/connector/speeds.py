@@ -98,7 +98,7 @@ class Speeds:
         self._lines: dict[str, tuple[Line, float]] = {}
         self._rate = 0.0
 
-    def loaded(self, parts: Sequence[PlaceTokens], seconds: float) -> None:
+    def record_load(self, parts: Sequence[PlaceTokens], seconds: float) -> None:
         """Record the time of a load.
 
         The places of a load work in parallel, so the time is that of the slowest place. It is recorded for
@@ -118,7 +118,7 @@ class Speeds:
         )
         self._lines[slowest.place] = line, now
 
-    def computed(self, tokens: int, seconds: float) -> None:
+    def record_computation(self, tokens: int, seconds: float) -> None:
         """Record the seconds of a step that computed `tokens` tokens."""
         if tokens > 0 and seconds > 0:
             newest = tokens / seconds

@@ -35,5 +35,5 @@ class StepTimes:
             return
         (scheduled, tokens), now = self._under_way.popleft(), self._clock()
         if tokens >= _PREFILL_TOKENS:
-            self._speeds.computed(tokens, now - max(scheduled, self._done))
+            self._speeds.record_computation(tokens, now - max(scheduled, self._done))
         self._done = now

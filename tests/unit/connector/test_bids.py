@@ -32,7 +32,7 @@ def test_attempts_are_capped_so_that_admission_ends():
     taken = 0
     while bidding.eligible_bids([bid(f"source {taken}", 16)], 100):
         assert not bidding.spent
-        bidding.take()
+        bidding.use_attempt()
         taken += 1
         assert taken <= 3
     assert taken == 3
@@ -43,7 +43,7 @@ def test_asking_spends_nothing():
     bidding = Bidding(attempts=1)
     for _ in range(5):
         assert bidding.eligible_bids([bid("a", 16)], 100)
-    assert bidding.take() == 0
+    assert bidding.use_attempt() == 0
     assert bidding.eligible_bids([bid("a", 16)], 100) == []
 
 
@@ -51,7 +51,7 @@ def test_attempts_that_succeeded_do_not_count_once_something_is_computed_after_t
     bidding = Bidding(1)
     for _ in range(3):
         assert bidding.eligible_bids([bid("a", 1)], 100)
-        bidding.take()
+        bidding.use_attempt()
         assert not bidding.eligible_bids([bid("a", 1)], 100)
         bidding.on_succeeded()
         assert not bidding.eligible_bids([bid("a", 1)], 100), (
@@ -59,7 +59,7 @@ def test_attempts_that_succeeded_do_not_count_once_something_is_computed_after_t
         )
         bidding.on_computed()
         bidding.on_computed()
-    bidding.take()
+    bidding.use_attempt()
     bidding.on_computed()
     assert not bidding.eligible_bids([bid("a", 1)], 100), "this one has failed"
 

@@ -36,9 +36,9 @@ def speeds(rates):
     for what, rate in rates.items():
         for tokens in (10, 1000):
             if what == "computed":
-                found.computed(tokens, tokens / rate)
+                found.record_computation(tokens, tokens / rate)
             else:
-                found.loaded((PlaceTokens(what, tokens),), tokens / rate)
+                found.record_load((PlaceTokens(what, tokens),), tokens / rate)
     return found
 
 
@@ -146,24 +146,24 @@ def test_what_is_not_known_costs_nothing_and_computing_a_second_a_token():
 
 def test_a_load_tells_of_the_place_that_took_longest_or_was_not_known():
     found = speeds({"host": 1000.0, "file": 100.0})
-    found.loaded((PlaceTokens("host", 1000), PlaceTokens("file", 200)), 4.0)
+    found.record_load((PlaceTokens("host", 1000), PlaceTokens("file", 200)), 4.0)
     assert found.load_seconds("host", 1000) == pytest.approx(1.0), "it is not what took long"
     assert 2.0 < found.load_seconds("file", 200) < 4.0, "the newest counts for some"
-    found.loaded((PlaceTokens("host", 9000), PlaceTokens("object", 100)), 5.0)
+    found.record_load((PlaceTokens("host", 9000), PlaceTokens("object", 100)), 5.0)
     assert found.load_seconds("object", 100) == pytest.approx(5.0)
 
 
 def test_a_small_load_says_little_of_a_large_one():
     """What it takes besides its tokens would else be taken for slowness, and the place not be tried again."""
     found = Speeds(Clock())
-    found.computed(1000, 0.25)
-    found.loaded((PlaceTokens("file", 64),), 0.02)
+    found.record_computation(1000, 0.25)
+    found.record_load((PlaceTokens("file", 64),), 0.02)
     assert choose(CostPolicy(found), [bid(file=64)], PROMPT, waits=True) is None, (
         "64 tokens are computed in 16 ms"
     )
     large = bid(file=350)
     assert choose(CostPolicy(found), [large], PROMPT, waits=True) is large
-    found.loaded((PlaceTokens("file", 1000),), 0.04)
+    found.record_load((PlaceTokens("file", 1000),), 0.04)
     assert found.load_seconds("file", 532) == pytest.approx(0.03)
     assert found.load_seconds("file", 2000) == pytest.approx(0.0614, rel=1e-2)
 
@@ -171,9 +171,9 @@ def test_a_small_load_says_little_of_a_large_one():
 def test_loads_of_one_size_are_what_a_larger_one_costs_at_least():
     found = Speeds(Clock())
     for seconds in (1.0, 1.0, 1.0):
-        found.loaded((PlaceTokens("object", 100),), seconds)
+        found.record_load((PlaceTokens("object", 100),), seconds)
     assert [found.load_seconds("object", n) for n in (50, 100, 800)] == pytest.approx([0.5, 1.0, 1.0])
-    found.loaded((PlaceTokens("object", 800),), 8.0)
+    found.record_load((PlaceTokens("object", 800),), 8.0)
     assert found.load_seconds("object", 800) == pytest.approx(8.0), "it was tried, and is known now"
 
 
@@ -181,7 +181,7 @@ def test_loads_of_one_size_are_what_a_larger_one_costs_at_least():
 def test_more_tokens_take_no_less_and_not_more_per_token(loads, data):
     found = Speeds(Clock())
     for tokens, seconds in loads:
-        found.loaded((PlaceTokens("file", tokens),), seconds)
+        found.record_load((PlaceTokens("file", tokens),), seconds)
     few = data.draw(st.integers(1, 10_000))
     many = data.draw(st.integers(few, 10_000))
     less, more = (found.load_seconds("file", n) for n in (few, many))
@@ -192,21 +192,21 @@ def test_more_tokens_take_no_less_and_not_more_per_token(loads, data):
 def test_steps_of_one_speed_give_that_speed():
     found = Speeds(Clock())
     for _ in range(50):
-        found.computed(512, 0.5)
+        found.record_computation(512, 0.5)
     assert found.compute_seconds(2048) == pytest.approx(2.0)
-    found.computed(0, 1.0)
-    found.computed(100, 0.0)
+    found.record_computation(0, 1.0)
+    found.record_computation(100, 0.0)
     assert found.compute_seconds(2048) == pytest.approx(2.0)
 
 
 def test_what_was_not_measured_lately_is_tried_anew():
     clock = Clock()
     found = Speeds(clock)
-    found.loaded((PlaceTokens("file", 10),), 10.0)
+    found.record_load((PlaceTokens("file", 10),), 10.0)
     assert found.load_seconds("file", 1) == 1.0
     clock.now += LATELY_SECONDS + 1
     assert found.load_seconds("file", 1) == 0.0
-    found.loaded((PlaceTokens("file", 10),), 1.0)
+    found.record_load((PlaceTokens("file", 10),), 1.0)
     assert found.load_seconds("file", 10) == pytest.approx(1.0), "what was is forgotten"
 
 

@@ -14,7 +14,7 @@ class Speeds:
     def __init__(self):
         self.computed_steps = []
 
-    def computed(self, tokens, seconds):
+    def record_computation(self, tokens, seconds):
         self.computed_steps.append((tokens, seconds))
 
 

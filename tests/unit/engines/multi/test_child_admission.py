@@ -87,7 +87,7 @@ def test_by_cost_a_slow_child_is_left_for_a_faster_one() -> None:
     ours = ChildAdmission(
         ["slow", "fast"], children, BidChooser(CostPolicy(speeds), speeds, PATIENCE), 2, clock
     )
-    speeds.computed(1000, 1.0)
+    speeds.record_computation(1000, 1.0)
     for name, seconds, tokens in (("a", 9.0, 900), ("b", 0.1, 500), ("c", 0.1, 500)):
         assert ours.matched(request(name), 0) == (tokens, True)
         ours.allocated(request(name), blocks(1), tokens)

@@ -260,7 +260,7 @@ class ChildAdmission:
             self.counts.pending[name] -= 1
             self.counts.ended(name, succeeded=succeeded)
             if succeeded:
-                self._chooser.speeds.loaded(load.plan.bid.parts, self._clock() - load.began)
+                self._chooser.speeds.record_load(load.plan.bid.parts, self._clock() - load.began)
             state = self._states.get(request_id)
             if state is not None and state.load is load:
                 if succeeded:
