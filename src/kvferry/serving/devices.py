@@ -37,19 +37,18 @@ def visible_devices() -> Devices:
 def engine_environments(machine: Devices, ranks: Sequence[int]) -> list[dict[str, str]]:
     """Return environment variables that assign devices to each engine.
 
-    Engines share GPUs only if there are fewer GPUs than workers.
-
-    vLLM assigns the devices in the order of its ranks: data-parallel outermost, tensor-parallel innermost.
+    Engines share GPUs only if there are fewer GPUs than workers. Within an engine, the first device goes to
+    vLLM's first rank, and so on; vLLM numbers ranks with data-parallel outermost, tensor-parallel innermost.
 
     Args:
         machine: devices to divide among the engines.
-        ranks: number of workers of each engine over all parallel dimensions. On GPUs, no engine may have more
-            workers than there are GPUs.
+        ranks: number of workers of each engine, over all parallel dimensions. On GPUs, no engine may have
+            more workers than there are GPUs.
 
     Returns:
         Environment variables of each engine, in the order of `ranks`. On GPUs they name one device per
         worker. On a CPU they bind each worker to an equal share of the cores. If there are more workers than
-        cores, they bind no worker, and each has one thread.
+        cores, no worker is bound to cores, and each worker has one thread.
     """
     if machine.gpus:
         return [

@@ -76,14 +76,14 @@ def _raise_killed(*_: object) -> None:
 
 
 def _watch(root: subprocess.Popen[bytes], lifeline: int, stop_timeout_seconds: float) -> None:
-    """Wait until the engine ends or the launcher asks for its end.
+    """Wait until the engine ends or should be killed. The caller then kills every process that is left.
 
-    If the launcher closes the lifeline, send SIGTERM to the engine and give it time to end.
+    If the lifeline closes, send SIGTERM to the engine first and give it time to end.
 
     Args:
         root: main process of the engine.
-        lifeline: file descriptor of a pipe from the launcher. A byte on the pipe asks to kill the engine at
-            once, so this function returns without sending SIGTERM.
+        lifeline: file descriptor of a pipe from the launcher. It closes to ask the engine to end, or when the
+            launcher ends. A byte on it means that the engine is to be killed at once, without SIGTERM.
         stop_timeout_seconds: time to wait after SIGTERM before SIGKILL, in seconds.
     """
     ended = os.pidfd_open(root.pid)
@@ -120,7 +120,8 @@ def _descendants(*, trackers: bool) -> list[int]:
     """Return the ids of all running descendants of this process.
 
     Args:
-        trackers: True to include Python's resource trackers.
+        trackers: True to include Python's resource trackers, which free the shared memory of processes that
+            have ended. They should end last, so they are left out while other processes are ended.
     """
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():

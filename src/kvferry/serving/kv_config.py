@@ -24,8 +24,8 @@ def kv_transfer_config(
     Args:
         role: role of the engine.
         settings: values of the keys of `ConnectorConfig`; keys with the value None are omitted.
-        alone: True if kvferry's connector is the engine's only connector. Then the key ``transfer`` is set
-            to true if the role needs transfers and the key ``tiers`` would turn them off.
+        alone: True if kvferry's connector is the engine's only connector. In that case, the role PREFILL or
+            DECODE sets ``transfer`` to true if there are ``tiers``, because it would default to false.
 
     Raises:
         ConfigError: a key is unknown, a value has a wrong type or is out of range, or a file cannot be used.
@@ -77,7 +77,10 @@ def with_other_connectors(config: Mapping[str, Any], others: Any) -> dict[str, A
 def parse_connectors(text: str) -> Any:
     """Parse a JSON list of connectors to combine with kvferry's, as given on a command line.
 
-    The content of the list is not checked.
+    Whether the JSON is a list, and of what, is checked only by `with_other_connectors`.
+
+    Args:
+        text: value of the command-line option.
 
     Raises:
         ConfigError: the text is not JSON.
@@ -113,5 +116,9 @@ def _parse_json(name: str, text: str, expected: str) -> Any:
 
 
 def kv_transfer_json(config: Mapping[str, Any]) -> str:
-    """Return the ``--kv-transfer-config`` object as one line of JSON."""
+    """Return a ``--kv-transfer-config`` object as one line of JSON.
+
+    Args:
+        config: object from `kv_transfer_config` or `with_other_connectors`.
+    """
     return json.dumps(config, separators=(",", ":"))

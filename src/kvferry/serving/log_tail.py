@@ -41,9 +41,12 @@ def error_line(log_path: Path) -> str | None:
 
 
 def last_line(log_path: Path) -> str:
-    """Return the last line of an engine's log; empty for an empty log.
+    """Return the last line of an engine's log that has text; empty if there is none.
 
     The prefix of the line (process, level, time and source file) is removed.
+
+    Args:
+        log_path: path of the log. Only its last 256 KiB are read.
     """
     for line in reversed(_tail(log_path)):
         if text := _PREFIX.sub("", _ANSI.sub("", line)).strip():

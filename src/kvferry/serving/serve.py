@@ -100,7 +100,7 @@ class _KeepServing:
         return True
 
     def _announce(self, engine: EngineProcess) -> None:
-        """Print that an engine has ended, and what the other engines do now.
+        """Print that an engine has ended, and how many engines of its role still run.
 
         Raises:
             FleetLost: no decode engine is left.

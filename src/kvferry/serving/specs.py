@@ -29,8 +29,9 @@ class Parallel:
     4
 
     Attributes:
-        tensor, pipeline, context: number of ranks of one data-parallel replica in each dimension.
-            Decode-context parallelism uses the tensor-parallel ranks, so it is not counted.
+        tensor, pipeline: tensor-parallel and pipeline-parallel size of one data-parallel replica.
+        context: prefill-context-parallel size of one data-parallel replica. The decode-context-parallel size
+            has no attribute, because it does not add ranks: it divides the tensor-parallel ones.
         data: number of data-parallel replicas on this machine.
     """
 
@@ -41,7 +42,7 @@ class Parallel:
 
     @property
     def workers(self) -> int:
-        """Return the number of the engine's workers on this machine. Each worker has its own device."""
+        """Return how many workers the engine has on this machine. Each worker needs a device."""
         return self.tensor * self.pipeline * self.context * self.data
 
     def __str__(self) -> str:

@@ -61,7 +61,7 @@ def _no_place(error: OSError) -> ConfigError:
 
 
 def compiled_code() -> str:
-    """Return the path of the folder in which torch stores its compiled code by default."""
+    """Return the path of the folder in which torch's compiler keeps compiled code by default."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a user id without a name, which occurs in containers

@@ -83,13 +83,13 @@ def measure(
     """Serve `model` with two engines, show each answer and its KV load, and return a verdict per answer.
 
     One engine prefills and the other decodes. Each answer is compared with the answer of one engine alone.
-    When this function returns or raises, all processes of the engines have ended.
+    All processes of the engines have ended when this function returns or raises an exception.
 
     Args:
         model: model to serve.
         folder: folder for the engines' logs and the transfer log.
         screen: output for the user.
-        signals: stop signals that are checked between steps.
+        signals: handler of stop signals. A signal ends the run, also while a request is under way.
         count: number of requests.
         answer_tokens: length of each answer, in tokens.
 
@@ -120,9 +120,9 @@ def _measured(
 
     Args:
         specs: specifications of the prefill engine and the decode engine.
-        log: path of the decode engine's transfer log.
+        log: path of the decode engine's transfer log. The engines' logs are written into the same folder.
         screen: output for the user.
-        signals: stop signals that are checked between steps.
+        signals: handler of stop signals. A signal ends the run, also while a request is under way.
         count: number of requests.
         answer_tokens: length of each answer, in tokens.
     """
@@ -161,7 +161,7 @@ class _Run:
         answer_tokens: length of each answer, in tokens.
         log: path of the decode engine's transfer log.
         screen: output for the user.
-        signals: stop signals that are checked between steps.
+        signals: handler of stop signals, which lets a signal interrupt a request.
     """
 
     client: httpx.Client
@@ -175,7 +175,10 @@ class _Run:
     def rows(self, count: int) -> Sequence[RequestRow]:
         """Send `count` prompts through the router, then to one engine alone, and return a row per prompt.
 
-        One more request is sent first. It makes the two engines connect, and is not a result.
+        One more request is sent first. It makes the two engines connect, and has no row in the result.
+
+        Args:
+            count: number of prompts.
         """
         served = self.client.get(f"{self.url}/v1/models").raise_for_status().json()["data"][0]
         *texts, first = prompts(count + 1, served["max_model_len"] - self.answer_tokens)
@@ -199,10 +202,10 @@ class _Run:
         ]
 
     def _judge(self, body: Mapping[str, Any], text: str, answer: StreamedAnswer) -> AnswerVerdict:
-        """Ask one engine alone to complete a prompt, and compare its answer with `answer`.
+        """Ask one engine alone to complete a prompt, and return how its answer compares with `answer`.
 
         Args:
-            body: body of the request without the prompt.
+            body: JSON fields of the request without the prompt.
             text: prompt.
             answer: answer of the prefill and decode engines together.
         """

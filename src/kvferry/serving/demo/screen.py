@@ -43,16 +43,25 @@ class Screen:
         self.note("Both engines are ready.")
 
     def handshake(self, seconds: float) -> None:
-        """Print the first request's time to first token, which includes the engines' handshake."""
+        """Print the first request's time to first token, which includes the engines' handshake.
+
+        Args:
+            seconds: time to first token, in seconds.
+        """
         self.note(f"The engines met: the first request had its first token after {format_seconds(seconds)}.")
 
     @contextmanager
     def answering(self, number: int, prompt: str) -> Iterator[Callable[[str], None]]:
-        """Print the start of a prompt, and yield a function that prints each piece of the answer below.
+        """Print the start of a prompt, and yield a function that prints the answer on the next line.
+
+        Prompt and answer are each cut to one line of the console.
 
         Args:
             number: number of the request, from 1.
             prompt: text of the prompt.
+
+        Yields:
+            Function to call with each piece of the answer's text as it arrives.
         """
         begins = printable(prompt, " ")[: self._console.width - len(_INDENT) - 8]
         self.note(f"\n{number:>3} {begins} ...")
@@ -72,7 +81,11 @@ class Screen:
             self._console.print()
 
     def table(self, rows: Sequence[RequestRow]) -> None:
-        """Print the result table, a summary, and a sentence for each request without a KV load."""
+        """Print the result table, a summary, and a sentence for each request without a successful KV load.
+
+        Args:
+            rows: results in the order of the requests.
+        """
         self._console.print()
         self._console.print(table(rows, self._console.width))
         self.note("\n" + "\n".join([summary(rows), *failures(rows)]))

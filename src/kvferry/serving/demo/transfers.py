@@ -15,13 +15,15 @@ class Transfer(msgspec.Struct, frozen=True):
         outcome: ``ready``, ``failed`` or ``expired``.
         tokens: number of loaded tokens.
         bytes: number of bytes moved, over all KV cache groups.
-        bytes_by_group: number of bytes moved for each KV cache group, by the group's number and label.
-        full_attention_bytes: number of bytes if all layers had full attention.
+        bytes_by_group: number of bytes moved for each KV cache group. A key is the group's number and kind,
+            such as ``0 full_attention``.
+        full_attention_bytes: number of bytes that the load would have moved if all layers had full attention.
         descriptors: number of descriptors given to the transport.
         run_bytes: median size of a descriptor, in bytes.
-        plan_seconds: time to plan the reads.
-        transfer_seconds: time from posting the reads to their completion.
-        total_seconds: time from the engine's first query for the request until the loaded blocks are usable.
+        plan_seconds: time to plan the reads, in seconds.
+        transfer_seconds: time from posting the reads to their completion, in seconds.
+        total_seconds: time from the engine's first query for the request until the loaded blocks are usable,
+            in seconds.
         peer: name of the engine that the KV was read from.
         reason: reason of the failure; None if the load succeeded.
     """

@@ -38,12 +38,13 @@ class Family:
         groups: description of the KV cache groups that an engine creates for this architecture.
         config: name of the configuration class in transformers.
         settings: arguments of the configuration class, in addition to those that all families share.
-        engine_reads: fields of config.json that the engine reads but transformers does not write.
+        engine_reads: fields to add to config.json, which the engine reads but transformers does not write.
         scale: standard deviation of the weight matrices.
         embedding_scale: standard deviation of the embedding. If it is too large, the output depends only on
             the last token and not on the KV cache. If it is too small, the last token has no effect. In both
             cases the model repeats itself.
-        dtype: dtype in which an engine computes; float32 if the architecture has float32 kernels on a CPU.
+        dtype: dtype in which an engine computes: ``float32``, or ``bfloat16`` for an architecture without
+            float32 kernels on a CPU.
         engine: engine options that the family needs, by the names of vLLM's arguments.
     """
 

@@ -41,7 +41,7 @@ def publish(directory: Path, name: str, fill: Callable[[Path], None]) -> Path:
 
 
 def _published(directory: Path, name: str, fill: Callable[[Path], None]) -> Path:
-    """Return the path of the folder `directory/name`. If the folder does not exist, create it with `fill`.
+    """Do what `publish` does, but let an error of the file system pass as OSError.
 
     Args:
         directory: parent folder; created if it does not exist.
