@@ -43,14 +43,19 @@ class EngineAnswer:
         """Convert a time of the engine's monotonic clock to seconds since 1970.
 
         Args:
-            at: time in monotonic seconds.
+            at: time of an event in one of `traces`, in monotonic seconds.
         """
         return at - self.engine.monotonic + self.engine.wall
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTrace:
-    """The trace of a request, and the engine's answer that contains the trace."""
+    """The trace of a request, and the engine's answer that contains the trace.
+
+    Attributes:
+        answer: answer of the engine that traced the request.
+        trace: one of the traces in `answer`.
+    """
 
     answer: EngineAnswer
     trace: RequestTrace
@@ -86,11 +91,14 @@ class AllAnswers:
 def ask_engines(question: Question) -> AllAnswers:
     """Ask every engine that this user runs on this machine for traces, and return the answers.
 
+    Engines that have not answered within 5 s are reported as problems.
+
     Args:
         question: description of the traces to find.
 
     Raises:
-        ConfigError: no engine answered, and a directory of sockets is not safe to use.
+        ConfigError: no engine answered, and a directory that may have engines' sockets cannot be used, for
+            example because other users may enter it.
     """
     paths: list[Path] = []
     refused: list[ConfigError] = []
@@ -116,8 +124,8 @@ def _ask(path: Path, question: bytes, until: float) -> list[bytes] | str | None:
 
     Args:
         path: path of the engine's socket.
-        question: encoded question.
-        until: deadline in monotonic seconds.
+        question: `Question` as a line of JSON.
+        until: time by which the answer must be complete, in monotonic seconds.
 
     Returns:
         Lines of the answer; an error message if the engine does not answer; None if the engine has ended.
@@ -139,7 +147,11 @@ def _no_answer(error: Exception) -> str:
 
 
 def _read(lines: list[bytes]) -> EngineAnswer | str:
-    """Decode the lines of an engine's answer. Return an error message if they are not valid."""
+    """Return the decoded answer of an engine, or an error message if the lines are not a valid answer.
+
+    Args:
+        lines: description of the engine, then one trace per line, as JSON.
+    """
     try:
         return _answer(*lines)
     except ProtocolError as error:
@@ -150,7 +162,7 @@ def _answer(first: bytes, *rest: bytes) -> EngineAnswer:
     """Decode the lines of an engine's answer.
 
     Args:
-        first: line with the description of the engine.
+        first: line with the description of the engine, or with the reason why it refused the question.
         rest: lines with one trace each.
 
     Raises:
@@ -172,8 +184,8 @@ def _lines(connection: socket.socket, until: float) -> Iterator[bytes]:
     """Receive an engine's answer until the engine closes the connection, and yield the answer's lines.
 
     Args:
-        connection: connection to the engine.
-        until: deadline in monotonic seconds.
+        connection: connection to the engine, on which the question was already sent.
+        until: time by which the answer must be complete, in monotonic seconds.
 
     Raises:
         ProtocolError: the answer is too large, takes too long, or ends within a line.

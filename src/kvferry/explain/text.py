@@ -23,12 +23,12 @@ class Summary:
 
     Attributes:
         tokens: number of tokens of the prompt.
-        tokens_by_origin: number of tokens by origin: a tier, ``peer``, ``prefix cache``, ``another
-            connector`` or ``computed``; empty until the request is scheduled.
+        tokens_by_origin: number of prompt tokens by the origin of their KV: the name of a tier, ``peer``,
+            ``prefix cache``, ``another connector`` or ``computed``; empty until the request is scheduled.
         failed: number of failed loads.
         seconds: time from arrival to scheduling, in seconds; None if the request is not scheduled yet.
-        loading: part of that time in which a load was under way, in seconds.
-        looking: part of that time in which the request waited for the look-up of a source, in seconds.
+        loading: part of `seconds` in which a load was under way, in seconds.
+        looking: part of `seconds` in which the request waited until a source had looked up what it holds.
     """
 
     tokens: int
@@ -40,7 +40,7 @@ class Summary:
 
     @property
     def queued(self) -> float:
-        """Return the seconds before scheduling without a KV load and without a wait for a source."""
+        """Return the rest of `seconds`, in which no KV was loaded and no look-up awaited; 0 if unknown."""
         return max(0.0, (self.seconds or 0.0) - self.loading - self.looking)
 
 
@@ -110,6 +110,9 @@ def render(traced: EngineTrace) -> str:
 
     The text has the request's id, a description of the engine, sentences about all events in the order of
     time, and the times that the request spent loading, waiting and queued.
+
+    Args:
+        traced: trace of the request, with the answer of the engine that recorded it.
     """
     engine = traced.answer.engine
     arrived = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(traced.arrived))

@@ -22,7 +22,7 @@ class TimelineEntry:
 
     Attributes:
         text: text of the sentence, not wrapped into lines.
-        after: seconds from the request's arrival to the event; None for a further sentence about the same
+        after: seconds from the request's arrival to the event; None for a second or later sentence about an
             event, and for the note that events are left out.
     """
 
@@ -40,7 +40,11 @@ def timeline(trace: RequestTrace) -> list[TimelineEntry]:
 
 
 class _Timeline:
-    """Writer of the sentences of one trace. It remembers earlier events on which later sentences depend."""
+    """Writer of the timeline of one trace.
+
+    It keeps state, because the sentence about an event can depend on earlier events: an admission after the
+    request was scheduled, for example, is described as the end of a preemption.
+    """
 
     def __init__(self, trace: RequestTrace) -> None:
         self._trace, self._arrived_at = trace, trace.events[0].at
@@ -167,7 +171,10 @@ class _Timeline:
             yield "The lease has expired: its consumer sent no heartbeat."
 
     def _again(self) -> Iterator[str]:
-        """Yield a sentence about a preemption if the request was scheduled before, otherwise nothing."""
+        """Yield a sentence that the request was preempted, if it was scheduled before; otherwise nothing.
+
+        Called for an event that occurs only before a request is scheduled.
+        """
         if self._settled:
             self._settled = False
             yield "The request was preempted, and is admitted again."
