@@ -44,7 +44,7 @@ def top(
     from rich.console import Console
 
     from kvferry.top.lines import text
-    from kvferry.top.live import sampled, watch
+    from kvferry.top.live import sample_fleet, watch
     from kvferry.top.poller import parse_address
 
     addresses = list(dict.fromkeys(parse_address(url) for url in urls))
@@ -54,7 +54,7 @@ def top(
         anyio.run(watch, addresses, interval, console)
         return
     try:
-        found = anyio.run(sampled, addresses, interval)
+        found = anyio.run(sample_fleet, addresses, interval)
     except KeyboardInterrupt:
         raise typer.Exit(_INTERRUPTED) from None
     if as_json:

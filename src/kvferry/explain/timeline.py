@@ -88,7 +88,7 @@ class _Timeline:
         if event.compute_value:
             yield f"Computing everything is worth {event.compute_value:.4g}."
         for source_miss in event.misses:
-            yield f"{source_miss.source} bids nothing, {_lack(source_miss)}"
+            yield f"{source_miss.source} bids nothing, {_describe_miss(source_miss)}"
         chosen = next((one.source for one in event.bids if one.bid == event.chosen), "")
         if event.chosen is None:
             yield f"{'The rest' if event.local_tokens else 'Everything'} is computed: {event.why}."
@@ -189,7 +189,7 @@ def _arrived(event: events.Arrived) -> Iterator[str]:
     else:
         yield f"The request has {_tokens(event.tokens)}. No other engine offers them, so no source is asked."
     for source_miss in event.declined:
-        yield f"{source_miss.source} cannot serve it, {_lack(source_miss)}"
+        yield f"{source_miss.source} cannot serve it, {_describe_miss(source_miss)}"
 
 
 def _stored(stored: StoredChunks) -> str:
@@ -201,7 +201,7 @@ def _stored(stored: StoredChunks) -> str:
     return f"{text}; {stored.failed} failed: {stored.failure}" if stored.failed else f"{text}."
 
 
-def _lack(source_miss: SourceMiss) -> str:
+def _describe_miss(source_miss: SourceMiss) -> str:
     return (
         f"{_words(source_miss.reason)}: {source_miss.detail}"
         if source_miss.detail

@@ -85,7 +85,7 @@ class MetricsListener:
             events.SourcesAsked: self._asked,
             events.LoadBegan: self._load_began,
             events.LoadEnded: self._load_ended,
-            events.Scheduled: self._settled,
+            events.Scheduled: self._scheduled,
             events.Finished: self._finished,
             events.StoreEnded: self._store_ended,
             events.LeaseGranted: self._lease_granted,
@@ -159,7 +159,7 @@ class MetricsListener:
             counted.sample("transfer_seconds", "read", of=(figures.transfer_seconds,))
             counted.sample("transfer_seconds", "check", of=(figures.check_seconds,))
 
-    def _settled(self, event: events.Scheduled) -> None:
+    def _scheduled(self, event: events.Scheduled) -> None:
         """Count the prompt tokens that the engine computes because loads failed.
 
         If the request is scheduled for the first time, also count a hit or a miss for each source.

@@ -70,8 +70,8 @@ class SpanListener:
             events.SourcesAsked: self._asked,
             events.LoadBegan: self._load_began,
             events.LoadEnded: self._load_ended,
-            events.Scheduled: self._looked,
-            events.Finished: self._looked,
+            events.Scheduled: self._wait_ended,
+            events.Finished: self._wait_ended,
             events.StoreBegan: self._store_began,
             events.StoreEnded: self._store_ended,
             events.LeaseGranted: self._lease_granted,
@@ -91,11 +91,11 @@ class SpanListener:
 
     def _asked(self, event: events.SourcesAsked) -> None:
         if event.why is not DecisionReason.LOOKING:
-            self._looked(event)
+            self._wait_ended(event)
         else:
             self._looking.setdefault(event.request_id, event)
 
-    def _looked(
+    def _wait_ended(
         self, event: events.SourcesAsked | events.LoadBegan | events.Scheduled | events.Finished
     ) -> None:
         asked = self._looking.pop(event.request_id, None)
@@ -103,7 +103,7 @@ class SpanListener:
             self._end("kvferry.wait", asked, event, {"kvferry.source": asked.chosen.source})
 
     def _load_began(self, event: events.LoadBegan) -> None:
-        self._looked(event)
+        self._wait_ended(event)
         self._loads[event.load] = event
 
     def _load_ended(self, event: events.LoadEnded) -> None:

@@ -209,8 +209,8 @@ def _texts(event: RequestEvent) -> list[str]:
     return [event.reason] if isinstance(event, events.SourceRefused) else []
 
 
-def _shorten_misses(lacks: tuple[SourceMiss, ...]) -> tuple[SourceMiss, ...]:
-    return tuple(replace(one, detail=_short(one.detail)) for one in lacks)
+def _shorten_misses(misses: tuple[SourceMiss, ...]) -> tuple[SourceMiss, ...]:
+    return tuple(replace(one, detail=_short(one.detail)) for one in misses)
 
 
 def _short(text: str) -> str:

@@ -57,8 +57,8 @@ def _flow(values: Values) -> ActivityCounts:
         first_token_seconds=Latency.of(values, "vllm:time_to_first_token_seconds"),
         sources={source: _source(values, source) for source in sorted(sources)},
         connectors={name: _connector(values, name) for (name,) in values.by(_ASKED, CONNECTOR)},
-        misses=_lacking(values),
-        moved=_moved(values),
+        misses=_miss_counts(values),
+        moved=_loaded_bytes(values),
         stages={
             stage: Latency.of(values, "kvferry_transfer_seconds", stage=stage)
             for (stage,) in values.by("kvferry_transfer_seconds_count", "stage")
@@ -75,13 +75,13 @@ def _flow(values: Values) -> ActivityCounts:
     )
 
 
-def _lacking(values: Values) -> tuple[MissCount, ...]:
+def _miss_counts(values: Values) -> tuple[MissCount, ...]:
     of = values.by("kvferry_misses_total", "source", "reason", "group")
     found = [MissCount(source, reason, group, n) for (source, reason, group), n in of.items() if n]
     return tuple(sorted(found, key=lambda one: -one.count))
 
 
-def _moved(values: Values) -> tuple[LoadedBytes, ...]:
+def _loaded_bytes(values: Values) -> tuple[LoadedBytes, ...]:
     of = values.by("kvferry_load_bytes_total", "source", "group", "strategy")
     found = [LoadedBytes(source, group, strategy, n) for (source, group, strategy), n in of.items() if n]
     return tuple(sorted(found, key=lambda one: -one.size))

@@ -64,7 +64,7 @@ _LOOK_SECONDS = 0.1
 """Longest delay, in seconds, until a change of the terminal's size is drawn."""
 
 
-async def sampled(urls: Sequence[str], every: float) -> FleetView:
+async def sample_fleet(urls: Sequence[str], every: float) -> FleetView:
     """Read the metrics of all engines twice, and return their state, with rates between the two readings.
 
     Args:
@@ -134,14 +134,14 @@ async def watch(urls: Sequence[str], every: float, console: Console) -> None:
                 view.press(typed or "q", len(book.fleet().engines))
                 touch()
 
-        async def hear_signals() -> None:
+        async def handle_signals() -> None:
             with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
                 async for _ in signals:
                     view.done = True
                     touch()
 
         with raw_keys(fd), console.screen():
-            group.start_soon(hear_signals)
+            group.start_soon(handle_signals)
             group.start_soon(type_keys)
             group.start_soon(book.keep_reading, every, group)
             shape = None

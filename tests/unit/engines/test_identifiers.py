@@ -84,7 +84,7 @@ def test_a_running_requests_chunks_lose_their_names() -> None:
 
 
 def test_identifiers_of_any_length_cost_little_and_the_last_ones_are_remembered() -> None:
-    book = Identifiers(most=3)
+    book = Identifiers(max_identifiers=3)
     for number in range(9):
         ask(book, CAT, "x" * 1_000_000 + str(number))
         ask(book, CAT, "mine")

@@ -71,8 +71,8 @@ class Built:
             Value of each fact as a text, by name of the fact. The model's configuration is one fact, whose
             value is a mapping from keys to texts.
         """
-        config = {"model configuration": _said(self.config)} if self.config else {}
-        return {**config, **{f"built model, {name}": text for name, text in _said(self.modules).items()}}
+        config = {"model configuration": _as_texts(self.config)} if self.config else {}
+        return {**config, **{f"built model, {name}": text for name, text in _as_texts(self.modules).items()}}
 
 
 def built_of(vllm_config: Any) -> Built:
@@ -153,5 +153,5 @@ def _joined(a: Mapping[str, frozenset[str]], b: Mapping[str, frozenset[str]]) ->
     return {name: a.get(name, frozenset()) | b.get(name, frozenset()) for name in sorted(a.keys() | b.keys())}
 
 
-def _said(values: Mapping[str, Iterable[str]]) -> dict[str, str]:
+def _as_texts(values: Mapping[str, Iterable[str]]) -> dict[str, str]:
     return {name: text_of(" | ".join(sorted(texts))) for name, texts in values.items()}

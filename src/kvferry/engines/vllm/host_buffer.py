@@ -59,22 +59,26 @@ class HostBuffer:
             groups: KV cache groups of the engine.
             blocks: ids of the blocks to copy, for each group in the order of `groups`.
         """
-        self._each(groups, blocks, "d2h")
+        self._copy_groups(groups, blocks, "d2h")
 
     def load(self, groups: Sequence[Group], blocks: Sequence[Int64s]) -> None:
         """Copy blocks from host memory to the device's KV cache. Takes the same arguments as `save`."""
-        self._each(groups, blocks, "h2d")
+        self._copy_groups(groups, blocks, "h2d")
 
-    def _each(self, groups: Sequence[Group], blocks: Sequence[Int64s], way: Literal["h2d", "d2h"]) -> None:
+    def _copy_groups(
+        self, groups: Sequence[Group], blocks: Sequence[Int64s], direction: Literal["h2d", "d2h"]
+    ) -> None:
         for group, ids in zip(groups, blocks, strict=True):
             names = [layer.name for layer in group.layers]
             if not names or not len(ids):
                 continue
             ratio = self._device[names[0]].shape[0] // self._blocks
             kernel = [int(b) * ratio + i for b in ids for i in range(ratio)]
-            source, target = (self.caches, self._device) if way == "h2d" else (self._device, self.caches)
-            self._copy(_of(source, names), _of(target, names), kernel, kernel, way)
+            source, target = (
+                (self.caches, self._device) if direction == "h2d" else (self._device, self.caches)
+            )
+            self._copy(_select(source, names), _select(target, names), kernel, kernel, direction)
 
 
-def _of(caches: dict[str, Any], names: Sequence[str]) -> dict[str, torch.Tensor]:
+def _select(caches: dict[str, Any], names: Sequence[str]) -> dict[str, torch.Tensor]:
     return {name: caches[name] for name in names}

@@ -16,7 +16,7 @@ from typing import Any, Final
 from kvferry.engines.vllm import items
 from kvferry.errors import Unnameable
 
-MOST: Final = 65_536
+MAX_IDENTIFIERS: Final = 65_536
 """Number of identifiers to remember: the most recently used ones. vLLM's caches hold fewer items."""
 
 
@@ -26,18 +26,19 @@ class Identifiers:
     An identifier is reused if it comes with different content. Only the engine's thread may use the table.
     """
 
-    def __init__(self, most: int = MOST) -> None:
+    def __init__(self, max_identifiers: int = MAX_IDENTIFIERS) -> None:
         """Create an empty table of identifiers.
 
         Args:
-            most: maximum number of identifiers in the table. The least recently used ones are removed first.
+            max_identifiers: maximum number of identifiers in the table. The least recently
+                used ones are removed first.
         """
-        self._most = most
-        self._known: OrderedDict[bytes, items.Identified] = OrderedDict()
+        self._max_identifiers = max_identifiers
+        self._identified: OrderedDict[bytes, items.Identified] = OrderedDict()
 
     def __len__(self) -> int:
         """Return the number of identifiers in the table."""
-        return len(self._known)
+        return len(self._identified)
 
     def note(self, request: Any) -> None:
         """Record the images and other items of a new request, and detect identifiers that are reused.
@@ -58,11 +59,11 @@ class Identifiers:
             name = items.name_of(feature)
         except Unnameable:
             name = ""
-        known = self._known.setdefault(key, items.Identified(name))
+        identified = self._identified.setdefault(key, items.Identified(name))
         if name:
-            if name != known.name:
-                known.name = ""
-            items.identify(feature, known)
-        self._known.move_to_end(key)
-        if len(self._known) > self._most:
-            self._known.popitem(last=False)
+            if name != identified.name:
+                identified.name = ""
+            items.identify(feature, identified)
+        self._identified.move_to_end(key)
+        if len(self._identified) > self._max_identifiers:
+            self._identified.popitem(last=False)

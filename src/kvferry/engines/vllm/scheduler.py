@@ -118,15 +118,15 @@ class VLLMScheduler:
         """
         return self.half.admission.matched(self._requests.wrap(request), local_tokens)
 
-    def allocated(self, request: Any, blocks: Any, external: int) -> None:
+    def allocated(self, request: Any, blocks: Any, load_tokens: int) -> None:
         """Start the load of a request's KV into its new blocks.
 
         Args:
             request: vLLM's request.
             blocks: vLLM's KVCacheBlocks of the request.
-            external: number of tokens to load; 0 to load nothing.
+            load_tokens: number of tokens to load; 0 to load nothing.
         """
-        self.half.admission.allocated(self._requests.wrap(request), blocks, external)
+        self.half.admission.allocated(self._requests.wrap(request), blocks, load_tokens)
 
     def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """Handle the end of a request, and decide whether vLLM may free its blocks.

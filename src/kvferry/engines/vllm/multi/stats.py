@@ -53,7 +53,7 @@ class MultiStats(KVConnectorStats):
             return cls()
         children = {}
         for name, (path, stats) in data["children"].items():
-            whole = stats if isinstance(stats, KVConnectorStats) else _whole(tuple(path), stats)
+            whole = stats if isinstance(stats, KVConnectorStats) else _restore(tuple(path), stats)
             if whole is not None:
                 children[name] = (tuple(path), whole)
         return cls({**data, "children": children, "more": [*data["more"]], "pending": {**data["pending"]}})
@@ -110,7 +110,7 @@ class MultiStats(KVConnectorStats):
         return not self.data["more"] and all(stats.is_empty() for _, stats in self.data["children"].values())
 
 
-def _whole(path: ClassPath, data: Any) -> KVConnectorStats | None:
+def _restore(path: ClassPath, data: Any) -> KVConnectorStats | None:
     """Create the stats of a child connector from plain values; None if the connector's class has no stats.
 
     Args:
