@@ -78,6 +78,8 @@ class Built:
 def built_of(vllm_config: Any) -> Built:
     """Return the facts about the model that this process's worker has built, without the draft model.
 
+    The facts are its configuration and those values in its modules that decide KV content.
+
     Raises:
         ConfigError: the model is not in this process.
     """
@@ -124,7 +126,7 @@ def _is_plain(value: Any) -> bool:
 def _buffer(name: str, buffer: Any, *, rotary: bool) -> Iterator[tuple[str, str]]:
     """Yield (name, value) of a module's buffer if it is a float scalar or a table of rotary embeddings.
 
-    The value of a table consists of the first numbers and a digest of a few rows, rounded.
+    The value of a table is a text: the first four elements and a digest of a few rows, all rounded.
 
     Args:
         name: class of the module and name of the buffer.

@@ -13,7 +13,7 @@ from kvferry.errors import ConfigError
 def read_settings(vllm_config: Any) -> ConnectorConfig:
     """Read the connector's settings from vLLM's configuration, and fill in those that depend on the engine.
 
-    If the setting `host` is the placeholder for this node, it becomes the node's address. If `host_buffer` is
+    If the setting `host` is the word ``node``, it becomes this machine's address. If `host_buffer` is
     not set, it becomes True if vLLM's `kv_buffer_device` is ``cpu`` but the model runs on another device.
 
     Raises:

@@ -176,7 +176,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._arriving.set_copy(copy_operation)
 
     def get_handshake_metadata(self) -> WorkerCard | None:
-        """Start the worker half, and return its handshake for the scheduler half.
+        """Start the worker half for the KV cache that vLLM registered last; return its handshake.
+
+        vLLM passes the handshakes of all workers to the scheduler half.
 
         vLLM calls this after it has registered the engine's KV cache and created the engine's scheduler.
         """

@@ -21,8 +21,8 @@ def check_fixed_memory(
         environment: environment variables of the process.
 
     Raises:
-        ConfigError: the engine may sleep (release this memory), or torch may map other memory to its
-            addresses.
+        ConfigError: the engine may sleep (release this memory). Or `transfers` is True, and torch uses
+            expandable segments, whose memory cannot be registered reliably.
     """
     if sleeps(vllm_config):
         raise ConfigError(

@@ -62,7 +62,12 @@ class HostBuffer:
         self._copy_groups(groups, blocks, "d2h")
 
     def load(self, groups: Sequence[Group], blocks: Sequence[Int64s]) -> None:
-        """Copy blocks from host memory to the device's KV cache. Takes the same arguments as `save`."""
+        """Copy blocks from host memory to the device's KV cache.
+
+        Args:
+            groups: KV cache groups of the engine.
+            blocks: ids of the blocks to copy, for each group in the order of `groups`.
+        """
         self._copy_groups(groups, blocks, "h2d")
 
     def _copy_groups(

@@ -43,8 +43,9 @@ class Identifiers:
     def note(self, request: Any) -> None:
         """Record the images and other items of a new request, and detect identifiers that are reused.
 
-        A record of the identifier's content is attached to each item (`items.identify`). If an item's content
-        differs from the record, kvferry no longer trusts the names of all items with this identifier.
+        Each item gets a record that it shares with all items of the same identifier (`items.identify`). The
+        record holds the name of the first item's content. If the content of a later item differs, the record
+        is marked as uncertain, and kvferry no longer trusts the name of any item that shares the record.
 
         Args:
             request: vLLM's request.

@@ -50,7 +50,9 @@ def step_tokens(vllm_config: Any) -> int:
 
 
 def cache_group(group: Any) -> CacheGroup:
-    """Describe a KV cache group to the connector's scheduler half: its kind and its numbers of tokens.
+    """Describe a KV cache group to the connector's scheduler half: its kind, block size and attention span.
+
+    For a group with recurrent layers, the description also says where states are kept and how often.
 
     Args:
         group: vLLM's KVCacheGroupSpec.

@@ -71,7 +71,7 @@ def read_back(kv_cache_config: Any, caches: Mapping[str, Any]) -> str:
 
 
 def check_forced(vllm_config: Any, config: ConnectorConfig, found: str) -> None:
-    """Check that the KV cache has the layout that the connector's settings require.
+    """Check that the KV cache has the layout that the connector's settings require, if they require one.
 
     Args:
         vllm_config: the engine's configuration.
@@ -105,7 +105,8 @@ Strided = Sequence[tuple[str, int, int]]
 def _tensors(kv_cache_config: Any, caches: Mapping[str, Any]) -> Iterable[Strided]:
     """Yield the axes of each memory allocation of vLLM's KV cache, as (axis, extent, stride in bytes).
 
-    The layers in an allocation lie at equal distances, so the layer axis also has a stride.
+    The layers in an allocation are assumed to lie at equal distances. The stride of the layer axis is the
+    distance of the first two.
 
     Args:
         kv_cache_config: vLLM's configuration of the KV cache.

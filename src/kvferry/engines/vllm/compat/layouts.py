@@ -21,8 +21,8 @@ def operators_layout() -> str | None:
 def supported_layouts(vllm_config: VllmConfig) -> list[str]:
     """Return the layouts that every attention backend of the model supports; all if no backend declares any.
 
-    In an engine with several workers, the scheduler's process has no layers. vLLM then determines the backend
-    that the workers would choose.
+    This also works in a scheduler's process that has no layers, because its workers are other processes. vLLM
+    then determines the backend that the workers would choose.
     """
     backends = get_current_attn_backends(vllm_config)
     return [layout.name for layout in get_supported_kv_cache_layouts(backends)]
@@ -50,7 +50,7 @@ def takes_whole_blocks(vllm_config: VllmConfig) -> bool:
     """Return True if the kernels of all attention backends can use blocks of the engine's block size.
 
     If a kernel needs smaller blocks, vLLM splits each block into several kernel blocks. vLLM cannot do this
-    in a layout whose outermost axis is the block.
+    in a layout whose outermost axis is the block, so such a layout must not be used if the result is False.
     """
     block = vllm_config.cache_config.block_size
     return all(

@@ -26,10 +26,14 @@ def sleeps(vllm_config: Any) -> bool:
 
 
 def expandable_segments(vllm_config: Any, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the environment variable that makes torch use expandable segments for the KV cache.
+    """Return the name of the environment variable that makes torch use expandable segments for the KV cache.
 
     The result is None without such a variable, and for a KV cache in CPU memory. It is also None with vLLM's
     cumem allocator, which turns expandable segments off for the KV cache.
+
+    Args:
+        vllm_config: the engine's configuration.
+        environment: environment variables of the engine's process, by name.
     """
     if vllm_config.device_config.device_type == "cpu":
         return None

@@ -98,7 +98,7 @@ def vocabulary_size(vllm_config: VllmConfig) -> int:
 
 
 def pools_every_token(vllm_config: VllmConfig) -> str:
-    """Return the name of the pooling if a model pools over all prompt tokens; empty for other models.
+    """Return the name of the pooling method if a model pools over all prompt tokens; empty for other models.
 
     Such a model must compute every prompt token. vLLM does not use its own prefix cache for such a model, but
     still asks a connector for the KV of prompt prefixes.

@@ -13,8 +13,8 @@ _PROCESSOR_PARTS = ("image_processor", "video_processor", "feature_extractor", "
 def processor_settings(model: Any) -> dict[str, Any]:
     """Return the effective settings of each part of a model's multimodal processor; empty for a text model.
 
-    The settings include overrides (`mm_processor_kwargs`). vLLM's scheduler has already created the
-    processor.
+    The settings include overrides (`mm_processor_kwargs`). They are read from vLLM's cached processor object,
+    which is created if there is none yet.
 
     Args:
         model: vLLM's ModelConfig of the model.

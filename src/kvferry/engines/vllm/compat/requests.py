@@ -53,19 +53,21 @@ def trim_prompt(request: Any, hash_block_tokens: int | None, sampled_below: int 
     The other engine (the consumer) always computes the last token itself, to sample from it. The consumer
     could not use recurrent state that already includes the last token.
 
+    With a draft model, the request is also made to sample exactly the dropped token. A draft model reads the
+    next token to compute a token's KV, and after the shortened prompt, the next token is the sampled one.
+    There are two exceptions: a request with structured output, whose grammar decides which token is sampled,
+    and a dropped token whose id the engine cannot sample (such an id would terminate the engine).
+
+    Args:
+        request: vLLM's request.
+        hash_block_tokens: number of tokens per block hash of the request, whose hashes are shortened with the
+            prompt; None or 0 without prefix caching.
+        sampled_below: number of token ids that the engine can sample; 0 without a draft model.
+
     Returns:
         True if the token was dropped. False if the request is unchanged. A request is unchanged if its prompt
         has only one token or is not made of token ids, if the client wants logprobs of the prompt, or if the
         request must not use cached KV.
-
-    Args:
-        request: vLLM's request.
-        hash_block_tokens: number of tokens per block that vLLM hashes; None or 0 without prefix caching.
-        sampled_below: number of token ids that the engine can sample; 0 without a draft model. A draft model
-            reads the next token to compute a token's KV. After the shortened prompt, the next token is the
-            sampled token. So the engine is made to sample the dropped token, if its id is below this number.
-            (An id beyond the vocabulary would terminate the engine.) A request with structured output is an
-            exception, because its grammar decides which token is sampled.
     """
     if request.num_prompt_tokens < 2 or request.prompt_token_ids is None or request.prompt_embeds is not None:
         return False

@@ -143,7 +143,11 @@ def _kind_of_layer(spec: KVCacheSpec) -> GroupKind:
 def attention_span_of(spec: KVCacheSpec) -> int:
     """Return the length of a group's attention window or attention chunk, in tokens; 0 without one.
 
-    The length of a window includes the extra tokens that vLLM retains.
+    If layers of the group differ, the result is the longest. The length of a window includes the tokens
+    before the window that vLLM also retains (`extra_retained_tokens`).
+
+    Args:
+        spec: spec of the group.
     """
     return max(_attention_span_of_layer(one) for one in layer_specs(spec).values())
 
@@ -193,12 +197,12 @@ def snapshot_tokens(spec: KVCacheSpec) -> int | None:
 
 
 def is_recurrent(spec: KVCacheSpec) -> bool:
-    """Return True if a layer keeps recurrent state (Mamba)."""
+    """Return True if a layer with this KV cache spec keeps recurrent state (Mamba, for example)."""
     return isinstance(spec, MambaSpec)
 
 
 def is_replicated(spec: Any) -> bool:
-    """Return True if all tensor-parallel ranks hold the same data of a layer.
+    """Return True if all tensor-parallel ranks hold the same data of a layer with this KV cache spec.
 
     This is the case for the latent vectors of MLA, and for layers whose spec sets ``max_tp_shards`` to 1.
     """
@@ -206,12 +210,12 @@ def is_replicated(spec: Any) -> bool:
 
 
 def is_ring(spec: KVCacheSpec) -> bool:
-    """Return True if a layer keeps a ring: one block per request, which the layer overwrites in place."""
+    """Return True if a layer with this spec keeps a ring: one block per request, overwritten in place."""
     return isinstance(spec, CircularBufferSpec)
 
 
 def has_rings(kv_cache_config: Any) -> bool:
-    """Return True if a layer of the engine keeps a ring: one block per request, overwritten in place."""
+    """Return True if any layer of the engine keeps a ring: one block per request, overwritten in place."""
     return _any_layer(kv_cache_config, CircularBufferSpec)
 
 

@@ -32,7 +32,8 @@ class WrittenField:
     Attributes:
         field: name of the field, and position of its elements in the page.
         source: name of the input that is written to the field: ``k`` (also for a latent) or ``v``.
-        first: index of the input element that the field starts with, within the elements of a head and token.
+        first: index of the field's first element among the input's elements of one head and token. Not 0 if
+            the input is split into several fields.
         code: encoding of the elements' bytes.
         scale: field with the scale factors of the elements; None without scale factors. Every factor applies
             to the same number of consecutive elements.
@@ -68,6 +69,10 @@ def packed_kv(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
 
     Most GPU backends use such pages, DIFFKV included. K and V may have different numbers of elements.
 
+    Args:
+        s: strides of the layer's cache.
+        shard: KV heads of this rank.
+
     Returns:
         Fields of the page; empty if the cache tensor has another shape.
     """
@@ -80,6 +85,10 @@ def packed_kv_with_scales(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
     """Describe pages that hold, for each head and token, K, its float32 scale, V and its float32 scale.
 
     Backends use such pages for caches that are quantised per token and head.
+
+    Args:
+        s: strides of the layer's cache.
+        shard: KV heads of this rank.
 
     Returns:
         Fields of the page; empty if the cache tensor has another shape.
@@ -109,6 +118,10 @@ def packed_kv_with_scales(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
 def latent(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
     """Describe pages of MLA, which hold one latent vector per token. All ranks hold the same vectors.
 
+    Args:
+        s: strides of the layer's cache.
+        shard: KV heads of this rank.
+
     Returns:
         Fields of the page; empty if the cache tensor has another shape.
     """
@@ -122,6 +135,10 @@ def latent_with_scales(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
     """Describe pages of the KV cache dtype ``fp8_ds_mla``, which hold 656 bytes per token.
 
     The bytes are 512 fp8 codes of the latent, 4 float32 scales of these codes, and 64 bfloat16 rope values.
+
+    Args:
+        s: strides of the layer's cache.
+        shard: KV heads of this rank.
 
     Returns:
         Fields of the page; empty if the cache tensor has another shape.
@@ -142,6 +159,10 @@ def indexer(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
     A kernel block (the block of tokens that the attention kernel uses) holds first the keys of all its
     tokens, then the scales of all its tokens. Each float32 scale belongs to 128 elements of a key. The
     operation `indexer_k_quant_and_cache` writes this format.
+
+    Args:
+        s: strides of the layer's cache.
+        shard: KV heads of this rank.
 
     Returns:
         Fields of the page; empty if the cache tensor has another shape.
@@ -170,6 +191,10 @@ def cpu_kv(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
     The K array has the shape ``[D][tokens]``. The V array has the shape ``[tokens][D]``. ``D`` is the head
     size.
 
+    Args:
+        s: strides of the layer's cache.
+        shard: KV heads of this rank.
+
     Returns:
         Fields of the page; empty if the cache tensor has another shape.
     """
@@ -191,6 +216,10 @@ def planes(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
 
     Each array holds the elements of all heads for each token. The cache tensor shows the two arrays as the
     two entries of its head axis.
+
+    Args:
+        s: strides of the layer's cache.
+        shard: KV heads of this rank.
 
     Returns:
         Fields of the page; empty if the cache tensor has another shape.

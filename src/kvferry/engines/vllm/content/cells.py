@@ -28,8 +28,8 @@ def cell_field(s: Strides, shard: Shard, name: str) -> Field | None:
         name: name of the field.
 
     Returns:
-        Field of single bytes. The field has no head axis if the layer has no V. None if the head axis of the
-        cache tensor does not have one entry per KV head.
+        Field with elements of one byte. It has no head axis if the layer has no V. None if the head axis of
+        the cache tensor does not have one entry per KV head.
     """
     if s.slots != s.heads:
         return None

@@ -148,9 +148,14 @@ def _proved(
 
 
 def _with_element_name(element: torch.dtype, fields: tuple[Field, ...]) -> tuple[Field, ...]:
-    """Return copies of fields whose names include their element type.
+    """Return copies of fields with the element type added to each name (``k in float8_e4m3fn``).
 
-    Used if the cache's element type is not the type that the KV cache dtype names.
+    Used if the cache's element type is not the type that the KV cache dtype names. Such fields then match
+    only fields of the same element type.
+
+    Args:
+        element: element type of the cache.
+        fields: fields of a page.
     """
     kind = str(element).removeprefix("torch.")
     return tuple(replace(field, name=f"{field.name} in {kind}") for field in fields)

@@ -65,7 +65,14 @@ def find_mismatch(
 
 
 def unclaimed(layer: Any, tensor: torch.Tensor, s: Strides, fields: tuple[Any, ...]) -> str:
-    """Return a message if a layer's cache-write operation writes bytes outside of `fields`, else ""."""
+    """Return a message if a layer's cache-write operation writes bytes outside of some fields, else "".
+
+    Args:
+        layer: the engine's attention layer.
+        tensor: cache of the layer; not changed.
+        s: strides of the cache.
+        fields: fields of a page that should cover all written bytes.
+    """
     inputs = {
         name: letters((s.block_tokens, s.heads, width), "content", 0, 1)
         for name, width in (("k", s.k), ("v", s.v))
@@ -79,7 +86,7 @@ def unclaimed(layer: Any, tensor: torch.Tensor, s: Strides, fields: tuple[Any, .
 
 
 def scaled(layer: Any, tensor: torch.Tensor, inputs: scratch.Inputs) -> scratch.Inputs:
-    """Return inputs multiplied by the layer's own scales, in the dtype and on the device of the layer.
+    """Return inputs multiplied by the layer's own scales, in the layer's dtype and on the cache's device.
 
     The cache-write operation of a quantised cache divides its input by these scales, so the original inputs
     end up in the cache. Inputs to a quantised cache are also multiplied by 1 + 1/64. As a result, an
@@ -102,10 +109,11 @@ def scaled(layer: Any, tensor: torch.Tensor, inputs: scratch.Inputs) -> scratch.
 def _probe_writes(s: Strides, *, dynamic: bool) -> Iterator[tuple[str, int, bool]]:
     """Yield the writes that are needed to check where a cache-write operation puts each value.
 
-    Each write encodes one digit of each element's index along one axis. If the operation computes scales from
-    its input, each digit is written twice. In the first write, a digit may fill a whole vector and affect
-    only the scale, so this write checks the scales. The second write has anchors: some elements are replaced
-    by the largest value. All scales are then equal, so this write checks the codes.
+    In each write, the value of an element encodes one base-5 digit of the element's index along one axis.
+    Usually there is one write per axis and digit. If the operation computes scales from its input, there are
+    two. In the first, all elements of a vector may have the same value, which then shows only in the vector's
+    scale: this write checks the scales. The second has anchors (some elements have the largest value), so
+    all scales are equal: this write checks the codes.
 
     Args:
         s: strides of the layer's cache.
@@ -122,11 +130,11 @@ def _probe_writes(s: Strides, *, dynamic: bool) -> Iterator[tuple[str, int, bool
 
 
 def _factor(layer: Any, written: WrittenField) -> torch.Tensor:
-    """Return the factor that turns a field's decoded elements into the values that the check has chosen.
+    """Return the factor by which decoded elements of a field are multiplied to get the values of the check.
 
     The check multiplies its values by the layer's own scale before it writes them. If the layer's cache-write
-    operation does not divide by this scale, the decoded elements still contain the scale, and the factor is 1
-    / scale. Otherwise the factor is 1.
+    operation does not divide by this scale, the decoded elements are too large by the scale, and the factor
+    is the scale's inverse. Otherwise the factor is 1.
 
     Args:
         layer: the engine's attention layer.

@@ -58,6 +58,10 @@ def offsets(field: Field, device: torch.device) -> torch.Tensor:
     """Return the byte offsets of a field's elements in a page: int64 of shape (tokens, heads, content).
 
     If a field lacks one of these axes, the extent along this axis is 1.
+
+    Args:
+        field: field of a page.
+        device: device of the returned tensor.
     """
     found = torch.tensor([field.offset], device=device)
     shape = []
@@ -84,11 +88,11 @@ def read(memory: torch.Tensor, field: Field, s: Strides) -> torch.Tensor:
 
 
 def claimed(memory: torch.Tensor, fields: tuple[Field, ...], s: Strides) -> torch.Tensor:
-    """Return a mask of the scratch cache's bytes that belong to at least one of the fields.
+    """Return a mask of the bytes of a scratch cache that belong to at least one of some fields.
 
     Args:
-        memory: bytes of the scratch cache, which has two blocks.
-        fields: fields of a page.
+        memory: bytes of the scratch cache, uint8. The scratch cache has two blocks.
+        fields: fields of a page; each block is one page.
         s: strides of the cache.
 
     Returns:
