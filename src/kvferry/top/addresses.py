@@ -37,10 +37,10 @@ class PolledAddress:
         url: base URL.
         role: ``prefill`` or ``decode`` if a router lists the engine, ``router`` for a router, otherwise
             empty.
-        before: successful reading before `now`; None with fewer than two. The engine may have restarted
-            between the two readings.
+        before: last but one successful reading; None until two readings have succeeded. The engine may have
+            restarted between it and `now`.
         now: last successful reading; None if no reading has succeeded.
-        silence: failure of the last reading; None if the last reading succeeded.
+        silence: failure of the last attempt to read; None if it succeeded or there was none yet.
     """
 
     url: str
@@ -61,11 +61,13 @@ class PolledAddress:
         return self.now is not None and self.silence is None
 
     def answered(self, scrape: Scrape) -> PolledAddress:
-        """Return a copy of this address with a new successful reading as `now`."""
+        """Return a copy of this address with `scrape`, a new successful reading, as `now`."""
         return replace(self, before=self.now, now=scrape, silence=None)
 
     def failed(self, at: float, why: str) -> PolledAddress:
-        """Return a copy of this address with a failed reading. The time of the first failure is kept.
+        """Return a copy of this address after a failed reading.
+
+        If the reading before failed too, `silence` keeps the time of the first of these failures.
 
         Args:
             at: time of the failed reading, in seconds since 1970.
@@ -74,10 +76,11 @@ class PolledAddress:
         return replace(self, silence=Unreachable(self.silence.since if self.silence else at, why))
 
     def windows(self) -> Iterator[tuple[str, Window]]:
-        """Yield the engines at this address; nothing if the address does not answer.
+        """Yield the metrics of each engine at this address; nothing if the address does not answer.
 
         Yields:
-            Number of the engine, and a `Window` with its current metric values and their rates.
+            Value of the metrics' label ``engine``, such as ``0``, and a `Window` with that engine's current
+            metric values and their rates.
         """
         if self.now is not None and self.silence is None:
             for engine in self.now.engines:
@@ -89,11 +92,12 @@ class EngineRow:
     """A row of the list of engines that `kvferry top` shows.
 
     Attributes:
-        name: address of the engine, with the engine's number if the address has several.
+        name: address of the engine; if the address has several engines, followed by ``/`` and `engine`.
         url: base URL.
         role: ``prefill`` or ``decode`` if a router lists the engine; ``router`` for a router that has stopped
             answering; otherwise empty.
-        engine: number of the engine at its address; empty if the address does not answer.
+        engine: value of the label ``engine`` of the engine's metrics, such as ``0``, which tells engines at
+            one address apart; empty if the address does not answer.
         model: name of the served model; empty if unknown.
         ferry: True if the engine runs kvferry's connector.
         started: start of the engine's process, in seconds since 1970; None if unknown.

@@ -25,10 +25,10 @@ from kvferry.top.window import Window
 
 
 def figures(windows: list[Window]) -> Figures:
-    """Compute the figures that `kvferry top` shows for several engines together.
+    """Compute the figures that `kvferry top` shows for one engine, or for several engines together.
 
     Args:
-        windows: metric values and rates of each engine.
+        windows: metric values and rates of each of these engines.
     """
     several = Window.added(windows)
     rates = None if several.rates is None else _flow(several.rates)
@@ -42,7 +42,8 @@ def _flow(values: Values) -> ActivityCounts:
     """Compute the counts of requests, loads and chunks from the values of metrics.
 
     Args:
-        values: values of counters and histograms, either all per second or all since the start.
+        values: values of counters and histograms: either all are rates per second, or all are totals since
+            the engines' start.
     """
     sources = {
         source for name in ("queries", "loads") for (source,) in values.by(f"kvferry_{name}_total", "source")
@@ -133,13 +134,13 @@ def _connector(values: Values, name: str) -> ConnectorFigures:
 
 
 def _tiers(values: Values) -> list[str]:
-    """Return the names of all KV tiers that appear in the metrics, sorted by kind and then by name."""
+    """Return the names of all KV tiers that appear in the metrics, in the order of display (`_ordered`)."""
     told = (series for name, series in values.of.items() if name.startswith("kvferry_tier_"))
     return _ordered({dict(labels)["tier"] for series in told for labels in series})
 
 
 def _ordered(tiers: Iterable[str]) -> list[str]:
-    """Return the names of KV tiers, sorted by kind and then by name."""
+    """Return the names of KV tiers in the order of display: by kind (as in `TIER_KINDS`), then by name."""
     return sorted(tiers, key=lambda name: (*(kind != tier_kind(name) for kind in TIER_KINDS), name))
 
 
@@ -181,7 +182,7 @@ def _fullest(tier: str, each: list[Values]) -> TierUsage:
 
 
 def _rooms(values: Values, tier: str) -> list[TierUsage]:
-    """Return the usage of a KV tier in one engine, with one entry per connector that reports the tier.
+    """Return the usage of a KV tier as one engine reports it, with an entry per connector that reports it.
 
     Args:
         values: values of the engine's metrics.

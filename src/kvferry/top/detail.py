@@ -47,7 +47,7 @@ TABLE = 100
 
 
 def detail(of: Figures, width: int, misses: int | None = None) -> Iterator[TextLine]:
-    """Yield the lines that show figures in detail, the most important line first.
+    """Yield the lines that show the figures of an engine or of all engines, the most important line first.
 
     Args:
         of: figures to show.
@@ -224,7 +224,7 @@ def _recent(of: Figures, seconds: Callable[[ActivityCounts], Latency | None]) ->
 
     Args:
         of: figures to read.
-        seconds: function that returns the latency from activity counts; None if they do not have it.
+        seconds: function that picks the latency out of activity counts, and returns None if they lack it.
     """
     now = None if of.rates is None else seconds(of.rates)
     if now is not None and now.median is not None:

@@ -32,7 +32,7 @@ class Scrape:
         started: start of the server's process, in seconds since 1970; None if unknown.
         model: name of the served model; empty if unknown.
         ferry: True if the page has kvferry's metrics.
-        engines: values of metrics, by engine number.
+        engines: values of the metrics of each engine, by the metrics' label ``engine``, such as ``0``.
     """
 
     at: float
@@ -75,11 +75,11 @@ def parse_page(text: str, at: float) -> Scrape:
 
 
 def _checked(name: str, labels: Mapping[str, str]) -> dict[str, str]:
-    """Check that a time series has all expected labels, and return its labels as a new dict.
+    """Check that a time series has all labels that its metric needs, and return its labels as a new dict.
 
     Args:
         name: name of the series, such as ``kvferry_load_seconds_bucket``.
-        labels: values of its labels, by name.
+        labels: values of the series' labels, by name.
 
     Raises:
         ValueError: a label is missing, or the label ``le`` of a bucket is not a number.

@@ -31,13 +31,13 @@ class Latency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFigures:
-    """The queries and loads of a source of KV: ``peer`` or ``tiers``.
+    """The queries and loads of a source of KV (``peer`` or ``tiers``), in total or per second.
 
     Attributes:
         queries: number of requests for which the source was queried.
         hits: number of requests for which the source loaded KV.
-        hit_rate: hits as a share of queries, from 0 to 1; None without queries. Queries for which the
-            engine's own prefix cache already held all usable tokens do not count.
+        hit_rate: hits as a share of queries, from 0 to 1; None without queries. Left out of these queries
+            are those for which the engine's own prefix cache already held all tokens that could be used.
         loads: number of ended loads, by outcome.
         load_bytes: number of bytes loaded.
         load_seconds: latency of successful loads.
@@ -53,7 +53,7 @@ class SourceFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorFigures:
-    """The queries and loads of one of several connectors in an engine.
+    """The queries and loads of one of several connectors in an engine, in total or per second.
 
     Attributes:
         queries: number of requests for which the connector was queried: the sum of `hits`,
@@ -124,8 +124,8 @@ class TierCounts:
     Attributes:
         fetched_chunks, stored_chunks, evicted_chunks: number of chunks.
         stored_bytes: number of bytes stored.
-        missed_chunks: number of chunks that a fetch did not get, by reason.
-        dropped_chunks: number of chunks that were not stored, by reason.
+        missed_chunks: number of chunks that a fetch asked for and did not get, by reason.
+        dropped_chunks: number of chunks that were to be stored and were not, by reason.
         fetch_seconds, store_seconds: latency of fetches and of stores.
     """
 
@@ -148,18 +148,18 @@ class ActivityCounts:
         tokens: number of prompt tokens by origin: ``computed``, ``local`` (the engine's own prefix cache),
             the name of a tier, or ``others`` (connectors that are not kvferry's).
         first_token_seconds: time to first token, as measured by vLLM.
-        sources: figures by source.
-        connectors: figures by connector; empty if no engine has several.
+        sources: queries and loads by source, ``peer`` or ``tiers``.
+        connectors: queries and loads by the connector's name; empty if no engine has several connectors.
         misses: counts of misses, the most frequent first.
         moved: counts of loaded bytes, the largest first.
-        stages: latency of loads from peers, by stage.
+        stages: latency of loads from peers, by stage: ``plan``, ``read`` and ``check``.
         pages_per_descriptor: mean number of pages that one descriptor covers, for loads from peers; None
             without loads. A descriptor is one contiguous read.
         descriptor_bytes: mean size of the descriptors of loads from peers, in bytes; None without loads.
         tiers: counts by tier.
         recomputed_tokens: number of tokens that were computed because their load failed.
-        leases_granted, leases_released, leases_expired: number of leases. A lease keeps KV blocks for
-            a peer to read.
+        leases_granted, leases_released, leases_expired: number of leases that began, that the reading peer
+            ended, and that ran out. A lease keeps KV blocks for a peer to read.
     """
 
     prompt_tokens: float
@@ -212,7 +212,7 @@ class Gauges:
 
     Attributes:
         running, waiting: number of running and of waiting requests.
-        cache_usage: used share of the engine's own KV cache, up to 1; for several engines, the largest share.
+        cache_usage: used share of the engine's own KV cache, from 0 to 1; for several engines, the largest.
         pending_loads: number of loads under way, by source.
         pending_connectors: number of loads under way, by connector.
         late_blocks: number of blocks held by loads past their deadline.

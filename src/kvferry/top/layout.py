@@ -51,7 +51,7 @@ class Column:
 
 
 def row(name: str, cells: Sequence[str], columns: Sequence[Column], width: int, least: int = MARGIN) -> str:
-    """Return a row of a table as text: the name, then as many columns as fit into the width.
+    """Return a row of a table as text: the name, then the first columns, as many as fit into the width.
 
     Args:
         name: text of the first column.
@@ -96,7 +96,8 @@ def shortened(name: str, width: int) -> str:
 def wrapped(heading: str, items: Iterable[str], width: int) -> Iterator[str]:
     """Arrange items side by side in lines of at most `width` terminal cells, and yield the lines.
 
-    The first line begins with the heading, and the others are indented. An item that is too long is broken.
+    The first line begins with the heading, and the others are indented. An item that is longer than a line is
+    split at spaces.
 
     >>> list(wrapped("peers", ["plan 1.5 ms", "read 17.5 ms, p99 24.9 ms"], 33))
     ['peers     plan 1.5 ms', '          read 17.5 ms, p99', '          24.9 ms']

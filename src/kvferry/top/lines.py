@@ -149,7 +149,8 @@ def list_of(fleet: FleetView, width: int, chosen: int | None, *, whole: bool = F
 def _cut(lines: list[TextLine], room: int) -> list[TextLine]:
     """Shorten the list of engines to at most `room` lines. If lines are left out, a last line counts them.
 
-    The line of the chosen engine is kept first, then the lines of engines that do not answer.
+    The engine that the user has chosen is kept in any case; other engines that answer are left out first,
+    and engines that do not answer only after them. The order of the list does not change.
 
     Args:
         lines: lines of the list, with the heading first.
@@ -172,7 +173,7 @@ def _named(engine: EngineRow) -> str:
 
 
 def _silent(engine: EngineRow, at: float, width: int, *, whole: bool) -> list[str]:
-    """Return the lines about an engine that does not answer, with its address and the error.
+    """Return the lines about an engine that does not answer: its name, since when, and the error.
 
     Args:
         engine: row of the engine.
@@ -194,7 +195,8 @@ def cached_share(tokens: dict[str, float] | None) -> float | None:
     """Return the share of prompt tokens, from 0 to 1, that were not computed; None without tokens.
 
     Args:
-        tokens: number of prompt tokens by origin, such as ``computed`` or ``local``; None if unknown.
+        tokens: number of prompt tokens by the origin of their KV: ``computed``, or where it was found, such
+            as ``local``; None if unknown.
     """
     total = sum((tokens or {}).values())
     return 1 - (tokens or {}).get("computed", 0.0) / total if total else None

@@ -27,7 +27,7 @@ _CC = 6
 def raw_keys(fd: int) -> Iterator[None]:
     """Switch a terminal to unbuffered input without echo until the ``with`` block ends.
 
-    Ctrl-Z is disabled.
+    Ctrl-Z is disabled too, because it would suspend the program without restoring the terminal.
 
     Args:
         fd: file descriptor of the terminal.
@@ -93,6 +93,8 @@ class View:
 
     def press(self, typed: str, engines: int) -> None:
         """Handle typed keys: ``q`` quits, Tab selects the next engine, and Escape selects all engines.
+
+        Tab on the last engine selects all engines, too.
 
         Args:
             typed: characters of the typed keys.

@@ -21,7 +21,10 @@ _SECONDS = 5.0
 
 
 def parse_address(text: str) -> str:
-    """Return the base URL of an engine or router, without a path such as ``/metrics``.
+    """Return the base URL of an engine or router, without an ending such as ``/metrics``.
+
+    Args:
+        text: URL that the user gave.
 
     Raises:
         ConfigError: the text is not a URL.
@@ -40,6 +43,9 @@ async def fetch_address(http: httpx.AsyncClient, url: str) -> Scrape | Health:
         http: HTTP client of this event loop.
         url: base URL of the engine or router.
 
+    Returns:
+        `Scrape` of the metrics of an engine, or `Health` of a router.
+
     Raises:
         ProtocolError: the address does not answer, or serves neither `/metrics` nor a router's `/health`.
     """
@@ -54,9 +60,10 @@ async def fetch_address(http: httpx.AsyncClient, url: str) -> Scrape | Health:
 
 
 class Poller:
-    """Reads the metrics of engines and routers periodically, and keeps the last readings of each.
+    """Reader of the metrics of engines, which keeps the last two readings of each.
 
-    Engines that a router lists are read too. A poller may be used in one event loop only.
+    If an address belongs to a router, the engines that the router lists are read too. A poller may be used in
+    one event loop only.
     """
 
     def __init__(self, http: httpx.AsyncClient, urls: Sequence[str], changed: Callable[[], None]) -> None:
@@ -65,7 +72,7 @@ class Poller:
         Args:
             http: HTTP client of this event loop.
             urls: base URLs of engines and routers.
-            changed: function that is called after each reading of an address.
+            changed: function that is called after each reading of an address, whether or not it succeeded.
         """
         self._http = http
         self._seen = {url: PolledAddress(url) for url in urls}
@@ -85,13 +92,11 @@ class Poller:
                     group.start_soon(self._read, url)
 
     async def keep_reading(self, every: float, group: TaskGroup) -> None:
-        """Read the metrics of all addresses periodically, each in a separate task, until cancelled.
-
-        This includes engines that a router lists.
+        """Read the metrics of all addresses periodically until cancelled. This includes engines of routers.
 
         Args:
             every: time between two readings of an address, in seconds.
-            group: task group for the tasks.
+            group: task group in which a task is started for each address.
         """
         reading: set[str] = set()
         while True:

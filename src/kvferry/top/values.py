@@ -50,7 +50,7 @@ class Values:
     """The values of metrics of one engine, or their sums over several engines.
 
     Attributes:
-        of: values by metric name, then by labels.
+        of: values by metric name, then by labels (tuple of pairs of a label's name and value).
 
     >>> hits = Values({"hits": {(("source", "peer"),): 3.0, (("source", "tiers"),): 2.0}})
     >>> hits.total("hits"), hits.total("hits", source="peer"), hits.by("hits", "source")

@@ -26,7 +26,10 @@ class Window:
 
     @classmethod
     def added(cls, windows: list[Window]) -> Window:
-        """Return the sums over several engines. The rates do not include engines that were read only once."""
+        """Return the sums of several engines' values and rates.
+
+        An engine that was read only once has no rates, so the sum of the rates does not include it.
+        """
         rates = [window.rates for window in windows if window.rates is not None]
         return cls(Values.added(window.now for window in windows), Values.added(rates) if rates else None)
 
@@ -34,13 +37,13 @@ class Window:
 def window(before: Scrape | None, now: Scrape, engine: str) -> Window:
     """Return the metric values of one engine, and the rates of its counters between two readings.
 
-    A counter that is new or has decreased is taken to have started at 0 in this interval. If the process was
-    restarted, this holds for all counters.
+    A counter that is new or has decreased is assumed to have started at 0 between the readings. If the
+    server's process was restarted, this is assumed of all counters.
 
     Args:
         before: reading before the last one; None if there is none.
         now: last reading.
-        engine: number of the engine on the page.
+        engine: value of the label ``engine`` of the engine's metrics, such as ``0``.
     """
     values = now.engines[engine]
     if before is None or now.at <= before.at:
