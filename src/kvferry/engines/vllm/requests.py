@@ -60,7 +60,7 @@ class VLLMRequest:
 
     Attributes:
         raw: vLLM's request.
-        hash_block_tokens: number of tokens per block that vLLM hashes; None or 0 without prefix caching.
+        hash_block_tokens: number of tokens per block hash of vLLM; None or 0 without prefix caching.
         sampled_below: number of token ids that the engine can sample; 0 without a draft model. Used by
             `trim_prompt`.
     """
@@ -154,7 +154,7 @@ class VLLMRequest:
     def is_complete(self) -> bool:
         """True if the request stopped or reached its maximum length, and was not aborted.
 
-        All its tokens are then computed.
+        All its tokens have then been computed. Valid only once the request has ended.
         """
         return ended_normally(self.raw)
 

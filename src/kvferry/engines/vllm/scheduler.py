@@ -131,13 +131,13 @@ class VLLMScheduler:
     def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """Handle the end of a request, and decide whether vLLM may free its blocks.
 
-        Returns:
-            True if vLLM must keep the request's blocks until kvferry releases them, and the
-            ``kv_transfer_params`` of the response (None if the response has none).
-
         Args:
             request: vLLM's request.
             block_ids: block ids of the request, for each KV cache group.
+
+        Returns:
+            True if vLLM must keep the request's blocks until kvferry releases them, and the
+            ``kv_transfer_params`` of the response (None if the response has none).
         """
         return self.half.finished(self._requests.wrap(request), block_ids)
 

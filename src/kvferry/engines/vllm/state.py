@@ -86,7 +86,8 @@ def _fields(layer: Any, kind: str, spec: Any, rank: Rank) -> tuple[tuple[Field, 
         rank: rank that holds the page.
 
     Returns:
-        Fields and an empty string. If the fields are not proved, the second element is the reason.
+        Fields and an empty string. If the fields are not proved, the second element is the reason, and the
+            fields must not be used.
     """
     if kind not in FORMATS:
         return (), "its mamba type is not known"
@@ -107,7 +108,7 @@ def _fields(layer: Any, kind: str, spec: Any, rank: Rank) -> tuple[tuple[Field, 
 def _columns(state: StateFormat, spec: Any, rank: Rank) -> int | None:
     """Return the number of inputs per channel that a convolution's state has room for.
 
-    The number includes scratch columns for speculative decoding.
+    The state has more room than the convolution needs if vLLM adds scratch columns for speculative decoding.
 
     Args:
         state: format of the layer's state over all ranks.

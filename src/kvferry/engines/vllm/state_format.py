@@ -23,8 +23,8 @@ class Segment:
 
     Attributes:
         name: name of the field that describes these channels.
-        units: number of heads, groups or channels over all ranks. A unit is never split between ranks. A
-            single unit is copied to every rank.
+        units: number of units over all ranks. A unit is a head, a group or a channel, and is never split
+            between ranks. If there is a single unit, every rank has a copy of it.
         width: number of channels per unit.
     """
 

@@ -81,7 +81,8 @@ def _head_mismatch(layer: Any, field: Field) -> str:
 
     A weight loader of the layer gets a weight in which every element is the index of its row. The weight has
     a fixed number of rows per head. The loader keeps the rows of this rank, and the check compares their
-    indices with the field. Lightning attention has no such weight, so the check compares its slopes instead.
+    indices with the field. Lightning attention has no such weight, so the check compares the slopes
+    (one decay rate per head) instead.
 
     Args:
         layer: the engine's recurrent layer.
@@ -107,7 +108,9 @@ def _head_mismatch(layer: Any, field: Field) -> str:
 
 
 def _scratch(weight: Any, shape: tuple[int, ...]) -> Any:
-    """Return a new parameter with the class and attributes of another one, filled with -1.
+    """Return a new parameter for a weight loader to fill, with the class and attributes of another one.
+
+    Its elements are -1, which is no valid index, so elements that the loader does not fill are noticed.
 
     Args:
         weight: parameter of the layer; not changed.
@@ -128,7 +131,7 @@ def _weight_of(indices: torch.Tensor, like: Any) -> torch.Tensor:
 
     Args:
         indices: index of each channel.
-        like: convolution weight whose kernel size the result has.
+        like: convolution weight; the result gets the same kernel size.
 
     Returns:
         float32 of shape (channels, 1, kernel).

@@ -79,11 +79,19 @@ class VLLMWorker:
         return WorkerCard(info, self._built)
 
     def begin(self, meta: SchedulerMeta) -> None:
-        """Execute the scheduler half's orders for a step, except stores, before vLLM computes the step."""
+        """Execute the orders in a step's message, except stores. Call this before vLLM computes the step.
+
+        Args:
+            meta: message of the scheduler half for the step.
+        """
         self.half.begin(meta.orders)
 
     def save(self, meta: SchedulerMeta) -> None:
-        """Start the stores that the scheduler half has ordered for a step, after the forward pass."""
+        """Start the stores that a step's message orders. Call this after the step's forward pass is queued.
+
+        Args:
+            meta: message of the scheduler half for the step.
+        """
         self.half.save(meta.orders, after_forward)
 
     def results(self) -> KVConnectorTransferResults:

@@ -17,7 +17,7 @@ Ending: TypeAlias = tuple[bool, dict[str, Any] | None]
 
 
 class BlockHolders:
-    """Record of the child connectors that keep blocks of ended requests.
+    """Record of the child connectors that keep blocks of ended requests, until it is sent to the workers.
 
     Only the engine's thread may use it.
     """
@@ -59,10 +59,10 @@ class BlockHolders:
         return any(held)
 
     def take_new(self) -> dict[str, frozenset[int]]:
-        """Return the ended requests that were recorded since the last call, and clear the record.
+        """Return what was recorded since the last call, and clear the record.
 
         Returns:
-            Indices of the child connectors that keep blocks of the request, by request id.
+            Indices of the child connectors that keep blocks of an ended request, by request id.
         """
         holders, self._holders = self._holders, {}
         return {request_id: frozenset(child_indices) for request_id, child_indices in holders.items()}

@@ -50,7 +50,7 @@ class _Load:
         plan: plan that the load executes.
         blocks: vLLM's KVCacheBlocks of the request.
         began: time at which the load started, in seconds on the admission's clock.
-        invalid: True if the child has reported that it could not load some of these blocks.
+        invalid: True if the child has reported that it could not load some of the blocks.
     """
 
     plan: _Plan
@@ -67,7 +67,7 @@ class _RequestState(RequestState[_Plan]):
         answers: number of tokens that each child can load, as last stated; None for a child that is still
             looking.
         load: load in flight; None without one. No child reports the end of a synchronous load, so such a load
-            stays here until the request ends or is matched again.
+            stays here until the request ends, or until vLLM asks again how many of its tokens can be loaded.
     """
 
     answers: tuple[int | None, ...] = ()
@@ -79,8 +79,8 @@ class ChildAdmission:
 
     Attributes:
         counts: counts of choices and of ended loads, for each child.
-        phases: state machine of the requests. The connector sets its headroom (free blocks to keep for
-            waiting requests) when vLLM binds the KV cache manager.
+        phases: state machine of the requests. Its attribute `headroom` decides whether a load leaves enough
+            free blocks for waiting requests, and accepts every load until the connector replaces it.
     """
 
     def __init__(
@@ -140,6 +140,9 @@ class ChildAdmission:
 
     def _plans(self, missing_tokens: int, answers: Sequence[tuple[int | None, bool]]) -> list[_Plan]:
         """Return a plan to load with each child connector, in the order of the children.
+
+        The plan of a child that is still looking assumes that the child finds all missing tokens except the
+        last one, which is always computed.
 
         Args:
             missing_tokens: number of the request's tokens that are not in the engine's own prefix cache.
@@ -283,7 +286,10 @@ class ChildAdmission:
             state.bidding.exclude(load.plan.bid.source, "blocks of its load failed")
 
     def finished(self, request_id: str) -> None:
-        """Forget a request that has ended. An asynchronous load in flight is counted when it ends."""
+        """Forget a request that has ended, and count the end of its synchronous load, if any.
+
+        The end of an asynchronous load in flight is counted later, by `take_results`.
+        """
         self.phases.forget(request_id)
         state = self._states.pop(request_id, None)
         if state is not None:
@@ -292,8 +298,8 @@ class ChildAdmission:
     def _settle(self, state: _RequestState) -> None:
         """Count the end of a request's synchronous load, as succeeded or failed.
 
-        Child connectors report the end of asynchronous loads only. Does nothing if the request has no
-        synchronous load.
+        Called when the request ends or when vLLM asks about it again, because child connectors report the end
+        of asynchronous loads only. Does nothing if the request has no synchronous load.
 
         Args:
             state: state of the request.

@@ -33,7 +33,8 @@ class Child:
 
     Attributes:
         name: unique name of the child in errors and metric labels.
-        load_weight: value of each token that the child offers, for the policy that chooses between children.
+        load_weight: factor by which the policy ``weight`` multiplies the number of tokens that the child
+            offers, to compare the offers of children.
         cls: class of the connector.
         config: the engine's configuration, with the connector settings of this child.
     """
@@ -63,7 +64,7 @@ def read_multi(vllm_config: Any) -> MultiSettings:
     """Read the settings of a `FerryMultiConnector` from vLLM's configuration.
 
     Raises:
-        ConfigError: a setting cannot be used, or vLLM would not compute requests whose loads fail.
+        ConfigError: a setting cannot be used, or vLLM is not set to recompute requests whose loads fail.
     """
     transfer = vllm_config.kv_transfer_config
     settings = parse_multi(transfer.kv_connector_extra_config)

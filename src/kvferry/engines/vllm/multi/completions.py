@@ -16,8 +16,8 @@ from kvferry.engines.vllm.compat.contract import KVConnectorTransferResults
 class Completions:
     """Transfers of requests whose end a worker still has to report to vLLM.
 
-    A load has ended when the child connector that runs it reports this. A request's KV is sent when all
-    children that keep the request's blocks have reported this.
+    A load ends with the report of the child connector that runs the load. A request counts as sent with the
+    last report of the children that keep the request's blocks.
     """
 
     def __init__(self) -> None:
@@ -41,12 +41,12 @@ class Completions:
     def join(self, reports: Iterable[KVConnectorTransferResults]) -> KVConnectorTransferResults:
         """Merge the reports of all child connectors about a step into one report for the engine.
 
-        A request is reported as received, and possibly as failed, when the child that loads it reports this.
-        A request is reported as sent when all children that keep its blocks have reported this. Other reports
-        are dropped.
+        A request is in the result as received (and as failed, if its load failed) if the child that loads it
+        reports so. A request is in the result as sent if the last of the children that keep its blocks has
+        reported it as sent. Reports of children that do not take part in a request's transfer are dropped.
 
         Args:
-            reports: sent, received and failed requests of each child, in the order of the children.
+            reports: ids of sent, received and failed requests of each child, in the order of the children.
         """
         sent, received, failed = set(), set(), set()
         for child_index, report in enumerate(reports):

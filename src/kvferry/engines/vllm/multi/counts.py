@@ -23,7 +23,7 @@ class Counts:
     pending: Counter[str] = field(default_factory=Counter)
 
     def admitted(self, answers: Iterable[tuple[str, int | None]], loader: str | None, tokens: int) -> None:
-        """Count the admission of a request, for each child connector.
+        """Count the admission of a request: a hit, a miss or an offer not taken, for each child connector.
 
         Args:
             answers: (name, number of tokens offered) of each child. The number is None for a child that was

@@ -22,9 +22,9 @@ class MultiMeta(KVConnectorMetadata):
 
     Attributes:
         children: message of each child connector, in the order of the configuration.
-        loads: index of the child that loads, by request id, for requests whose load starts. Only this child
-            can report the request as received.
-        holders: indices of the children that keep blocks, by request id, for requests that have ended.
+        loads: index of the child that loads, by id of each request whose load starts. Only this child can
+            report the request as received.
+        holders: indices of the children that keep blocks, by id of each request that has ended.
     """
 
     children: tuple[KVConnectorMetadata, ...]
@@ -95,7 +95,7 @@ class MultiEvents(KVConnectorKVEvents):
                 mine.increment_workers(theirs.get_number_of_workers())
 
     def aggregate(self) -> MultiEvents:
-        """Return events in which each child connector's events are aggregated by the child's own class."""
+        """Return new events: those of each child connector, aggregated by the child's own class."""
         return MultiEvents(tuple(of.aggregate() if of is not None else None for of in self.children))
 
     def increment_workers(self, count: int = 1) -> None:

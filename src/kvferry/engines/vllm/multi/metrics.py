@@ -61,9 +61,10 @@ class MultiMetrics(KVConnectorPromMetrics):
 
 
 class _Shared:
-    """Prometheus metrics that several child connectors share, by name of the metric.
+    """Prometheus metrics of child connectors. Children that use the same metric name share one metric.
 
-    The label ``connector`` of a metric names the child.
+    Sharing is needed because a name can be registered with Prometheus only once. The label ``connector`` of a
+    metric names the child.
     """
 
     def __init__(self) -> None:

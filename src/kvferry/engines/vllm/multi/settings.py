@@ -41,8 +41,8 @@ class ChildSettings(msgspec.Struct, frozen=True):
     Attributes:
         name: unique name of the child in errors and metric labels. The default is the name of its class. If
             this name is taken, a number from 2 on is appended.
-        load_weight: value of each token that the child offers. The policy ``weight`` multiplies the number of
-            offered tokens by this value.
+        load_weight: factor by which the policy ``weight`` multiplies the number of tokens that the child
+            offers, to compare the offers of children.
         transfer: settings of vLLM's ``KVTransferConfig``, by name.
     """
 
