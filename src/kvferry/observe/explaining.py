@@ -24,7 +24,7 @@ class RequestExplainer:
         role: str,
         connector: str = "",
     ) -> None:
-        """Subscribe to the connector's events. `start` makes them available to `kvferry explain`.
+        """Start recording the connector's events. Call `start` to make them available to `kvferry explain`.
 
         Args:
             events: stream of the connector's events.

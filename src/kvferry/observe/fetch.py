@@ -53,10 +53,20 @@ class HttpReply(NamedTuple):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """The answer of a kvferry router to `/health`, with the state of each of the router's engines."""
+    """The answer of a kvferry router to `/health`.
+
+    Attributes:
+        prefill, decode: states of the router's prefill engines and of its decode engines.
+    """
 
     class Engine(msgspec.Struct, frozen=True):
-        """The state of one of the router's engines, with the reason if the engine is down."""
+        """The state of one of the router's engines.
+
+        Attributes:
+            url: base URL of the engine.
+            up: True while the router sends requests to the engine.
+            reason: reason why the engine is down; None while it is up.
+        """
 
         url: str
         up: bool = False
@@ -116,7 +126,7 @@ async def fetch(
     Args:
         http: HTTP client of this event loop.
         url: URL to request.
-        seconds: longest time until the answer is complete.
+        seconds: longest time until the answer is complete, in seconds.
         post: JSON body of a POST request; None for a GET request.
         headers: headers of this request, in addition to those of the client.
 
@@ -144,7 +154,10 @@ async def fetch(
 
 
 def _why(error: BaseException) -> str:
-    """Return the message of an error's root cause with a colon in front; empty if there is no message."""
+    """Return the message of the root cause of `error`, to append to a sentence: it begins with a colon.
+
+    The result is empty if the root cause has no message.
+    """
     if isinstance(error, BaseExceptionGroup):  # a host name with several addresses
         return _why(error.exceptions[0])
     if cause := error.__cause__ or error.__context__:

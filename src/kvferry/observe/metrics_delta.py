@@ -13,7 +13,7 @@ Series: TypeAlias = tuple[str, tuple[str, ...]]
 
 @dataclass(slots=True)
 class MetricsDelta:
-    """Changes of metrics since the last engine step, by series (metric name and label values). Mutable.
+    """Changes of metrics in one engine step, by series (pair of metric name and label values). Mutable.
 
     Attributes:
         counters: increments of the counters.
@@ -33,8 +33,8 @@ class MetricsDelta:
         """Increment a counter.
 
         Args:
-            name: name of the metric, without prefix and suffix.
-            labels: values of the metric's labels.
+            name: name of the metric without ``kvferry_`` and ``_total``.
+            labels: values of the metric's labels, in the order of `Metric.labels`.
             by: increment; 0 to change nothing.
         """
         if by:
@@ -44,8 +44,8 @@ class MetricsDelta:
         """Set a gauge.
 
         Args:
-            name: name of the metric, without prefix.
-            labels: values of the metric's labels.
+            name: name of the metric without ``kvferry_``.
+            labels: values of the metric's labels, in the order of `Metric.labels`.
             to: new value.
         """
         self.gauges[name, labels] = to
@@ -54,8 +54,8 @@ class MetricsDelta:
         """Add observations to a histogram.
 
         Args:
-            name: name of the metric, without prefix.
-            labels: values of the metric's labels.
+            name: name of the metric without ``kvferry_``.
+            labels: values of the metric's labels, in the order of `Metric.labels`.
             of: observed values.
         """
         if seen := list(of):
@@ -65,6 +65,9 @@ class MetricsDelta:
         """Merge a later delta into this one.
 
         Counters are added, gauges are overwritten, and observations are appended.
+
+        Args:
+            other: later delta; not modified.
         """
         self.counters.update(other.counters)
         self.gauges.update(other.gauges)

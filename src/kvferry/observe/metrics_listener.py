@@ -31,10 +31,10 @@ class _RequestCounts:
     Attributes:
         sources: names of the sources that may serve the request.
         asked: last event with the sources' answers for the request; None before the first such event.
-        failed: reason of the source's last failed load, by source.
-        until: token position where the loads of an attempt end, by attempt.
-        lost: token position up to which failed attempts would have loaded KV, by the source that failed.
-            Cleared when the request is scheduled.
+        failed: for each source with a failed load, the reason why its last one failed.
+        until: for each attempt, the token position at which the last of its loads ends (exclusive).
+        lost: for each source with a failed load, the largest `until` of its failed attempts. Without the
+            failures, the tokens before it would not be computed. Cleared when the request is scheduled.
         succeeded: loads that succeeded, as the events of their beginning.
         broken: attempts with a failed load. The other loads of these attempts are not used.
         settled: True once the request was scheduled.
@@ -50,7 +50,11 @@ class _RequestCounts:
     settled: bool = False
 
     def source_miss(self, source: str) -> SourceMiss:
-        """Return the reason why the source called `source` loaded nothing for the request."""
+        """Return the reason why a source loaded nothing for the request.
+
+        Args:
+            source: name of the source.
+        """
         if source in self.failed:
             return SourceMiss(source, self.failed[source])
         asked = self.asked
@@ -95,7 +99,7 @@ class MetricsListener:
         }
 
     def __len__(self) -> int:
-        """Return the number of requests that have not ended and that at least one source may serve."""
+        """Return how many requests are tracked: those that have not ended and that some source may serve."""
         return len(self._requests)
 
     def __call__(self, event: Event) -> None:
@@ -160,9 +164,12 @@ class MetricsListener:
             counted.sample("transfer_seconds", "check", of=(figures.check_seconds,))
 
     def _scheduled(self, event: events.Scheduled) -> None:
-        """Count the prompt tokens that the engine computes because loads failed.
+        """Count the prompt tokens that the engine computes because loads of the request failed.
 
         If the request is scheduled for the first time, also count a hit or a miss for each source.
+
+        Args:
+            event: scheduling of the request, with the number of tokens whose KV the engine has.
         """
         request = self._requests.get(event.request_id)
         if request is None:
@@ -238,12 +245,12 @@ class MetricsListener:
 
 
 def trim_parts(parts: tuple[PlaceTokens, ...], tokens: int) -> Iterator[PlaceTokens]:
-    """Shorten the parts of a bid to the tokens that were really loaded, and yield the remaining parts.
+    """Cut the parts of a bid off after the tokens that were really loaded, and yield what remains.
 
-    A bid is the offer of a source to load tokens of a prompt.
+    A bid is the offer of a source to load tokens of a prompt. A load may cover only the first of them.
 
     Args:
-        parts: number of tokens by place (peer or tier), in the order of the prompt.
+        parts: places (peer or tier) and the number of tokens from each, in the order of the prompt.
         tokens: number of loaded tokens; at most the sum of the parts.
     """
     for part in parts:

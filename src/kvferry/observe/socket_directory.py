@@ -78,7 +78,7 @@ def listen(directory: Path, name: str) -> tuple[socket.socket, Path]:
 
     Args:
         directory: directory that `check_directory` has accepted.
-        name: name of the socket without its suffix.
+        name: file name of the socket without its suffix.
 
     Raises:
         ConfigError: the socket cannot be created.
@@ -105,7 +105,8 @@ def listen(directory: Path, name: str) -> tuple[socket.socket, Path]:
 def engine_sockets(directory: Path) -> list[Path]:
     """Return the paths of the engines' Unix sockets in a directory; empty if it does not exist.
 
-    Sockets that killed processes left behind before they listened are removed.
+    A socket is created under a temporary name. Files with such a name that are old are removed, because the
+    process that created them was killed before its socket was ready.
 
     Raises:
         ConfigError: other users may enter the directory, or the directory cannot be read.

@@ -67,7 +67,7 @@ class TraceServer:
 
         Args:
             traces: buffer with the traces to serve.
-            engine: description of the engine. Its times and counts are updated for each answer.
+            engine: description of the engine. Each answer has a copy with the current times and counts.
             max_requests: maximum number of requests in `traces`.
             seconds: longest time to read a question and send the answer, in seconds.
         """

@@ -96,7 +96,10 @@ class TransferLog:
             self.close()
 
     def _blocks(self, load: LoadBegan) -> int:
-        """Return the number of full-attention blocks that contain loaded tokens, including partial blocks."""
+        """Return how many KV blocks hold the tokens of a load, counting partly loaded blocks.
+
+        A block has the number of tokens that `full_attention_block` returns.
+        """
         return -(-load.end // self._block_tokens) - load.begin // self._block_tokens
 
 

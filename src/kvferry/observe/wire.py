@@ -36,7 +36,7 @@ class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A description of an engine, which is the first line of its answer to `kvferry explain`.
+    """A description of an engine: the first line of the engine's answer to `kvferry explain`.
 
     Attributes:
         kvferry: version of kvferry.
@@ -44,7 +44,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         model: name of the engine's model.
         pid: process id of the engine.
         role: ``prefill``, ``decode`` or ``both``.
-        wall, monotonic: current time in seconds since 1970, and in seconds of the monotonic clock.
+        wall, monotonic: time of the answer in seconds since 1970, and in seconds of the monotonic clock.
         remembered: number of requests that the engine remembers.
         most: maximum number of requests that the engine remembers.
         connector: name of the connector if the engine has several; empty otherwise.

@@ -18,8 +18,10 @@ def series(name: str, scope: Mapping[str, str] | None = None, **where: str) -> s
 
     Args:
         name: name of a metric in `EXPOSED`; for a histogram, with one of `SUFFIXES`.
-        scope: regular expressions by label, for labels that all metrics have; None for no restriction.
-        where: regular expressions by label, for other labels. With ``!`` in front, matches are excluded.
+        scope: regular expression for each label name. A dashboard passes the same scope, such as its selected
+            engines, for all metrics. None for no restriction.
+        where: regular expression for each further label name. If it begins with ``!``, series whose label
+            matches the rest are excluded.
 
     Raises:
         ValueError: the metric is unknown, or has no label of one of the given names.
@@ -62,7 +64,7 @@ def total(what: str, *by: str) -> str:
 
     Args:
         what: PromQL expression to sum.
-        by: labels for whose values there are separate sums; none for one sum over all series.
+        by: names of the labels to group by; none for one sum over all series.
 
     >>> total(per_second(series("kvferry_hits_total"), "5m"), "source")
     'sum by (source) (rate(kvferry_hits_total[5m]))'
@@ -71,12 +73,22 @@ def total(what: str, *by: str) -> str:
 
 
 def per_second(selector: str, over: str) -> str:
-    """Return a PromQL expression for the rate per second of a counter, over a time range such as ``5m``."""
+    """Return a PromQL expression for the rate per second of a counter.
+
+    Args:
+        selector: selector of the counter's series.
+        over: time range over which the rate is averaged, such as ``5m``.
+    """
     return f"rate({selector}[{over}])"
 
 
 def gained(selector: str, over: str) -> str:
-    """Return a PromQL expression for the increase of a counter in a time range such as ``30m``."""
+    """Return a PromQL expression for the increase of a counter.
+
+    Args:
+        selector: selector of the counter's series.
+        over: time range up to now in which the increase is measured, such as ``30m``.
+    """
     return f"increase({selector}[{over}])"
 
 
@@ -86,12 +98,17 @@ def quantile(q: float, selector: str, over: str, *by: str) -> str:
     Args:
         q: quantile, from 0 to 1.
         selector: selector of the histogram's ``_bucket`` series.
-        over: time range, such as ``5m``.
-        by: labels for whose values there are separate quantiles.
+        over: time range up to now whose observations count, such as ``5m``.
+        by: names of the labels to group by; none for one quantile over all series.
     """
     return f"histogram_quantile({q:g}, {total(per_second(selector, over), *by, 'le')})"
 
 
 def less(what: str, part: str) -> str:
-    """Return a PromQL expression for `what` minus `part`. A missing series of `part` counts as 0."""
+    """Return a PromQL expression for `what` minus `part`, series by series with equal labels.
+
+    Args:
+        what: PromQL expression to subtract from.
+        part: PromQL expression to subtract. It counts as 0 for labels that only `what` has.
+    """
     return f"({what} - ({part} or 0 * {what}))"

@@ -62,9 +62,9 @@ def level(name: str, *by: str, **where: str) -> str:
     """Return a PromQL expression that sums a gauge over the engines selected in the dashboard.
 
     Args:
-        name: name of the gauge.
-        by: labels for whose values there are separate sums.
-        where: regular expressions by label, for labels of the gauge.
+        name: name of the gauge in `EXPOSED`, such as ``kvferry_leases``.
+        by: names of the labels to group by; none for one sum over all series.
+        where: regular expression for each label name, which a series must match to be included.
     """
     return total(series(name, SCOPE, **where), *by)
 
@@ -73,9 +73,9 @@ def rate(name: str, *by: str, **where: str) -> str:
     """Return a PromQL expression for a counter's rate per second, over the engines selected in the dashboard.
 
     Args:
-        name: name of the counter.
-        by: labels for whose values there are separate rates.
-        where: regular expressions by label, for labels of the counter.
+        name: name of the counter in `EXPOSED`, such as ``kvferry_loads_total``.
+        by: names of the labels to group by; none for one rate over all series.
+        where: regular expression for each label name, which a series must match to be included.
     """
     return total(per_second(series(name, SCOPE, **where), _RATE), *by)
 
@@ -86,8 +86,9 @@ def quantiles(name: str, by: str = "") -> tuple[Query, ...]:
     The queries cover the engines that are selected in the dashboard.
 
     Args:
-        name: name of the histogram.
-        by: label for whose values separate lines are drawn; empty for one line per query.
+        name: name of the histogram in `EXPOSED`, such as ``kvferry_load_seconds``.
+        by: name of the label to group by, so that each of its values has a line of its own; empty for one
+            line per query.
     """
     labels, legend = ((by,), f"{{{{{by}}}}} ") if by else ((), "")
     buckets = series(f"{name}_bucket", SCOPE)
