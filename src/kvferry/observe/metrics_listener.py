@@ -132,7 +132,11 @@ class MetricsListener:
             request.until[event.attempt] = max(event.end, request.until.get(event.attempt, 0))
 
     def _load_ended(self, event: events.LoadEnded) -> None:
-        """Count the outcome of a load, and remember for its request whether the load succeeded."""
+        """Count the outcome of a load, and record in the history of its request whether the load succeeded.
+
+        Args:
+            event: end of the load. It is ignored if the load's beginning was not seen.
+        """
         began = self._loads.pop(event.load, None)
         if began is None:
             return

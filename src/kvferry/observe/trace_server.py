@@ -31,7 +31,8 @@ _HEAD = r"(?:\d+_)?(?:[a-z]+[-_])*"
 def matches_id(request_id: str, text: str) -> bool:
     """Return whether an engine's request id begins with a text.
 
-    The prefix that vLLM adds to request ids, such as ``cmpl-``, may be missing in the text.
+    The prefix that vLLM adds to request ids, such as ``cmpl-``, may be missing in the text. So the text can
+    be the id in the engine's answer, or the client's X-Request-Id.
 
     >>> matches_id("cmpl-5f3a-0-1b2c3d4e", "cmpl-5f3a")  # id of the answer
     True

@@ -199,7 +199,7 @@ def _cut(event: RequestEvent) -> RequestEvent:
 
 
 def _texts(event: RequestEvent) -> list[str]:
-    """Return the texts of an event that a client or a peer may have written."""
+    """Return the texts in an event whose length this engine does not limit: a client or a peer wrote them."""
     if isinstance(event, events.SourcesAsked):
         return [*(one.excluded for one in event.bids), *(one.detail for one in event.misses)]
     if isinstance(event, events.Arrived):

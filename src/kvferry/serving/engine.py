@@ -91,7 +91,8 @@ class EngineProcess:
         Args:
             spec: specification of the engine.
             log_path: path of the log file; an existing file is overwritten.
-            stop_timeout_seconds: time that the engine has to end after SIGTERM, before the guard kills it.
+            stop_timeout_seconds: time that the engine has to end after SIGTERM, before the guard kills it, in
+                seconds.
 
         Raises:
             OSError: the log file or the process cannot be created.

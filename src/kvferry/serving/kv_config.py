@@ -23,7 +23,8 @@ def kv_transfer_config(
 
     Args:
         role: role of the engine.
-        settings: values of the keys of `ConnectorConfig`; keys with the value None are omitted.
+        settings: values of the keys of `ConnectorConfig`, without which a key has its default; None for
+            defaults only. Keys with the value None are omitted.
         alone: True if kvferry's connector is the engine's only connector. In that case, the role PREFILL or
             DECODE sets ``transfer`` to true if there are ``tiers``, because it would default to false.
 

@@ -61,8 +61,9 @@ class Fleet:
         Args:
             specs: specifications of the engines.
             log_dir: folder for one log per engine, ``<name>.log``; created if it does not exist.
-            startup_timeout_seconds: longest time from the start of an engine until it must be ready.
-            stop_timeout_seconds: time that an engine has to end after SIGTERM, before it is killed.
+            startup_timeout_seconds: longest time from the start of an engine until it is ready, in seconds.
+            stop_timeout_seconds: time that an engine has to end after SIGTERM, before it is killed, in
+                seconds.
         """
         self._specs = tuple(specs)
         self._log_dir = log_dir

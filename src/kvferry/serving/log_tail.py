@@ -25,7 +25,7 @@ _MAX_CHARS = 500
 def error_line(log_path: Path) -> str | None:
     """Return the text of the last error in an engine's log; None if the log has no error.
 
-    An error that only reports the failure of another process is returned only if the log has no other error.
+    Errors that merely report the failure of another process are skipped, unless the log has no other error.
 
     Args:
         log_path: path of the log. Only its last 256 KiB are read.

@@ -22,6 +22,12 @@ def startup_progress(console: Console) -> Iterator[Callable[[Sequence[EngineProc
 
     On a terminal, the function updates a live table, which disappears at the end of the ``with`` block.
     Elsewhere, the function prints one line per change of state.
+
+    Args:
+        console: console for the table or the lines.
+
+    Yields:
+        Function that takes the engines, and shows the states that they had at their last `poll`.
     """
     if not console.is_terminal:
         yield _Lines(console)

@@ -43,7 +43,7 @@ def serve_fleet(
         console: console for the progress of the start, and for messages about engines that end.
         signals: handler of stop signals. The first signal stops the engines, and a second one kills them.
         announce: function that is called with one line about the endpoint, once it can serve requests.
-        startup_timeout_seconds: longest time from the start of an engine until it must be ready.
+        startup_timeout_seconds: longest time from the start of an engine until it is ready, in seconds.
 
     Raises:
         LaunchError: an engine did not start.

@@ -125,8 +125,8 @@ def fleet_specs(
         decode: number of decode engines.
         prefill_tensor_parallel: tensor-parallel ranks of each prefill engine.
         decode_tensor_parallel: tensor-parallel ranks of each decode engine.
-        prefill_settings: values of the keys of `ConnectorConfig` for the prefill engines.
-        decode_settings: values of the keys of `ConnectorConfig` for the decode engines.
+        prefill_settings: values of the keys of `ConnectorConfig` for the prefill engines; None for defaults.
+        decode_settings: values of the keys of `ConnectorConfig` for the decode engines; None for defaults.
         arguments: further arguments of vLLM's API server for every engine, such as other parallel sizes.
         machine: devices that the engines share; None for the devices of this machine.
 

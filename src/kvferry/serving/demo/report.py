@@ -60,6 +60,9 @@ def summary(rows: Sequence[RequestRow]) -> str:
 
     It gives the bytes of KV moved, the bytes that full attention in all layers would have moved, and the
     number of answers that are identical to a single engine's.
+
+    Args:
+        rows: results of all requests.
     """
     loads = [row.transfer for row in rows if row.transfer and row.transfer.outcome == "ready"]
     moved, full = sum(load.bytes for load in loads), sum(load.full_attention_bytes for load in loads)
@@ -78,7 +81,11 @@ def summary(rows: Sequence[RequestRow]) -> str:
 
 
 def failures(rows: Sequence[RequestRow]) -> Iterator[str]:
-    """Yield a sentence for each request whose prompt the decode engine computed itself, with the reason."""
+    """Yield a sentence for each request whose prompt the decode engine computed itself, with the reason.
+
+    Args:
+        rows: results in the order of the requests, which the sentences number from 1.
+    """
     for number, row in enumerate(rows, 1):
         load = row.transfer
         if load is None:

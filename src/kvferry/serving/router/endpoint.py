@@ -178,6 +178,10 @@ class _Answer:
 async def _read_body(receive: Receive, max_bytes: int) -> bytes | None:
     """Read and return the body of a request; None if the client disconnects before the body is complete.
 
+    Args:
+        receive: ASGI function that returns the next message from the client.
+        max_bytes: size of the largest accepted body, in bytes.
+
     Raises:
         _TooLarge: the body is larger than `max_bytes`.
     """

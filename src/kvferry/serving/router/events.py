@@ -69,6 +69,9 @@ async def relay_events(response: httpx.Response, send: Send, extra: Headers) -> 
 def _split(data: bytes) -> tuple[bytes, bytes]:
     """Split received bytes of an event stream after the last complete event.
 
+    Args:
+        data: bytes that begin at the start of an event.
+
     Returns:
         Bytes of all complete events, and bytes of the incomplete event after them.
     """

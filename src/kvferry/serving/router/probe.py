@@ -15,7 +15,14 @@ _HEALTH_SECONDS = 3.0
 
 
 async def probe(client: httpx.AsyncClient, backend: Backend) -> None:
-    """Query an engine's ``/health``, and mark the engine as up or down by the status of the answer."""
+    """Query an engine's ``/health``, and mark the engine as up or down by the status of the answer.
+
+    An engine that does not answer is marked as down.
+
+    Args:
+        client: HTTP client for all engines.
+        backend: engine to query.
+    """
     try:
         with anyio.fail_after(_HEALTH_SECONDS):
             async with client.stream("GET", f"{backend.url}/health") as response:
