@@ -19,7 +19,7 @@ from kvferry.serving.launch import Fleet
 from kvferry.serving.ports import free_ports
 from kvferry.serving.role import Role
 from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
-from kvferry.top.derive import figures
+from kvferry.top.derive import compute_figures
 from kvferry.top.exposition import parse_page
 from kvferry.top.window import window
 from support.vllm_engine.inside import distance
@@ -318,5 +318,5 @@ def test_a_server_knows_them_by_name_and_shows_what_its_engine_counts(
     asked = {name: str(metric.kind) for name, metric in EXPOSED.items() if CONNECTOR in metric.labels}
     if parent == "FerryMultiConnector":
         assert {name: kinds.get(name) for name in asked} == asked, "top and the dashboard ask for these"
-        found = figures([window(None, parse_page(shown, 0.0), "0")]).totals.connectors
+        found = compute_figures([window(None, parse_page(shown, 0.0), "0")]).totals.connectors
         assert {name: one.hits for name, one in found.items()} == {"one": 1, "two": 0}

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
-from kvferry.top.derive import figures
+from kvferry.top.derive import compute_figures
 from kvferry.top.exposition import Scrape
 from kvferry.top.figures import Figures
 from kvferry.top.window import Window, window
@@ -153,20 +153,20 @@ def fleet_view(all_seen: list[PolledAddress], at: float) -> FleetView:
         for number, of in own:
             name = seen.name if len(own) == 1 else f"{seen.name}/{number}"
             assert seen.now is not None  # noqa: S101  # the address has windows
-            said = seen.now
+            scrape = seen.now
             engines.append(
                 EngineRow(
                     name=name,
                     url=seen.url,
                     role=seen.role,
                     engine=number,
-                    model=said.model,
-                    ferry=said.ferry,
-                    started=said.started,
+                    model=scrape.model,
+                    ferry=scrape.ferry,
+                    started=scrape.started,
                     silence=None,
-                    figures=figures([of]),
+                    figures=compute_figures([of]),
                 )
             )
         if not own and not (seen.role == "router" and seen.silence is None):
             engines.append(EngineRow(name=seen.name, url=seen.url, role=seen.role, silence=seen.silence))
-    return FleetView(at, tuple(engines), figures(windows) if windows else None)
+    return FleetView(at, tuple(engines), compute_figures(windows) if windows else None)

@@ -24,21 +24,21 @@ from kvferry.top.values import Values
 from kvferry.top.window import Window
 
 
-def figures(windows: list[Window]) -> Figures:
+def compute_figures(windows: list[Window]) -> Figures:
     """Compute the figures that `kvferry top` shows for one engine, or for several engines together.
 
     Args:
         windows: metric values and rates of each of these engines.
     """
     several = Window.added(windows)
-    rates = None if several.rates is None else _flow(several.rates)
-    return Figures(_levels(several.now, [one.now for one in windows]), rates, _flow(several.now))
+    rates = None if several.rates is None else _activity_counts(several.rates)
+    return Figures(_gauges(several.now, [one.now for one in windows]), rates, _activity_counts(several.now))
 
 
 _ASKED = "kvferry_multi_queries_total"
 
 
-def _flow(values: Values) -> ActivityCounts:
+def _activity_counts(values: Values) -> ActivityCounts:
     """Compute the counts of requests, loads and chunks from the values of metrics.
 
     Args:
@@ -94,11 +94,11 @@ _VLLM_SOURCES = {"local_compute": "computed", "local_cache_hit": "local"}
 def _tokens(values: Values) -> dict[str, float]:
     of = values.by("vllm:prompt_tokens_by_source_total", "source")
     own = {name: of[source,] for source, name in _VLLM_SOURCES.items() if (source,) in of}
-    brought = {tier: n for (tier,), n in values.by("kvferry_hit_tokens_total", "tier").items()}
-    found = own | {tier: brought[tier] for tier in _ordered(brought)}
+    loaded = {tier: n for (tier,), n in values.by("kvferry_hit_tokens_total", "tier").items()}
+    found = own | {tier: loaded[tier] for tier in _ordered(loaded)}
     if values.by(_ASKED, CONNECTOR).keys() - values.by("kvferry_queries_total", CONNECTOR).keys():
         external = of.get(("external_kv_transfer",), 0.0)
-        found["others"] = max(0.0, external - sum(brought.values()))
+        found["others"] = max(0.0, external - sum(loaded.values()))
     return found
 
 
@@ -160,7 +160,7 @@ def _tier(values: Values, tier: str) -> TierCounts:
     )
 
 
-def _levels(values: Values, each: list[Values]) -> Gauges:
+def _gauges(values: Values, each: list[Values]) -> Gauges:
     pending = values.by("kvferry_pending_loads", "source")
     return Gauges(
         running=values.total("vllm:num_requests_running"),
@@ -177,11 +177,11 @@ def _levels(values: Values, each: list[Values]) -> Gauges:
 
 
 def _fullest(tier: str, each: list[Values]) -> TierUsage:
-    rooms = (room for one in each for room in _rooms(one, tier))
-    return max(rooms, key=lambda room: (room.share, room.used is not None, room.owed_chunks is not None))
+    usages = (usage for one in each for usage in _tier_usages(one, tier))
+    return max(usages, key=lambda usage: (usage.share, usage.used is not None, usage.owed_chunks is not None))
 
 
-def _rooms(values: Values, tier: str) -> list[TierUsage]:
+def _tier_usages(values: Values, tier: str) -> list[TierUsage]:
     """Return the usage of a KV tier as one engine reports it, with an entry per connector that reports it.
 
     Args:

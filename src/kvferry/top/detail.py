@@ -55,14 +55,16 @@ def detail(of: Figures, width: int, misses: int | None = None) -> Iterator[TextL
         misses: maximum number of lines about misses; None for no limit.
     """
     levels, rates, table = of.levels, of.rates, min(width, TABLE)
-    yield from _said("requests", _requests(of), width)
-    yield from _said("tokens/s", _tokens(rates), width)
+    yield from _item_lines("requests", _requests(of), width)
+    yield from _item_lines("tokens/s", _tokens(rates), width)
     failed = (
         any(of.totals.failed.values())
         or of.totals.recomputed_tokens > 0
         or any(connector.failed for connector in of.totals.connectors.values())
     )
-    yield from _said("failures", _failures(of), width, look=TextStyle.BAD if failed else TextStyle.PLAIN)
+    yield from _item_lines(
+        "failures", _failures(of), width, look=TextStyle.BAD if failed else TextStyle.PLAIN
+    )
     if of.totals.connectors:
         yield _head("connector", _CONNECTOR, table)
         for name in of.totals.connectors:
@@ -73,13 +75,13 @@ def detail(of: Figures, width: int, misses: int | None = None) -> Iterator[TextL
             yield TextLine(row(name, list(_source(of, name)), _SOURCE, table))
     if levels.tiers:
         yield _head("tier", _TIER, table)
-        for name, room in levels.tiers.items():
+        for name, usage in levels.tiers.items():
             now = None if rates is None else rates.tiers.get(name)
-            yield TextLine(row(name, list(_tier(room, now, of.totals.tiers[name])), _TIER, table))
-    yield from _said("misses", _misses(of), width, at_most=misses)
+            yield TextLine(row(name, list(_tier(usage, now, of.totals.tiers[name])), _TIER, table))
+    yield from _item_lines("misses", _misses(of), width, at_most=misses)
     if of.totals.stages:
-        yield from _said("peers", _peers(of.totals), width)
-    yield from _said("leases", _leases(of), width)
+        yield from _item_lines("peers", _peers(of.totals), width)
+    yield from _item_lines("leases", _leases(of), width)
 
 
 def extra(of: Figures, width: int) -> Iterator[TextLine]:
@@ -92,21 +94,21 @@ def extra(of: Figures, width: int) -> Iterator[TextLine]:
         width: maximum width of a line, in terminal cells.
     """
     moved = [f"{one.source} {one.group} {one.strategy} {format_bytes(one.size)}" for one in of.totals.moved]
-    yield from _said("moved", moved, width)
+    yield from _item_lines("moved", moved, width)
     for what in ("dropped", "missed"):
         reasons = {
             f"{name}: {reason}": n
             for name, tier in of.totals.tiers.items()
             for reason, n in (tier.dropped_chunks if what == "dropped" else tier.missed_chunks).items()
         }
-        yield from _said(what, (f"{reason} {number(n)}" for reason, n in reasons.items()), width)
+        yield from _item_lines(what, (f"{reason} {number(n)}" for reason, n in reasons.items()), width)
 
 
 def _head(name: str, columns: tuple[Column, ...], width: int) -> TextLine:
     return TextLine(row(name, [column.head for column in columns], columns, width), TextStyle.HEAD)
 
 
-def _said(
+def _item_lines(
     heading: str,
     items: Iterator[str] | list[str],
     width: int,
@@ -123,7 +125,7 @@ def _requests(of: Figures) -> Iterator[str]:
     yield f"{number(of.levels.running)} running"
     yield f"{number(of.levels.waiting)} waiting"
     yield f"cache {percent(of.levels.cache_usage)}"
-    first = _recent(of, lambda flow: flow.first_token_seconds)
+    first = _recent(of, lambda counts: counts.first_token_seconds)
     if first.median is not None:
         yield f"first token {format_seconds(first.median)}, p99 {_duration(first.p99)}"
 
@@ -140,7 +142,9 @@ def _tokens(rates: ActivityCounts | None) -> Iterator[str]:
 def _source(of: Figures, name: str) -> Iterator[str]:
     total = of.totals.sources[name]
     now = None if of.rates is None else of.rates.sources.get(name)
-    seconds = _recent(of, lambda flow: source.load_seconds if (source := flow.sources.get(name)) else None)
+    seconds = _recent(
+        of, lambda counts: source.load_seconds if (source := counts.sources.get(name)) else None
+    )
     yield number(None if now is None else now.queries)
     yield percent(None if now is None else now.hit_rate)
     yield percent(total.hit_rate)
@@ -162,11 +166,11 @@ def _connector(of: Figures, name: str) -> Iterator[str]:
     yield number(total.failed)
 
 
-def _tier(room: TierUsage, now: TierCounts | None, total: TierCounts) -> Iterator[str]:
-    yield _size(room.used)
-    yield _size(room.capacity)
-    yield percent(room.share) if room.capacity else "-"
-    yield number(room.owed_chunks)
+def _tier(usage: TierUsage, now: TierCounts | None, total: TierCounts) -> Iterator[str]:
+    yield _size(usage.used)
+    yield _size(usage.capacity)
+    yield percent(usage.share) if usage.capacity else "-"
+    yield number(usage.owed_chunks)
     yield number(None if now is None else now.fetched_chunks)
     yield _duration(total.fetch_seconds.p99)
     yield number(None if now is None else now.stored_chunks)

@@ -49,7 +49,7 @@ def screen(fleet: FleetView, width: int, height: int, *, chosen: int | None, eve
         chosen: index of the engine to show in detail; None for all together.
         every: time between readings, in seconds.
     """
-    engines = list_of(fleet, width, chosen)
+    engines = engine_list(fleet, width, chosen)
     about = fleet.together if chosen is None else fleet.engines[chosen].figures
     top = [title(fleet, width, every), about_line(fleet, chosen, width)]
     room = height - len(top) - 1
@@ -80,7 +80,8 @@ def text(fleet: FleetView, width: int, every: float) -> str:
         lines += [*detail(fleet.together, width), *extra(fleet.together, width)]
     return (
         "\n".join(
-            line.text.rstrip() for line in [*lines, TextLine(""), *list_of(fleet, width, None, whole=True)]
+            line.text.rstrip()
+            for line in [*lines, TextLine(""), *engine_list(fleet, width, None, whole=True)]
         )
         + "\n"
     )
@@ -94,9 +95,9 @@ def title(fleet: FleetView, width: int, every: float) -> TextLine:
         width: width of the line, in terminal cells.
         every: time between readings, in seconds.
     """
-    said = f"kvferry top  {fleet.answering} of {len(fleet.engines)} engines answer, read every {every:g} s"
+    heading = f"kvferry top  {fleet.answering} of {len(fleet.engines)} engines answer, read every {every:g} s"
     clock = time.strftime("%H:%M:%S", time.localtime(fleet.at))
-    return TextLine(fit(said, max(0, width - len(clock) - 1)) + f" {clock}", TextStyle.TITLE)
+    return TextLine(fit(heading, max(0, width - len(clock) - 1)) + f" {clock}", TextStyle.TITLE)
 
 
 def about_line(fleet: FleetView, chosen: int | None, width: int) -> TextLine:
@@ -118,7 +119,7 @@ def _about(fleet: FleetView, chosen: int | None) -> str:
     return f"all engines{': ' if models else ''}{', '.join(models)}"
 
 
-def list_of(fleet: FleetView, width: int, chosen: int | None, *, whole: bool = False) -> list[TextLine]:
+def engine_list(fleet: FleetView, width: int, chosen: int | None, *, whole: bool = False) -> list[TextLine]:
     """Return the list of engines: a heading and one line per engine.
 
     Args:
@@ -182,13 +183,13 @@ def _silent(engine: EngineRow, at: float, width: int, *, whole: bool) -> list[st
         whole: True for as many lines as needed; False for one line, in which a long name is shortened first.
     """
     if engine.silence is None:
-        said = "asked, has not answered yet"
+        status = "asked, has not answered yet"
     else:
         since = time.strftime("%H:%M:%S", time.localtime(engine.silence.since))
-        said = f"no answer since {since} ({format_age(at - engine.silence.since)}): {engine.silence.why}"
+        status = f"no answer since {since} ({format_age(at - engine.silence.since)}): {engine.silence.why}"
     if whole:
-        return broken(f"{_named(engine)}  {said}", width)
-    return [fit(f"{shortened(_named(engine), max(_NAME, width - cell_len(said) - 2))}  {said}", width)]
+        return broken(f"{_named(engine)}  {status}", width)
+    return [fit(f"{shortened(_named(engine), max(_NAME, width - cell_len(status) - 2))}  {status}", width)]
 
 
 def cached_share(tokens: dict[str, float] | None) -> float | None:
@@ -215,7 +216,7 @@ def _cells(of: Figures) -> Iterator[str]:
 
 
 def _wide(of: Figures, started: float | None, at: float) -> Iterator[str]:
-    fullest = max((room.share for room in of.levels.tiers.values()), default=None)
+    fullest = max((usage.share for usage in of.levels.tiers.values()), default=None)
     yield number(None if of.rates is None else of.rates.generated_tokens)
     yield percent(cached_share(dict(of.totals.tokens)))
     yield percent(fullest)

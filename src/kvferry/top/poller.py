@@ -84,9 +84,9 @@ class Poller:
 
     async def read_once(self) -> None:
         """Read the metrics of all addresses once, including engines that a router lists."""
-        asked: set[str] = set()
-        while new := self._seen.keys() - asked:
-            asked |= new
+        polled: set[str] = set()
+        while new := self._seen.keys() - polled:
+            polled |= new
             async with anyio.create_task_group() as group:
                 for url in new:
                     group.start_soon(self._read, url)
@@ -113,19 +113,19 @@ class Poller:
 
     async def _read(self, url: str) -> None:
         try:
-            said = await fetch_address(self._http, url)
+            answer = await fetch_address(self._http, url)
         except ProtocolError as error:
             self._seen[url] = self._seen[url].failed(time.time(), str(error))
         else:
-            if isinstance(said, Health):
-                self._routed(url, said)
+            if isinstance(answer, Health):
+                self._routed(url, answer)
             else:
-                self._seen[url] = self._seen[url].answered(said)
+                self._seen[url] = self._seen[url].answered(answer)
         self._changed()
 
-    def _routed(self, url: str, said: Health) -> None:
+    def _routed(self, url: str, answer: Health) -> None:
         self._seen[url] = replace(self._seen[url], role="router", silence=None)
-        for role, engines in (("prefill", said.prefill), ("decode", said.decode)):
+        for role, engines in (("prefill", answer.prefill), ("decode", answer.decode)):
             for engine in engines:
                 try:
                     parse_address(engine.url)

@@ -54,11 +54,11 @@ def window(before: Scrape | None, now: Scrape, engine: str) -> Window:
 
     def rates(name: str, series: Mapping[Labels, float]) -> dict[Labels, float]:
         was = {} if base is None else base.of.get(name, {})
-        return {labels: _gained(was.get(labels, 0.0), value) / seconds for labels, value in series.items()}
+        return {labels: _increase(was.get(labels, 0.0), value) / seconds for labels, value in series.items()}
 
     counted = {name: series for name, series in values.of.items() if name.endswith(_CUMULATIVE)}
     return Window(values, Values({name: rates(name, series) for name, series in counted.items()}))
 
 
-def _gained(was: float, value: float) -> float:
+def _increase(was: float, value: float) -> float:
     return value - was if value >= was else value

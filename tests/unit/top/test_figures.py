@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from kvferry.errors import ProtocolError
 from kvferry.observe.metrics_delta import MetricsDelta
 from kvferry.top.addresses import PolledAddress, fleet_view
-from kvferry.top.derive import figures
+from kvferry.top.derive import compute_figures
 from kvferry.top.exposition import Scrape, parse_page
 from kvferry.top.figures import Figures
 from kvferry.top.lines import cached_share, screen, text
@@ -22,7 +22,7 @@ from support.metrics_page import Page, busy, several
 
 
 def of(before: Scrape | None, now: Scrape, engine: str = "0") -> Figures:
-    return figures([window(before, now, engine)])
+    return compute_figures([window(before, now, engine)])
 
 
 def test_a_page_is_read_engine_by_engine():
@@ -32,7 +32,7 @@ def test_a_page_is_read_engine_by_engine():
     found = parse_page(page.text(), 5.0)
     assert (found.at, found.started, found.model, found.ferry) == (5.0, 1000.0, "a model", True)
     assert [of(None, found, engine).totals.prompt_tokens for engine in ("0", "1")] == [1500, 3000]
-    assert figures([window(None, found, engine) for engine in "01"]).totals.prompt_tokens == 4500
+    assert compute_figures([window(None, found, engine) for engine in "01"]).totals.prompt_tokens == 4500
 
 
 def test_a_page_without_kvferry_is_an_engine_too():
@@ -172,7 +172,7 @@ def test_of_several_engines_a_tier_is_as_full_as_the_fullest():
     smaller.set("tier_capacity_bytes", "file", to=9.8e9)
     other.count(smaller)
     more = parse_page(other.text(), 0.0)
-    both = figures([window(None, scrape(0.0, 1), "0"), window(None, more, "0")])
+    both = compute_figures([window(None, scrape(0.0, 1), "0"), window(None, more, "0")])
     assert both.levels.tiers["file"].capacity == 9.8e9
     assert both.levels.running == 10
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvferry.observe.dashboard.expressions import ENGINE, gained, less, per_second, series, total
+from kvferry.observe.dashboard.expressions import ENGINE, increase, minus, per_second, series, total
 from kvferry.observe.exposed_names import CONNECTOR
 
 
@@ -42,8 +42,8 @@ def _rate(name: str, by: tuple[str, ...], **where: str) -> str:
     return total(per_second(series(name, None, **where), "10m"), *by)
 
 
-def _gained(name: str, by: tuple[str, ...], over: str, **where: str) -> str:
-    return total(gained(series(name, None, **where), over), *by)
+def _increase(name: str, by: tuple[str, ...], over: str, **where: str) -> str:
+    return total(increase(series(name, None, **where), over), *by)
 
 
 _FAILED = _rate("kvferry_loads_total", _SOURCE, outcome="failed")
@@ -56,9 +56,9 @@ _USED = total(series("kvferry_tier_used_bytes", tier=_SLOW), *_TIER)
 _CAPACITY = total(series("kvferry_tier_capacity_bytes", tier=_SLOW), *_TIER)
 _STORED = _rate("kvferry_tier_stored_chunks_total", _TIER, tier=_SLOW)
 _DROPPED = _rate("kvferry_tier_dropped_chunks_total", _TIER, tier=_SLOW)
-_LOOKED = less(
-    _gained("kvferry_queries_total", _SOURCE, "30m"),
-    _gained("kvferry_misses_total", _SOURCE, "30m", reason="local"),
+_LOOKED = minus(
+    _increase("kvferry_queries_total", _SOURCE, "30m"),
+    _increase("kvferry_misses_total", _SOURCE, "30m", reason="local"),
 )
 
 ALERTS = (
@@ -73,7 +73,7 @@ ALERTS = (
     ),
     Alert(
         name="KVFerryDeadlinesPass",
-        expression=f"{_gained('kvferry_loads_total', _SOURCE, '10m', outcome='expired')} > 2",
+        expression=f"{_increase('kvferry_loads_total', _SOURCE, '10m', outcome='expired')} > 2",
         lasts="2m",
         summary=f"Loads from {{{{ $labels.source }}}} exceed their deadline on {_WHO}: "
         "{{ $value | humanize }} in ten minutes",
@@ -116,7 +116,7 @@ ALERTS = (
     ),
     Alert(
         name="KVFerryNoHits",
-        expression=f"{_LOOKED} > 100 unless {_gained('kvferry_hits_total', _SOURCE, '30m')} > 0",
+        expression=f"{_LOOKED} > 100 unless {_increase('kvferry_hits_total', _SOURCE, '30m')} > 0",
         lasts="15m",
         severity="info",
         summary=f"No hits from {{{{ $labels.source }}}} on {_WHO} in {{{{ $value | humanize }}}} queries",

@@ -82,7 +82,7 @@ def per_second(selector: str, over: str) -> str:
     return f"rate({selector}[{over}])"
 
 
-def gained(selector: str, over: str) -> str:
+def increase(selector: str, over: str) -> str:
     """Return a PromQL expression for the increase of a counter.
 
     Args:
@@ -104,7 +104,7 @@ def quantile(q: float, selector: str, over: str, *by: str) -> str:
     return f"histogram_quantile({q:g}, {total(per_second(selector, over), *by, 'le')})"
 
 
-def less(what: str, part: str) -> str:
+def minus(what: str, part: str) -> str:
     """Return a PromQL expression for `what` minus `part`, series by series with equal labels.
 
     Args:

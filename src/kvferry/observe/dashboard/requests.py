@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.observe.dashboard.expressions import less
+from kvferry.observe.dashboard.expressions import minus
 from kvferry.observe.dashboard.panels import Panel, PanelRow, Query, level, quantiles, rate
 
 ENGINES = PanelRow(
@@ -44,7 +44,7 @@ HITS = PanelRow(
             (
                 Query(
                     f"{rate('kvferry_hits_total', 'source')} / "
-                    + less(
+                    + minus(
                         rate("kvferry_queries_total", "source"),
                         rate("kvferry_misses_total", "source", reason="local"),
                     ),
