@@ -190,8 +190,9 @@ def _copies(job: CalibrationJob) -> Fit:
 class _Copy:
     """A copy of cells between a pool of blocks and contiguous memory, for measuring its time.
 
-    A cell is the part of a block that is copied as one unit. In the pool, each cell consists of runs with
-    gaps of the same length between them. The cells are copied in random order.
+    A cell is the part of a block that is copied as one unit. In the pool, each cell consists of runs
+    (contiguous ranges of bytes), and the gap between two runs is as long as a run. The cells are copied in
+    random order.
 
     Attributes:
         work: numbers of cells, of runs and of bytes that one copy moves, in this order.

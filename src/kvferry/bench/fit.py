@@ -27,7 +27,8 @@ class Fit:
 
     Attributes:
         costs: seconds per piece of work of each kind, float64 of shape (kinds,).
-        errors: relative error of each predicted timing, |predicted / measured - 1|, float64 of shape (n,).
+        errors: relative error of each predicted timing, |predicted / measured - 1|, float64 of shape
+            (timings,).
     """
 
     costs: Floats

@@ -179,7 +179,7 @@ class RawNixlMover:
 class MemcpyMover:
     """A mover (benchmarked method of moving bytes) that copies host memory with one thread of this process.
 
-    It copies as many bytes as the request has, to the memory of the KV cache.
+    It copies as many bytes as the KV of the request has, into the memory of the reader's KV cache.
     """
 
     name = "(c) memcpy"

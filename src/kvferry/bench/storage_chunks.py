@@ -216,7 +216,7 @@ def _run_all(queue: TierQueue, count: int, depth: int, begin: Callable[[int], No
         queue: queue for the tier.
         count: number of chunks.
         depth: maximum number of chunks in flight at a time.
-        begin: function that takes the number of a chunk, and begins to store or load the chunk.
+        begin: function that takes the index of a chunk, and begins to store or load the chunk.
 
     Raises:
         TransferError: a chunk could not be stored or loaded.

@@ -173,11 +173,16 @@ def _packed_group_counts(
     """Return the number of KV cache groups for each kind of layer in a layout whose outermost axis is blocks.
 
     This is vLLM's rule for models whose pages (one block in one layer) differ in size. A *bucket* contains
-    all layers that need the same tokens and have the same block size. If some bucket contains several kinds
-    of layers in equal numbers, every such bucket is one group. The layers of a bucket with a single kind are
-    then distributed over groups of about as many layers. If no bucket contains several kinds in equal
-    numbers, only sliding-window layers are distributed. A group then gets as many of them as fit into the
-    bytes of a block, which the other layers determine.
+    all layers that need the same tokens and have the same block size. There are two cases:
+
+    - Some buckets contain several kinds of layers in equal numbers. Each of these buckets is one group. The
+      layers of a bucket with a single kind are distributed over groups that each have room for at least as
+      many layers as any kind in these buckets has (`_layers_per_group`).
+    - There is no such bucket. Only sliding-window layers are distributed. A group gets as many of them as fit
+      into the bytes of a block. These are the bytes of the largest bucket, in which only one layer of each
+      sliding-window kind is counted.
+
+    Every other kind of layer is in one group.
 
     Args:
         layer_counts: number of layers of each kind.

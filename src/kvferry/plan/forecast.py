@@ -174,13 +174,14 @@ def _full_bytes(
 ) -> list[int | None]:
     """Return the bytes that would be transferred for each kind of layer if all layers had full attention.
 
-    A layer that caches only recurrent state counts as much as the attention layer with the most bytes.
-    Recurrent state in a layer that also has attention counts as 0.
+    A layer that caches only recurrent state counts as an attention layer: as much as the one with the most
+    bytes. Recurrent state in a layer that also has attention counts as 0, because this attention is counted.
 
     Args:
         reading: description of the model's KV cache.
         kinds: KV cache of each kind of layer.
-        totals: for each kind, the bytes that would be transferred with full attention instead of windows.
+        totals: bytes of each kind with full attention instead of windows. The entries of recurrent state are
+            not used.
         counts: number of layers of each kind.
 
     Returns:

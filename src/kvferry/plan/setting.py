@@ -144,8 +144,9 @@ class PlannedTransfer:
 
         Args:
             route: layers that are copied alike between two ranks.
-            kind: assumed kind of these layers' cache, such as full attention.
-            attention_span: assumed attention span of these layers in tokens; 0 for all tokens.
+            kind: kind to assume for these layers' cache. It may differ from the real kind, to compare windows
+                with full attention.
+            attention_span: attention span to assume for these layers, in tokens; 0 for all tokens.
         """
         src, dst = self.src_tables.by_group[route.src_group], self.dst_tables.by_group[route.dst_group]
         return select_cells(

@@ -33,9 +33,9 @@ class SnapshotSteps:
 
     A *snapshot* is the recurrent state of a sequence at one position.
 
-    Example: an engine with blocks of 128 tokens computes a prompt of 2,000 tokens. The engine computes the
-    prompt in one step, then in steps of 512 tokens, then in steps of 512 tokens with snapshots retained every
-    1,024 tokens.
+    Example: an engine with blocks of 128 tokens computes a prompt of 2,000 tokens under three settings: in
+    one step; in steps of 512 tokens (600, rounded down to whole blocks); and in such steps with snapshots
+    retained every 1,024 tokens and at the end.
 
     >>> settings = ((2048, 0), (600, None), (600, 1024))
     >>> [list(SnapshotSteps(128, step, retention).positions(2000)) for step, retention in settings]

@@ -105,7 +105,11 @@ class TransferTotals:
 
     @classmethod
     def of(cls, parts: Iterable[Self]) -> Self:
-        """Return the sum of several totals. Only `full_bytes` is not summed. It is 0 in the result."""
+        """Return the sum of several totals.
+
+        Only `full_bytes` is not summed, because `estimate` takes this sum as an argument. In the result, it
+        is 0.
+        """
         whole = cls()
         for part in parts:
             whole.pages += part.pages

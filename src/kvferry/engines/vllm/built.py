@@ -50,8 +50,8 @@ class Built:
 
     Attributes:
         config: for each key of the model's configuration, the values that the ranks have, as texts.
-        modules: for each fact about the model's modules, its values as texts. Several modules may have
-            different values of one fact.
+        modules: values as texts, by name of the fact: ``class`` (of the model), or a module's class and its
+            attribute or buffer. There are several values if modules of this class differ.
     """
 
     config: Mapping[str, frozenset[str]] = field(default_factory=dict)

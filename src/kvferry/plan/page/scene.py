@@ -153,7 +153,7 @@ def _blocks(route: Route) -> tuple[int, int]:
 
 
 def _names(ranks: Sequence[RankGeometry], group: int) -> Iterator[str]:
-    """Yield the name of every layer that a KV cache group has on several ranks, each name once.
+    """Yield the names of the layers that a KV cache group has on any of the given ranks, each name once.
 
     Args:
         ranks: memory geometry of the ranks.

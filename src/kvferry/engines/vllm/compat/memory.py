@@ -21,7 +21,7 @@ These methods do not check ``enable_sleep_mode``. They release the memory of the
 
 
 def sleeps(vllm_config: Any) -> bool:
-    """Return True if the setting ``enable_sleep_mode`` allows the engine to release its device memory."""
+    """Return True if the engine may sleep (release its device memory): ``enable_sleep_mode`` is set."""
     return bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
 
 

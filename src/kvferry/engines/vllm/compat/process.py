@@ -37,9 +37,10 @@ def sleep_between_polls(vllm_config: VllmConfig) -> None:
 
 
 def after_forward() -> Callable[[], None]:
-    """Return a function that waits until the GPU has done all work that is queued on the current stream now.
+    """Return a function that waits for the GPU work that is on the current stream when this is called.
 
-    The function may be called in any thread. If no GPU is in use, the function returns at once.
+    Work that is queued later is not waited for. The returned function may be called in any thread. If no GPU
+    is in use, it returns at once.
     """
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return lambda: None

@@ -122,6 +122,9 @@ def _proved(
     The function tries the descriptions that kvferry has for the backend, then contiguous bytes per head and
     token.
 
+    Args:
+        layer, spec, tensor, num_blocks, shard: same as in `page_of_attention`.
+
     Returns:
         Fields of the page and an empty string. If no description is confirmed, an empty tuple and the reason.
     """

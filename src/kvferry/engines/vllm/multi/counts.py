@@ -15,7 +15,8 @@ class Counts:
     """Counts of how often each child connector is chosen, and of how its loads end.
 
     Attributes:
-        increments: increment of each counter since the last call of `take`.
+        increments: increment of each counter since the last call of `take`. Keys: (metric, name of the child,
+            outcome); the outcome is empty for metrics without one.
         pending: number of asynchronous loads in flight, by name of the child; not cleared by `take`.
     """
 
