@@ -40,7 +40,7 @@ class Summary:
 
     @property
     def queued(self) -> float:
-        """Return the rest of `seconds`, in which no KV was loaded and no look-up awaited; 0 if unknown."""
+        """Return the part of `seconds` that is neither `loading` nor `looking`; 0 if not scheduled yet."""
         return max(0.0, (self.seconds or 0.0) - self.loading - self.looking)
 
 

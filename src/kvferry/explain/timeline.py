@@ -42,8 +42,8 @@ def timeline(trace: RequestTrace) -> list[TimelineEntry]:
 class _Timeline:
     """Writer of the timeline of one trace.
 
-    It keeps state, because the sentence about an event can depend on earlier events: an admission after the
-    request was scheduled, for example, is described as the end of a preemption.
+    It keeps state, because the sentence about an event can depend on earlier events. For example, if sources
+    are asked for a request that was already scheduled, the request has been preempted.
     """
 
     def __init__(self, trace: RequestTrace) -> None:
@@ -171,9 +171,9 @@ class _Timeline:
             yield "The lease has expired: its consumer sent no heartbeat."
 
     def _again(self) -> Iterator[str]:
-        """Yield a sentence that the request was preempted, if it was scheduled before; otherwise nothing.
+        """Yield a sentence saying that the request was preempted, if it was; otherwise nothing.
 
-        Called for an event that occurs only before a request is scheduled.
+        Called for an event that precedes scheduling: if the request was scheduled before, it was preempted.
         """
         if self._settled:
             self._settled = False

@@ -31,7 +31,8 @@ class Metric:
         name: name without `PREFIX` and, for counters, without ``_total``.
         kind: counter, gauge or histogram.
         help_text: help text.
-        labels: names of the metric's own labels, in the order in which their values are passed.
+        labels: names of the labels that kvferry sets, in the order in which their values are passed; without
+            labels that vLLM and Prometheus add.
     """
 
     name: str

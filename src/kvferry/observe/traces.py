@@ -64,7 +64,8 @@ class RequestTrace:
         events: events in the order of time, without events of stores and heartbeats.
         left_out: number of events that were dropped from the middle of a long trace.
         stored: summaries of the stores to host memory, one per KV cache group.
-        heartbeats: number of heartbeats by which the reading engine extended the lease on the blocks.
+        heartbeats: number of heartbeats by which the reading engine extended its lease on this request's
+            blocks.
     """
 
     request_id: str
@@ -199,7 +200,7 @@ def _cut(event: RequestEvent) -> RequestEvent:
 
 
 def _texts(event: RequestEvent) -> list[str]:
-    """Return the texts in an event whose length this engine does not limit: a client or a peer wrote them."""
+    """Return the texts of an event that can have any length, because a client or a peer wrote them."""
     if isinstance(event, events.SourcesAsked):
         return [*(one.excluded for one in event.bids), *(one.detail for one in event.misses)]
     if isinstance(event, events.Arrived):

@@ -23,8 +23,8 @@ def kv_transfer_config(
 
     Args:
         role: role of the engine.
-        settings: values of the keys of `ConnectorConfig`, without which a key has its default; None for
-            defaults only. Keys with the value None are omitted.
+        settings: values of keys of `ConnectorConfig`; other keys, and those with the value None, get their
+            defaults. None to set no key.
         alone: True if kvferry's connector is the engine's only connector. In that case, the role PREFILL or
             DECODE sets ``transfer`` to true if there are ``tiers``, because it would default to false.
 

@@ -51,6 +51,6 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(sock: socket.socket) -> str:
-    """Return the HTTP URL at which a listening socket can be reached, without a trailing slash."""
+    """Return the HTTP URL with the address and port of a listening socket, without a trailing slash."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"http://{host}:{port}"

@@ -21,7 +21,7 @@ class Unreachable:
     """The failure of an address that does not answer.
 
     Attributes:
-        since: time of the first failure, in seconds since 1970.
+        since: time of the first failure after the last success, in seconds since 1970.
         why: text of the last error.
     """
 

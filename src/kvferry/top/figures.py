@@ -23,7 +23,7 @@ class Latency:
         Args:
             values: values of metrics.
             name: name of the histogram, without the suffix ``_bucket``.
-            labels: labels that a series must have to be included.
+            labels: label values that a series must have to be included, by label name.
         """
         buckets = values.buckets(name, **labels)
         return cls(quantile(0.5, buckets), quantile(0.99, buckets))
@@ -36,8 +36,8 @@ class SourceFigures:
     Attributes:
         queries: number of requests for which the source was queried.
         hits: number of requests for which the source loaded KV.
-        hit_rate: hits as a share of queries, from 0 to 1; None without queries. Left out of these queries
-            are those for which the engine's own prefix cache already held all tokens that could be used.
+        hit_rate: hits as a share of queries, from 0 to 1; None without queries. A query does not count here
+            if the engine's own prefix cache already held all tokens that could be used.
         loads: number of ended loads, by outcome.
         load_bytes: number of bytes loaded.
         load_seconds: latency of successful loads.

@@ -64,7 +64,7 @@ class Values:
 
         Args:
             name: name of the metric.
-            where: labels that a series must have to be counted.
+            where: label values that a series must have to be counted, by label name.
         """
         return sum(
             value for has, value in self.of.get(name, {}).items() if where.items() <= dict(has).items()
@@ -75,8 +75,9 @@ class Values:
 
         Args:
             name: name of the metric.
-            labels: labels to group by. The keys of the result are tuples of their values, in this order.
-            where: labels that a series must have to be counted.
+            labels: names of the labels to group by. The keys of the result are tuples of their values, in
+                this order.
+            where: label values that a series must have to be counted, by label name.
         """
         sums: defaultdict[tuple[str, ...], float] = defaultdict(float)
         for has, value in self.of.get(name, {}).items():
@@ -90,7 +91,7 @@ class Values:
 
         Args:
             name: name of the histogram, without the suffix ``_bucket``.
-            where: labels that a series must have to be counted.
+            where: label values that a series must have to be counted, by label name.
         """
         return sorted(
             HistogramBucket(float(le), n) for (le,), n in self.by(f"{name}_bucket", "le", **where).items()

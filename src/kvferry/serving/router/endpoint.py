@@ -90,7 +90,7 @@ class RouterEndpoint:
         hop: Hop,
         max_body_bytes: int,
     ) -> None:
-        """Store the handler and what is checked before it runs.
+        """Store the handler, the set of requests under way, and the limit for request bodies.
 
         Args:
             handler: coroutine function that answers a `Call` through an ASGI `send` function.

@@ -12,7 +12,7 @@ from kvferry.errors import ConfigError
 
 
 def digest(*parts: object) -> str:
-    """Return a digest of `parts`: the first ten hex digits of the SHA-256 of the tuple's ``repr``."""
+    """Return a digest of `parts`: the first ten hex digits of the SHA-256 of ``repr(parts)``."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:10]
 
 
