@@ -159,7 +159,8 @@ class EngineProcess:
     def begin_stop(self) -> None:
         """Ask the engine to end, and return at once.
 
-        The guard process kills the engine if it is still running after the grace period.
+        The guard process sends SIGTERM, and kills the engine if it is still running after
+        `stop_timeout_seconds`.
         """
         if self._lifeline >= 0:
             os.close(self._lifeline)

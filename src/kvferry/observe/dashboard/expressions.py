@@ -17,7 +17,7 @@ def series(name: str, scope: Mapping[str, str] | None = None, **where: str) -> s
     """Return a PromQL selector for the series of a metric whose labels match regular expressions.
 
     Args:
-        name: name of a metric in `EXPOSED`; for a histogram, with one of `SUFFIXES`.
+        name: name of a metric in `EXPOSED`; for a histogram, followed by one of `SUFFIXES`.
         scope: regular expression for each label name. A dashboard passes the same scope, such as its selected
             engines, for all metrics. None for no restriction.
         where: regular expression for each further label name. If it begins with ``!``, series whose label
@@ -44,7 +44,7 @@ def labels_of(name: str) -> frozenset[str]:
     """Return the names of all labels of a series, including labels that vLLM and Prometheus add.
 
     Args:
-        name: name of a metric in `EXPOSED`; for a histogram, with one of `SUFFIXES`.
+        name: name of a metric in `EXPOSED`; for a histogram, followed by one of `SUFFIXES`.
 
     Raises:
         ValueError: the metric is unknown.

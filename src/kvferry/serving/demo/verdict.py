@@ -29,10 +29,10 @@ def compare(
     """Compare the answer of a prefill and a decode engine with the answer of a single engine.
 
     If the answers differ, the single engine prefills its own answer up to the first different token. It thus
-    computes the log probabilities at that position a second time. Call the largest difference between its log
-    probabilities from decoding and from prefilling the gap. The verdict is OWN_GAP if the log probabilities
-    of the two different tokens are at most twice the gap apart, otherwise NO. It is also NO if the pair's
-    token is not among the single engine's likeliest, or if one answer is only longer than the other.
+    computes the log probabilities at that position a second time. The gap is the largest difference between
+    its log probabilities from decoding and those from prefilling. The verdict is OWN_GAP if the log
+    probabilities of the two different tokens are at most twice the gap apart, otherwise NO. It is also NO if
+    the pair's token is not among the single engine's likeliest, or if one answer is the other cut short.
 
     Args:
         pair: answer of the prefill and decode engines together.
