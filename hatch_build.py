@@ -27,7 +27,6 @@ class NativeCopies(BuildHookInterface[Any]):
         if self.target_name != "wheel":
             return
         library = Path(self.root, LIBRARY)
-        library.unlink(missing_ok=True)
         if why := compiled(Path(self.root, SOURCE), library):
             self.app.display_warning(f"kvferry copies with numpy instead of its native kernel: {why}")
             return
@@ -38,13 +37,22 @@ class NativeCopies(BuildHookInterface[Any]):
 
 
 def compiled(source: Path, library: Path) -> str:
-    """Compile a C file to a shared library; return the reason why this is impossible, or ``""``."""
-    compiler = shlex.split(os.environ.get("CC", "cc"))
+    """Compile a C file to a shared library; return the reason why this is impossible, or ``""``.
+
+    An older library is replaced in one step, because processes may be loading it. It is removed if the
+    compilation fails.
+    """
+    compiler = shlex.split(os.environ.get("CC") or "cc")
+    new = library.with_name(f"{library.name}.{os.getpid()}")
     if shutil.which(compiler[0]) is None:
-        return f"there is no C compiler ({compiler[0]})"
-    command = [*compiler, "-O3", "-shared", "-fPIC", "-o", str(library), str(source)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        library.unlink(missing_ok=True)
-        return f"{compiler[0]} failed: {' '.join(ended.stderr.split())[:500]}"
-    return ""
+        why = f"there is no C compiler ({compiler[0]})"
+    else:
+        command = [*compiler, "-O3", "-shared", "-fPIC", "-o", str(new), str(source)]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        if ended.returncode == 0 and new.exists():
+            new.replace(library)
+            return ""
+        why = f"{compiler[0]} failed: {' '.join(ended.stderr.split())[:500] or 'no message'}"
+    for leftover in (new, library):
+        leftover.unlink(missing_ok=True)
+    return why

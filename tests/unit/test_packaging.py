@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -79,22 +81,23 @@ def test_importing_is_light(module: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_has_the_package_its_marker_and_its_licence(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "build",
-        "--no-isolation",
-        "--wheel",
-        "--outdir",
-        str(tmp_path),
-        str(ROOT),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
-    [wheel] = tmp_path.iterdir()
-    assert wheel.name == f"kvferry-{kvferry.__version__}-py3-none-any.whl"
-    inside = zipfile.ZipFile(wheel).namelist()
-    assert {"kvferry/py.typed", "kvferry/plan/models.toml"} <= set(inside)
+@pytest.mark.parametrize("compiler", ["cc", "no-such-compiler"])
+def test_the_wheel_has_the_package_its_marker_and_its_licence(tmp_path: Path, compiler: str) -> None:
+    if compiler == "cc" and shutil.which("cc") is None:
+        pytest.skip("there is no C compiler")
+    tree = tmp_path / "tree"
+    shutil.copytree(ROOT / "src", tree / "src", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "hatch_build.py", ".gitignore"):
+        shutil.copy(ROOT / name, tree)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(tmp_path / "dist")]
+    environment = {**os.environ, "CC": compiler}
+    subprocess.run([*command, str(tree)], check=True, capture_output=True, env=environment)
+    [wheel] = (tmp_path / "dist").iterdir()
+    inside = set(zipfile.ZipFile(wheel).namelist())
+    platform = wheel.name.removeprefix(f"kvferry-{kvferry.__version__}-py3-none-").removesuffix(".whl")
+    assert platform.startswith("linux_") if compiler == "cc" else platform == "any"
+    assert ("kvferry/memory/_strided_copy.so" in inside) == (compiler == "cc")
+    assert {"kvferry/py.typed", "kvferry/plan/models.toml", "kvferry/memory/strided_copy.c"} <= inside
     assert any(name.endswith("licenses/LICENSE") for name in inside)
     sources = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")}
-    assert sources <= set(inside)
+    assert sources <= inside
