@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Tensor-parallel rank that holds a page of recurrent state, and the memory order of its convolutions.
+    """Tensor-parallel rank that holds a page of recurrent state, and the memory order of convolution states.
 
     Attributes:
         rank, ranks: index of the rank, and number of ranks.

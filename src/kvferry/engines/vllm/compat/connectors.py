@@ -57,7 +57,9 @@ def supports_hybrid(vllm_config: VllmConfig) -> bool:
 
 
 def with_connector(vllm_config: VllmConfig, transfer: Mapping[str, Any]) -> VllmConfig:
-    """Return a copy of an engine's configuration with other connector settings; the rest is shared.
+    """Return a copy of an engine's configuration with other connector settings.
+
+    The copy shares all other parts with the original.
 
     Args:
         vllm_config: the engine's configuration; not changed.

@@ -67,7 +67,7 @@ def fields_of(written: tuple[WrittenField, ...]) -> tuple[Field, ...]:
 def packed_kv(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
     """Describe pages that hold, for each head and token, the elements of K and then the elements of V.
 
-    Most GPU backends use such pages, DIFFKV included. K and V may have different numbers of elements.
+    Most GPU backends use such pages. In DIFFKV backends, K and V have different numbers of elements.
 
     Args:
         s: strides of the layer's cache.
@@ -186,7 +186,7 @@ def indexer(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
 
 
 def cpu_kv(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
-    """Describe pages of the vector code of CPU_ATTN, which hold a K array and then a V array for each head.
+    """Describe pages of CPU_ATTN's vector kernels, which hold a K array and then a V array for each head.
 
     The K array has the shape ``[D][tokens]``. The V array has the shape ``[tokens][D]``. ``D`` is the head
     size.
@@ -406,7 +406,7 @@ not listed may still be described by `cells`."""
 def is_known(backend: str) -> bool:
     """Return True if kvferry has descriptions of the pages of an attention backend.
 
-    Pages of such a backend usually move field by field, not as opaque bytes.
+    A page of such a backend moves field by field, not as opaque bytes, if a check confirms a description.
 
     Args:
         backend: name of the attention backend.

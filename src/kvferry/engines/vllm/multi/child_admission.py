@@ -67,7 +67,7 @@ class _RequestState(RequestState[_Plan]):
         answers: number of tokens that each child can load, as last stated; None for a child that is still
             looking.
         load: load in flight; None without one. No child reports the end of a synchronous load, so such a load
-            stays here until the request ends, or until vLLM asks again how many of its tokens can be loaded.
+            stays here until the request ends, or until vLLM asks again how many tokens can be loaded for it.
     """
 
     answers: tuple[int | None, ...] = ()
