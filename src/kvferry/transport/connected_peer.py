@@ -160,9 +160,9 @@ class ConnectedPeer:
         self._made.close()
 
     def _absent_layer_clearings(self, order: ReadOrder) -> list[tuple[StagingCopies, Int64s]]:
-        """Return the blocks to zero in layers that only this rank has, such as those of a draft model.
+        """Return the blocks to zero in those layers of this rank's draft model that the peer does not have.
 
-        The read cannot fill these layers, and the blocks may hold KV of earlier requests.
+        No read fills these layers, and the old content of the blocks may be NaN.
 
         Returns:
             (operation that zeroes the bytes of some of these layers in a block, ids of the blocks to zero).

@@ -106,7 +106,10 @@ class _Handshake:
 
 
 class Handshakes:
-    """The handshakes with all peers, and the status of each peer. Each handshake has its own deadline."""
+    """The handshakes with all peers, and the status of each peer. Each handshake has its own deadline.
+
+    This class makes and processes the messages; the caller sends and receives them.
+    """
 
     def __init__(
         self,
@@ -138,17 +141,19 @@ class Handshakes:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def status(self, address: Address, incarnation: int | None = None) -> PeerStatus | None:
-        """Return the status of a peer. Return None if a new handshake with the peer is needed.
+        """Return the status of a peer. Return None if the caller must start a new handshake with the peer.
 
-        A new handshake is needed if the peer is unknown, or if its refusal is over. It is also needed if the
-        peer may have restarted: its known incarnation differs from `incarnation`, and no handshake was
-        requested for this reason in the last `REFRESH_SECONDS`. If the new handshake finds the known
-        incarnation again, `incarnation` is outdated. The caller compares it with `PeerInfo.facts`.
+        A new handshake is needed in three cases: the peer is unknown; it was refused, and `REFUSAL_SECONDS`
+        have passed; or it may have restarted, because `incarnation` differs from the one that the last
+        handshake found. The third case causes at most one handshake per `REFRESH_SECONDS`.
+
+        If the new handshake finds the old incarnation again, then `incarnation` itself is out of date. The
+        returned PeerInfo does not say so; the caller must compare `incarnation` with `PeerInfo.facts`.
 
         Args:
             address: (host, port) of the peer's control channel.
-            incarnation: random number that identifies the run of the peer that the caller expects; None for
-                any run.
+            incarnation: random number that identifies the run of the peer that the caller expects; None if
+                any run will do.
         """
         answer = self._answers.get(address)
         if isinstance(answer, Unusable) and self._refusal_is_over(address):
@@ -166,7 +171,13 @@ class Handshakes:
         return len(self._looking) >= MAX_HANDSHAKES
 
     def start(self, address: Address) -> Pending:
-        """Set the status of a peer to Pending, because a handshake is about to start. Return the status."""
+        """Set the status of a peer to Pending, and return it. The caller must then start the handshake.
+
+        `open` returns the first message of the handshake.
+
+        Args:
+            address: (host, port) of the peer's control channel.
+        """
         self._looking[address] = None
         answer = self._answers[address] = Pending()
         return answer
@@ -214,7 +225,12 @@ class Handshakes:
         return None
 
     def refuse(self, address: Address, reason: str) -> None:
-        """Set the status of a peer to Unusable for `REFUSAL_SECONDS`, and log the reason."""
+        """Set the status of a peer to Unusable for `REFUSAL_SECONDS`, and log the reason.
+
+        Args:
+            address: (host, port) of the peer's control channel.
+            reason: cause, as a sentence.
+        """
         reason = shown(reason, _REASON_CHARACTERS)
         host, port = address
         self._log.say(f"{address}", f"peer at {shown(host)}:{port} cannot be used: {reason}")
@@ -228,7 +244,10 @@ class Handshakes:
         self._closable.append(address)
 
     def pop_refused(self) -> list[Address]:
-        """Return the addresses of the peers that were refused since the last call, and clear the list."""
+        """Return the (host, port) of each peer that was refused (`refuse`) since the last call.
+
+        The caller closes the sockets to these peers.
+        """
         refused, self._closable = self._closable, []
         return refused
 
@@ -307,10 +326,11 @@ class Handshakes:
 
 
 def _store_limited(times: dict[Address, float], address: Address, now: float) -> Address | None:
-    """Store the current time for a peer in `times`. If there are too many peers, remove the oldest entry.
+    """Store the current time for a peer in `times`. If `times` has too many entries, remove the oldest.
 
     Args:
-        times: time of each peer's last event, in seconds of the clock, by (host, port).
+        times: maps the (host, port) of each peer to the time of the peer's last event, in seconds of the
+            clock.
         address: (host, port) of the peer.
         now: current time, in seconds of the clock.
 

@@ -146,7 +146,7 @@ def _machine_secret(place: KeyLocation, directory: int) -> bytes:
 
 
 def _secret_in(descriptor: int, place: KeyLocation, closed_to: int, owners: tuple[int, ...]) -> bytes:
-    """Check the owner and permissions of an open file, return the secret in the file, and close the file.
+    """Check owner and permissions of an open file, return the secret in it as bytes, and close the file.
 
     Args:
         descriptor: file descriptor.

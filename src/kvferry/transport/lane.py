@@ -82,11 +82,13 @@ class ReadResult:
     """The result of an order to read KV from a peer. None of the order's transfers is in flight any more.
 
     Attributes:
-        key: key of the order.
+        key: unique name of the order (`ReadOrder.key`).
         failure: reason of the failure; None if all bytes arrived and are valid.
         plan: plan of the read; None if the order failed before its read was started.
-        transfer_seconds: duration from the start of the read until the KV has arrived.
-        check_seconds: duration of reading the lease words (integers that show whether the KV is valid).
+        transfer_seconds: duration from the start of the read until the KV has arrived; until the failure, if
+            the read failed earlier.
+        check_seconds: duration of reading the lease words (integers that show whether the KV is valid); 0 if
+            they were not read.
         peer_lost: True if the peer cannot be read from or has restarted, so that other orders will fail too.
     """
 
@@ -124,15 +126,15 @@ class _Read:
         landing: index of the first local word that lease words are read into. Each read has `MAX_SOURCES`
             local words, one for each rank of the peer.
         plan: plan of the read.
-        handles: handles of the READs in flight. They first read cells straight into blocks, later lease
-            words.
+        handles: handles of the READs in flight: at first those that read cells straight into blocks, and
+            when all KV has arrived those that read lease words.
         packed: reads of packed cells in progress, one per route (set of layers that are read with the same
             copies).
         words: True once the lease words are being read.
         failure: reason of the failure; None if there is none so far.
         peer_lost: True if the transport failed.
         started: time of the start of the read, in seconds of `time.perf_counter`.
-        data_done: time at which all KV had arrived; 0 before.
+        data_done: time at which all KV had arrived, in the same seconds; 0 while KV is still missing.
     """
 
     order: ReadOrder
@@ -207,7 +209,7 @@ class Lane:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def connect(self, peer: str, cards: Sequence[RankCard]) -> None:
-        """Queue a command to connect a peer. Orders to read from the peer may be submitted at once.
+        """Queue a command to connect a peer. Orders to read from it may be submitted without waiting.
 
         Args:
             peer: name of the peer.
@@ -217,9 +219,9 @@ class Lane:
         self._wake.set()
 
     def disconnect(self, peer: str) -> None:
-        """Queue a command to disconnect a peer. The connection is closed when no read uses it.
+        """Queue a command to disconnect a peer. The connection is closed when no read uses it any more.
 
-        Later orders to read from the peer fail.
+        Orders for the peer that are submitted later fail.
         """
         self._queue.append(_Connect(peer, None))
         self._wake.set()
@@ -290,7 +292,7 @@ class Lane:
     def _execute_queued(self, agent: Agent) -> bool:
         """Execute the queued commands and read orders, oldest first. Return whether there was anything to do.
 
-        An order stays in the queue while the maximum number of reads is in progress.
+        While the maximum number of reads is in progress, read orders stay in the queue.
         """
         busy = self._links.process_verdicts()
         if busy:
@@ -322,8 +324,12 @@ class Lane:
     def _start(self, agent: Agent, order: ReadOrder) -> None:
         """Plan an order and start to read its KV.
 
-        While the peer's metadata is being checked, keep the order for later. If the order cannot be planned
-        or its peer is not connected, add a failed result.
+        While the peer's metadata is being checked, set the order aside for later. If the order cannot be
+        planned or its peer is not connected, the order fails: add a `ReadResult` with the reason.
+
+        Args:
+            agent: NIXL agent of this lane (reading thread).
+            order: order to execute.
         """
         peer = self._links.get(order.peer)
         if peer is None:
@@ -415,8 +421,12 @@ class Lane:
     def _advance(self, agent: Agent, read: _Read) -> bool:
         """Take the next step of a read if that is possible now; return whether a step was taken.
 
-        The steps are: wait until the KV has arrived, read the lease words (integers that show whether the KV
-        is valid), and add the result.
+        When all KV has arrived, the next step is to start to read the lease words (integers that show whether
+        the KV is valid). When these have arrived, or the read has failed, the last step is to add the result.
+
+        Args:
+            agent: NIXL agent of this lane (reading thread).
+            read: read in progress.
         """
         moved = False
         for packed in read.packed:
@@ -441,10 +451,14 @@ class Lane:
         return True
 
     def _read_words(self, agent: Agent, read: _Read) -> None:
-        """Start to read a lease word from every rank that KV was read from, because all KV has arrived.
+        """Start to read the lease word of every rank that KV was read from. All KV must have arrived.
 
         A lease word is an integer in the rank's memory that changes before leased blocks are freed. So an
         unchanged word shows that the KV is valid.
+
+        Args:
+            agent: NIXL agent of this lane (reading thread).
+            read: read whose KV has arrived.
         """
         read.words, read.data_done = True, time.perf_counter()
         there = np.array([read.order.lease.slot], np.int32)

@@ -84,13 +84,14 @@ class LeaseWords:
 
     @property
     def address(self) -> int:
-        """Memory address of the first lease word. Peers read the words from there on."""
+        """Memory address of the first lease word. The other words follow it, 8 bytes each."""
         return int(self.array.ctypes.data)
 
     def add(self, count: int) -> int:
         """Append words (integers that peers can read) that belong to no lease. Return the index of the first.
 
-        Call this method before the array is registered with the transport, because the array moves in memory.
+        The caller uses them to protect other memory that peers read, such as a staging area. Call this method
+        before `array` is registered with the transport, because the words move to a new array.
 
         Args:
             count: number of words to append.
@@ -110,8 +111,8 @@ class LeaseWords:
     def end(self, slots: Iterable[int]) -> None:
         """Increment the low half of some lease words (integers that peers can read), which ends the leases.
 
-        Call this method before the leases' blocks are freed. A peer that compares with the old words then
-        knows that the data that it has read may be invalid.
+        Call this method before the leases' blocks are freed. A peer that reads a word after the blocks then
+        sees that the word has changed, so what it has read may be invalid.
 
         Args:
             slots: indices of the words.
@@ -145,8 +146,8 @@ class LeaseBook:
     engine's thread may use the book.
 
     Attributes:
-        seconds: default duration of a lease.
-        expired: number of leases that have expired.
+        seconds: default duration of a lease, in seconds.
+        expired: number of leases that have expired since the start.
     """
 
     def __init__(self, incarnation: int, slots: int, seconds: float, clock: Callable[[], float]) -> None:
@@ -155,7 +156,7 @@ class LeaseBook:
         Args:
             incarnation: random number that identifies this run of the engine.
             slots: maximum number of leases.
-            seconds: default duration of a lease.
+            seconds: default duration of a lease, in seconds.
             clock: function that returns the current time in seconds.
         """
         self.seconds = seconds
@@ -168,7 +169,10 @@ class LeaseBook:
         self._ending: dict[str, int] = {}
 
     def __len__(self) -> int:
-        """Return the number of leases that are held or ending. The blocks of both kinds are kept."""
+        """Return the number of leases whose blocks must be kept: those that are held or that are ending.
+
+        A lease is ending from `end` until `ended`.
+        """
         return len(self._held) + len(self._ending)
 
     @property
@@ -183,7 +187,7 @@ class LeaseBook:
 
         Args:
             name: name of the lease, which is the id of the request.
-            seconds: duration until the lease expires; None for the default.
+            seconds: duration until the lease expires, in seconds; None for the default.
 
         Raises:
             TransferError: all slots are in use, so the blocks cannot be offered.
@@ -213,10 +217,10 @@ class LeaseBook:
         return known
 
     def unclaimed(self, seconds: float) -> list[str]:
-        """Return the names of the held leases that no consumer has claimed, oldest first.
+        """Return the names of the leases that are held and that no consumer has claimed yet, oldest first.
 
         Args:
-            seconds: minimum age of the leases. Leases that were granted more recently are left out.
+            seconds: minimum age of the leases, in seconds. Leases that were granted later are left out.
         """
         latest = self._clock() - seconds
         return [name for name, held in self._held.items() if not held.claimed and held.granted <= latest]

@@ -47,7 +47,7 @@ class Listener:
             channel: name of the channel in error messages.
             host: address to bind.
             port: port to bind; 0 for any free port.
-            keys: CURVE keys. A client without the same keys is refused.
+            keys: CURVE key pair. A client that does not have the same pair is refused.
             max_message_bytes: maximum size of a message; a peer that sends a longer one is disconnected.
             max_connections: maximum number of open connections; None for the default of `ConnectionLimiter`.
             peers: machines that may connect.

@@ -85,8 +85,8 @@ class Facts(msgspec.Struct, frozen=True):
         engine_id: id of the engine.
         incarnation: random number that identifies this run of the engine.
         software: versions of the engine's software, for logs only.
-        must_agree: facts on which the meaning of the KV bytes depends, by name. If one of them differs, the
-            peer is refused.
+        must_agree: facts on which the meaning of the KV bytes depends, by name. If the two engines differ in
+            one of them, the producer refuses the consumer.
         keeps_turns: (host, port) at which the engine answers queries for earlier turns of conversations; None
             if it keeps no KV of earlier turns.
     """
@@ -153,8 +153,8 @@ class Outgoing(msgspec.Struct, frozen=True):
     Attributes:
         host, port: address of the gather channel.
         address, bytes: memory address and size of the staging area.
-        words: number of words (integers in registered memory) that belong to the staging area. They follow
-            the words of leases.
+        words: number of words (integers in registered memory) that show whether packed cells are valid. In
+            memory they follow the words of leases.
     """
 
     host: Host
@@ -242,7 +242,7 @@ class AskTurn(msgspec.Struct, frozen=True, tag="ask-turn"):
     Attributes:
         number: id of the query, repeated in the reply.
         chunk_tokens: number of tokens in a chunk.
-        keys: key (digest of the content) of each whole chunk of the prompt, from the first on.
+        keys: key (digest of the content) of each whole chunk of the prompt, in order.
     """
 
     number: Annotated[int, msgspec.Meta(ge=0)]
@@ -260,10 +260,12 @@ class KeptTurn(msgspec.Struct, frozen=True):
         grant: block tables, and the word (integer in registered memory) that shows whether the lease is
             valid.
         tokens: number of tokens whose KV the blocks hold.
-        min_prefix_tokens: number of tokens in the shortest prefix that a reader can continue from. With
-            sliding windows, earlier blocks are gone; recurrent state exists only after the last token.
-        chunks: number of chunks at the start of the turn that equal those of the query's prompt.
-        next_tokens: token ids that follow these chunks, at most one chunk of them.
+        min_prefix_tokens: number of tokens of the shortest prefix of the turn from which a reader can
+            continue. Shorter prefixes cannot be used, because sliding windows have freed their blocks, or
+            because recurrent state exists only after the last token.
+        chunks: number of leading chunks that the turn and the query's prompt have in common.
+        next_tokens: ids of the turn's tokens after these chunks, at most as many as a chunk has. The reader
+            compares them with its prompt.
     """
 
     engine_id: EngineId
@@ -290,8 +292,8 @@ class Turns(msgspec.Struct, frozen=True, tag="turns"):
 
     Attributes:
         number: id of the query.
-        kept: turns that were found. All of them share the same number of chunks with the prompt. They may
-            differ in the tokens that follow these chunks.
+        kept: turns that share the most leading chunks with the prompt. `KeptTurn.chunks` is the same for all
+            of them; they may differ in the tokens that follow.
     """
 
     number: int
@@ -339,7 +341,10 @@ def decode_reply(data: bytes) -> Reply:
 
 
 def decode_numbered(data: bytes) -> Numbered | None:
-    """Decode a reply that repeats the number of its request. Return None for any other or malformed data."""
+    """Decode a reply that repeats the id (`number`) of its request: Redeemed, NotRedeemed or Turns.
+
+    Return None if the data is any other message or is malformed.
+    """
     try:
         answer: Numbered = _numbered.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -350,7 +355,8 @@ def decode_numbered(data: bytes) -> Numbered | None:
 def compare_facts(theirs: Mapping[str, Fact], ours: Mapping[str, Fact]) -> list[str]:
     """Compare the facts that two engines have in common, and return one sentence per difference.
 
-    Each differing setting of a group counts as one difference.
+    A fact is a text, or a dictionary of settings; each setting that differs counts as one difference. Facts
+    that only one engine has are ignored.
 
     Args:
         theirs: facts about the engine that the sentences call "there", by name.
@@ -373,7 +379,7 @@ def compare_facts(theirs: Mapping[str, Fact], ours: Mapping[str, Fact]) -> list[
 def make_refusal(differences: Sequence[str]) -> Refused:
     """Return a message that refuses a consumer because of these differences.
 
-    The texts and their number are shortened to the limits of a message.
+    To keep the message within its limits, long sentences are cut, and a last one counts those left out.
 
     Args:
         differences: differences between the two engines, one sentence each.
@@ -388,7 +394,7 @@ def _settings(name: str, theirs: dict[str, str], ours: dict[str, str]) -> Iterat
     """Yield a sentence for each of the first `MAX_NAMED` differing settings, and one that counts the others.
 
     Args:
-        name: name of the group of settings.
+        name: name of the fact that contains the settings, for the sentences.
         theirs: value of each setting of the peer, by name.
         ours: value of each setting of this engine, by name.
     """
