@@ -172,10 +172,10 @@ def test_a_prompt_is_completed_by_the_step_that_computes_the_last_of_it(clock) -
     one.kv_transfer_params = {"do_remote_decode": True}
     engine.producer.on_new_request(one)
     found = []
-    for computed, scheduled in ((0, 4), (4, 3), (4, 4), (4, 5), (8, 1)):
+    for computed, scheduled in ((0, 4), (4, 3), (4, 4), (4, 5), (7, 1), (8, 1)):
         one.num_computed_tokens = computed
         found.append(engine.producer.completed_by({"a": scheduled, "b": 1}) == [one])
-    assert found == [False, False, True, True, False]
+    assert found == [False, False, True, True, True, False]
     one.num_computed_tokens = 4
     assert engine.producer.completed_by({"b": 4}) == []
 
