@@ -69,7 +69,7 @@ class _TrialRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MetadataSandbox:
-    """A child process that tries peers' transport metadata, because invalid metadata may crash a process.
+    """A child process that loads peers' transport metadata as a trial, because it may crash the process.
 
     Only the thread that starts the child may use it. The child ends when that thread ends.
     """

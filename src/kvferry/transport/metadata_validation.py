@@ -86,7 +86,7 @@ class _ValidationRequest:
 
 
 class SandboxValidator:
-    """A thread that checks peers' transport metadata, and tries the metadata in a child process."""
+    """A thread that checks peers' transport metadata, and has a child process load it as a trial."""
 
     def __init__(
         self, start: Callable[[], MetadataSandbox], clock: Callable[[], float] = time.monotonic

@@ -120,7 +120,8 @@ class _Segment:
     Attributes:
         cells: cells of the segment.
         state: state of the segment.
-        since: time at which the segment was created or gathered, in seconds of the clock.
+        since: time at which the segment was created, or gathered if it is, in seconds of the clock. Timeouts
+            are measured from this time.
         number: id of the request that asks the source to gather (pack) the segment; 0 if there is none.
         gathered: reply of the source; None if the source has not gathered the segment.
         allocation: staging memory of this worker that the segment holds; None if it holds none.
@@ -403,7 +404,7 @@ class PackedRead:
         self._start(segment)
 
     def _check(self, segment: _Segment, gathered: Gathered) -> None:
-        """Start to read the source's word for a segment. All packed cells of the segment have arrived.
+        """Start to read the source's word for a segment whose packed cells have all arrived.
 
         The word is an integer that changes when the source's staging memory is reused. So it shows whether
         the packed cells are valid.

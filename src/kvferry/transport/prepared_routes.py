@@ -57,8 +57,9 @@ class _DescriptorRows:
     image.
 
     Attributes:
-        parts: (addresses of rows, lengths of rows in bytes, byte offset of each cell in a block). Addresses
-            and lengths are int64 of shape (n,).
+        parts: sets of rows that have the same cell offsets, each as (addresses of the rows, lengths of the
+            rows in bytes, byte offset of each cell in a block). Addresses and lengths are int64 of shape
+            (n,).
         stride: bytes from one block or image to the next.
         count: number of blocks or images.
     """
@@ -138,9 +139,9 @@ class PreparedMethod:
 
     Attributes:
         method: transfer method.
-        rows: number of descriptors per cell.
-        src, dst: position of the method's descriptors in the list of the source's memory, and in the list of
-            this worker's memory.
+        rows: number of descriptors per cell (rows of the descriptor list).
+        src, dst: range of the method's descriptors in the prepared descriptor list of the source's memory,
+            and in that of this worker's memory.
         announced_route: index of the route in the message that announces routes to the source; -1 if the
             source packs nothing.
         scatter: copies that unpack cells from staging memory into blocks; None if this worker unpacks
@@ -162,7 +163,8 @@ class PreparedMethod:
     def segment_cells(self, cells: int) -> int:
         """Return the number of cells (parts of blocks) that move together in one step: a segment.
 
-        The number is so small that four segments fit in each staging area that the method uses.
+        A segment takes at most a quarter of each staging area that the method uses, so that several segments
+        can be in progress at a time.
 
         Args:
             cells: total number of cells to move.
@@ -237,7 +239,7 @@ class PreparedRoute:
         Args:
             cells: number of cells to move.
             costs: measured costs of this machine.
-            strategy: only strategy to consider; None to consider all. All are considered too if no method has
+            strategy: strategy that the method must have; None for any. Ignored if the route has no method of
                 this strategy.
         """
         return self.methods[
@@ -280,8 +282,8 @@ class RoutePreparation:
             own_geometry: geometry of this rank.
             landing: staging area into which images (packed cells) are read.
             card: description of the peer's rank.
-            costs: measured costs of this machine. They decide whether a gap is read or the descriptor is
-                split.
+            costs: measured costs of this machine. They decide whether the bytes between two runs are read
+                too, or each run is read by a descriptor of its own.
         """
         self.src, self.dst = DescriptorList(), DescriptorList()
         self.gathers: list[GatherRoute] = []
@@ -326,7 +328,9 @@ class RoutePreparation:
         return self._card.outgoing is not None and method.image.stride <= room and few
 
     def _drop_largest(self, found: list[_Prepared]) -> list[_Prepared]:
-        """Drop the methods with most descriptors until the others fit in the lists. Keep at least one method.
+        """Return the methods that fit in the descriptor lists, without those that need the most descriptors.
+
+        At least one method is kept, even if it does not fit.
 
         Args:
             found: methods that can move the same layers, each with its descriptor rows of the source and of

@@ -22,7 +22,8 @@ class Share:
     in the same share, so the lane that reads into a block also zeroes what the read leaves out.
 
     Attributes:
-        number: index of the share, from 0. A lane gets another index with every order.
+        number: index of the share, from 0. It is not the index of the lane: with every order, the shares go
+            to the lanes in a different rotation.
         lanes: number of lanes, which is the number of shares.
         least_bytes: minimum bytes of a share of a route (set of layers that are copied alike).
             Fewer lanes read a route that is too small for all of them.
@@ -41,7 +42,7 @@ class Share:
             cells: all cells of the route to read.
             cell_bytes: size of a cell in bytes.
             route: index of the route (set of layers that are copied alike). The first cells of
-                each route go to another lane, so that several routes with few large cells use all lanes.
+                successive routes go to different lanes, so that routes with few large cells use all lanes.
 
         Returns:
             Selected cells; empty if this lane reads none of the route.
@@ -64,7 +65,7 @@ def _cut(blocks: Int64s, part: int, parts: int) -> int:
 
     Args:
         blocks: destination block id of each cell, int64 of shape (n,).
-        part: index of the share, from 0 to `parts`.
+        part: index of the share, from 0. With `parts`, the end of the last share is returned.
         parts: number of shares.
     """
     at = len(blocks) * part // parts
@@ -81,7 +82,7 @@ class ReadOrder:
     """An order to read the KV blocks of one request from a peer.
 
     Attributes:
-        key: unique name of this order; a retry has another name.
+        key: unique name of this order. A retry of the same read gets a new name.
         peer: name under which the peer was connected.
         span: range of the prompt's tokens to read.
         src_tables, dst_tables: block tables of the peer and of this engine: one int64 array of block ids per

@@ -127,9 +127,7 @@ def join_plans(plans: Sequence[ReadPlan]) -> ReadPlan:
 
 
 def sum_tallies(tallies: Sequence[TransferCounts]) -> TransferCounts:
-    """Return the sum of several transfer counts: bytes, prepared descriptors, and merged descriptors.
-
-    `largest_run` of the result is not a sum, but the maximum.
+    """Return the sum of several transfer counts. `largest_run` of the result is the maximum, not the sum.
 
     Args:
         tallies: counts to add.

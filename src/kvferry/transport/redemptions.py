@@ -64,7 +64,7 @@ class Redemptions:
     def begin(self, address: Address, ticket: bytes, tokens: int, content: PromptContent) -> Redeem:
         """Begin to exchange a ticket for block tables and a lease, and return the request to send.
 
-        The number of the request identifies the exchange from now on.
+        The `number` of the request is the id of the exchange in the other methods.
 
         Args:
             address: (host, port) of the producer's control channel.
@@ -120,7 +120,7 @@ class Redemptions:
             number: id of the request, from `begin`.
 
         Returns:
-            True if the producer may hold the lease for this engine; False if it has refused.
+            True if the producer may hold the lease for this engine; False if the producer has refused.
         """
         return not isinstance(self._asked.pop(number).answer, NotRedeemed)
 

@@ -59,8 +59,8 @@ class Transfers:
         Args:
             name: name of the NIXL agent that peers read from, unique among all ranks of all engines.
             geometry: addresses and layout of this worker's KV cache.
-            words: lease words of this worker: integers that change before leased blocks are freed. Words for
-                the staging area are appended.
+            words: lease words of this worker: integers that change before leased blocks are freed. Words
+                that protect the staging area are appended.
             settings: settings of transfers; None for the defaults.
             make_agent: function that creates the agent that peers read from, and the agent of each lane.
             in_flight: maximum number of orders that a lane reads at a time; further orders are queued.
@@ -126,7 +126,7 @@ class Transfers:
     def submit(self, order: ReadOrder) -> None:
         """Split an order to read KV over all lanes (reading threads), and queue one share for each lane.
 
-        With every order, the first share goes to another lane, so that all lanes get the same load.
+        With every order, the first share goes to the next lane in turn, so that all lanes get the same load.
         """
         turn, lanes = next(self._turns), len(self._lanes)
         self._parts[order.key] = []

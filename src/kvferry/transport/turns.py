@@ -39,8 +39,8 @@ class TurnContent:
 
     Attributes:
         chunk_tokens: number of tokens in a chunk.
-        keys: key (digest of the content) of each whole chunk, from the first on.
-        tokens: token ids; only the known prefix if the others are unknown.
+        keys: key (digest of the content) of each whole chunk, in order.
+        tokens: token ids. If only a prefix of the tokens is known, the ids of this prefix.
         items: token positions at which multi-modal items (such as images) start, ascending.
     """
 
@@ -50,10 +50,10 @@ class TurnContent:
     items: tuple[int, ...] = ()
 
     def begins_with(self, other: TurnContent) -> bool:
-        """Return whether this content certainly starts with all of another content.
+        """Return whether all of another content is a prefix of this content; False if this is not certain.
 
-        Return False if `other` has a multi-modal item (such as an image) after its last whole chunk, because
-        only token ids can be compared there.
+        It is not certain if `other` has a multi-modal item (such as an image) after its last whole chunk,
+        because only token ids can be compared there.
 
         Args:
             other: content to look for at the start of this content.
@@ -146,7 +146,9 @@ class TurnIndex:
         return [found[2] for found in known if found is not None]
 
     def find(self, question: AskTurn) -> Turns:
-        """Find the turns (finished requests whose KV this engine keeps) that share most chunks with a prompt.
+        """Find the turns that share the largest number of leading chunks with a prompt.
+
+        A turn is a finished request whose KV this engine keeps for the next turn of the conversation.
 
         Args:
             question: query with the chunk keys (digests of the content) of the prompt.
@@ -228,7 +230,7 @@ class TurnQueries:
                 address.
 
         Returns:
-            Number of the query, and addresses of the peers to ask. Peers that did not reply in time lately
+            Id of the query, and addresses of the peers to ask. Peers that did not reply in time lately
             are left out.
         """
         now, number = self._clock(), next(self._numbers)
@@ -249,8 +251,8 @@ class TurnQueries:
     def handle_reply(self, address: Address, turns: Turns) -> None:
         """Add the turns (finished requests of a conversation) in a peer's reply to the query.
 
-        Ignore a reply that no query waits for. If the reply is too late, the peer is alive but slow. Then the
-        peer is not asked for `SILENT_SECONDS` from now, which is the shortest pause.
+        A reply that no query waits for any more is ignored. But it shows that the peer is alive, so a pause
+        in which the peer is not asked is reset to the shortest one: `SILENT_SECONDS` from now.
         """
         question = self._open.get(turns.number)
         if question is not None and address in question.waiting:
@@ -281,7 +283,11 @@ class TurnQueries:
         return question.answers
 
     def drop(self, number: int) -> None:
-        """Forget a query for earlier turns of a conversation. Later replies to the query are ignored."""
+        """Forget a query for earlier turns of a conversation. Later replies to the query are ignored.
+
+        Args:
+            number: id of the query, from `begin`.
+        """
         self._open.pop(number, None)
 
     def _is_paused(self, address: Address, run: int, now: float) -> bool:
@@ -292,7 +298,8 @@ class TurnQueries:
         """Return the pause during which a peer is not asked, because it has not replied to a query in time.
 
         The first pause takes `SILENT_SECONDS`. Each further pause takes twice as long as the one before, at
-        most `MAX_SILENT_SECONDS`. If a pause has begun after this query, return that pause.
+        most `MAX_SILENT_SECONDS`. If a pause began while this query was open, that pause is returned: the
+        same silence must not count twice.
 
         Args:
             address: address of the peer.
