@@ -302,9 +302,9 @@ def _overlap(job: CalibrationJob, channel: _GatherChannel, raw: RawReads, size: 
     """Measure how much time is saved if a gather (copy into staging memory) and a READ run at the same time.
 
     Args:
-        job: number of rounds.
+        job: calibration job. Only its number of rounds is used.
         channel: connection for requesting gathers.
-        raw: NIXL agent that reads.
+        raw: reader that uses a NIXL agent.
         size: number of bytes to read.
 
     Returns:

@@ -68,14 +68,15 @@ def tier_cases(stack: ExitStack, ranks: RankPair, depths: Sequence[int]) -> list
 
 
 def verify_copies(cases: Sequence[TierCase], ranks: RankPair) -> None:
-    """Check that the host tier's cases copy the right bytes.
+    """Check that the benchmark cases of the host tier copy the right bytes.
 
-    For each depth, clear the host memory and the loading rank's memory, store and load all chunks, and
-    compare the loaded KV with the stored KV.
+    For each depth (number of copies in flight), clear the host memory and the loading rank's memory, store
+    and load all chunks, and compare the loaded KV with the stored KV.
 
     Args:
         cases: cases as returned by `tier_cases`: for each depth, a storing case and then a loading case.
-        ranks: pair of ranks that the cases copy from and to. Host memory and the loading rank are mutated.
+        ranks: storing rank, from which the cases copy, and loading rank, to which they copy. Host memory and
+            the loading rank's memory are mutated.
 
     Raises:
         TransferError: wrong bytes arrived.

@@ -91,7 +91,7 @@ def _models(
     """Yield the models to serve: the given model, or the tiny checkpoint of each family.
 
     Args:
-        model: path or id of a model; None for tiny checkpoints. A text that begins with ``-`` is taken as
+        model: path or id of a model; None for tiny checkpoints. A value that begins with ``-`` is treated as
             the first of `arguments`.
         families: names of model families, separated by commas.
         arguments: additional arguments of vLLM's API server.

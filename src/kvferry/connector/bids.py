@@ -147,9 +147,10 @@ class Bidding:
         self._succeeded += 1
 
     def on_computed(self) -> None:
-        """Give back the attempts that succeeded, because the engine now computes tokens of the request.
+        """Restore the request's budget of load attempts by the number of attempts that succeeded.
 
-        The request may need these attempts to load its KV again after a preemption.
+        Call this when the engine computes tokens of the request. If the request is preempted later, it may
+        need these attempts to load its KV again.
         """
         self._left, self._succeeded = self._left + self._succeeded, 0
 

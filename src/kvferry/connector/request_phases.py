@@ -46,9 +46,9 @@ class RequestPhase(Enum):
 class AdmitAction(Enum):
     """The way to handle a request that the engine wants to admit.
 
-    ASK: ask its sources for plans. KEEP_LOADING: its loads are under way, so load nothing more. SET_ASIDE:
-    its load has failed, so admit it later, and let other requests pass. COMPUTE: compute the prompt, because
-    too few blocks were free for the plan that was chosen after a failed load.
+    ASK: ask its sources for load plans (which tokens each source can load). KEEP_LOADING: its loads are still
+    running, so start no more. SET_ASIDE: its load failed, so admit other requests first. COMPUTE: its load
+    failed and a new plan was chosen, but too few blocks were free for that plan, so compute the prompt.
     """
 
     ASK = "its sources are asked for plans"

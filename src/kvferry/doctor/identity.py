@@ -126,7 +126,7 @@ def release_ticket(address: Address, keys: security.Keys, ticket: bytes, tokens:
         address: host and port of the engine's control channel.
         keys: CURVE keys, which encrypt the control channel.
         ticket: random id that claims the lease.
-        tokens: token ids whose KV the blocks hold, from a prompt without images, LoRA adapter and cache salt.
+        tokens: token ids whose KV the blocks hold, from a prompt without images, LoRA adapter or cache salt.
     """
     consumer, content = new_incarnation(), PromptContent(prompt_digest(tokens))
     with _connected(address, keys, _LINGER_MILLISECONDS) as channel:

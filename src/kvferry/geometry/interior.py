@@ -134,11 +134,11 @@ class PageInterior:
         return self.kernels * self.heads * self.tokens * self.content
 
     def page(self, where: PageMap) -> PageFormat:
-        """Return the format of the page: its fields, with byte offsets and strides, and its size.
+        """Return the format of one page: its fields, with byte offsets and strides, and its size.
 
         Args:
-            where: addresses and strides of the group's pages. The strides between kernel blocks (blocks as
-                the attention kernel addresses them), heads and tokens are used.
+            where: addresses and strides of the group's pages. Only the strides between kernel blocks (blocks
+                as the attention kernel addresses them), between heads and between tokens are read.
         """
         _, kernel, head, token, _ = where.strides
         if self.snapshot:

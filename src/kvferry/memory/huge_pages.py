@@ -99,7 +99,7 @@ class HugePageCollapser:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread, and wait until it has ended. Afterwards the memory may be unmapped."""
+        """Stop the thread, and wait until it has ended. After that, it is safe to unmap the memory."""
         self._stopped.set()
         self._thread.join()
 

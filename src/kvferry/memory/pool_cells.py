@@ -150,7 +150,10 @@ class PoolCells:
         self.wait()
 
     def wait(self) -> None:
-        """Wait until all copies on a GPU are complete. Do nothing if the pool is in host memory."""
+        """Wait until all copy operations on the pool's GPU have completed.
+
+        Return at once if the pool is in host memory.
+        """
         for part in self.parts[:1]:
             for view in part.copies[:1]:
                 if not view.on_host:

@@ -114,8 +114,9 @@ class StoredPrompt:
         In a group of recurrent state, a chunk is stored if a snapshot at the end of the chunk is stored.
 
         Args:
-            steps: settings of the engine that decide at which positions it leaves snapshots.
+            steps: settings of the engine that decide at which positions it takes snapshots.
             every: number of tokens between the positions at which sliding windows and snapshots are stored.
+                Snapshots at other positions are not stored.
         """
         chunk = self.canonical.chunk_tokens
         ends = last_prefix_ends(self.tokens, chunk, steps.block_tokens if self._has_state else 0)
@@ -129,7 +130,7 @@ class StoredPrompt:
         return found
 
     def _loadable_prefixes(self, kept_chunks: Bools) -> Iterator[int]:
-        """Yield the length in tokens of every prefix that a longer prompt can load, in ascending order.
+        """Yield, in ascending order, each length in tokens of which a longer prompt can load its prefix.
 
         Args:
             kept_chunks: mask of the stored chunks, bool of shape (groups, chunks).

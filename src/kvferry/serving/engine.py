@@ -86,13 +86,13 @@ class EngineProcess:
     """
 
     def __init__(self, spec: EngineSpec, log_path: Path, stop_timeout_seconds: float) -> None:
-        """Start the guard, which starts the engine.
+        """Start the guard: a process that starts the engine and ensures that the engine is stopped.
 
         Args:
             spec: specification of the engine.
             log_path: path of the log file; an existing file is overwritten.
-            stop_timeout_seconds: time that the engine has to end after SIGTERM, before the guard kills it, in
-                seconds.
+            stop_timeout_seconds: seconds that the guard waits after SIGTERM for the engine to exit, before it
+                kills the engine.
 
         Raises:
             OSError: the log file or the process cannot be created.

@@ -87,7 +87,7 @@ class CacheAdmin(Protocol):
     no_capacity: str
 
     def entries(self) -> Iterator[CacheEntry]:
-        """Yield an entry for each kvferry file of the cache.
+        """Yield an entry for each file in the cache that kvferry has written.
 
         Raises ConfigError if the files cannot be listed.
         """

@@ -43,8 +43,8 @@ class ConnectedPeer:
     """A connection to a peer engine, with the descriptor lists that are needed to read the peer's KV cache.
 
     Attributes:
-        sources: all ranks of the peer, in the order of the constructor's argument `cards`. This includes
-            ranks that have no KV for this rank.
+        sources: all ranks of the peer, including those that have no KV for this rank, in the order in which
+            the peer describes its ranks.
         src_groups: number of KV cache groups of the peer.
     """
 

@@ -71,16 +71,15 @@ def key_location(secret_file: str | None, environment: Mapping[str, str] = os.en
 
 
 def read_keys(secret_file: str | None) -> Keys:
-    """Read an engine's secret from its file, and derive the CURVE key pair from it.
-
-    Create the machine's key if it is needed and does not exist.
+    """Read an engine's secret from a file, and derive the CURVE key pair from it.
 
     Args:
-        secret_file: value of the setting ``secret_file``. None for the machine's key, which all engines of a
-            user on a machine share.
+        secret_file: path of the file, from the setting ``secret_file``. None for the default file, which all
+            engines of one user on a machine share. The default file is created if it does not exist.
 
     Raises:
-        ConfigError: the file cannot be read or created, others have access to it, or it holds no secret.
+        ConfigError: the file cannot be read or created, other users can access it, or it holds no valid
+            secret.
     """
     place = key_location(secret_file)
     if place.configured:

@@ -69,7 +69,9 @@ class _TrialRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MetadataSandbox:
-    """A child process that loads peers' transport metadata as a trial, because it may crash the process.
+    """A child process that loads the transport metadata of peers as a trial.
+
+    Malformed metadata can crash the process that loads it, so the child loads it before the engine does.
 
     Only the thread that starts the child may use it. The child ends when that thread ends.
     """

@@ -77,10 +77,12 @@ class StagingArea:
         return self.units * UNIT_BYTES // 4
 
     def images(self, stride: int) -> StagedImages:
-        """Return a view of the whole area as images (packed cells), one after the other.
+        """Return a view of the whole staging area as a sequence of images.
+
+        An image is a cell (part of a block that is copied as one unit), packed into contiguous memory.
 
         Args:
-            stride: bytes from one image to the next.
+            stride: bytes from the start of one image to the start of the next.
         """
         return StagedImages(self._space, self.region.address, stride)
 

@@ -13,7 +13,7 @@ class Progress:
 
     Attributes:
         request: request whose chunks are stored.
-        computed: number of tokens that have been computed once all steps scheduled so far have run.
+        computed: number of tokens that will have been computed when all steps scheduled so far have run.
         preemptions: number of times the request had been preempted when it was last admitted; -1 before its
             first step.
         found: number of tokens that came from the engine's prefix cache or from a load when the request was

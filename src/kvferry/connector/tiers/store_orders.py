@@ -54,10 +54,10 @@ class StoreOrders:
     def __init__(
         self, cache: ChunkCache, pool: BlockPool, labels: Sequence[str], events: EventStream
     ) -> None:
-        """Create an object that knows no stores yet.
+        """Start without store operations. A store copies chunks from the engine's blocks to the tiers.
 
         Args:
-            cache: chunks in host memory and in the slower tiers.
+            cache: cache of chunks in host memory and in the slower tiers.
             pool: the engine's block pool.
             labels: label (number and kind) of each KV cache group in the storage format.
             events: stream that receives an event when a store begins, and when it ends.

@@ -90,7 +90,7 @@ class ChunkMover:
         self._copy_reports.extend(CopyReport(order.key, why, (), 0.0) for order in orders.stores)
 
     def take_copy_reports(self) -> list[CopyReport]:
-        """Return the reports on finished copy orders since the last call, and clear them.
+        """Return the reports on the copy orders that have finished since the last call, and clear them.
 
         There is one report per order.
         """

@@ -70,8 +70,9 @@ def name_of(feature: Any) -> str:
         feature: vLLM's MultiModalFeatureSpec of the item.
 
     Raises:
-        Unnameable: the scheduler does not have the processor's output, or no digest can be computed from it.
-            Also raised if items with the same identifier have, or may have, had other content.
+        Unnameable: the scheduler does not have the output of vLLM's multimodal processor, or no digest can be
+            computed from that output. Also raised if the item's identifier was, or may have been, used for
+            other content before.
     """
     if is_uncertain(feature):
         raise Unnameable(

@@ -119,7 +119,9 @@ class AttentionReader:
         return heads, k_width, v_width
 
     def _layer_heads(self, layer: int) -> int:
-        """Return the number of KV heads of a layer, before special keys for sliding or global layers apply.
+        """Return the number of KV heads of a layer from the general entries of the model's configuration.
+
+        Entries that override the number for sliding-window or global layers are ignored.
 
         Args:
             layer: index of the layer in the model.

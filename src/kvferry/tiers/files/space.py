@@ -283,11 +283,11 @@ class DirectorySpace:
         return _WalkResult(temporary, listed, more, charged)
 
     def _rank(self, used_ns: int, size: int) -> int:
-        """Return the rank of a file for eviction: its time of last use, in nanoseconds.
+        """Return the rank of a file for eviction. The file with the lowest rank is evicted first.
 
-        The file with the lowest rank is evicted first. A file that is larger than the capacity, or whose time
-        is more than 5 minutes in the future, ranks below all others: such a time comes from a wrong clock,
-        and would protect the file from eviction until then.
+        The rank is the time of last use in nanoseconds. Two kinds of files rank below all others: a file
+        larger than the capacity, and a file whose time is more than 5 minutes in the future. A future time
+        comes from a wrong clock, and would protect the file from eviction until then.
 
         Args:
             used_ns: time of last use, in nanoseconds since 1970.

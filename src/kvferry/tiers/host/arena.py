@@ -69,7 +69,7 @@ class Arena:
         handle: handle with which other processes attach.
         memory: bytes of the arena, uint8 of shape (size,), initially zero. Do not use it after `close`.
         region: address range of the same memory in this process.
-        collapsing: thread that moves the memory to large pages; None in other processes than the owner.
+        collapsing: thread that moves the memory to large pages; None in processes other than the owner.
     """
 
     def __init__(self, fd: int, handle: ArenaHandle) -> None:

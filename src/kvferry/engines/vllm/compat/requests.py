@@ -38,7 +38,7 @@ def own_hit(request: Any) -> int | None:
 def cache_refusal(request: Any) -> str | None:
     """Return the reason why a request must not use cached KV; None if it may.
 
-    Cached KV is that of vLLM's own prefix cache and that of connectors.
+    Cached KV is KV from vLLM's own prefix cache or from a connector.
     """
     if not request.skip_reading_prefix_cache:
         return None
