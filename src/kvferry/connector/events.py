@@ -106,18 +106,22 @@ class LoadBegan:
 
 @dataclass(frozen=True, slots=True)
 class LoadEnded:
-    """Event: all ranks have reported the end of a load. A late load may still write to its blocks.
+    """Event: all ranks have reported the end of a load.
+
+    After a timeout, transfers of the load may still be under way and write to its blocks.
 
     Attributes:
         request_id: the engine's id of the request.
         at: time of the event, monotonic seconds.
-        load, source: name of the load and of its source, as in `LoadBegan`.
+        load: unique name of the load.
+        source: name of the source: ``peer`` or ``tiers``.
         outcome: outcome of the load.
         miss: kind of failure; None if the load did not fail, or if its request no longer waits for the load.
         failure: reason why the load failed or was dropped, as text for people; empty for a successful load.
         seconds: seconds since the load began.
         moved: bytes moved per KV cache group; empty for a failed load.
-        figures: amounts and stage times of a load from a peer, even if the load has failed.
+        figures: bytes, counts and seconds per stage of a load from a peer, even if the load has failed;
+            `NO_FIGURES` for other sources.
     """
 
     request_id: str

@@ -130,7 +130,7 @@ class StoredPrompt:
         return found
 
     def _loadable_prefixes(self, kept_chunks: Bools) -> Iterator[int]:
-        """Yield, in ascending order, each length in tokens of which a longer prompt can load its prefix.
+        """Yield the lengths of the prefixes that can be loaded for a longer prompt, in tokens, ascending.
 
         Args:
             kept_chunks: mask of the stored chunks, bool of shape (groups, chunks).
