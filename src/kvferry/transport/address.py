@@ -9,7 +9,9 @@ IP: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def parse_ip(host: str) -> IP | None:
-    """Parse an IP address. Return None if `host` is a name. Convert an IPv4-mapped IPv6 address to IPv4.
+    """Parse an IP address. Return None if `host` is not a complete IP address, for example a host name.
+
+    IPv6 addresses may be in brackets. An IPv4-mapped IPv6 address is converted to IPv4.
 
     >>> parse_ip("::ffff:10.0.0.7"), parse_ip("[::1]"), parse_ip("node7"), parse_ip("127.1")
     (IPv4Address('10.0.0.7'), IPv6Address('::1'), None, None)

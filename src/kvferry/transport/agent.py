@@ -52,9 +52,9 @@ class Agent:
 
         Args:
             name: name of the agent, unique among all agents that ever communicate.
-            progress: True to run NIXL's progress thread. An agent that peers read from needs this thread. An
-                agent that reads polls the transport itself and is faster without the thread, which would wake
-                for every short descriptor and contend with the thread that starts READs (one-sided reads).
+            progress: True to run NIXL's progress thread, which an agent needs if peers read from it. False
+                for an agent that only reads: it polls the transport itself, and a progress thread would slow
+                down the thread that starts READs (one-sided reads).
 
         Raises:
             ConfigError: NIXL is missing, cannot start on this machine, or has no UCX backend.
@@ -91,7 +91,8 @@ class Agent:
         Send the metadata to authenticated peers only.
 
         Raises:
-            ConfigError: the installed NIXL writes a metadata format that peers cannot check.
+            ConfigError: the installed NIXL writes a metadata format that peers cannot validate before they
+                load it.
         """
         metadata = bytes(self._nixl.get_agent_metadata())
         try:
@@ -132,17 +133,19 @@ class Agent:
             self._nixl.remove_remote_agent(name)
 
     def prepare(self, owner: str | None, region: Region, rows: npt.NDArray[np.int64]) -> Any:
-        """Prepare a list of descriptors (address and length of memory), so that `read` can select by index.
+        """Prepare a list of descriptors (address and length of memory), from which `read` selects by index.
 
         Args:
             owner: name of the peer that owns the memory; None if this agent owns it.
-            region: any registered region of that memory. All descriptors get its memory kind and device.
-            rows: int64 of shape (n, 4). Each row describes evenly spaced descriptors of the same length by
-                four columns: address of the first descriptor, length in bytes, distance in bytes from one
-                address to the next, number of descriptors. Descriptors are numbered row after row.
+            region: one of the owner's registered regions. Its memory kind and device apply to all
+                descriptors of the list, even if other regions contain their addresses.
+            rows: int64 of shape (n, 4). Each row stands for evenly spaced descriptors of the same length. The
+                columns are: address of the first descriptor, length in bytes, distance in bytes from the
+                start of one descriptor to the start of the next, number of descriptors. The index of a
+                descriptor counts the descriptors of all rows in order.
 
         Returns:
-            A handle of the list, for `read`.
+            NIXL's handle of the list, for `read` and `release_list`.
         """
         table = np.empty((len(rows), 5), np.uint64)
         table[:, :2], table[:, 2], table[:, 3:] = rows[:, :2], region.device, rows[:, 2:]
@@ -185,10 +188,7 @@ class Agent:
             return ReadState.FAILED
 
     def release(self, handle: Any) -> None:
-        """Release the handle of a READ (one-sided read) that is DONE or FAILED.
-
-        The READ must not be IN_FLIGHT.
-        """
+        """Release the handle of a READ (one-sided read), which must be DONE or FAILED, not IN_FLIGHT."""
         try:
             self._nixl.release_xfer_handle(handle)
         except Exception as error:  # noqa: BLE001 - the READ has ended, so no more bytes can arrive

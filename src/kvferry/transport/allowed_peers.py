@@ -54,10 +54,10 @@ class AllowedPeers:
         return normalize_name(name) in self.names
 
     def may_allow(self, host: str) -> bool:
-        """Return False if a host is certainly not an allowed peer. No host name is resolved for this check.
+        """Return whether a host could be an allowed peer. The check resolves no host names.
 
-        An address outside the allowed networks may still be an allowed peer if the setting has any host name,
-        because the name may resolve to this address.
+        False is certain; True is not. If the setting contains a host name, almost every address could be an
+        allowed peer, because the name may resolve to it.
 
         Args:
             host: host name or IP address.
@@ -94,12 +94,12 @@ def parse_allowed_peers(entries: Sequence[str] | None, host: str, advertised: st
             set. Then an engine that listens on loopback accepts loopback addresses only, and any other engine
             accepts all addresses.
         host: address that the engine listens on.
-        advertised: name or address that the engine sends to peers; None if not set. If this is a name and
-            `entries` is None, the engine may resolve the name, because other engines on this machine may
-            advertise the same name.
+        advertised: host name or IP address under which peers reach this engine; None if not set. If it is a
+            name, `entries` is None and `host` is not loopback, this name is an allowed name: other engines on
+            the same machine may use it too.
 
     Raises:
-        ConfigError: an entry is malformed, or there are no entries or too many.
+        ConfigError: an entry is malformed, the list is empty, or it has more than `MAX_ENTRIES` entries.
     """
     if entries is None:
         if is_loopback(host):

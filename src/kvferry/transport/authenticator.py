@@ -34,7 +34,8 @@ _TRY_AGAIN = b"300"
 class Authenticator:
     """A thread that decides which clients may connect to a ZeroMQ listener.
 
-    A client is admitted if it has the listener's own CURVE key pair and connects from an allowed address.
+    All engines that exchange KV share one CURVE key pair. A client is admitted if it has this key pair and
+    connects from an allowed address.
     """
 
     def __init__(self, context: zmq.Context[Any], keys: Keys, peers: AllowedPeers) -> None:
@@ -79,11 +80,15 @@ class Authenticator:
         self._socket.close()
 
     def _verdict(self, frames: list[bytes]) -> tuple[bytes, bytes]:
-        """Decide whether a client may connect; return the status code and status text for ZeroMQ.
+        """Decide whether a client may connect.
 
         Args:
-            frames: request of ZeroMQ about the client, in the format of ZAP (ZeroMQ's authentication
+            frames: ZeroMQ's request about the client, in the format of ZAP (ZeroMQ's authentication
                 protocol).
+
+        Returns:
+            (ZAP status code, status text). 200 admits the client and 400 refuses it. 300 makes the client
+            retry, because the allowed host names are still being resolved.
         """
         if len(frames) != _FRAMES or frames[0] != _VERSION:
             return b"400", b"not a CURVE client"

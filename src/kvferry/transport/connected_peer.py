@@ -68,7 +68,8 @@ class ConnectedPeer:
                 an integer in the peer's memory that changes before leased blocks are freed.
             landing: staging area into which packed cells (parts of blocks) are read.
             context: ZeroMQ context for the connections that ask the peer's ranks to pack cells.
-            settings: settings of transfers, such as strategy and costs.
+            settings: settings of transfers, such as the transfer strategy and the measured costs that decide
+                between strategies.
 
         Raises:
             Incompatible: the peer's geometry does not supply what this rank needs.
@@ -97,7 +98,13 @@ class ConnectedPeer:
             self._made = made.pop_all()
 
     def plan(self, order: ReadOrder) -> ReadPlan:
-        """Plan the reads of one order: cells (parts of blocks), transfer methods and descriptor indices.
+        """Plan how to read the KV of one request from the peer.
+
+        The plan says which cells (parts of blocks) to read from which rank of the peer, by which method, with
+        which descriptors, and which bytes of this rank's blocks to zero.
+
+        Args:
+            order: request's tokens, block tables of both sides, and lease.
 
         Raises:
             TransferError: the block tables do not match the KV cache groups, contain an invalid block id, or
@@ -160,14 +167,16 @@ class ConnectedPeer:
         self._made.close()
 
     def _absent_layer_clearings(self, order: ReadOrder) -> list[tuple[StagingCopies, Int64s]]:
-        """Return the blocks to zero in those layers of this rank's draft model that the peer does not have.
+        """Return which blocks to zero in the draft-model layers that this rank has and the peer does not.
 
         No read fills these layers, and the old content of the blocks may be NaN.
 
+        Args:
+            order: what to read. Several lanes (reading threads) each read one share of it.
+
         Returns:
-            (operation that zeroes the bytes of some of these layers in a block, ids of the blocks to zero).
-            Several lanes (reading threads) read one order. Only the lane that reads share 0 zeroes blocks;
-            the list is empty for the other lanes.
+            For each set of such layers: (operation that zeroes these layers in given blocks, int64 ids of
+            the blocks). Empty unless the order's share is number 0, so that only one lane zeroes the blocks.
         """
         if order.share.number:
             return []
@@ -196,7 +205,7 @@ class ConnectedPeer:
 
 @dataclass(frozen=True, slots=True)
 class _RankPreparation:
-    """The state that is shared by the preparation of all ranks of a peer, while the peer is connected.
+    """Prepares reading from the ranks of a peer, one rank after the other, when the peer is being connected.
 
     Attributes:
         agent: NIXL agent of the lane (reading thread) that owns the connection.

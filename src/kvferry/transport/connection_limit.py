@@ -45,7 +45,7 @@ _PROGRAM = struct.pack("HL", 1, ctypes.addressof(_DROP))  # struct sock_fprog
 class ConnectionLimiter:
     """Limits the number of open connections of one ZeroMQ socket. Only one thread may use it.
 
-    At the limit, the socket accepts no new connections until some of the open ones have ended.
+    At the limit, the socket accepts no new connections until a quarter of the open ones have ended.
 
     Attributes:
         open: number of open connections.
@@ -83,7 +83,8 @@ class ConnectionLimiter:
     def process_events(self) -> None:
         """Process the queued connection events, and update the number of open connections.
 
-        Stop accepting new connections when the limit is reached, and resume when some have ended.
+        Stop accepting new connections when the limit is reached. Accept them again when the number of open
+        connections has fallen to three quarters of the limit.
         """
         while (said := self._next()) is not None:
             event, value = said
@@ -125,13 +126,13 @@ class ConnectionLimiter:
         return event, value
 
     def _on_failed_handshake(self, cause: int) -> None:
-        """Log that a client was refused because its CURVE key is not that of this engine.
+        """Log a failed handshake if the client has a different CURVE key from this engine.
 
-        The message cannot name the client, because ZeroMQ hides the client's address.
+        The log line cannot name the client, because ZeroMQ hides the client's address.
 
         Args:
-            cause: protocol error code, from ZeroMQ's event about the failed handshake. Codes with another
-                meaning than a wrong key are ignored.
+            cause: protocol error code, from ZeroMQ's event about the failed handshake. Only the code for a
+                wrong key is logged; all other codes are ignored.
         """
         if cause == _OTHER_KEY:
             self._log.say(

@@ -94,7 +94,8 @@ class ControlClient:
         """Start the client's thread.
 
         Args:
-            facts: facts about this engine, which the thread sends to peers in handshakes.
+            facts: description of this engine (ids, versions, KV settings), which the thread sends to peers in
+                handshakes.
             check: function that takes the descriptions of a peer's ranks, and raises Incompatible if this
                 engine cannot read from them. The client's thread calls this function.
             keys: CURVE keys, with which peers authenticate each other.
@@ -126,14 +127,17 @@ class ControlClient:
     def look_up(self, address: Address, incarnation: int | None = None) -> PeerStatus:
         """Return the status of a peer. If the peer is unknown, start a handshake and return Pending.
 
-        While the maximum number of handshakes is under way, no further handshake is started, and the status
-        of an unknown peer is Pending too.
+        If the maximum number of handshakes is already under way, return Pending without starting another.
 
         Args:
             address: (host, port) of the peer's control channel.
             incarnation: random number that identifies the run of the peer that the caller expects; None for
-                any run. If the peer had a different number at its last handshake, it may have restarted. Then
-                a new handshake is started.
+                any run. If the peer reported a different number in its last handshake, it may have restarted.
+                Then a new handshake is started.
+
+        Returns:
+            PeerInfo if this engine can read from the peer. Unusable, with the reason, if it cannot. Pending
+            while a handshake is under way or must wait for others.
         """
         answer = self._handshakes.status(address, incarnation)
         if answer is None:
@@ -148,9 +152,7 @@ class ControlClient:
         self._handshakes.forget(address)
 
     def redeem(self, address: Address, ticket: bytes, tokens: int, content: PromptContent) -> int:
-        """Start to exchange a ticket (random id) for block tables and a lease. Return the exchange's id.
-
-        Pass the id to `redemption` to get the producer's reply, and to `end_redemption` afterwards.
+        """Ask a producer to exchange a ticket (random id) for block tables and a lease.
 
         Args:
             address: (host, port) of the producer's control channel.
@@ -158,6 +160,9 @@ class ControlClient:
             tokens: number of tokens whose KV the producer has offered.
             content: digests of the first `tokens` tokens of this engine's prompt. The producer compares them
                 with the digests of its own prompt.
+
+        Returns:
+            Id of the exchange. Pass it to `redemption` to get the reply, and then to `end_redemption`.
         """
         self._questions.note_ticket(address)
         message = self._redemptions.begin(address, ticket, tokens, content)
@@ -165,18 +170,18 @@ class ControlClient:
         return message.number
 
     def redemption(self, number: int, wait_seconds: float = 0.0) -> Redeemed | Unusable | Pending:
-        """Return the producer's reply to the exchange of a ticket (random id) for block tables and a lease.
+        """Return the producer's reply to a `redeem` request (ticket in exchange for block tables and lease).
 
-        If the producer has not replied in time, forget the producer's status. Then the next use of this
-        producer starts a new handshake.
+        If the producer has not replied within `handshake_seconds`, forget its status, so that the next
+        `look_up` of the producer starts a new handshake.
 
         Args:
             number: id of the exchange, from `redeem`.
             wait_seconds: maximum time in seconds to wait for the reply.
 
         Returns:
-            Redeemed if the producer granted the exchange. Unusable if the producer refused, or has not
-            replied in time. Pending while the reply may still arrive.
+            Redeemed, with block tables and lease, if the producer accepted the ticket. Unusable, with the
+            reason, if the producer refused or has not replied in time. Otherwise Pending.
         """
         answer = self._redemptions.answer(number, wait_seconds)
         if isinstance(answer, Unusable) and (silent := self._redemptions.silent_producer(number)) is not None:
@@ -184,19 +189,19 @@ class ControlClient:
         return answer
 
     def end_redemption(self, number: int) -> bool:
-        """Forget the exchange of a ticket (random id) for block tables and a lease. Ignore later replies.
+        """Forget a `redeem` request (ticket in exchange for block tables and lease). Ignore later replies.
 
         Args:
             number: id of the exchange, from `redeem`.
 
         Returns:
-            True if the producer may keep the KV for this engine. Then the caller must `release` the lease.
-            False if the producer has refused.
+            False if the producer refused the ticket. True if it accepted the ticket or has not replied: then
+            it may be keeping the KV for this engine, so the caller must `release` the lease.
         """
         return self._redemptions.end(number)
 
     def hold(self, address: Address, ticket: bytes) -> None:
-        """Start to send heartbeats for the lease on an earlier turn of a conversation, until `release`.
+        """Send heartbeats for the lease on an earlier turn of a conversation from now on, until `release`.
 
         An earlier turn is a finished request whose KV a peer keeps for the next prompt of the conversation.
         The heartbeats keep the lease from expiring while this engine reads the KV.
@@ -221,7 +226,7 @@ class ControlClient:
 
         Args:
             peers: peers to ask: maps the (host, port) of a peer's control channel to the peer's incarnation,
-                a random number that identifies its run. Peers that did not reply in time lately are left out.
+                a random number that identifies its run. Peers that recently failed to reply are not asked.
             content: content of the prompt: chunk keys and token ids.
 
         Returns:
@@ -236,15 +241,14 @@ class ControlClient:
         return number if asked else None
 
     def turns(self, number: int) -> list[tuple[Address, KeptTurn]] | None:
-        """Return the earlier turns of conversations that a query found, and end the query.
-
-        Return None, and keep the query, while peers may still reply.
+        """Return the earlier turns of the conversation that an `ask_turn` query found, and end the query.
 
         Args:
             number: id of the query, from `ask_turn`.
 
         Returns:
-            ((host, port) of the peer that keeps the turn, description of the turn) for each turn found.
+            ((host, port) of the peer that keeps the turn, description of the turn) for each turn found. Empty
+            if none was found. None while peers may still reply; the query then goes on.
         """
         return self._questions.answers(number)
 
@@ -332,10 +336,10 @@ class ControlClient:
         return min(1.0, max(0.0, soonest - time.monotonic()) + 0.001)
 
     def _send_heartbeats(self, poller: zmq.Poller) -> None:
-        """Send a heartbeat for every lease that this engine holds, and close sockets that are not needed.
+        """Send a heartbeat for every lease that this engine holds, and close the sockets to unused peers.
 
-        A socket is not needed if the peer has no status (`look_up`) and this engine holds none of its leases.
-        Such sockets could pile up, because requests can name any address.
+        A peer is unused if it has no status (`look_up`) and this engine holds none of its leases. The number
+        of such sockets would grow without bound, because clients' requests can name any peer address.
 
         Args:
             poller: poller with the sockets to all peers.
@@ -411,9 +415,9 @@ class ControlClient:
         return peer.held
 
     def _close_if_idle(self, poller: zmq.Poller, address: Address) -> None:
-        """Close the socket to a peer that cannot be used, unless the peer holds leases for this engine.
+        """Close the socket to a refused peer, unless this engine holds leases there.
 
-        Such leases still need heartbeats over the socket.
+        The heartbeats for these leases need the socket.
 
         Args:
             poller: poller with the sockets to all peers.
@@ -424,7 +428,7 @@ class ControlClient:
             self._close(poller, address)
 
     def _wait_for_name(self, command: _Command) -> None:
-        """Queue a command until the host name of its peer is resolved.
+        """Defer a command until the host name of its peer is resolved.
 
         Commands for the same peer stay in order.
 
@@ -432,7 +436,7 @@ class ControlClient:
             command: (address of the peer, message to send), as passed to `_queue_command`.
 
         Raises:
-            AddressNotAllowed: too many commands wait for names already.
+            AddressNotAllowed: too many commands are waiting already.
         """
         if len(self._unresolved) >= MAX_UNRESOLVED:
             raise AddressNotAllowed(
@@ -443,18 +447,19 @@ class ControlClient:
         self._unnamed.add(command[0])
 
     def _check_and_resolve(self, address: Address, ranks: tuple[RankCard, ...]) -> tuple[RankCard, ...]:
-        """Check that this engine can read from a peer's ranks. Resolve the host names in their descriptions.
+        """Check that this engine can read from a peer's ranks. Resolve the hosts of their gather channels.
 
-        The names are those of gather channels. Over such a channel a reader asks a rank to pack cells (parts
-        of blocks) before it reads the cells.
+        Over a rank's gather channel, readers ask the rank to pack cells (parts of blocks) before they read
+        the cells. The descriptions may contain the channel's host as a name.
 
         Args:
             address: (host, port) of the peer's control channel.
             ranks: descriptions of the peer's ranks.
 
         Returns:
-            The descriptions with numeric addresses. The gather channel is removed from a description if its
-            host cannot be used; then the rank is never asked to pack cells.
+            The descriptions, with IP addresses in place of host names. If the host of a gather channel is not
+            allowed or not resolved yet, the channel is removed from the description, and this engine reads
+            from the rank without asking it to pack cells.
 
         Raises:
             Incompatible: this engine cannot read from the ranks.

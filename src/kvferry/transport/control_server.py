@@ -58,7 +58,7 @@ class ProducerCard:
     """Description of an engine that offers KV. The engine's control server sends it in handshakes.
 
     Attributes:
-        facts: facts about the engine.
+        facts: ids, software versions and KV settings of the engine.
         ranks: description of every worker of the engine.
     """
 
@@ -68,7 +68,8 @@ class ProducerCard:
     def answer(self, message: Request) -> Reply | None:
         """Return the reply to a handshake message (Hello or AskRanks). Return None for any other message.
 
-        A consumer whose facts do not match gets a refusal with the differences.
+        The reply is a refusal that lists the differences if the consumer's protocol version, or the settings
+        on which the meaning of its KV bytes depends, differ from this engine's.
         """
         if not isinstance(message, Hello | AskRanks):
             return None
@@ -79,13 +80,14 @@ class ProducerCard:
 
 
 def _differences(theirs: tuple[int, Facts], ours: tuple[int, Facts]) -> list[str]:
-    """Compare two engines; return the differences that prevent one from reading KV from the other.
-
-    Each difference is a sentence. The list is empty if there is none.
+    """Return the differences that prevent one engine from reading KV from another.
 
     Args:
-        theirs: (protocol version, facts) of the engine that the sentences call "there".
-        ours: (protocol version, facts) of the engine that the sentences call "here".
+        theirs: (protocol version, description) of the engine that the result calls "there".
+        ours: (protocol version, description) of the engine that the result calls "here".
+
+    Returns:
+        One sentence for each difference; empty if the engines are compatible.
     """
     if theirs[0] != ours[0]:
         return [f"protocol {theirs[0]} there, {ours[0]} here; run the same release of kvferry on both"]
@@ -94,10 +96,10 @@ def _differences(theirs: tuple[int, Facts], ours: tuple[int, Facts]) -> list[str
 
 @dataclass(frozen=True, slots=True)
 class LeasesClaimed:
-    """Event: a consumer claimed these leases by their tickets (random ids), or sent a heartbeat for them.
+    """Event: a consumer has redeemed the tickets (random ids) of these leases, or sent a heartbeat for them.
 
     Attributes:
-        leases: names of the leases, as in this engine's `LeaseBook`.
+        leases: names by which this engine's `LeaseBook` knows the leases. Consumers know only the tickets.
     """
 
     leases: list[str]
@@ -108,17 +110,17 @@ class LeasesReleased:
     """Event: no consumer needs these leases any more, because the last consumer has released them.
 
     Attributes:
-        leases: names of the leases, as in this engine's `LeaseBook`.
+        leases: names by which this engine's `LeaseBook` knows the leases. Consumers know only the tickets.
     """
 
     leases: list[str]
 
 
 class ControlServer:
-    """A thread that answers messages of consumers, which are engines that read KV from this engine.
+    """A thread that answers messages from consumers: engines that read KV from this engine.
 
-    The thread answers handshakes, exchanges tickets (random ids) for block tables and leases, and finds
-    earlier turns (finished requests) of conversations.
+    The thread answers handshakes, gives out block tables and leases in exchange for tickets (random ids), and
+    finds earlier turns (finished requests whose KV this engine keeps) of conversations.
 
     Attributes:
         port: port that the server listens on.
@@ -140,7 +142,7 @@ class ControlServer:
             port: port to bind; 0 for any free port.
             card: description of this engine and its ranks, sent in reply to handshakes.
             keys: CURVE keys, with which peers authenticate each other.
-            peers: machines that may connect. Only these machines are listed in `keepers`.
+            peers: machines that may connect. Consumers on other machines do not appear in `keepers` either.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -160,11 +162,11 @@ class ControlServer:
 
     @property
     def keepers(self) -> dict[Address, int]:
-        """Consumers that keep the KV of earlier turns of conversations. This engine can ask them for the KV.
+        """Consumers that keep KV of earlier turns of conversations, so that this engine can ask them for it.
 
-        The server remembers a limited number of them: those whose handshakes are the most recent. Each key is
-        the (host, port) at which the consumer answers queries for turns. The value is the incarnation that
-        the consumer reported last: a random number that identifies its run.
+        Only a limited number is remembered: the consumers with the most recent handshakes. A key is the
+        (host, port) at which a consumer answers queries for turns; the value is the consumer's incarnation,
+        a random number that identifies its run, as of its last handshake.
         """
         return self._keepers.copy()
 
