@@ -46,39 +46,44 @@ _SCALARS = (bool, int, float, str)
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """Facts about the model that one rank has built, or that all ranks have built.
+    """Properties of the model as one rank has built it, or as several ranks have built it.
+
+    Two engines compare these properties to decide whether they can use each other's KV. Weights are not
+    included.
 
     Attributes:
-        config: for each key of the model's configuration, the values that the ranks have, as texts.
-        modules: values as texts, by name of the fact: ``class`` (of the model), or a module's class and its
-            attribute or buffer. There are several values if modules of this class differ.
+        config: values of each key of the model's configuration, as texts. There are several if ranks differ.
+        modules: values as texts, by name. The name is ``class`` for the model's class, and a module's class
+            with its attribute or buffer otherwise, such as ``RotaryEmbedding.base``. There are several values
+            if modules of the same class differ.
     """
 
     config: Mapping[str, frozenset[str]] = field(default_factory=dict)
     modules: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def with_other(self, other: Built) -> Built:
-        """Return these facts together with the facts of another rank.
+        """Return a new object with the values of this object and those of another rank.
 
-        Ranks of different pipeline stages may have different values of a fact. The result has all values.
+        Pipeline stages hold different modules, so the ranks may have different values for the same name. The
+        result then has all of these values.
         """
         return Built(_joined(self.config, other.config), _joined(self.modules, other.modules))
 
     def facts(self) -> dict[str, str | dict[str, str]]:
-        """Return the facts in the form in which two engines compare them.
+        """Return the properties as texts by name, so that they can be sent to another engine and compared.
 
         Returns:
-            Value of each fact as a text, by name of the fact. The model's configuration is one fact, whose
-            value is a mapping from keys to texts.
+            A text for each property of the modules. The entry ``model configuration`` is a dictionary, with a
+            text for each key of the configuration.
         """
         config = {"model configuration": _as_texts(self.config)} if self.config else {}
         return {**config, **{f"built model, {name}": text for name, text in _as_texts(self.modules).items()}}
 
 
 def built_of(vllm_config: Any) -> Built:
-    """Return the facts about the model that this process's worker has built, without the draft model.
+    """Collect the properties of the target model that the worker in this process has built.
 
-    The facts are its configuration and those values in its modules that decide KV content.
+    They are the model's configuration, and the attributes and buffers of its modules that affect its KV.
 
     Raises:
         ConfigError: the model is not in this process.
@@ -95,7 +100,7 @@ def built_of(vllm_config: Any) -> Built:
 
 
 def _content_facts(model: Any) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) of every attribute and buffer of a model's modules that decides KV content."""
+    """Yield (name, value as text) of each attribute and buffer of the modules that affects the model's KV."""
     seen = set[int]()
     for module in model.modules():
         if id(module) in seen:
@@ -124,13 +129,14 @@ def _is_plain(value: Any) -> bool:
 
 
 def _buffer(name: str, buffer: Any, *, rotary: bool) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) of a module's buffer if it is a float scalar or a table of rotary embeddings.
+    """Yield (name, value as text) of a module's buffer, if it may affect KV; yield nothing otherwise.
 
-    The value of a table is a text: the first four elements and a digest of a few rows, all rounded.
+    Buffers that may affect KV are float scalars and tables of rotary embeddings. The text for a table
+    contains four elements, and a digest of a few rows. All elements are rounded first.
 
     Args:
-        name: class of the module and name of the buffer.
-        buffer: tensor of the buffer.
+        name: class of the module and name of the buffer, such as ``RotaryEmbedding.cos_sin_cache``.
+        buffer: the buffer.
         rotary: True if the module computes rotary embeddings.
     """
     if not buffer.is_floating_point() or buffer.is_meta:

@@ -15,10 +15,10 @@ _UNVERIFIED, _DUMMY = _DESCRIPTIONS = ("unverified", "dummy")
 
 
 def weights(vllm_config: Any, model: Any, load_config: Any) -> str:
-    """Return a text that identifies a model's weights: a digest of the checkpoint, or else a description.
+    """Return a text that identifies a model's weights: a digest of the checkpoint if it can be computed.
 
-    There is no digest if the checkpoint is not on this machine's disk, or if vLLM loads dummy weights or a
-    tensorizer file.
+    The digest cannot be computed if the checkpoint is not on this machine's disk, or if vLLM loads dummy
+    weights or a tensorizer file. The text is then a description, such as the model's name and revision.
 
     Args:
         vllm_config: the engine's configuration.
@@ -43,9 +43,12 @@ def weights(vllm_config: Any, model: Any, load_config: Any) -> str:
 
 
 def is_unverified(found: str) -> bool:
-    """Return True if a text that `weights` has returned is a description, not a digest of a checkpoint.
+    """Return True if a text describes a model's weights, and False if it is a digest of their checkpoint.
 
-    Engines with equal descriptions may have different weights.
+    Two engines with the same description may have different weights.
+
+    Args:
+        found: text that `weights` has returned.
     """
     return found.startswith(_DESCRIPTIONS)
 

@@ -13,8 +13,8 @@ from kvferry.errors import ConfigError
 def read_settings(vllm_config: Any) -> ConnectorConfig:
     """Read the connector's settings from vLLM's configuration, and fill in those that depend on the engine.
 
-    If the setting `host` is the word ``node``, it becomes this machine's address. If `host_buffer` is
-    not set, it becomes True if vLLM's `kv_buffer_device` is ``cpu`` but the model runs on another device.
+    The value ``node`` of the setting `host` is replaced by this machine's IP address. If `host_buffer` is not
+    set, it becomes True if vLLM's `kv_buffer_device` is ``cpu`` and the model runs on another device.
 
     Raises:
         ConfigError: a setting is invalid, or the settings contradict each other or vLLM's settings.
@@ -45,7 +45,7 @@ def read_settings(vllm_config: Any) -> ConnectorConfig:
 
 
 def check_failure_policy(transfer: Any) -> None:
-    """Check that vLLM recomputes a request whose load has failed, instead of returning an error.
+    """Check that vLLM is configured to recompute a request if its load fails, instead of failing the request.
 
     Args:
         transfer: vLLM's KVTransferConfig.

@@ -37,9 +37,10 @@ from kvferry.tiers.registry import medium_of
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM connector that moves KV between engines and KV tiers.
 
-    The scheduler has one instance, and each worker process has one instance. If a worker process runs two
-    engines, vLLM registers the KV caches of both engines with this single instance. So an instance in a
-    worker has one worker half per engine. The metadata of each step names the engine that runs the step.
+    vLLM creates one instance in the scheduler's process and one in each worker process. The instance in the
+    scheduler has a scheduler half, which decides what is moved. The instance in a worker process has a worker
+    half, which moves it. If a worker process runs two engines, they share the instance, which then has a
+    worker half for each of them. The metadata of each step names the engine that runs the step.
     """
 
     supports_sleep_mode: ClassVar[bool] = False

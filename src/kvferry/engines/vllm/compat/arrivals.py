@@ -14,15 +14,15 @@ _FOR_CONNECTORS = ("kv_transfer_params", "ec_transfer_params")
 
 
 def guard_arrivals() -> None:
-    """Patch vLLM's `Scheduler` so that two kinds of requests can no longer harm the engine.
+    """Patch vLLM's `Scheduler` so that clients cannot terminate or delay the engine with certain requests.
 
-    - A request that the API server has refused gets a new id. vLLM takes the id of such a request from the
-      client's body, without the random digits that end all other ids. If this id equals the id of a running
-      request, or of a request whose blocks are kept, an assertion in `Scheduler.add_request` terminates the
-      engine.
-    - A request's parameters for connectors are not sent to workers, which do not use them. vLLM pickles these
-      parameters for every worker. Parameters nested 600 levels deep would terminate the engine, and large
-      parameters would delay a step.
+    - Duplicate ids: if the API server refuses a request, vLLM uses the id in the client's body unchanged. It
+      appends random digits to all other ids. If the unchanged id equals that of a running request, or of an
+      ended one whose blocks are kept, an assertion terminates the engine. So the patch gives each refused
+      request a new id.
+    - Large parameters: vLLM pickles a request's parameters for connectors and sends them to every worker,
+      although workers do not use them. Large parameters delay a step, and parameters nested 600 levels deep
+      terminate the engine. So the patch removes them from the data that is sent to workers.
     """
     add = Scheduler.add_request
     if getattr(add, _GUARDED, False):
@@ -42,8 +42,8 @@ def guard_arrivals() -> None:
 def _keep_from_workers(request: Any) -> None:
     """Remove the parameters for connectors from a request's sampling parameters; mutates `request`.
 
-    vLLM sends the sampling parameters to workers, which do not need the parameters for connectors. The
-    request keeps its own `kv_transfer_params` for the scheduler.
+    vLLM sends the sampling parameters to workers, but only the scheduler needs the parameters for connectors.
+    It reads them from the request's attribute `kv_transfer_params`, which stays as it is.
     """
     extra = getattr(request.sampling_params, "extra_args", None)
     if extra and not extra.keys().isdisjoint(_FOR_CONNECTORS):

@@ -43,7 +43,7 @@ def class_of_transfer(transfer: Mapping[str, Any]) -> Any:
     """Return the connector class named in settings of vLLM's `KVTransferConfig`.
 
     Args:
-        transfer: settings of `KVTransferConfig`, by name. The role may be missing.
+        transfer: settings of `KVTransferConfig`, by name. `kv_role` is not needed.
 
     Raises:
         ValueError, ImportError, AttributeError: there is no class of that name.
@@ -90,7 +90,10 @@ def with_extra(vllm_config: VllmConfig, more: Mapping[str, Any]) -> VllmConfig:
 
 
 def current_config() -> Any:
-    """Return the configuration of the engine that vLLM is setting up; None at other times."""
+    """Return the configuration that vLLM uses as the current one; None if there is none.
+
+    There is one while vLLM creates an engine, and within `as_current_config`.
+    """
     return get_current_vllm_config_or_none()
 
 

@@ -18,9 +18,11 @@ def cache_dtype(vllm_config: VllmConfig) -> str:
 
 
 def state_dtypes(kv_cache_config: KVCacheConfig) -> str:
-    """Return the names of the element types of recurrent state, as one text; empty without recurrent layers.
+    """Return the dtypes of the recurrent layers' states as one text; empty without recurrent layers.
 
-    A layer's types are joined by commas, and different combinations of types by `` | ``.
+    A layer can have several states (convolution and recurrent), whose dtypes are separated by commas:
+    ``bfloat16, float32``. If layers differ, the text has one such list for each kind of layer, separated by
+    `` | ``.
     """
     groups = kv_cache_config.kv_cache_groups
     layers = [layer for group in groups for layer in layer_specs(group.kv_cache_spec).values()]

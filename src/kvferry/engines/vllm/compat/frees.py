@@ -8,12 +8,11 @@ from vllm.config import VllmConfig
 def defer_frees(vllm_config: VllmConfig) -> None:
     """Make vLLM free blocks only after the steps that may write them; mutates the role in `vllm_config`.
 
-    If steps overlap, a step that is still running may write to the blocks of an aborted or preempted request.
-    If the blocks are freed at once, these writes may come after a load into the same blocks and destroy the
-    loaded KV. vLLM waits for such steps only in engines whose role is to load KV (``kv_consumer`` or
-    ``kv_both``). With kvferry, a prefill engine (``kv_producer``) loads KV too: from tiers, and from the
-    engine that has decoded the earlier turns of a conversation. So this function changes the role of a
-    prefill engine to ``kv_both``.
+    With overlapping steps (asynchronous scheduling), a running step may still write to the blocks of an
+    aborted or preempted request. If vLLM freed these blocks at once and other KV were loaded into them, the
+    step could overwrite the loaded KV. vLLM waits for the step only if the role of the engine includes loads
+    (``kv_consumer`` or ``kv_both``). With kvferry, prefill engines (``kv_producer``) also load KV, from tiers
+    or from decode engines. So this function changes the role ``kv_producer`` to ``kv_both``.
 
     Call this while the connector is created, because vLLM reads the role right after that.
     """

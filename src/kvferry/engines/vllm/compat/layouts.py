@@ -10,7 +10,7 @@ from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 
 
 def operators_layout() -> str | None:
-    """Return the layout that the operator has set with ``VLLM_KV_CACHE_LAYOUT``; None without the variable.
+    """Return the KV cache layout set with the environment variable ``VLLM_KV_CACHE_LAYOUT``; None if not set.
 
     If the variable is set, vLLM does not ask the connector for a layout.
     """
@@ -19,21 +19,22 @@ def operators_layout() -> str | None:
 
 
 def supported_layouts(vllm_config: VllmConfig) -> list[str]:
-    """Return the layouts that every attention backend of the model supports; all if no backend declares any.
+    """Return the names of the KV cache layouts that all attention backends of the model support.
 
-    This also works in a scheduler's process that has no layers, because its workers are other processes. vLLM
-    then determines the backend that the workers would choose.
+    A backend that declares no layouts is assumed to support all of them. The function may also be called in
+    the scheduler's process, which may have no layers. vLLM then determines the backend that the workers
+    choose.
     """
     backends = get_current_attn_backends(vllm_config)
     return [layout.name for layout in get_supported_kv_cache_layouts(backends)]
 
 
 def declared_layouts(vllm_config: VllmConfig) -> list[str]:
-    """Return the layouts that every attention backend supports; empty if a backend's support is not certain.
+    """Return the names of the KV cache layouts that all attention backends are certain to support.
 
-    An attention backend may declare no layouts. vLLM assumes that such a backend supports every layout, which
-    is not true for some MLA backends. The MLA backend for CPUs, for example, fails in its first step unless
-    blocks are contiguous. So the result is empty if an MLA backend declares no layouts.
+    vLLM assumes that a backend that declares no layouts supports all of them. This is wrong for some MLA
+    backends: the one for CPUs fails in its first step unless each block is contiguous. So the result is empty
+    if an MLA backend declares no layouts.
     """
     for backend in get_current_attn_backends(vllm_config):
         if backend.is_mla() and backend.supported_kv_cache_layouts() is None:
@@ -49,8 +50,8 @@ def attention_backends(vllm_config: VllmConfig) -> list[str]:
 def takes_whole_blocks(vllm_config: VllmConfig) -> bool:
     """Return True if the kernels of all attention backends can use blocks of the engine's block size.
 
-    If a kernel needs smaller blocks, vLLM splits each block into several kernel blocks. vLLM cannot do this
-    in a layout whose outermost axis is the block, so such a layout must not be used if the result is False.
+    If a kernel needs smaller blocks, vLLM splits each block into several kernel blocks. This is impossible in
+    layouts whose outermost axis is the block. Such layouts must not be used if the result is False.
     """
     block = vllm_config.cache_config.block_size
     return all(
@@ -63,7 +64,7 @@ def takes_whole_blocks(vllm_config: VllmConfig) -> bool:
 
 
 def layers_are_alike(vllm_config: VllmConfig) -> bool:
-    """Return True if all layers of the model keep the same amount and kind of data per token.
+    """Return True if all layers of the model store the same kind of KV, of the same size per token.
 
     The result is False for models with several kinds of attention, recurrent layers, layers without
     attention, a sparse indexer or a draft model.

@@ -14,20 +14,23 @@ class _Listener(Protocol):
     """Object whose method `on_load` is called before each load of a LoRA adapter."""
 
     def on_load(self, lora: LoRARequest) -> None:
-        """Handle the load of a LoRA adapter. The engine loads the adapter just after this call."""
+        """Handle the load of a LoRA adapter, which the engine starts right after this call."""
 
 
 _LISTENERS = WeakSet[_Listener]()
 
 
 def hook_adapter_loads(listener: _Listener) -> None:
-    """Make vLLM call a listener before each load of a LoRA adapter through the engine's API.
+    """Make vLLM call `listener.on_load` before each load of a LoRA adapter through the engine's API.
 
     Call this in the scheduler's process. The first call patches vLLM's `Executor`. Only a weak reference to
     the listener is kept.
 
-    If a process has several engines, the listeners of all engines are called for each load. An adapter of
-    another engine may then count as reloaded although it is not, and kvferry stops storing its KV.
+    If a process has several engines, every load in one engine is reported to the listeners of all engines.
+    An engine may then take one of its own adapters for reloaded, and no longer store KV of this adapter.
+
+    Args:
+        listener: object to notify, such as the scheduler half of the connector.
     """
     _LISTENERS.add(listener)
     if hasattr(Executor.add_lora, "__wrapped__"):

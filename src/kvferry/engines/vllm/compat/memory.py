@@ -28,8 +28,9 @@ def sleeps(vllm_config: Any) -> bool:
 def expandable_segments(vllm_config: Any, environment: Mapping[str, str] = os.environ) -> str | None:
     """Return the name of the environment variable that makes torch use expandable segments for the KV cache.
 
-    The result is None without such a variable, and for a KV cache in CPU memory. It is also None with vLLM's
-    cumem allocator, which turns expandable segments off for the KV cache.
+    The result is None if torch does not use expandable segments for the KV cache: if no variable asks for
+    them, if the KV cache is in CPU memory, or if vLLM allocates it with its cumem allocator, which turns them
+    off.
 
     Args:
         vllm_config: the engine's configuration.

@@ -23,7 +23,7 @@ _FOUND = WeakSet[WorkerBase]()
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Target model and draft model of one worker.
+    """Target model and draft model that one worker has built.
 
     Attributes:
         target: model that answers requests.
@@ -36,15 +36,14 @@ class Models:
 
 
 def built_models(vllm_config: VllmConfig) -> Models:
-    """Return the models that the worker in this process has built.
+    """Return the target model and the draft model that the worker in this process has built.
 
-    The function searches all Python objects for the worker with this configuration, and remembers the worker
-    for later calls. The first call must precede vLLM's warm-up: on a GPU, the warm-up hides all objects from
-    the garbage collector.
+    The first call searches all objects that Python's garbage collector knows for the worker, and must precede
+    vLLM's warm-up. On a GPU, the warm-up hides existing objects from the garbage collector (`gc.freeze`).
 
     Args:
         vllm_config: configuration of the worker's engine. The worker is recognised by the configuration's
-            table of layers.
+            `static_forward_context`, in which vLLM keeps the layers of the model.
 
     Raises:
         ConfigError: there is no such worker in this process.
@@ -54,10 +53,10 @@ def built_models(vllm_config: VllmConfig) -> Models:
 
 
 def worker_of(vllm_config: VllmConfig) -> WorkerBase:
-    """Return the worker in this process that has this configuration.
+    """Return the worker in this process that belongs to the engine with this configuration.
 
-    The first call searches all Python objects for the worker, and must precede vLLM's warm-up. On a GPU, the
-    warm-up hides all objects from the garbage collector.
+    The first call searches all objects that Python's garbage collector knows for the worker, and must precede
+    vLLM's warm-up. On a GPU, the warm-up hides existing objects from the garbage collector (`gc.freeze`).
 
     Raises:
         ConfigError: there is no such worker in this process.
@@ -74,10 +73,10 @@ def worker_of(vllm_config: VllmConfig) -> WorkerBase:
 
 
 def draft_layer_names(vllm_config: VllmConfig) -> frozenset[str]:
-    """Return the names of the layers that only the draft model has. Call this in a worker.
+    """Return the names of the layers that belong only to the draft model. Call this in a worker.
 
-    The function compares the layer objects of the draft model and the target model. Names and positions do
-    not distinguish their layers, and a KV cache group may contain layers of both models.
+    The function finds them by comparing the module objects of the draft model and the target model. The names
+    of the layers do not show the model, and a KV cache group may contain layers of both models.
 
     Raises:
         ConfigError: the models are not in this process.
@@ -100,8 +99,8 @@ def vocabulary_size(vllm_config: VllmConfig) -> int:
 def pools_every_token(vllm_config: VllmConfig) -> str:
     """Return the name of the pooling method if a model pools over all prompt tokens; empty for other models.
 
-    Such a model must compute every prompt token. vLLM does not use its own prefix cache for such a model, but
-    still asks a connector for the KV of prompt prefixes.
+    A model that pools over all prompt tokens must compute every one of them, so its requests must not load
+    KV. vLLM turns its own prefix cache off for such a model, but still asks connectors for cached KV.
     """
     model = vllm_config.model_config
     pooler = getattr(model, "pooler_config", None)

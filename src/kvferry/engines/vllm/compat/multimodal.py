@@ -11,10 +11,10 @@ _PROCESSOR_PARTS = ("image_processor", "video_processor", "feature_extractor", "
 
 
 def processor_settings(model: Any) -> dict[str, Any]:
-    """Return the effective settings of each part of a model's multimodal processor; empty for a text model.
+    """Return the settings in use of each part of a model's multimodal processor; empty for a text model.
 
-    The settings include overrides (`mm_processor_kwargs`). They are read from vLLM's cached processor object,
-    which is created if there is none yet.
+    The settings include those that the user has overridden with `mm_processor_kwargs`. They are read from the
+    processor object that vLLM caches. vLLM creates the object if it does not exist yet.
 
     Args:
         model: vLLM's ModelConfig of the model.
@@ -33,10 +33,10 @@ def processor_settings(model: Any) -> dict[str, Any]:
 
 
 def item_data(feature: Any) -> Mapping[str, Any] | None:
-    """Return the processor's output for an image, a video or a piece of audio: model arguments by name.
+    """Return the output of vLLM's multimodal processor for an image, a video or an audio clip of a prompt.
 
-    Return None if the scheduler does not have the output. This is the case if the output is in a worker's
-    shared memory, or was not sent to the scheduler.
+    The output consists of arguments for the model, by name. Return None if the scheduler's process does not
+    have the output, because it was not sent there or is in shared memory that only the workers read.
 
     Args:
         feature: vLLM's MultiModalFeatureSpec of the item.

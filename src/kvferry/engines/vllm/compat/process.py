@@ -25,22 +25,22 @@ def share_logging() -> None:
 
 
 def sleep_between_polls(vllm_config: VllmConfig) -> None:
-    """Make an engine on CPUs sleep 0.5 ms between two checks of its message queues.
+    """Make an engine on CPUs sleep 0.5 ms between two checks of its message queues; no effect on GPUs.
 
-    Without this call, vLLM runs ``sched_yield`` in a loop, which keeps a core busy as long as the engine runs
-    steps. The engine runs steps without pause while a peer holds a lease or a load is in flight. On two cores
-    with two ranks (Linux 6.18), the loop delayed messages of the control channel by 4 to 60 s. Sleeps of 20
-    us still delayed messages in 4 of 10 runs with three ranks on two cores.
+    Otherwise vLLM calls ``sched_yield`` in a loop and keeps a core busy as long as the engine runs steps,
+    which includes all the time during which a peer holds a lease or a load is in flight. In a test with two
+    ranks on two cores (Linux 6.18), the loop delayed kvferry's control messages by 4 to 60 s. With three
+    ranks on two cores and sleeps of 20 us, control messages were still delayed in 4 of 10 runs.
     """
     if vllm_config.device_config.device_type == "cpu":
         shm_broadcast.sched_yield = lambda: time.sleep(_SLEEP_SECONDS)
 
 
 def after_forward() -> Callable[[], None]:
-    """Return a function that waits for the GPU work that is on the current stream when this is called.
+    """Mark the end of the GPU work queued on the current stream; return a function that waits for that work.
 
-    Work that is queued later is not waited for. The returned function may be called in any thread. If no GPU
-    is in use, it returns at once.
+    The returned function does not wait for work that is queued after this call. It may be called in any
+    thread. If no GPU is in use, it returns at once.
     """
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return lambda: None
@@ -56,7 +56,7 @@ def tensor_and_pipeline_rank() -> tuple[int, int]:
 
 
 def node_address() -> str:
-    """Return this machine's address in the engine's network.
+    """Return the IP address that this machine uses in the network of the engine.
 
     The address is ``VLLM_HOST_IP`` if the variable is set, else the address of the default route.
     """

@@ -6,7 +6,7 @@ import re
 
 
 def external_id(request_id: str) -> str:
-    """Return the id that vLLM's caller gave to a request, without the eight random digits that follow it."""
+    """Return a request's id without the suffix that vLLM appends (a hyphen and eight random hex digits)."""
     return re.sub(r"-[0-9a-f]{8}$", "", request_id)
 
 

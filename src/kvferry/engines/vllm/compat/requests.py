@@ -21,15 +21,15 @@ def waits_for_blocks(request: Any) -> bool:
 def was_rejected(request: Any) -> bool:
     """Return True if the API server refused a request, or its client left before the engine received it.
 
-    vLLM then sends the engine a placeholder request with one token, which ends at once.
+    In these cases, the engine receives a placeholder request with one token, which ends at once.
     """
     return bool(request.abort_immediately)
 
 
 def own_hit(request: Any) -> int | None:
-    """Return how many tokens of a request the engine's own prefix cache had at the request's first admission.
+    """Return how many tokens vLLM's own prefix cache had of a request when the request was first admitted.
 
-    Return None if the request was preempted, because vLLM reports the number for first admissions only.
+    Return None if the request has been preempted, because vLLM does not report the number then.
     """
     stats = None if request.num_preemptions else request.prefill_stats
     return None if stats is None else int(stats.num_local_cached_tokens)
@@ -50,23 +50,23 @@ def cache_refusal(request: Any) -> str | None:
 def trim_prompt(request: Any, hash_block_tokens: int | None, sampled_below: int = 0) -> bool:
     """Drop the last prompt token of a request that computes a prompt for another engine; mutates `request`.
 
-    The other engine (the consumer) always computes the last token itself, to sample from it. The consumer
-    could not use recurrent state that already includes the last token.
+    The other engine (the consumer) computes the last prompt token itself, because it samples the first token
+    of the answer. A recurrent state that already includes the last prompt token would be of no use to it.
 
-    With a draft model, the request is also made to sample exactly the dropped token. A draft model reads the
-    next token to compute a token's KV, and after the shortened prompt, the next token is the sampled one.
-    There are two exceptions: a request with structured output, whose grammar decides which token is sampled,
-    and a dropped token whose id the engine cannot sample (such an id would terminate the engine).
+    With a draft model, this engine is also forced to sample the dropped token after the shortened prompt. To
+    compute the KV of a token, the draft model reads the token that follows, so it must read the one that the
+    prompt really contains. Sampling is not forced if the request has structured output (a grammar decides),
+    or if the token's id is too high to be sampled (which would terminate the engine).
 
     Args:
         request: vLLM's request.
-        hash_block_tokens: number of tokens per block hash of the request, whose hashes are shortened with the
-            prompt; None or 0 without prefix caching.
+        hash_block_tokens: number of tokens that each of the request's block hashes covers, to remove the
+            hashes that are no longer complete; None or 0 without prefix caching.
         sampled_below: number of token ids that the engine can sample; 0 without a draft model.
 
     Returns:
-        True if the token was dropped. False if the request is unchanged. A request is unchanged if its prompt
-        has only one token or is not made of token ids, if the client wants logprobs of the prompt, or if the
+        True if the token was dropped. False if the request was left unchanged, because its prompt has only
+        one token or is not made of token ids, because the client wants logprobs of the prompt, or because the
         request must not use cached KV.
     """
     if request.num_prompt_tokens < 2 or request.prompt_token_ids is None or request.prompt_embeds is not None:

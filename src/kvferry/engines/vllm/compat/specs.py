@@ -143,8 +143,8 @@ def _kind_of_layer(spec: KVCacheSpec) -> GroupKind:
 def attention_span_of(spec: KVCacheSpec) -> int:
     """Return the length of a group's attention window or attention chunk, in tokens; 0 without one.
 
-    If layers of the group differ, the result is the longest. The length of a window includes the tokens
-    before the window that vLLM also retains (`extra_retained_tokens`).
+    If the layers of the group have different lengths, the result is the maximum. vLLM may retain some tokens
+    before a window (`extra_retained_tokens`); they are added to the window's length.
 
     Args:
         spec: spec of the group.
@@ -161,15 +161,15 @@ def _attention_span_of_layer(spec: Any) -> int:
 
 
 def state_block_tokens(spec: KVCacheSpec) -> int:
-    """Return the number of tokens per entry in the block table of a group with recurrent layers.
+    """Return the number of tokens that each block of a group with recurrent layers covers.
 
-    With prefix caching, each entry stands for a range of tokens, and the state after a token is kept in the
-    entry of that token. Without prefix caching, only the first entry holds a state. The other entries are
-    scratch blocks for speculative decoding.
+    With prefix caching, each block in a request's block table covers a fixed range of tokens, and holds the
+    recurrent state after a token of this range. Without prefix caching, the first block always holds the
+    current state. Any other blocks are scratch space for speculative decoding.
 
     Returns:
-        Number of tokens per entry. 0 if only the first entry holds a state, for other kinds of groups, and
-        for rings (one block per request, overwritten in place).
+        Number of tokens. 0 without prefix caching, for groups without recurrent layers, and for rings (one
+        block per request, overwritten in place).
     """
     first = next(iter(layer_specs(spec).values()))
     if not isinstance(first, MambaSpec) or first.mamba_cache_mode == "none":
@@ -180,13 +180,12 @@ def state_block_tokens(spec: KVCacheSpec) -> int:
 def snapshot_tokens(spec: KVCacheSpec) -> int | None:
     """Return the minimum number of tokens between two snapshots of a group with recurrent layers.
 
-    A snapshot is the recurrent state at one position. In vLLM's Mamba cache mode `align`, vLLM takes a
-    snapshot if a step ends at the end of a block. After the step, vLLM announces the snapshot to the
-    connector.
+    A snapshot is the recurrent state at one position. In the Mamba cache mode `align`, vLLM takes a snapshot
+    if a step ends at the end of a block, and tells the connector about it.
 
     Returns:
-        Number of tokens. None for other kinds of groups. 0 if vLLM announces no snapshots: in other cache
-        modes, and for rings (one block per request, overwritten in place).
+        Number of tokens; None for groups without recurrent layers. 0 if vLLM does not tell the connector
+        about snapshots: in other cache modes, and for rings (one block per request, overwritten in place).
     """
     first = next(iter(layer_specs(spec).values()))
     if kind_of(spec) is not GroupKind.STATE:
@@ -220,10 +219,10 @@ def has_rings(kv_cache_config: Any) -> bool:
 
 
 def reuses_prompts_only(kv_cache_config: Any) -> bool:
-    """Return True if kvferry may store and offer the KV of prompts only, not of generated tokens.
+    """Return True if only the KV of prompts may be stored and offered, not the KV of generated tokens.
 
-    This is the case if a generated token attends to fewer tokens than the same token in a prompt, so its KV
-    differs (`RSWASpec`).
+    This is the case for layers in which a generated token attends to fewer earlier tokens than a prompt token
+    at the same position (`RSWASpec`). The two then have different KV.
     """
     return _any_layer(kv_cache_config, RSWASpec)
 

@@ -21,9 +21,9 @@ these, and trainers call them in a worker."""
 
 
 def hook_weight_changes(vllm_config: VllmConfig, changed: Callable[[], None]) -> None:
-    """Make a worker call a function before each call of a method that changes weights; mutates the worker.
+    """Make a worker call a function before each of its methods that change weights; mutates the worker.
 
-    Code that writes to parameters directly, without such a method, is not detected.
+    Other code that writes to the model's parameters directly is not detected.
 
     Args:
         vllm_config: the engine's configuration.
