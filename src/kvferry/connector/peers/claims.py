@@ -40,15 +40,16 @@ class Claim:
 
 @dataclass(slots=True)
 class _Shared:
-    """The redemptions of one ticket, shared by all requests that came with the ticket.
+    """The messages that claim one lease (redemptions), shared by all requests with the same ticket.
 
-    A ticket is a random id that claims a lease at a producer. A redemption is a message that sends the ticket
-    to the producer. There is one redemption per distinct prompt content.
+    A ticket is a random id. A redemption sends it to the producer, which then grants a lease on its KV
+    blocks. There is one redemption per distinct prompt content.
 
     Attributes:
-        users: number of requests that still use each redemption, by the id of the redemption.
+        users: number of requests that still use each redemption, by the id of the redemption. A redemption
+            without such requests is removed.
         numbers: id of each redemption, by the digests of the prompt content that it was sent with.
-        held: True if the producer may have granted the lease to a redemption that no request uses any more.
+        held: True if the producer may have granted the lease in reply to a redemption that has been removed.
     """
 
     users: dict[int, int] = field(default_factory=dict)
@@ -59,8 +60,8 @@ class _Shared:
 class Claims:
     """The claims of this engine's requests on leases at producers (engines that offer KV blocks).
 
-    Requests with the same ticket (random id that claims a lease) share one lease. The lease is released after
-    the last of them has ended its claim. Only the engine's thread calls the methods.
+    Requests with the same ticket (random id that claims a lease) share one lease. The lease is released when
+    the last of these requests ends its claim. Only the engine's thread calls the methods.
     """
 
     def __init__(self, client: ControlClient) -> None:
@@ -78,9 +79,9 @@ class Claims:
         return len(self._shared)
 
     def begin(self, address: Address, ticket: bytes, tokens: int, content: PromptContent) -> Claim:
-        """Claim a lease for a request by sending its ticket to the producer, and return the claim.
+        """Claim a lease for a request, by sending the ticket to the producer. Return the claim.
 
-        The ticket is not sent again if another request with the same prompt has sent it.
+        If another request has sent the ticket with the same prompt content, the ticket is not sent again.
 
         Args:
             address: address (host, port) of the producer's control channel.
@@ -96,10 +97,14 @@ class Claims:
         return Claim(address, ticket, content, number)
 
     def answer(self, claim: Claim) -> Redeemed | Unusable | Pending:
-        """Return the producer's answer to a claim: the block tables and the lease.
+        """Return the producer's answer to a claim on a lease: the block tables and the lease.
 
-        Wait for the answer, but at most `STEP_WAIT_SECONDS` for all calls in one engine step together. Return
-        Pending if there is no answer by then. Return Unusable with the reason if the producer refuses.
+        Wait for the answer if it has not arrived. All calls in one engine step together wait at most
+        `STEP_WAIT_SECONDS`. Return Pending if there is still no answer, and Unusable with the reason if the
+        producer has refused or is too late.
+
+        Args:
+            claim: claim that `begin` returned.
         """
         began = time.monotonic()
         answer = self._client.redemption(claim.number, self._wait_seconds)
@@ -107,14 +112,17 @@ class Claims:
         return answer
 
     def step(self) -> None:
-        """Begin an engine step, in which the calls of `answer` may wait for `STEP_WAIT_SECONDS` in total."""
+        """Reset the waiting time of `answer` to `STEP_WAIT_SECONDS`. Call this once per engine step."""
         self._wait_seconds = STEP_WAIT_SECONDS
 
     def end(self, claim: Claim) -> None:
         """End a request's claim on a lease.
 
-        If this was the last claim with the same ticket, tell the producer to release the lease, unless the
-        producer cannot have granted it to this engine.
+        If no other claim uses the same ticket, also tell the producer to release the lease. Send nothing if
+        the producer has refused.
+
+        Args:
+            claim: claim that `begin` returned; it must not be used again.
         """
         name = claim.address, claim.ticket
         shared = self._shared[name]

@@ -65,7 +65,7 @@ class Producer:
         """Create a producer without leases. Call `start` before the first lease is granted.
 
         Args:
-            engine: facts about the engine.
+            engine: properties of the engine, such as its KV cache groups and the size of its block pool.
             config: the connector's settings.
             incarnation: random number that identifies this run of the engine.
             events: stream that receives the events of each lease.
@@ -119,17 +119,17 @@ class Producer:
     def busy(self) -> bool:
         """Whether the engine must run steps although it has no requests.
 
-        Steps are needed until peers can find each new retained turn (a finished request's KV, kept for the
-        next turn of its conversation), and until the blocks of turns that are given up have been freed.
+        A retained turn is a finished request's KV, kept for the next turn of its conversation. Steps are
+        needed to make new turns visible to peers, and to free the blocks of turns that have been withdrawn.
         """
         return self._turns is not None and self._turns.busy
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether blocks of retained turns become free soon, so that the engine need not preempt a request.
+        """Whether blocks of retained turns will soon be free, so that the engine should wait and not preempt.
 
-        A retained turn is a finished request's KV, kept for the next turn of its conversation. This is True
-        while the workers still have to confirm the end of a turn's lease.
+        A retained turn is a finished request's KV, kept for the next turn of its conversation. The result is
+        True while the workers have yet to confirm that the lease of a turn has ended.
         """
         return self._turns is not None and self._turns.holds_blocks
 
@@ -153,7 +153,7 @@ class Producer:
                 self._adapters.name(request.adapter)  # starts to read it while the prompt is computed
 
     def completed_by(self, scheduled: Mapping[str, int]) -> list[Request]:
-        """Return the requests whose KV will be offered to a peer and whose prompt the coming step completes.
+        """Return the requests whose prompt the coming step completes and whose KV will be offered to a peer.
 
         Args:
             scheduled: number of tokens that the coming step computes, by request id.
@@ -294,7 +294,7 @@ class Producer:
             self._unclaimed.on_blocks_freed(name)
 
     def on_workers_confirmed(self, turns: Mapping[str, int]) -> None:
-        """Count the workers that have ended the leases of retained turns, and free the blocks after the last.
+        """Count the workers that have ended the lease of a retained turn. Free its blocks after the last one.
 
         A retained turn is a finished request's KV, kept for the next turn of its conversation. Each worker
         ends a lease by changing the lease word, an integer in registered memory that readers check.

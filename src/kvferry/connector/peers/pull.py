@@ -21,7 +21,8 @@ class Pull:
         engine_id: id of the peer's engine.
         ticket: random id that claims a lease on the KV blocks at the peer.
         tokens: number of offered tokens, from the start of the prompt.
-        bidding: the request's excluded sources and remaining attempts.
+        bidding: record of the sources that are excluded for the request, and of how often it may still try to
+            load.
         until: deadline for sending the ticket to the peer, monotonic seconds.
         claim: the request's claim on the lease; None before the ticket has been sent, and if the peer offered
             the KV of an earlier turn of the conversation, which needs no claim.
@@ -29,8 +30,8 @@ class Pull:
             lease is valid); None until they are known.
         incarnation: random number that identifies the run of the peer's engine that granted the lease; None
             until it is known.
-        settled: True once the request no longer reads from this peer.
-        bid: last offer of the peer source to load KV for the request; None if there was no offer.
+        settled: True when the request will read no more from this peer.
+        bid: last offer to load KV from this peer that was made for the request; None if there was none.
     """
 
     address: Address
@@ -53,13 +54,13 @@ class Pull:
         return f"{self.engine_id}@{host}:{port}{run}"
 
     def mismatch(self, peer: PeerInfo) -> str | None:
-        """Return the reason why this KV cannot be read from the engine that now has the peer's address.
+        """Return the reason why the KV that this peer offered cannot be read; None if it can be read.
 
-        Return None if the KV can be read: that engine is still the run that granted the lease, and block
-        tables for all of its KV cache groups are known.
+        It cannot be read if another engine, or a new run of the engine, now answers at the peer's address, or
+        if block tables are missing for some of its KV cache groups.
 
         Args:
-            peer: description of the engine, from the handshake with it.
+            peer: description of the engine at this address, from the handshake.
         """
         if peer.facts.engine_id != self.engine_id:
             return f"engine {peer.facts.engine_id} answers at the address of {self.engine_id}"
@@ -75,9 +76,8 @@ class Pull:
 def blocks_of(ranks: Iterable[RankGeometry]) -> list[tuple[int, set[str]]]:
     """Return (tokens per block, identities of the layers on all ranks) for each KV cache group of an engine.
 
-    With the layer identities, groups of two engines can be matched by the layers that they share. Group
-    numbers do not match, because engines may group layers differently: one may keep a layer with a window as
-    full attention.
+    Groups of two engines must be matched by the layers that they share, not by their index. Engines may group
+    the same layers differently: one may treat a sliding-window layer as full attention, for example.
 
     Args:
         ranks: geometry of all ranks of the engine.

@@ -48,13 +48,13 @@ UNUSED_SECONDS = 600.0
 
 
 def _shorter(bid: Bid | None, tokens: int) -> Bid | None:
-    """Return a bid from the same peer for `tokens` tokens; None if `bid` is None or `tokens` is below 1.
+    """Return a copy of a bid with another number of tokens; None if `bid` is None or `tokens` is below 1.
 
     A bid is the offer of a source to load a part of a prompt.
 
     Args:
-        bid: bid whose source and `looking` mark the result takes over.
-        tokens: number of tokens in the new bid.
+        bid: bid from which the source and the mark `looking` (True for an upper bound) are copied.
+        tokens: number of tokens of the new bid.
     """
     return (
         Bid(bid.source, (PlaceTokens(PEER, tokens),), bid.looking) if bid is not None and tokens > 0 else None
@@ -62,10 +62,10 @@ def _shorter(bid: Bid | None, tokens: int) -> Bid | None:
 
 
 class PeerSource:
-    """The source that loads KV from other engines (peers), by orders to the workers.
+    """The source of KV that loads from other engines (peers). The workers carry out the loads.
 
-    For each request, the source makes bids. A bid is the offer of a source to load a part of the prompt. Only
-    the engine's thread calls the methods.
+    For each request, the source makes bids. A bid is an offer to load a part of the prompt. Only the engine's
+    thread calls the methods.
     """
 
     name = PEER
@@ -87,10 +87,10 @@ class PeerSource:
         Args:
             client: control channel to the peers that offer KV.
             ranks: geometry of this engine's ranks.
-            pins: record of the KV blocks that loads keep allocated.
-            refusals: log of the requests that a peer cannot serve.
-            timeout_seconds: seconds after which a load has failed; also the time to wait for the digest of
-                a LoRA adapter.
+            pins: record of the KV blocks that loads keep allocated (pinned).
+            refusals: log of the requests that a source does not serve.
+            timeout_seconds: seconds to wait for the digest of a request's LoRA adapter, which is sent with
+                the ticket. After this time the peer that offered the KV is not used for the request.
             most_held: maximum number of blocks that loads from all peers together may keep allocated,
                 including loads past their deadline.
             turns: object that asks peers for KV of earlier turns of a conversation.
@@ -115,8 +115,8 @@ class PeerSource:
     def __len__(self) -> int:
         """Return the number of unfinished requests for which a peer may hold KV.
 
-        Each of them has arrived with a peer's offer of KV, or a peer keeps KV of an earlier turn of the
-        conversation.
+        A peer may hold KV if the request came with the peer's offer, or if the peer has answered that it
+        keeps an earlier turn of the conversation.
         """
         return len(self._pulls)
 
@@ -128,7 +128,8 @@ class PeerSource:
 
         Args:
             request: new request.
-            bidding: excluded sources and remaining attempts of the request.
+            bidding: record of the sources that are excluded for the request, and of how often it may still
+                try to load.
         """
         name = request.request_id
         try:
@@ -171,7 +172,7 @@ class PeerSource:
         """Return this source's offer (bid) to load tokens of a request's prompt; empty if it has no offer.
 
         The bid covers the tokens that a peer offers after the first `local_tokens` tokens. Until the peer has
-        answered, the bid is marked as an upper bound (looking).
+        answered, the bid is an upper bound, marked by its attribute `looking`.
 
         Args:
             request: request that waits to be scheduled.
@@ -186,29 +187,29 @@ class PeerSource:
         return (pull.bid,) if pull.bid is not None else ()
 
     def head(self, request: Request, local_tokens: int, alignment_tokens: int) -> Bid | None:
-        """Return this source's offer (bid) to load the first part of a prompt. Another source loads the rest.
+        """Return an offer (bid) to load the first part of a prompt, for a load that two sources share.
 
-        The offer is the last result of `bids`, shortened to end at a multiple of `alignment_tokens`. Return
-        None if no token remains.
+        Another source loads the rest. The offer is the last result of `bids`, shortened so that it ends at a
+        multiple of `alignment_tokens`. Return None if no token remains.
 
         Args:
             request: request that waits to be scheduled.
             local_tokens: number of tokens that the engine has already, from the start of the prompt.
-            alignment_tokens: multiple, in tokens, at which the first part must end.
+            alignment_tokens: alignment, in tokens, of the end of the first part.
         """
         bid, tokens = self._last_bid(request)
         return _shorter(bid, tokens // alignment_tokens * alignment_tokens - local_tokens)
 
     def tail(self, request: Request, local_tokens: int, first: int) -> Bid | None:
-        """Return this source's offer (bid) to load the last part of a prompt. Another source loads the first.
+        """Return an offer (bid) to load the last part of a prompt, for a load that two sources share.
 
-        The offer is the last result of `bids` without the tokens before `first`. Return None if no token
-        remains.
+        Another source loads the first part. The offer is the last result of `bids` without the tokens before
+        `first`. Return None if no token remains.
 
         Args:
             request: request that waits to be scheduled.
             local_tokens: number of tokens that the engine has already; unused.
-            first: number of tokens, from the start of the prompt, at which the other source's part ends.
+            first: position in tokens, from the start of the prompt, at which the first part ends.
         """
         bid, tokens = self._last_bid(request)
         return _shorter(bid, tokens - first)
@@ -216,8 +217,8 @@ class PeerSource:
     def why_no_bid(self, request: Request, local_tokens: int) -> SourceMiss:
         """Return the reason why this source does not offer to load any part of a request's prompt.
 
-        Either no peer keeps an earlier turn of the conversation, or the peer was excluded, or the engine
-        already has all tokens that the peer offers.
+        The reason is one of these: no peer keeps an earlier turn of the conversation; the peer is excluded
+        for this request; the engine already has all tokens that the peer offers.
 
         Args:
             request: request for which `bids` returned no offer.
@@ -242,9 +243,10 @@ class PeerSource:
         return may_hold(bid.source, blocks, self._held(), self._most_held)
 
     def begin(self, load: Load, request: Request) -> None:
-        """Order all workers to read the KV of a load from its peer, after connecting to a new peer.
+        """Order all workers to read the KV of a load from its peer.
 
-        The workers receive these orders with the coming step, by `hand_over`.
+        If the workers are not connected to the peer yet, they are ordered to connect first. `hand_over`
+        passes the orders to the workers with the coming step.
 
         Args:
             load: load to begin, with its tokens and destination blocks.
@@ -350,7 +352,7 @@ class PeerSource:
             self._client.release(pull.address, pull.ticket)  # a kept turn has a grant, but no claim
 
     def finished(self, request_id: str) -> None:
-        """Forget a request that has ended, and drop an unanswered question to peers about the request."""
+        """Forget a request that has ended. Answers of peers that are still expected for it are ignored."""
         self._turns.drop(request_id)
         self._asking.pop(request_id, None)
         self._pulls.pop(request_id, None)
@@ -448,11 +450,11 @@ class PeerSource:
         return peer
 
     def _process_turn_answers(self, request: Request, local_tokens: int) -> Bid | None:
-        """Check whether peers have answered that they keep KV of an earlier turn of a request's conversation.
+        """Process the peers' answers to the question whether they keep an earlier turn of the conversation.
 
         While answers are missing, return a placeholder bid (offer to load KV) for all tokens that could be
-        loaded. Otherwise return None; if a peer has usable KV, the exchange with that peer is then recorded,
-        so that the caller can make a real bid. Also return None if peers were not asked.
+        loaded. Return None if the peers have answered or were not asked. If a peer has usable KV, the peer is
+        recorded as the one to load from, so that the caller can make a real bid.
 
         Args:
             request: request that waits to be scheduled.

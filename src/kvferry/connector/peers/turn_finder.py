@@ -21,7 +21,7 @@ from kvferry.transport.turns import TurnContent, shared_tokens
 
 @dataclass(frozen=True, slots=True)
 class FoundTurn:
-    """A finished request's KV (turn) that a peer keeps, and that fits the beginning of a new prompt.
+    """KV of an earlier request that a peer keeps, and that a new prompt can use from its start.
 
     Attributes:
         tokens: number of usable tokens, from the start of the prompt.
@@ -43,13 +43,14 @@ class TurnFinder:
     def __init__(
         self, client: ControlClient, keepers: Callable[[], Mapping[Address, int]], names: TurnNames
     ) -> None:
-        """Create a finder that has not asked for any request yet.
+        """Create a finder that has sent no questions to peers yet.
 
         Args:
             client: control channel to the peers.
             keepers: function that returns the peers that keep KV of finished requests, as a mapping from
                 address to the random number that identifies the peer's run (incarnation).
-            names: object that computes digests of token content, by which peers find such KV.
+            names: object that computes digests of token content. Peers look up the KV that they keep by these
+                digests.
         """
         self._client, self._keepers, self._names = client, keepers, names
         self._asked: dict[str, tuple[int, TurnContent]] = {}
@@ -92,7 +93,7 @@ class TurnFinder:
         return FoundTurn(*max(usable, key=lambda one: one[0])) if usable else None
 
     def drop(self, request_id: str) -> None:
-        """Forget a request, and drop the unanswered question to peers about the request."""
+        """Forget a request. If peers have not answered the question about it yet, ignore their answers."""
         number, _ = self._asked.pop(request_id, (None, None))
         if number is not None:
             self._client.drop_question(number)
@@ -106,8 +107,8 @@ def _usable(content: TurnContent, kept: KeptTurn, tokens: int) -> int:
     because the engine always computes this token.
 
     Args:
-        content: names of the prompt's content.
-        kept: the peer's answer, with names of the content that it keeps.
+        content: digests of the prompt's content.
+        kept: the peer's answer, with digests of the content that it keeps.
         tokens: length of the prompt in tokens.
     """
     shared = min(shared_tokens(content, kept), tokens - 1)

@@ -42,10 +42,10 @@ class _Turn:
     """A retained turn: a finished request's KV blocks, kept for the next turn of its conversation.
 
     Attributes:
-        content: names of the content of the tokens, by which peers find the turn.
+        content: digests of the content of the tokens. Peers find the turn by these digests.
         kept: reply to a peer that asks for this content.
         blocks: number of KV blocks that the turn keeps allocated.
-        steps: number of steps that must still begin before the turn is published; at most 0 afterwards.
+        steps: number of engine steps until peers may find the turn; 0 or less if they may find it already.
     """
 
     content: TurnContent
@@ -74,13 +74,13 @@ class TurnKeeper:
         """Create a keeper that keeps no turns (KV of finished requests) until `start` is called.
 
         Args:
-            engine: facts about the engine.
+            engine: properties of the engine, such as its KV cache groups and the size of its block pool.
             book: record that grants leases.
-            names: object that computes names of token content, by which peers find turns.
-            wanted: counter of the blocks that requests wait for.
+            names: object that computes digests of token content. Peers find turns by these digests.
+            wanted: object that returns the number of blocks that waiting requests need.
             events: stream that receives an event for each granted lease.
-            seconds: seconds for which a turn is kept.
-            share: maximum share, from 0 to 1, of the block pool for kept turns.
+            seconds: maximum time for which a turn is kept, in seconds.
+            share: maximum part of the block pool that kept turns may occupy, from 0 to 1.
         """
         self._engine = engine
         self._book, self._names, self._wanted, self._events = book, names, wanted, events
@@ -110,23 +110,25 @@ class TurnKeeper:
     def busy(self) -> bool:
         """Whether the engine must run steps although it has no requests.
 
-        Steps are needed to publish retained turns (KV of finished requests) or to free their blocks.
+        A retained turn is a finished request's KV, kept for the next turn of its conversation. Steps are
+        needed to make new turns visible to peers, and to free the blocks of turns that have been withdrawn.
         """
         return bool(self._over or self._leaving or any(turn.steps > 0 for turn in self._turns.values()))
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether blocks of retained turns (KV of finished requests) become free soon.
+        """Whether blocks of retained turns (KV of finished requests) will soon be free.
 
-        Their leases have ended, and workers still have to confirm the end.
+        This is True if the lease of a turn has ended, but not all workers have confirmed the end yet.
         """
         return bool(self._leaving)
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
         """Keep the KV blocks of a finished request for the next turn of its conversation.
 
-        The blocks are kept only if another engine can continue from their KV and the share of the pool for
-        such blocks suffices. Kept blocks of an earlier turn that this request continues are released.
+        The blocks are kept only if another engine can use their KV and if they fit in the part of the block
+        pool that kept KV may occupy. If the request continues a conversation, the kept blocks of its earlier
+        turn are released.
 
         Args:
             request: request that has ended.
@@ -163,10 +165,11 @@ class TurnKeeper:
         self._events.emit(LeaseGranted(request.request_id, now, tokens, self._seconds, turn=True))
 
     def step(self) -> list[str]:
-        """Publish the retained turns (KV of finished requests) whose blocks are complete, once per step.
+        """Make new retained turns (KV of finished requests) visible to peers. Call this once per engine step.
 
-        Return the names of the leases that must end: those of turns that were withdrawn or continued by a
-        longer turn, or whose blocks are needed.
+        A turn becomes visible when all steps that could still write to its blocks have run. Return the names
+        of the leases that must end: the turn was withdrawn, a longer turn continues it, or requests need its
+        blocks.
         """
         for lease, turn in self._turns.items():
             turn.steps -= 1
@@ -199,7 +202,7 @@ class TurnKeeper:
             self._leaving[lease] = turn.blocks
 
     def on_workers_confirmed(self, lease: str, workers: int) -> bool:
-        """Count the workers that have confirmed the end of a lease, and free its blocks after the last one.
+        """Count the workers that have confirmed the end of a lease. Free its blocks when all have confirmed.
 
         A worker confirms after it has changed the lease word, an integer in registered memory that readers
         check. Return True if all workers have confirmed and the blocks are free.

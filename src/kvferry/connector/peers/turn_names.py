@@ -19,10 +19,10 @@ CHUNK_TOKENS = 256
 
 
 class TurnNames:
-    """Computes names of token content, by which KV of finished requests is kept and looked up.
+    """Computes names of token content. KV of finished requests is stored and looked up under these names.
 
     Equal content has equal names in all engines. The names are digests of the tokens and of everything else
-    that decides the KV.
+    that determines the KV, such as the LoRA adapter and images.
     """
 
     def __init__(self, adapters: Adapters, *, prompts_only: bool = False) -> None:
@@ -39,8 +39,9 @@ class TurnNames:
     def content(self, request: Request, tokens: int) -> TurnContent | None:
         """Return the names (digests) of the content of a request's first `tokens` tokens.
 
-        Return None if not all content that decides the KV is known, for example in a prompt of embeddings, or
-        if generated tokens are included and only prompts are named (`prompts_only`).
+        Return None if not everything that determines the KV is known (for example, if the prompt consists of
+        embeddings). Also return None if the tokens include generated ones and the object was created with
+        `prompts_only`.
         """
         if self._prompts_only and tokens > request.num_prompt_tokens:
             return None
@@ -53,10 +54,10 @@ class TurnNames:
         return TurnContent(CHUNK_TOKENS, tuple(keys.chunks()), array("I", ids), tuple(items))
 
     def start_anew(self) -> None:
-        """Change all names from now on, because the engine's cache was reset.
+        """Give all content new names from now on, because the engine's cache was reset.
 
-        KV from before the reset is not found any more. Running requests may still use blocks with such KV, so
-        other engines must not find what this engine keeps later either. The new names therefore depend on a
-        random number that other engines do not know.
+        KV from before the reset is then not found any more. Running requests may still use such KV, and KV
+        that they compute depends on it. Other engines must not find that KV either, so the new names depend
+        on a random number that they do not know.
         """
         self._epoch = f"{secrets.token_hex(16)} "

@@ -23,7 +23,7 @@ class UnclaimedLeases:
     for the blocks. Only the engine's thread calls the methods.
 
     Attributes:
-        seconds: minimum seconds that an unclaimed lease lasts. After this time the lease may be ended early.
+        seconds: minimum time in seconds that an unclaimed lease lasts before it may be ended early.
     """
 
     def __init__(self, book: LeaseBook, wanted: BlocksWanted) -> None:
@@ -69,9 +69,9 @@ class UnclaimedLeases:
         self._leaving.pop(lease, None)
 
     def leases_to_end(self) -> list[str]:
-        """Return the names of unclaimed leases that must end now, because requests wait for their blocks.
+        """Return the names of unclaimed leases that must end now because requests wait for blocks.
 
-        No more leases are returned than are needed, the oldest first.
+        The oldest leases are chosen, and only as many as are needed to free enough blocks.
         """
         unclaimed = self._book.unclaimed(self.seconds)
         held = {name: self._blocks[name] for name in unclaimed if name in self._blocks}

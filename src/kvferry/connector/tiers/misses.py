@@ -15,11 +15,12 @@ _REMEMBERED = {HostMissReason.EVICTED: MissReason.EVICTED, HostMissReason.FILLIN
 
 
 def miss_of(chunks: PromptChunks, found: Coverage, labels: Sequence[str], cache: ChunkCache) -> SourceMiss:
-    """Return the reason why the tiers hold no usable prefix beyond the tokens that the engine has.
+    """Return the reason why the tiers cannot extend the part of a prompt whose KV the engine already has.
 
-    The result names the chunks that are missing for the prefix that comes closest to being usable. The reason
-    is EVICTED if every missing chunk was cached recently, so that a larger cache would have hit. It is LOCAL
-    if the engine has the start of the prompt itself and no tier has a chunk beyond it.
+    The result names the missing chunks of the prefix that is closest to being usable (the fewest KV cache
+    groups lack chunks). The reason is EVICTED if all of them were in the cache recently, so a larger cache
+    would still hold them. The reason is LOCAL if the engine has the start of the prompt and no tier has a
+    chunk after it.
 
     Args:
         chunks: chunk keys of the request.

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 def open_tiers(
     tiers: Sequence[StorageSettings], get_namespace: Callable[[], Namespace], table: KeyTable
 ) -> list[tuple[SlowTier, float]]:
-    """Open the storage tiers. Log an error for each tier that cannot be used, and go on without it.
+    """Open the storage tiers. Log an error for each tier that cannot be opened, and leave it out.
 
     Args:
         tiers: settings of the tiers, the fastest first.
@@ -29,8 +29,8 @@ def open_tiers(
         table: table of chunk keys that all tiers share.
 
     Returns:
-        (tier, weight) for each tier that can be used, the fastest first. The weight is the configured weight
-        of the tier's tokens when sources are compared.
+        (tier, weight) for each tier that can be used, the fastest first. The weight, from the settings,
+        multiplies the number of tokens that the tier offers when sources are compared.
     """
     found: list[tuple[SlowTier, float]] = []
     kinds = Counter[str]()

@@ -32,9 +32,10 @@ class Progress:
     due: int = 0
 
     def step(self, tokens: int) -> bool:
-        """Count the tokens of the request that the coming step computes.
+        """Add the tokens that the coming step computes. Return True if the step may complete a chunk.
 
-        Return True if this step may complete a chunk.
+        Args:
+            tokens: number of tokens of the request that the step computes.
         """
         request = self.request
         if self.preemptions != request.num_preemptions:

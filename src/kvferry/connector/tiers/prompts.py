@@ -21,8 +21,9 @@ logger = logging.getLogger(__name__)
 class Prompts:
     """The chunk keys of all requests whose KV may be stored in the tiers or loaded from them.
 
-    A chunk key names the content of a chunk (fixed number of tokens). A request whose content is not certain
-    has no keys, and its KV is neither stored nor looked up.
+    A chunk key names the content of a chunk (fixed number of tokens). A request has no keys if its content
+    cannot be identified for certain (for example, embeddings as prompt). The KV of such a request is neither
+    stored nor looked up.
     """
 
     def __init__(self, canonical: CanonicalForm, adapters: Adapters, *, prompts_only: bool = False) -> None:
@@ -55,7 +56,8 @@ class Prompts:
     def add(self, request: Request) -> PromptChunks | None:
         """Compute the chunk keys of a new request and return its chunks.
 
-        Return None if the keys are not certain or not known yet. `why_unnamed` then returns the reason.
+        Return None if the content cannot be identified for certain, or if the digest of the request's LoRA
+        adapter is still being computed. `why_unnamed` then returns the reason.
         """
         self._unnamed.pop(request.request_id, None)
         try:
@@ -68,10 +70,11 @@ class Prompts:
         return chunks
 
     def get(self, request: Request) -> PromptChunks | None:
-        """Return the chunks of a request's tokens so far, prompt and generated; None if they have no keys.
+        """Return the chunks of a request's tokens so far, prompt and generated; None if it has no chunk keys.
 
-        Keys of tokens that were generated since the last call are computed now. The keys are dropped if the
-        content of the request is no longer certain.
+        This call also computes the keys of tokens that were generated since the last call. A request loses
+        its keys if its content can no longer be identified for certain, for example because its LoRA adapter
+        was replaced.
         """
         if self._prompts_only and request.num_tokens > request.num_prompt_tokens:
             self.remove(request.request_id)
@@ -110,12 +113,12 @@ class Prompts:
         self._unnamed.pop(request_id, None)
 
     def start_anew(self) -> None:
-        """Change all chunk keys from now on, because the engine's cache was reset.
+        """Give all content new chunk keys from now on, because the engine's cache was reset.
 
-        If `suspend` was called, keys are computed again. Chunks from before the reset are not found any more.
-        The new keys contain a random number, so other engines do not find the chunks that are stored from now
-        on. KV of running requests is no longer stored or looked up, because their blocks mix KV from before
-        and after the reset.
+        Chunks from before the reset are not found any more. The new keys contain a random number, so other
+        engines do not find the chunks that are stored from now on. KV of running requests is no longer stored
+        or looked up, because their blocks mix KV from before and after the reset. This call also ends the
+        effect of `suspend`.
         """
         self._known.clear()
         self._unnamed.clear()

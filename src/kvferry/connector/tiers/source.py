@@ -61,11 +61,13 @@ class _TierRequest:
     """The state of a request whose KV the tiers may hold.
 
     Attributes:
-        bidding: the request's excluded sources and remaining attempts.
-        excluded_tiers: names of the tiers that are no longer used for this request, because a read from them
-            failed or was late.
+        bidding: record of the sources that are excluded for the request, and of how often it may still try to
+            load.
+        excluded_tiers: names of the tiers that are not used again for this request, because a read from them
+            failed or missed its deadline.
         coverage: result of the last look-up of the request's chunks; None before the first look-up.
-        declined: True if the tiers last made no offer only because too many loads were under way.
+        declined: True if the tiers made no offer at the last look-up for the sole reason that too many loads
+            were under way.
     """
 
     bidding: Bidding
@@ -76,12 +78,13 @@ class _TierRequest:
 
 @dataclass(slots=True)
 class _Loading:
-    """A load of chunks that is under way: its end has not been ordered from the ranks yet.
+    """A load of chunks that is under way: the ranks have not been told yet that it is complete or has failed.
 
     Attributes:
         load: load that the scheduler has begun.
         fetch: reads of the load's chunks into host memory.
-        parts: number of parts (sets of chunks that have arrived) that the ranks were ordered to copy.
+        parts: number of orders given to the ranks so far. Each order copies the chunks that have arrived
+            since the last.
     """
 
     load: Load
@@ -95,7 +98,7 @@ class _LoadRecord:
 
     Attributes:
         sizes: number of bytes over all ranks, by index of the KV cache group in the storage format.
-        miss: reason to report if the load fails and is not late.
+        miss: reason to report if the load fails for another reason than a missed deadline.
     """
 
     sizes: Counter[int] = field(default_factory=Counter)
@@ -156,11 +159,13 @@ class TierSource:
     def arrived(self, request: Request, bidding: Bidding) -> bool:
         """Compute the chunk keys of a new request. Return True if the tiers may be able to serve the request.
 
-        The tiers cannot serve a request whose content has no certain name.
+        The tiers cannot serve a request that has no chunk keys, because its content cannot be identified for
+        certain.
 
         Args:
             request: new request.
-            bidding: excluded sources and remaining attempts of the request.
+            bidding: record of the sources that are excluded for the request, and of how often it may still
+                try to load.
         """
         if self._prompts.add(request) is None and not self._prompts.are_pending(request.request_id):
             return False
@@ -168,9 +173,10 @@ class TierSource:
         return True
 
     def declined(self, request: Request) -> SourceMiss | None:
-        """Return the reason why the tiers cannot serve a request, for which `arrived` returned False.
+        """Return the reason why a request has no chunk keys, so that the tiers cannot serve it.
 
-        Its chunk keys cannot be computed. The result says why.
+        Args:
+            request: request for which `arrived` returned False.
         """
         return SourceMiss(TIERS, MissReason.UNNAMED, detail=self._prompts.why_unnamed(request.request_id))
 
@@ -210,8 +216,9 @@ class TierSource:
     def _bid_before_naming(self, request: Request, local_tokens: int) -> Sequence[Bid]:
         """Return a placeholder bid for a request whose chunk keys are not known yet.
 
-        While the digest of the request's LoRA adapter is computed, the bid is an upper bound, marked as
-        `looking`. Return no bid if the keys can never be known, or if no token is left to load.
+        While the digest of the request's LoRA adapter is being computed, return one bid for all tokens that
+        could be loaded. It is an upper bound, marked by its attribute `looking`. Return no bid if the keys
+        cannot be computed at all, or if no token is left to load.
         """
         most = request.num_tokens - 1 - local_tokens
         if most <= 0 or not self._prompts.are_pending(request.request_id):
@@ -219,14 +226,15 @@ class TierSource:
         return (Bid("names of chunks", (PlaceTokens(HOST, most),), looking=True),)
 
     def head(self, request: Request, local_tokens: int, alignment_tokens: int) -> Bid | None:
-        """Return the tiers' offer (bid) to load the first part of a prefix; another source loads the rest.
+        """Return an offer (bid) to load the first part of a prefix, for a load that two sources share.
 
-        The bid covers only the layers that attend to all tokens. Return None if no token remains.
+        Another source loads the rest. The bid covers only the layers that attend to all tokens. Return None
+        if no token remains.
 
         Args:
             request: request for which `bids` was called.
             local_tokens: number of tokens that the engine has already, from the start of the prompt.
-            alignment_tokens: multiple, in tokens, at which the first part must end.
+            alignment_tokens: alignment, in tokens, of the end of the first part.
         """
         found = self._requests[request.request_id].coverage
         return (
@@ -238,14 +246,15 @@ class TierSource:
         )
 
     def tail(self, request: Request, local_tokens: int, first: int) -> Bid | None:
-        """Return the tiers' offer (bid) to load the last part of a prefix; another source loads the first.
+        """Return an offer (bid) to load the last part of a prefix, for a load that two sources share.
 
-        Return None if the tiers hold no usable prefix that is longer than `first`.
+        Another source loads the first part. Return None if the tiers hold no usable prefix that is longer
+        than `first`.
 
         Args:
             request: request for which `bids` was called.
             local_tokens: number of tokens that the engine has already; unused.
-            first: number of tokens, from the start of the prompt, at which the other source's part ends.
+            first: position in tokens, from the start of the prompt, at which the first part ends.
         """
         found = self._requests[request.request_id].coverage
         return None if found is None else self._bid_for(found, first, found.tokens_after_head(first))
@@ -326,7 +335,7 @@ class TierSource:
         )
 
     def failure_reason(self, load: Load, report: Report) -> MissReason:
-        """Return why a load failed: DEADLINE if it is late, else the reason why a chunk could not be read.
+        """Return why a load failed: DEADLINE if it missed its deadline, else why a chunk could not be read.
 
         Args:
             load: load that has failed.
@@ -423,11 +432,11 @@ class TierSource:
         return Bid(TIERS, self._parts(found, first, last))
 
     def _parts(self, found: Coverage, first: int, last: int) -> tuple[PlaceTokens, ...]:
-        """Return the number of prompt tokens that each tier provides for an offer to load.
+        """Return the number of tokens that each tier provides for an offer to load a part of a prompt.
 
-        The tokens are counted in the KV cache group that needs the most chunks. A chunk of this group that no
-        tier holds is one that the load does not need (for example before an attention window). It is counted
-        as a chunk in host memory, the fastest tier.
+        The tokens are counted in the KV cache group that needs the most chunks. If no tier holds a chunk of
+        this group, the load does not need the chunk (it lies before an attention window, for example). Its
+        tokens are counted for host memory, the fastest tier.
 
         Args:
             found: result of the look-up of the request's chunks.
@@ -443,7 +452,7 @@ class TierSource:
         return tuple(PlaceTokens(names[at], int(sums[at])) for at in np.flatnonzero(sums))
 
     def _windows_survive_load(self, tokens: int) -> bool:
-        """Return True if a load may cover the whole prompt: its last token can then still be computed.
+        """Return True if the last prompt token can still be computed after a load of the whole prompt.
 
         After such a load the engine first frees the blocks before the attention window of the next token, and
         then computes the last prompt token again. The window of the last prompt token begins one token

@@ -28,7 +28,7 @@ MOST_PINNED = 0.25
 
 @dataclass(slots=True)
 class _Store:
-    """A store (copy of chunks from KV blocks to host memory) that some rank has not carried out yet.
+    """An order to copy chunks from KV blocks to host memory (store) that some rank has not carried out yet.
 
     Attributes:
         request_id: id of the request that the chunks belong to.
@@ -54,7 +54,9 @@ class StoreOrders:
     def __init__(
         self, cache: ChunkCache, pool: BlockPool, labels: Sequence[str], events: EventStream
     ) -> None:
-        """Start without store operations. A store copies chunks from the engine's blocks to the tiers.
+        """Create an object without stores under way.
+
+        A store copies chunks from the engine's KV blocks to host memory.
 
         Args:
             cache: cache of chunks in host memory and in the slower tiers.
