@@ -58,9 +58,9 @@ class PlacedField:
         stored: name, element size and axes of the field, over all ranks.
         start, count: index of the first head, and number of heads on this rank; (0, 1) for a field that every
             rank holds whole.
-        offset: byte offset of the field. A page of tokens has one run of bytes per head and token, in which
-            the fields follow each other; the offset counts from the start of this run. In a snapshot
-            (recurrent state at one position), the offset counts from the start of the page.
+        offset: byte offset of the field. In a snapshot (recurrent state at one position), it counts from the
+            start of the page. In other pages, it counts from the start of the bytes of one head and token,
+            where all fields lie side by side.
     """
 
     stored: StoredField
@@ -73,8 +73,8 @@ class PlacedField:
 
         Args:
             head_stride: bytes from one head to the next.
-            tokens: loops that enumerate the tokens, as (count, stride in bytes), outermost first; empty if
-                the page is a snapshot (recurrent state at one position).
+            tokens: (count, stride in bytes) of each of the nested loops over the tokens, outermost first;
+                empty if the page is a snapshot (recurrent state at one position).
         """
         axes = [Axis(TOKEN, tokens)] if tokens else []
         if self.stored.heads:
@@ -87,7 +87,7 @@ class PlacedField:
         return Field(self.stored.name, self.stored.item_bytes, self.offset, (*axes, *inner))
 
     def entries(self, count: int, stride: int) -> Field:
-        """Return the axes and strides of this field in a page whose entries each stand for several tokens.
+        """Return the axes and strides of this field in a page that stores one entry for several tokens.
 
         Args:
             count: number of entries in the page.
@@ -108,13 +108,13 @@ class PageInterior:
 
     Attributes:
         snapshot: True if the page holds a snapshot (recurrent state at one position) instead of tokens.
-        state_tokens: number of tokens per stored entry; 1 if every token has its own entry.
+        state_tokens: number of tokens that share one stored entry; 1 if every token has its own entry.
         kernels: number of kernel blocks (blocks as the attention kernel addresses them) in the page; 1 for a
             snapshot.
         heads: number of heads on this rank; 1 for a snapshot.
-        tokens: number of tokens in a kernel block; 1 for a snapshot. If an entry stands for several tokens,
-            the number of entries.
-        content: bytes of all fields of one head and token; for a snapshot, bytes of the whole page.
+        tokens: number of stored entries in a kernel block, which is the number of tokens if `state_tokens` is
+            1; 1 for a snapshot.
+        content: bytes of all fields of one head in one entry; for a snapshot, bytes of the whole page.
         alignment: alignment of the page's address in bytes.
         placed_fields: fields of the page, with their positions.
     """
@@ -134,11 +134,11 @@ class PageInterior:
         return self.kernels * self.heads * self.tokens * self.content
 
     def page(self, where: PageMap) -> PageFormat:
-        """Return the format of one page: its fields, with byte offsets and strides, and its size.
+        """Return the format of one page: its size, and its fields with byte offsets and strides.
 
         Args:
-            where: addresses and strides of the group's pages. Only the strides between kernel blocks (blocks
-                as the attention kernel addresses them), between heads and between tokens are read.
+            where: addresses and strides of the pages of the KV cache group. Only the strides between kernel
+                blocks (blocks as the attention kernel addresses them), heads and tokens are used.
         """
         _, kernel, head, token, _ = where.strides
         if self.snapshot:
@@ -211,8 +211,5 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def _alignment(stored: StoredField) -> int:
-    """Return the alignment of a field in bytes, which is a power of two of at most 16.
-
-    It is the largest such power of two that divides the size of one element.
-    """
+    """Return the alignment of a field in bytes: the largest power of two up to 16 that divides an element."""
     return gcd(stored.item_bytes, 16)

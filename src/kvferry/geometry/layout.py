@@ -61,7 +61,7 @@ class EngineShape:
     Attributes:
         tp: number of tensor-parallel ranks.
         stages: number of layers with a cache on each pipeline rank.
-        block_tokens: number of tokens per block, in groups whose layers have no block size of their own.
+        block_tokens: number of tokens per block, for layers whose block size the model does not determine.
         layout: order of the axes in memory, one of `LAYOUTS`, e.g. ``LBHNC``.
         num_blocks: number of blocks in each rank's pool, the null block included.
         kernel_tokens: number of tokens per kernel block (block as the attention kernel addresses it) if a
@@ -151,9 +151,9 @@ def group_layers(
 
     Args:
         model: caches of all layers.
-        counts: number of groups for each kind of layer, where layers with equal caches are of one kind; None
-            for one group per kind. Layers are assigned to groups in turn (round robin), so that each group
-            has layers on every pipeline rank.
+        counts: number of groups to form from all layers with a given cache, by cache; None for one group
+            each. Layers are assigned to these groups in turn (round robin), so that each group has layers on
+            every pipeline rank.
     """
     alike: dict[LayerCache, list[int]] = {}
     for number, store in enumerate(model.layers):
@@ -209,7 +209,7 @@ def lay_out(
     Args:
         model: caches of all layers.
         engine: settings of the engine.
-        addresses: address of each rank's pool; None for made-up addresses.
+        addresses: address of each rank's block pool; None to invent addresses, if no memory is allocated.
 
     Raises:
         GeometryError: an engine with these settings cannot serve this model, or the number of addresses is
@@ -225,7 +225,9 @@ def lay_out(
 
 
 def lay_out_rank(model: ModelCache, engine: EngineShape, rank: int, address: int) -> RankLayout:
-    """Return the memory layout of one rank. Its block pool at `address` is the only registered region.
+    """Return the memory layout of one rank whose block pool starts at `address`.
+
+    The pool is the rank's only region (memory registered with the transport).
 
     Args:
         model: caches of all layers.
@@ -300,13 +302,13 @@ def _page_interior(store: LayerCache, tokens: int, engine: EngineShape, tp_rank:
 class _Pool:
     """Sizes of the block pool that all KV cache groups of a rank share.
 
-    The pool consists of slots. A slot has space for the pages of one layer. The layers with index ``j`` of
-    all groups share slot ``j``, because a block belongs to only one group at a time.
+    A block consists of slots. A slot has space for one layer's page. Layer ``j`` of every group uses slot
+    ``j``: groups can share slots because a block belongs to only one group at a time.
 
     Attributes:
-        slots: number of slots. It equals the number of layers of the group with the most layers on this rank.
-        slot_bytes: bytes of one block in one slot; 0 if the pages of a block lie side by side, without slots.
-        block_bytes: bytes of one block over all slots.
+        slots: number of slots per block: the number of layers of the largest group on this rank.
+        slot_bytes: size of a slot in bytes; 0 if the pages of a block lie side by side, without slots.
+        block_bytes: size of a block in bytes.
     """
 
     slots: int
@@ -337,7 +339,8 @@ class _Pool:
     def room(self, interior: PageInterior) -> PoolRoom:
         """Return the space that the pool reserves for the pages of one KV cache group.
 
-        In the result, `slot_bytes` is the size per kernel block (block as the attention kernel addresses it).
+        `slot_bytes` of the result is the part of a slot for one kernel block (block as the attention kernel
+        addresses it).
 
         Args:
             interior: inner structure of a page of the group.
@@ -348,7 +351,7 @@ class _Pool:
 
 
 def _slot_bytes(engine: EngineShape, interiors: Sequence[PageInterior]) -> int:
-    """Return the bytes of one block in one slot (the space for one layer's page of any group).
+    """Return the size in bytes of a slot: the space for one layer's page, which fits the page of any group.
 
     Args:
         engine: settings of the engine.

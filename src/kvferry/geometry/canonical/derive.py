@@ -28,11 +28,12 @@ sharded."""
 def canonical_form_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> CanonicalForm:
     """Return the canonical form of the chunks that an engine stores.
 
-    The canonical form is the byte order of a chunk. It does not depend on parallel sizes, layout and block
-    size.
+    The canonical form defines where each value lies in a chunk. It is the same for all parallel sizes, memory
+    layouts and block sizes. A chunk has one section per sharded axis, and a section is divided into units,
+    e.g. one KV head each.
 
-    Example: two engines that serve one model with 2 KV heads. In the first, at TP 4, two ranks hold copies of
-    each head. The second runs at TP 2. Both have the same form:
+    Example: two engines serve the same model, which has 2 KV heads. The first engine runs at TP 4, so each
+    head is on two ranks. The second engine runs at TP 2. Both have the same form:
 
     >>> from kvferry.geometry.layout import EngineShape, lay_out
     >>> from kvferry.geometry.store import LayerCache, ModelCache, StoredField
@@ -45,7 +46,7 @@ def canonical_form_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> Canon
     >>> [(s.axis, s.units, s.unit_bytes) for s in tp2.groups[0].sections]   # 4 layers, 256 tokens, K and V
     [('head', 2, 524288)]
 
-    Every rank holds the whole of an MLA latent, so it is one unit:
+    Every rank holds the whole of an MLA latent, so its section has no axis and a single unit:
 
     >>> fields = (StoredField("latent", 2, 0, (("c", 576),)),)
     >>> latent = ModelCache("mla", (LayerCache(GroupKind.MLA, 0, fields),))
@@ -74,8 +75,8 @@ def canonical_form_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> Canon
 
     Raises:
         GeometryError: a rank is missing, ranks describe a layer differently, or a layer has no canonical
-            form. These layers have none: opaque pages, fields with one value per block, fields sharded along
-            an axis not in `SHARDED`, quantised KV with one scale per head.
+            form. A layer has none if the inner structure of its pages is unknown, a field has one value per
+            block, a field is sharded along an axis not in `SHARDED`, or quantised KV has a scale per head.
     """
     if chunk_tokens < 1:
         raise GeometryError(f"chunks of {chunk_tokens} tokens; expected 1 or more")
@@ -98,7 +99,7 @@ def canonical_form_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> Canon
 
 @dataclass(frozen=True, slots=True)
 class _StoredLayer:
-    """The cache of one layer over all ranks.
+    """The properties of a layer's cache that are the same on all ranks.
 
     Attributes:
         kind: kind of attention or state of the layer's KV cache group.
@@ -123,9 +124,9 @@ def _check_complete(ranks: Sequence[RankGeometry]) -> None:
 
 
 def _stored(group: Group, layer: Layer) -> _StoredLayer:
-    """Return the description of a layer's cache over all ranks.
+    """Return the properties of a layer's cache that are the same on all ranks.
 
-    Fields with large elements come first, so that every field is aligned.
+    The fields with the largest elements come first, so that every field in a chunk is aligned.
 
     Args:
         group: KV cache group of the layer, from the geometry of one rank.
@@ -150,9 +151,10 @@ def _stored(group: Group, layer: Layer) -> _StoredLayer:
 
 
 def _sharded(layer: Layer, field: Field, kind: GroupKind) -> tuple[str, int, SectionField]:
-    """Return (name of the sharded axis, number of its elements over all ranks, field as stored in a chunk).
+    """Return how a field is sharded, and the field as it is stored in a chunk.
 
-    The first two are "" and 1 for a field that every rank holds whole.
+    The result is (name of the sharded axis, number of its elements over all ranks, stored field). The name is
+    "" and the number is 1 for a field that every rank holds whole.
 
     Args:
         layer: layer in the geometry of one rank.
@@ -202,8 +204,9 @@ def _by_number(name: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def _by_element(section: FormSection) -> tuple[int, str, int]:
-    """Return a sort key that puts sections with large elements first.
+    """Return a sort key that puts the sections of a chunk with the largest elements first.
 
-    Sections with elements of equal size are sorted by the name and the length of their sharded axis.
+    A section has all fields that are sharded along one axis. Sections whose largest elements have the same
+    size are sorted by the name and then the length of this axis.
     """
     return (-max(part.item_bytes for part in section.parts), section.axis, section.total)

@@ -66,10 +66,11 @@ class SectionField:
 
     Attributes:
         layer, field: names of the layer and of the field, the same in every engine.
-        item_bytes: bytes of one element.
+        item_bytes: bytes of one value of the field's dtype.
         inner: (name, count) of all axes except the sharded axis and the token axis, with the innermost axis
             last.
-        scales: quantisation scales of the layer, with one factor each; empty if there are none.
+        scales: quantisation scales of the layer, each with a single factor for all heads; empty if there are
+            none.
     """
 
     layer: str
@@ -213,7 +214,7 @@ class CanonicalForm:
 
     @property
     def labels(self) -> list[str]:
-        """Index and label of each group, for messages, e.g. ``0 full_attention``."""
+        """Index and label of each group as text, e.g. ``0 full_attention``, for error messages."""
         return [f"{number} {group.label}" for number, group in enumerate(self.groups)]
 
     def index(self, label: str) -> int:

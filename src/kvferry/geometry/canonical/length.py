@@ -22,12 +22,12 @@ WINDOW_ALIGNMENT_TOKENS = 128
 
 
 def chunk_length(asked: int | None, interval: int, block: int = 1) -> int:
-    """Return the number of tokens per chunk: the configured number, or else a default.
+    """Return the number of tokens per chunk: the configured number, or a default if there is none.
 
-    The default is the largest multiple of `block` that is at most `CHUNK_TOKENS` and, for a model with
-    snapshots (recurrent state at one position), divides `interval`. If there is no such multiple, the default
-    is `block`, or the least common multiple of `block` and `interval` for a model with snapshots whose
-    `interval` is not a multiple of `block`.
+    The default is the largest multiple of `block` that is at most `CHUNK_TOKENS` (256). For a model with
+    snapshots (recurrent state at one position), it must also divide `interval`. If no number meets these
+    conditions, the default is `block` if `block` divides `interval`, and otherwise the least common multiple
+    of both.
 
     >>> chunk_length(None, 1), chunk_length(None, 1056), chunk_length(64, 1056)
     (256, 176, 64)
@@ -35,7 +35,7 @@ def chunk_length(asked: int | None, interval: int, block: int = 1) -> int:
     (240, 256, 544)
 
     Args:
-        asked: configured number of tokens, which is returned unchanged; None if it is not configured.
+        asked: configured number of tokens per chunk, which is returned unchanged; None for the default.
         interval: least number of tokens between snapshots, from `snapshot_interval`; 1 without snapshots.
         block: number of tokens per block of the sliding-window groups, or the least common multiple if they
             differ; 1 without such groups.
@@ -49,10 +49,9 @@ def chunk_length(asked: int | None, interval: int, block: int = 1) -> int:
 def content_alignment(kind: GroupKind, attention_span: int, chunk_tokens: int) -> int:
     """Return the alignment, in tokens, of the position at which valid content begins in a stored chunk.
 
-    When a chunk is stored, the engine may already have freed KV that the window no longer covers. The chunk
-    then has zeros in its place. What the first token after the chunk attends to is always valid: to find
-    where the valid content begins, round the first position to which that token attends down to a multiple of
-    this alignment.
+    A chunk may begin with zeros, because the engine had already freed KV outside of the attention window when
+    the chunk was stored. To find where the valid content begins, take the first position to which the token
+    after the chunk attends, and round it down to a multiple of this alignment.
 
     >>> content_alignment(GroupKind.SLIDING, 128, 256), content_alignment(GroupKind.SLIDING, 1024, 256)
     (128, 256)
@@ -67,7 +66,9 @@ def content_alignment(kind: GroupKind, attention_span: int, chunk_tokens: int) -
 
 
 def check_prompt_length(chunk_tokens: int, interval: int, longest: int) -> None:
-    """Check that a prompt of the maximum length has at least one chunk that can be loaded.
+    """Check that a prompt of the maximum length has a prefix that can be loaded.
+
+    Such a prefix consists of whole chunks. At its end, a model with recurrent state has a snapshot.
 
     Args:
         chunk_tokens: number of tokens per chunk.
@@ -76,7 +77,7 @@ def check_prompt_length(chunk_tokens: int, interval: int, longest: int) -> None:
         longest: length of the longest prompt in tokens (``max_model_len``).
 
     Raises:
-        ConfigError: no chunk of any prompt can be loaded. The message names a setting that works.
+        ConfigError: even the longest prompt has no such prefix. The message names a setting that works.
     """
     if (first := first_prefix(chunk_tokens, interval)) > longest:
         snapshots = f" and snapshots every {interval}, of which the first at a chunk's end is at {first}"
@@ -138,9 +139,9 @@ def first_prefix(chunk_tokens: int, interval: int) -> int:
 
 
 def divisor(interval: int, limit: int) -> int:
-    """Return the largest number of tokens, at most `limit`, that divides `interval`.
+    """Return the largest divisor of `interval` that is at most `limit`.
 
-    If `interval` is 1, return `limit`.
+    If `interval` is 1 (there are no snapshots), any number of tokens fits, and `limit` is returned.
 
     >>> divisor(1, 256), divisor(1056, 256), divisor(128, 256)
     (256, 176, 128)
@@ -148,7 +149,7 @@ def divisor(interval: int, limit: int) -> int:
     Args:
         interval: least number of tokens between snapshots (recurrent state at one position); 1 without
             snapshots.
-        limit: largest number of tokens allowed.
+        limit: largest number of tokens to return.
     """
     if interval == 1:
         return limit

@@ -19,11 +19,11 @@ def chunk_pool(
 ) -> RankGeometry:
     """Return the geometry of a memory pool for chunks of one KV cache group.
 
-    The pool is described as if it were a rank of an engine, so that the transfer planner can copy between
-    both. A *slot* (the memory of one chunk) takes the place of a block, and its number that of the block id.
-    Every group has its own pool, described as one pipeline rank. So ``build_templates(ranks of an engine,
-    pool)`` plans how the group's chunks are stored, and ``build_templates(all pools, rank of an engine)`` how
-    chunks are loaded.
+    The pool is described as if it were a rank of an engine, so that the transfer planner can plan copies
+    between an engine and the pool. A *slot* (the memory of one chunk) is described as a block, and the index
+    of the slot is the block id. Every group has its own pool, which is described as one pipeline rank.
+    ``build_templates(ranks of an engine, pool)`` plans how the group's chunks are stored, and
+    ``build_templates(all pools, rank of an engine)`` plans how chunks are loaded.
 
     Example: two layers of 4 heads, with K and V of 8 elements of 2 bytes, in chunks of 16 tokens. Heads are
     the outermost axis.
@@ -123,8 +123,8 @@ def _field(section: FormSection, part: SectionField, offset: int, pitch: int) ->
 def _layer(name: str, fields: list[Field], scales: tuple[Scale, ...], address: int, stride: int) -> Layer:
     """Return the geometry of one layer in a pool of chunks.
 
-    The page of the layer starts at the layer's first field, not at the start of the chunk. Equal layers
-    therefore have equal page formats, and the planner computes their copies only once.
+    The layer's page (its part of a chunk) starts at the layer's first field, not at the start of the chunk.
+    Equal layers therefore have equal page formats, and the planner plans their transfer only once.
 
     Args:
         name: name of the layer.

@@ -26,18 +26,18 @@ tokens, and twice as many values per token."""
 def compressed_stores(config: ModelConfig, layer: int, cache_dtype: str) -> tuple[LayerCache, ...]:
     """Return the caches of one layer of DeepSeek V4.
 
-    Every layer has a cache of latents for a sliding window. A layer with compression has two more: one for
-    compressed states, and one for tokens that are not compressed yet. At a compression ratio of 4, the layer
-    has another two of this kind for its indexer.
+    Every layer has a cache of latents for a sliding window. A layer with compression has two more caches: one
+    for compressed states, and one for tokens that are not in a compressed state yet. If the compression ratio
+    is 4, the layer's indexer also has these two caches.
 
     Args:
         config: keys of the model's ``config.json``.
         layer: index of the layer.
-        cache_dtype: element type of the KV cache: ``auto``, ``fp8`` or `PACKED_LATENT`. All three mean the
-            packed format.
+        cache_dtype: requested element type of the KV cache: ``auto``, ``fp8`` or `PACKED_LATENT`. All three
+            select the packed format, which is the only one.
 
     Raises:
-        ConfigError: a key is missing or invalid, or kvferry does not know this size or element type.
+        ConfigError: a key is missing or invalid, or the element type or the size of a latent is unsupported.
     """
     if cache_dtype not in ("auto", "fp8", PACKED_LATENT):
         raise ConfigError(f"element type {cache_dtype} is not known for compressed latents; choose fp8")
@@ -75,10 +75,10 @@ def _states(name: str, size: int, ratio: int) -> LayerCache:
 
 
 def _compressor(name: str, width: int, ratio: int) -> LayerCache:
-    """Return the cache in which a DeepSeek V4 compressor keeps tokens until it compresses them into a state.
+    """Return the cache of a DeepSeek V4 compressor, which holds tokens until they are in a compressed state.
 
-    It stores two float32 vectors (a sum and a weight) of `width` elements per token; twice as many at a ratio
-    of 4, where consecutive states overlap.
+    For each token, it stores two float32 vectors (a sum and a weight) of `width` elements. At a ratio of 4,
+    it stores four vectors, because consecutive states overlap.
 
     Args:
         name: name of the field.

@@ -17,10 +17,10 @@ PER_LAYER = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The keys of a ``config.json`` that describe the language model.
+    """The part of a ``config.json`` that describes the language model.
 
-    A file may leave out keys for which its model family has defaults. A null value counts as absent. The
-    object records every key that is read, so that the module `strict` can report keys that were never read.
+    A file may leave out keys for which its model family has defaults. A key whose value is null has no value.
+    The object records every key that is read, so that the keys that were never read can be checked later.
 
     Attributes:
         values: keys and values of the file.
@@ -58,10 +58,10 @@ class ModelConfig:
     def get(self, *names: str) -> Any:
         """Return the value of the first key in `names` that has a value; None if none of them has one.
 
-        The names are alternative keys for the same setting. The values of the file are searched first, then,
-        only if the file contains none of the keys, the defaults of the model family. A null in the file is no
-        value, but it rules out the defaults. The key that is found is recorded as read, and so is every other
-        key in `names` with an equal value.
+        The names are alternative keys for the same setting. If the file has none of them, the defaults of the
+        model family are used. If the file has only null values for them, the result is None even if the
+        family has a default. The key that was found is recorded as read, and so are the other keys in `names`
+        to which the file gives the same value.
         """
         for known in (self.values, self.defaults):
             value = next((known[name] for name in names if known.get(name) is not None), None)
@@ -73,11 +73,11 @@ class ModelConfig:
         return None
 
     def mark_read(self, *names: str) -> None:
-        """Record keys as read that do not matter for this model, so that `strict` does not report them."""
+        """Record these keys as read, because they do not matter for this model and must not be reported."""
         self.read_keys.update(names)
 
     def nested(self, name: str) -> ModelConfig:
-        """Return the nested JSON object `name` as a configuration, which is empty if there is no such object.
+        """Return the JSON object under the key `name` as a configuration; it is empty if the key is absent.
 
         Raises:
             ConfigError: the value is not a JSON object.
@@ -139,7 +139,7 @@ def checked_int(name: str, value: Any, least: int) -> int:
     """Return `value` unchanged if it is an integer of at least `least`.
 
     Args:
-        name: key of the value in ``config.json``, for the message.
+        name: key in ``config.json``, for the error message.
         value: value of the key.
         least: smallest valid value.
 
