@@ -13,10 +13,10 @@ from kvferry.tiers.paths import CacheEntry
 
 @dataclass(frozen=True, slots=True)
 class SpaceUsage:
-    """The space that a cache uses, in bytes. A value is None if it is unknown.
+    """The capacity of a cache, its bytes in use, and the free bytes of its disk. Unknown values are None.
 
     Attributes:
-        capacity: maximum bytes of all files together.
+        capacity: maximum bytes of all files of the cache together.
         charged: bytes in use, as recorded by the cache; includes space reserved for chunks being written.
         free: free bytes on the disk.
     """
@@ -31,11 +31,11 @@ class CollectResult:
     """The result of `CacheAdmin.collect`, which evicts files until a cache fits into a capacity.
 
     Attributes:
-        swept: number of temporary files that were removed because their writers are dead.
-        evicted: number of evicted files: chunks, and bad chunks in quarantine.
+        swept: number of removed temporary files, which dead writers had left behind.
+        evicted: number of evicted files. These are chunks, and bad chunks in quarantine.
         evicted_bytes: bytes of the evicted files.
         charged: bytes in use after the eviction.
-        capacity: limit in bytes that the cache was reduced to.
+        capacity: limit that was applied to the bytes in use.
     """
 
     swept: int
@@ -71,15 +71,15 @@ class StoredFile(Protocol):
 
 
 class CacheAdmin(Protocol):
-    """A cache: all kvferry files in a directory or under a URL. Operator commands use this protocol.
+    """A cache directory, or a cache under a URL of object storage, as operator commands use it.
 
-    Engines may use the cache at the same time, so a file that was listed may be gone.
+    Engines may use the cache at the same time, so a file that was listed may be gone when a command opens it.
 
     Attributes:
         where: absolute path of the directory, or URL.
-        records_use: whether the cache records when a file was last used. If False, the time in an entry
-            (`CacheEntry.used_ns`) is the time of storing.
-        no_capacity: text that explains to the operator why the capacity is unknown.
+        records_use: whether the cache records when a file was last used. If False, `CacheEntry.used_ns` is
+            the time at which the file was stored.
+        no_capacity: text that tells the operator why the capacity is unknown.
     """
 
     where: str
@@ -87,14 +87,14 @@ class CacheAdmin(Protocol):
     no_capacity: str
 
     def entries(self) -> Iterator[CacheEntry]:
-        """Yield an entry for each file in the cache that kvferry has written.
+        """Yield an entry for each file that kvferry has written into the cache. Skip files of other programs.
 
         Raises ConfigError if the files cannot be listed.
         """
         ...
 
     def opened(self, entry: CacheEntry) -> AbstractContextManager[StoredFile]:
-        """Return a context manager that opens a file of the cache for reading.
+        """Return a context manager that opens a file of the cache, given its entry, for reading.
 
         Entering the context raises FileNotFoundError if the file is gone, or another OSError.
         """
@@ -105,16 +105,18 @@ class CacheAdmin(Protocol):
         ...
 
     def collect(self, capacity: int | None = None) -> CollectResult:
-        """Reduce the cache to a limit: evict files until at most `capacity` bytes are in use.
+        """Evict files of the cache until at most `capacity` bytes are in use.
 
-        First, temporary files of dead writers are removed, and the bytes in use are counted again. Then the
-        files with the earliest `CacheEntry.used_ns` are evicted.
+        Before that, remove the temporary files that dead writers left behind, and count the bytes in use
+        again. Files are evicted in the order of `CacheEntry.used_ns`, the earliest first.
 
         Args:
-            capacity: limit in bytes, for this call only; None for the capacity of the cache.
+            capacity: maximum bytes in use after this call. It does not change the capacity of the cache. None
+                for the capacity of the cache.
 
         Raises:
-            ConfigError: the cache cannot be used, or its capacity is unknown and none is given.
+            ConfigError: the cache cannot be used, or `capacity` is None and the capacity of the cache is
+                unknown.
         """
         ...
 

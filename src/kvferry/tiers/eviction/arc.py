@@ -37,7 +37,7 @@ class ARC(EvictionPolicy):
         super().__init__(capacity_bytes, resident, ghosts)
 
     def touch(self, key: bytes) -> None:
-        """Record that the chunk of a key was used: make the key the newest in the queue of reused keys.
+        """Record that the chunk of a key was used: move the key to the newest end of the queue `frequent`.
 
         Raises:
             KeyError: the key is not admitted.
@@ -50,7 +50,7 @@ class ARC(EvictionPolicy):
     def evict(self) -> bytes | None:
         """Choose a key to evict, remove the key from the policy, and return it; None if all keys are pinned.
 
-        The ARC paper calls this REPLACE.
+        The evicted key is remembered for a while. The ARC paper calls this operation REPLACE.
         """
         if self._recent.unpinned and (self._recent.total > self._target or not self._frequent.unpinned):
             queue, ghosts = self._recent, self._recent_ghosts
@@ -64,7 +64,9 @@ class ARC(EvictionPolicy):
         return key
 
     def check_integrity(self) -> None:
-        """Check that the queues are consistent, and that they and the target size are within their limits.
+        """Check that all queues are consistent, and that their sizes are within the limits of the policy.
+
+        The target size of the queue of keys that were used once is also checked.
 
         Raises:
             AssertionError: a check fails.
@@ -92,17 +94,15 @@ class ARC(EvictionPolicy):
         self._trim()
 
     def _learn(self, key: bytes, size: int) -> bool:
-        """If the policy remembers an earlier eviction of a new key, adapt the target and forget the eviction.
+        """Return whether the policy remembers an earlier eviction of a key, and if so, learn from it.
 
-        The *target* is the number of bytes that `recent`, the queue of keys used once, should have. It grows
-        if the key was evicted from `recent`, and shrinks if the key was evicted from `frequent`.
+        The policy then forgets the eviction and changes the *target*: the number of bytes that `recent` (the
+        queue of keys that were used once) should have. The target grows if the key was evicted from `recent`,
+        and shrinks if it was evicted from `frequent` (the queue of keys that were used again).
 
         Args:
-            key: key of the chunk.
+            key: key of a chunk that is being admitted.
             size: bytes of the chunk.
-
-        Returns:
-            Whether the policy remembered an earlier eviction of the key.
         """
         recent, frequent = self._recent_ghosts.total, self._frequent_ghosts.total
         if key in self._recent_ghosts:
@@ -116,10 +116,10 @@ class ARC(EvictionPolicy):
         return True
 
     def _trim(self) -> None:
-        """Forget the oldest remembered keys of evicted chunks (ghosts), to stay within the byte limits.
+        """Forget the oldest evicted keys that the policy remembers (ghosts), until two limits are respected.
 
-        The limits are in bytes of the chunks that the keys belong to, evicted or not: the capacity for the
-        queue `recent` with its ghosts, and twice the capacity for all queues with their ghosts.
+        The sizes of a queue's chunks and the former sizes of its ghosts are added. The sum may be at most the
+        capacity for the queue `recent`, and at most twice the capacity for both queues together.
         """
         self._recent_ghosts.trim(self.capacity_bytes - self._recent.total)
         rest = 2 * self.capacity_bytes - self.used_bytes - self._recent_ghosts.total

@@ -72,7 +72,7 @@ class EvictionPolicy(ABC):
         return any(key in queue for queue in self._resident)
 
     def admit(self, key: bytes, size: int) -> None:
-        """Add the key of a chunk. The key is not pinned.
+        """Add the key of a chunk to the policy, initially unpinned. The policy evicts nothing to make room.
 
         Args:
             key: key of a chunk.
@@ -80,7 +80,7 @@ class EvictionPolicy(ABC):
 
         Raises:
             ValueError: the key is admitted already, `size` is not positive, or the chunk does not fit into
-                the capacity.
+                the capacity beside the chunks of the admitted keys.
         """
         if key in self:
             raise ValueError(f"key {key.hex()} is admitted already")
@@ -96,7 +96,7 @@ class EvictionPolicy(ABC):
         """Record that the chunk of a key was used. Raises KeyError if the key is not admitted."""
 
     def make_newest(self, key: bytes) -> None:
-        """Rank a key as the most recently used, without counting a use.
+        """Give a key the rank of the most recently used key, without counting a use of its chunk.
 
         A pinned key gets this rank when it is unpinned.
 
@@ -114,7 +114,11 @@ class EvictionPolicy(ABC):
         self._queue_of(key).unpin(key)
 
     def remove(self, key: bytes) -> None:
-        """Remove a key, pinned or not, without remembering it. Raises KeyError if the key is not admitted."""
+        """Remove a key, pinned or not. The key is not remembered as evicted.
+
+        Raises:
+            KeyError: the key is not admitted.
+        """
         self._queue_of(key).remove(key)
 
     @abstractmethod
@@ -122,10 +126,12 @@ class EvictionPolicy(ABC):
         """Choose a key to evict, remove it from the policy, and return it; None if all keys are pinned."""
 
     def check_integrity(self) -> None:
-        """Check that all queues are consistent. The time is proportional to the number of keys.
+        """Check that all queues are consistent, and that the chunks fit into the capacity.
+
+        The time is proportional to the number of keys.
 
         Raises:
-            AssertionError: a queue is inconsistent; the message describes how.
+            AssertionError: a check fails; the message describes the inconsistency.
         """
         check_disjoint(self._queues)
         if self.used_bytes > self.capacity_bytes:
@@ -133,7 +139,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def _place(self, key: bytes, size: int) -> None:
-        """Put a newly admitted key into a queue. If the key is remembered as evicted, forget that.
+        """Put a newly admitted key into a queue. If an earlier eviction of the key is remembered, forget it.
 
         The caller has checked that the chunk fits into the capacity.
 

@@ -10,7 +10,7 @@ class LRU(EvictionPolicy):
     """The LRU policy, which evicts the least recently used key, and does not remember evicted keys.
 
     Args:
-        capacity_bytes: maximum sum of the bytes of all chunks.
+        capacity_bytes: maximum total bytes of all chunks.
     """
 
     def __init__(self, capacity_bytes: int) -> None:

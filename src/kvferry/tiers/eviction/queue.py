@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 
 class ByteQueue:
-    """A queue of chunk keys and the sizes of the chunks, ordered from the oldest to the newest key.
+    """A queue of chunk keys and the sizes of their chunks, ordered from the oldest to the newest key.
 
-    A pinned key, which must not be evicted, has no place in the order, but its chunk counts in `total`.
+    A key that is pinned (excluded from eviction) has no place in the order, but its chunk counts in `total`.
 
-    Methods that move one key take constant time. They raise KeyError if the key is not in the queue. `pin`
-    also raises KeyError for a pinned key, and `unpin` for an unpinned key.
+    All methods for one key, except `push`, raise KeyError if the key is not in the queue. `pin` also raises
+    KeyError for a pinned key, and `unpin` for an unpinned key. These methods take constant time.
 
     Attributes:
         total: total bytes of the chunks of all keys, pinned or not.
@@ -42,7 +42,11 @@ class ByteQueue:
         self.total += size
 
     def pop(self) -> tuple[bytes, int]:
-        """Remove the oldest unpinned key. Return the key and the size of its chunk in bytes."""
+        """Remove the oldest unpinned key. Return the key and the size of its chunk in bytes.
+
+        Raises:
+            KeyError: there is no unpinned key.
+        """
         key, size = self._unpinned.popitem(last=False)
         self.total -= size
         return key, size
@@ -74,9 +78,9 @@ class ByteQueue:
             to.pin(key)
 
     def trim(self, most: int) -> None:
-        """Drop the oldest keys until the total size of the chunks is at most `most` bytes.
+        """Remove the oldest keys until the chunks of the remaining keys have at most `most` bytes together.
 
-        No key may be pinned.
+        The queue must not contain pinned keys.
         """
         while self.total > most:
             self.pop()

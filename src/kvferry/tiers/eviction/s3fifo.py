@@ -28,14 +28,14 @@ _MOST_USES, _PROMOTED_FROM = 3, 2
 
 
 class S3FIFO(EvictionPolicy):
-    """The S3-FIFO eviction policy, which keeps keys that are hardly used out of its main queue.
+    """The S3-FIFO eviction policy, which keeps rarely used keys out of its main queue.
 
     A new key enters a small queue. At the end of this queue, the key moves to the main queue if it was used
-    at least twice since it was admitted; otherwise it is evicted, and remembered for a while. A remembered
-    key that is admitted again enters the main queue directly.
+    at least twice since it was admitted; otherwise it is evicted and remembered for a while. A remembered key
+    that is admitted again enters the main queue directly.
 
     Args:
-        capacity_bytes: maximum sum of the bytes of all chunks.
+        capacity_bytes: maximum total bytes of all chunks.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -56,7 +56,8 @@ class S3FIFO(EvictionPolicy):
     def evict(self) -> bytes | None:
         """Choose a key to evict, remove the key from the policy, and return it; None if all keys are pinned.
 
-        A call takes amortised constant time. It may move several keys, but every move uses up a recorded use.
+        A call may first move several used keys within the queues. Each move consumes uses that `touch`
+        recorded, so a call takes amortised constant time.
         """
         while self._small.unpinned or self._main.unpinned:
             small = self._small.total >= self._small_bytes or not self._main.unpinned
@@ -66,7 +67,7 @@ class S3FIFO(EvictionPolicy):
         return None
 
     def check_integrity(self) -> None:
-        """Check that queues and counts of uses are consistent, and that remembered keys are within the limit.
+        """Check that the queues and the counts of uses agree, and that the limit of remembered keys is kept.
 
         Raises:
             AssertionError: a check fails.

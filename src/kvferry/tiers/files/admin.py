@@ -25,7 +25,7 @@ _PATIENCE_SECONDS = 60.0
 
 
 class DirectoryAdmin(CacheAdmin):
-    """A cache directory of the file tier, with the operations that operator commands need.
+    """A cache directory of the file tier, as operator commands use it.
 
     Args:
         path: path of the directory.
@@ -78,16 +78,18 @@ class DirectoryAdmin(CacheAdmin):
         return SpaceUsage(capacity, charged, disk.f_bavail * disk.f_frsize)
 
     def collect(self, capacity: int | None = None) -> CollectResult:
-        """Reduce the directory to a limit: evict files until at most `capacity` bytes are in use.
+        """Evict files of the directory until at most `capacity` bytes are in use.
 
-        First, temporary files of dead writers are removed, and the bytes in use are counted again. Then the
-        least recently used files are evicted.
+        Before that, remove the temporary files that dead writers left behind, and count the bytes in use
+        again. The least recently used files are evicted first.
 
         Args:
-            capacity: limit in bytes, for this call only; None for the capacity of the directory.
+            capacity: maximum bytes in use after this call. It does not change the capacity of the directory.
+                None for the capacity of the directory.
 
         Raises:
-            ConfigError: the directory cannot be used, or its capacity is unknown and none is given.
+            ConfigError: the directory cannot be used, or `capacity` is None and the capacity of the directory
+                is unknown.
         """
         counter = OutcomeCounter()
         ledger = Ledger(self.where, _PATIENCE_SECONDS)
@@ -106,7 +108,7 @@ class DirectoryAdmin(CacheAdmin):
     def clear(self) -> tuple[int, int]:
         """Remove all kvferry files of the directory. Return their number and the sum of their bytes.
 
-        Other files stay, and so do folders that contain them.
+        Other files are not removed, and neither are folders that contain other files.
 
         Raises:
             ConfigError: the directory cannot be used.
@@ -136,12 +138,12 @@ class DirectoryAdmin(CacheAdmin):
 
 @dataclass(frozen=True, slots=True)
 class _OpenFile(StoredFile):
-    """A file that is open for reading.
+    """A file of a cache directory that is open for reading.
 
     Attributes:
-        root: path of the directory.
+        root: path of the cache directory.
         path: path of the file.
-        fd: descriptor of the file.
+        fd: descriptor of the open file.
         size: length of the file in bytes.
     """
 
@@ -159,14 +161,14 @@ class _OpenFile(StoredFile):
 
 @contextmanager
 def _held(root: str, ledger: Ledger) -> Iterator[HeldLedger]:
-    """Return a context manager that locks the ledger of a directory and gives its content.
+    """Return a context manager that locks the ledger of a directory and gives access to its content.
 
     Args:
         root: path of the directory, for messages.
         ledger: ledger of the directory: a file with its capacity and its bytes in use, and a lock.
 
     Raises:
-        ConfigError: the ledger cannot be used.
+        ConfigError: the ledger cannot be used, or other processes held its lock for too long.
     """
     try:
         with _as_config_error(root), ledger.held() as held_ledger:

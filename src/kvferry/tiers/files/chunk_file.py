@@ -62,10 +62,10 @@ def read_chunk(fd: int, chunk: Chunk, into: memoryview) -> bool:
 
 
 def explain_refusal(fd: int, chunk: Chunk, body: memoryview) -> None:
-    """Find out why `read_chunk` returned False for a file.
+    """Raise an error that says why `read_chunk` returned False for a file.
 
-    If the file is a chunk of the expected key whose KV cache groups differ from the expected ones, return
-    without an exception. Any other reason is raised.
+    Return without an error in one case: the header of the file is valid and has the expected key, but it
+    describes other KV cache groups, tokens or sections than the expected ones.
 
     Args:
         fd: descriptor of the file.
@@ -144,7 +144,8 @@ class _ProgressiveRead:
     def _begin(self) -> tuple[int, int]:
         """Read the header and the first piece of the body, and choose the size of the other pieces.
 
-        If the bytes arrive slower than they would from the page cache, the other pieces are larger.
+        The other pieces are larger if the first bytes arrived so slowly that they came from storage, and not
+        from the page cache.
 
         Returns:
             The number of bytes read, and the number of bytes requested.

@@ -60,9 +60,10 @@ def read_all(fd: int, pieces: Sequence[Buffer], begin: int = 0) -> int:
 
 
 def read_more(fd: int, piece: memoryview, begin: int) -> int:
-    """Continue to read a file after `read_all`: fill a buffer, and return the number of bytes read.
+    """Continue to read a file that `read_all` has begun to read, and return the number of bytes read.
 
-    A full read takes one system call fewer than with `read_all`, which has already turned direct I/O on.
+    Use this for the rest of the file, because it needs fewer system calls: direct I/O, which `read_all`
+    turned on, stays on.
 
     Args:
         fd: descriptor of the file.
@@ -99,8 +100,8 @@ def _transfer(fd: int, pieces: Sequence[Buffer], move: Callable[[Sequence[memory
     Args:
         fd: descriptor of the file.
         pieces: buffers to read or write, in order.
-        move: function that takes the remaining buffers and the number of bytes moved so far, moves some bytes
-            and returns their number. If it returns 0, the transfer ends.
+        move: function that reads or writes some bytes, and returns their number. Its arguments are the
+            remaining buffers and the number of bytes moved so far. If it returns 0, the transfer ends.
 
     Returns:
         The number of bytes moved.

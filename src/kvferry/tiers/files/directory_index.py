@@ -32,9 +32,11 @@ class DirectoryIndex:
     Args:
         root: directory of the tier.
         namespace: digest of the namespace (scope of chunk keys), 32 bytes.
-        listed: known keys, which `refresh` updates.
-        clock: function that returns seconds since 1970, to compare with the modification times of folders.
-        pause: function that waits for a number of seconds. A refresh calls it so that other threads can run.
+        listed: set of the known keys, which `refresh` updates.
+        clock: function that returns the current time in seconds since 1970. A refresh compares it with the
+            modification times of folders.
+        pause: function that waits for a number of seconds. A refresh calls it often so that other threads can
+            run.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class DirectoryIndex:
         self._refreshing = Lock()
 
     def refresh(self) -> int:
-        """Read the file names in folders that changed since the last call, and update the known chunk keys.
+        """Update the known chunk keys from the file names in the folders that changed since the last call.
 
         Returns:
             The number of folders that were read.
@@ -69,11 +71,12 @@ class DirectoryIndex:
             return len(changed)
 
     def _changed(self) -> dict[int, int]:
-        """Find the chunk folders that changed since they were last read. Forget the keys of missing folders.
+        """Return the chunk folders that changed since they were read. Forget the keys of missing folders.
 
         Returns:
-            The modification time of each changed folder, in nanoseconds, by the number of the folder. A
-            folder's number is the first byte of all its keys, and also its name (in hex).
+            The modification time of each changed folder, in nanoseconds. The dictionary's key identifies the
+            folder: it is the first byte of all chunk keys in the folder, which is also the folder's name (in
+            hex).
         """
         try:
             check_folders(self._root, f"{self._folder}/")

@@ -28,7 +28,7 @@ def least_recently_used(
         most: maximum number of files to return.
 
     Returns:
-        The selected files, the least recently used first, and True if there were more files.
+        The selected files, the least recently used first, and whether `files` has more files than these.
     """
     kept: list[tuple[int, str]] = []
     latest = None
@@ -44,6 +44,6 @@ def least_recently_used(
 
 
 def _first(files: list[tuple[int, str]], most: int) -> list[tuple[int, str]]:
-    """Sort files by time of last use, and return the `most` least recently used files."""
+    """Return the `most` least recently used files, sorted by time of last use."""
     used = np.fromiter((used_ns for used_ns, _ in files), np.int64, len(files))
     return [files[at] for at in np.argsort(used, kind="stable")[:most]]

@@ -30,7 +30,7 @@ _PAUSE_SECONDS = 0.001
 
 
 class HeldLedger:
-    """The content of a directory's ledger, while this process holds the lock of the ledger file.
+    """The content of a directory's ledger file, while this process holds the lock of the file.
 
     The ledger records the capacity of the directory and the bytes in use. Every change is written to the file
     immediately.
@@ -38,12 +38,13 @@ class HeldLedger:
     Args:
         fd: descriptor of the locked ledger file. `close` closes it.
         root: path of the directory.
-        capacity: capacity in bytes to use if the file is missing or damaged.
+        capacity: capacity in bytes that a new or damaged file gets; 0 if unknown.
 
     Attributes:
         capacity: maximum bytes of all kvferry files together; 0 if unknown.
         used: bytes in use, never less than the sum of all kvferry files.
-        lost: whether the ledger was missing or damaged. If so, `used` was counted again from the files.
+        lost: whether the ledger file was new or damaged. If so, `used` was computed from the files of the
+            directory.
     """
 
     def __init__(self, fd: int, root: str, capacity: int) -> None:
@@ -94,8 +95,8 @@ class Ledger:
     Any thread may use the object.
 
     Args:
-        root: path of the directory. After the first use of the ledger, the directory must stay on the same
-            device.
+        root: path of the directory. If another device is mounted there after the first use of the ledger,
+            every use raises OSError.
         lock_seconds: default maximum time to wait for the lock, which other threads or processes may hold.
         clock: function that returns monotonic seconds.
         sleep: function that waits a number of seconds.
@@ -103,10 +104,10 @@ class Ledger:
     Attributes:
         capacity: last known capacity in bytes, 0 if unknown. If the ledger file is lost, the new file gets
             this value.
-        after_loss: callback that runs after a lost ledger file was created anew. Its argument is the new
-            ledger, whose lock is held.
-        after_swap: callback that runs when another directory has replaced the previous one at `root`. It
-            raises OSError to refuse the new directory.
+        after_loss: callback that runs after this object has replaced a missing or damaged ledger file. Its
+            argument is the new ledger, whose lock is held.
+        after_swap: callback that runs when the directory at `root` is another one than before. It may raise
+            OSError, so that the new directory is not used.
     """
 
     def __init__(
@@ -129,12 +130,12 @@ class Ledger:
 
     @contextmanager
     def held(self, seconds: float | None = None) -> Iterator[HeldLedger]:
-        """Return a context manager that locks the ledger and gives its content: capacity and bytes in use.
+        """Return a context manager that locks the ledger and gives access to its capacity and bytes in use.
 
-        While the ledger is locked, no other thread or process creates, commits or evicts a file.
+        While the ledger is locked, no other thread or process adds files to the directory or evicts them.
 
         Args:
-            seconds: maximum time to wait for the lock; None for `lock_seconds`.
+            seconds: maximum time to wait for the lock; None for the `lock_seconds` of the constructor.
 
         Raises:
             LockTimeout: other threads or processes held the ledger for that long.
@@ -145,7 +146,7 @@ class Ledger:
             yield held_ledger
 
     def _acquire(self, deadline: float) -> HeldLedger:
-        """Lock and read the ledger file. If the file was lost, create a new one and call `after_loss`.
+        """Lock and read the ledger file. Replace a missing or damaged file, and call `after_loss` then.
 
         Args:
             deadline: time at which to give up, in monotonic seconds.
@@ -201,7 +202,8 @@ class Ledger:
         """Check that the directory is still on the same disk, open the ledger file and return its descriptor.
 
         Raises:
-            OSError: the directory has changed and cannot be used, or the file cannot be opened.
+            OSError: another disk is mounted at the path, another directory there cannot be used, or the file
+                cannot be opened.
         """
         # An unmounted disk leaves an empty folder on another disk, which must not be filled.
         found, known = os.stat(self._root), self._known
@@ -239,7 +241,7 @@ def _parse(data: bytes) -> tuple[int, int] | None:
         The capacity and the bytes in use of the directory; None if the content is damaged.
 
     Raises:
-        OSError: the ledger has another version.
+        OSError: the content has a format version that this release does not know.
     """
     fields = data[: _FIELDS.size]
     if len(data) != LEDGER_BYTES or data[_FIELDS.size :] != _digest(fields):

@@ -23,7 +23,7 @@ _PAUSE_SECONDS = 0.002
 
 
 class LockTimeout(Exception):
-    """An error that says that other threads or processes held a lock for too long."""
+    """An error that is raised when other threads or processes held a lock for longer than the time limit."""
 
 
 @dataclass
@@ -50,10 +50,11 @@ class _WaitingThreads(Generic[T]):
 
 
 class LockHandoff(Generic[T]):
-    """A lock between processes, which the threads of one process hand to one another.
+    """A lock that excludes other processes and threads. Threads of one process can hand it to one another.
 
-    Taking the lock is slow, so a thread that is done gives it to a waiting thread of the same process, but
-    not for longer than 20 ms in a row. Any thread may use the object.
+    To take the lock from another process is slow. So a thread that is done hands the lock to a waiting thread
+    of the same process. After 20 ms, the process releases the lock, so that other processes can take it. Any
+    thread may use the object.
 
         free ─acquire─▶ used ─another thread waits─▶ handed over ─▶ used
         used ─no thread waits, or after 20 ms─▶ free
@@ -109,8 +110,8 @@ class LockHandoff(Generic[T]):
     def _queue(self) -> _WaitingThreads[T]:
         """Return the state of the lock in this process.
 
-        In a forked process, first create a new state, and close the copy of the resource that the process has
-        inherited from its parent.
+        After a fork, the first call in the child creates a new state, and closes the child's copy of the
+        resource, if it has inherited one.
         """
         if self._own.pid != os.getpid():
             inherited, self._own = self._own, _WaitingThreads[T](os.getpid())

@@ -54,7 +54,7 @@ def check_directory(root: str) -> None:
 
 
 def read_marker(root: str) -> object | None:
-    """Return the layout version of a directory, from its marker file; None if there is no such file.
+    """Return the version of a directory's layout, as its marker file says; None if there is no marker file.
 
     Raises:
         ConfigError: the marker cannot be read or is invalid.
@@ -89,11 +89,12 @@ def open_directory(
             callbacks.
         space: object that evicts files of the directory to make room.
         namespace: namespace (scope of chunk keys) that the caller will use.
-        capacity: maximum bytes of all kvferry files of all processes; None for the current capacity, or for a
-            tenth of the free space in a new directory.
+        capacity: maximum bytes of all kvferry files of all processes. None keeps the current capacity; a new
+            directory then gets a tenth of the free space.
 
     Raises:
-        ConfigError: the directory cannot be used, or the capacity is more than the disk has or too small.
+        ConfigError: the directory cannot be used, or the capacity is too small, or larger than the disk
+            allows.
     """
     try:
         if who := writable_by_others(root):
@@ -131,11 +132,11 @@ def _capacity(root: str, held_ledger: HeldLedger, requested: int | None) -> int:
     Args:
         root: path of the directory.
         held_ledger: ledger (capacity and bytes in use) of the directory.
-        requested: capacity to set, in bytes. None for the current capacity; if the directory has none yet,
-            for a tenth of the free bytes of the disk and the bytes in use together.
+        requested: capacity to set, in bytes. None keeps the current capacity; a new directory then gets a
+            tenth of the sum of the disk's free bytes and the bytes in use.
 
     Raises:
-        ConfigError: the requested capacity is more than the disk has.
+        ConfigError: the requested capacity is larger than that sum.
     """
     disk = os.statvfs(root)
     free = disk.f_bavail * disk.f_frsize
@@ -172,7 +173,12 @@ def _create_missing_files(
 
 
 def _check_again(root: str) -> None:
-    """Check that a file tier can use the directory that has replaced the previous one at the same path.
+    """Check that a new directory at the path of a file tier has a layout that this release can use.
+
+    This is called when another directory has replaced the one that the tier used before.
+
+    Args:
+        root: path of the directory.
 
     Raises:
         OSError: the directory cannot be used.

@@ -14,13 +14,15 @@ from kvferry.tiers.paths import quarantine_path
 def quarantine_file(root: str, ledger: Ledger, found: os.stat_result, path: str) -> bool:
     """Move a bad file to quarantine, where its bytes still count against the capacity.
 
-    If the quarantine folder cannot exist, because a file or a link has its name, the bad file is removed. A
-    bad file must not keep its name, because then no process could store its chunk.
+    The bad file must lose its name, because as long as a file has the name, no process stores the chunk. So
+    the bad file is removed if there can be no quarantine folder because a file or a link has the name of the
+    folder.
 
     Args:
         root: directory of the tier.
         ledger: ledger (capacity and bytes in use) of the directory. Its lock is held during the move.
-        found: status of the bad file. If another file has replaced the bad one meanwhile, nothing is moved.
+        found: result of `os.stat` for the bad file. If the file at `path` is now another one, nothing is
+            moved.
         path: path of the bad file.
 
     Returns:

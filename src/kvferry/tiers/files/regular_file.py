@@ -20,7 +20,7 @@ _NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV)
 
 
 class NotRegular(OSError):
-    """An error that says that a path is not a plain file or folder, for example because it is a link."""
+    """An error that is raised for a path that is not a plain file or folder, for example for a link."""
 
 
 def open_regular(path: str, flags: int) -> int:
@@ -73,10 +73,14 @@ def is_regular(path: str) -> bool:
 
 
 def check_folders(root: str, path: str) -> None:
-    """Check that all folders between `root` and a file are plain folders, not links. `root` is not checked.
+    """Check that the folders on the way from `root` to a file are plain folders, not links.
+
+    Args:
+        root: path of a folder, which is not checked itself.
+        path: path of the file below `root`. The file itself is not checked.
 
     Raises:
-        NotRegular: a folder on the path is something else.
+        NotRegular: a folder on the path is a link or another kind of file.
         OSError: a folder on the path is missing, or its status cannot be read.
     """
     while len(path := os.path.dirname(path)) > len(root):
@@ -85,10 +89,14 @@ def check_folders(root: str, path: str) -> None:
 
 
 def make_folder(root: str, folder: str) -> None:
-    """Create a folder with mode 0700 if it is missing, and all missing folders between `root` and the folder.
+    """Create a folder below `root` with mode 0700 if it is missing, and also its missing parent folders.
+
+    Args:
+        root: path of an existing folder, which is not created.
+        folder: path of the folder to create.
 
     Raises:
-        NotRegular: a link, a file or a device has the name of a folder.
+        NotRegular: at the place of one of the folders is a link, a file or a device.
         OSError: a folder cannot be created, or `root` is missing.
     """
     if len(above := os.path.dirname(folder)) > len(root):

@@ -38,7 +38,7 @@ class FileSettings(StorageSettings, frozen=True):
     durable: bool = False
 
     def check(self, where: str) -> None:
-        """Check that the capacity is a size, and that the path is a possible path of a directory.
+        """Check that the configured capacity and path are valid. The directory itself is not accessed.
 
         Args:
             where: name of these settings in the configuration, for messages.
@@ -62,7 +62,7 @@ class FileSettings(StorageSettings, frozen=True):
     def location(self) -> Location:
         """The location of the chunks: the absolute path of the directory.
 
-        If `path` is None, it is a text that stands for the default directory.
+        If the setting `path` is None, the location is a text that stands for the default directory.
         """
         if self.path is None:
             return Location("the default directory", ())

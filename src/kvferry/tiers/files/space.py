@@ -34,7 +34,7 @@ _LATEST = 1 << 62
 
 
 class DirectoryFull(Exception):
-    """An error that says that a directory has no room for a file, even after eviction.
+    """An error that is raised when a directory has no room for a file, even after eviction.
 
     Args:
         size: bytes of the file.
@@ -51,7 +51,7 @@ class DirectoryFull(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _WalkResult:
-    """The result of a walk, which visits all kvferry files of a directory.
+    """The result of walking a directory, that is, of visiting all kvferry files in it.
 
     Attributes:
         temporary: entries of all temporary files, whether their writers are alive or dead.
@@ -75,7 +75,7 @@ class DirectorySpace:
     Args:
         root: path of the directory.
         ledger: ledger of the directory: a file with its capacity and its bytes in use, and a lock.
-        counter: counter to which evicted files and removed temporary files are added.
+        counter: counter that counts evicted files and removed temporary files.
         on_evicted: callback that gets the path of every evicted file.
         clock: function that returns seconds since 1970.
     """
@@ -141,7 +141,7 @@ class DirectorySpace:
         Args:
             temporary: path of the complete file.
             final: new path of the file.
-            size: number of bytes that were reserved for the file.
+            size: number of bytes that `reserve` has reserved for the file.
 
         Returns:
             True if the file was renamed. False if a file with the final name exists; then the complete file
@@ -162,12 +162,12 @@ class DirectorySpace:
     def abandon(self, temporary: str, size: int) -> None:
         """Remove a file that could not be written or committed, and subtract its bytes from the bytes in use.
 
-        The file is truncated first. If it cannot be removed now, its bytes still count as used, until a
-        `sweep` removes the file after its writer has closed it.
+        The file is truncated first. If it cannot be removed, its bytes count as used until a later `sweep`
+        removes it. A sweep skips the file as long as its writer has it open.
 
         Args:
             temporary: path of the file.
-            size: number of bytes that were reserved for the file.
+            size: number of bytes that `reserve` has reserved for the file.
         """
         with suppress(OSError):
             os.close(open_regular(temporary, os.O_WRONLY | os.O_TRUNC))
@@ -190,7 +190,8 @@ class DirectorySpace:
     def make_room(self, held_ledger: HeldLedger, size: int = 0) -> bool:
         """Evict files until another `size` bytes fit into the capacity; return whether they fit.
 
-        If more files must be evicted than the last walk listed, the directory is walked again.
+        The files to evict come from a list, which the last walk over the directory made. When the list is
+        used up, the directory is walked again.
 
         Args:
             held_ledger: ledger (capacity and bytes in use) of the directory, whose lock the caller holds.
@@ -262,7 +263,7 @@ class DirectorySpace:
         return held_ledger.used <= goal
 
     def _walk(self) -> _WalkResult:
-        """Walk the directory. Return the files to evict first, all temporary files, and the sum of all bytes.
+        """Walk the directory. Return its oldest evictable files, all temporary files, and the sum of bytes.
 
         Raises:
             OSError: a folder cannot be read.
@@ -286,8 +287,8 @@ class DirectorySpace:
         """Return the rank of a file for eviction. The file with the lowest rank is evicted first.
 
         The rank is the time of last use in nanoseconds. Two kinds of files rank below all others: a file
-        larger than the capacity, and a file whose time is more than 5 minutes in the future. A future time
-        comes from a wrong clock, and would protect the file from eviction until then.
+        larger than the capacity, and a file whose time is more than 5 minutes in the future. Such a time
+        comes from a wrong clock, and would otherwise protect the file from eviction for a long time.
 
         Args:
             used_ns: time of last use, in nanoseconds since 1970.
@@ -298,7 +299,7 @@ class DirectorySpace:
         return min(max(used_ns, 0), _LATEST) - (_LATEST if strange else 0)
 
     def _apply_walk(self, found: _WalkResult, held_ledger: HeldLedger) -> None:
-        """Process the result of a walk: remove files of dead writers, and keep the list for eviction.
+        """Use the result of a walk: remove temporary files of dead writers, and keep the eviction list.
 
         Args:
             found: result of the walk.
@@ -317,9 +318,9 @@ def sweep(
 ) -> int:
     """Remove temporary files of dead writers, and subtract their bytes from the bytes in use.
 
-    A writer holds a flock on its file, so a file that can be locked has no writer. A file of another machine
-    or an earlier boot must also be older than 15 minutes, because a shared mount may hide the locks of other
-    machines.
+    A writer holds a flock on its file, so a file that can be locked has no writer. But a shared mount may
+    hide the locks of other machines. So a file that another machine wrote, or this machine before its last
+    boot, is only removed if it is older than 15 minutes.
 
     Args:
         found: list of the temporary files in the directory.

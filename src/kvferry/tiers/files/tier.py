@@ -78,8 +78,8 @@ class FileTier(StorageTier):
             free space.
         durable: whether to flush every chunk and its folder to the disk before it counts as stored.
         clock: function that returns seconds since 1970, for times of use.
-        lock_seconds: maximum time that a store waits for the lock of the ledger (file with the capacity and
-            the bytes in use). After that time, the chunk is dropped.
+        lock_seconds: maximum time for which `put` waits for the lock of the ledger (file with the capacity
+            and the bytes in use). After that time, `put` does not store the chunk.
         table: hash table of chunk keys that the tiers of a cache share; None for a separate table.
 
     Raises:
@@ -128,8 +128,8 @@ class FileTier(StorageTier):
         The call blocks.
 
         Args:
-            keys: keys of the chunks, the chunk to evict first at the beginning. Keys that the tier does not
-                have are skipped.
+            keys: keys of the chunks, in the order in which they should be evicted. Keys that the tier does
+                not have are skipped.
         """
         known = self.contains(keys).tolist()
         paths = (
@@ -147,7 +147,7 @@ class FileTier(StorageTier):
         return self._usage.read(empty=not len(self._listed))
 
     def refresh(self) -> int:
-        """Update `keys` from the folders that changed since the last call.
+        """Update the known keys of the tier (`keys`) from the folders that changed since the last call.
 
         Returns:
             The number of folders that were read.
@@ -163,8 +163,12 @@ class FileTier(StorageTier):
             body: writable memory with the sections of the chunk, each at a multiple of 4096 bytes. The
                 padding after each section is set to zero.
 
+        Returns:
+            STORED, PRESENT if the tier had the chunk already, or the reason why the chunk was not stored.
+
         Raises:
-            ChunkError: `key` or `body` has a wrong length, or `group` has too many units; nothing was stored.
+            ChunkError: `key` or `body` has a wrong length, or `group` has more units (parts with digests of
+                their own) than fit into the header of a file; nothing was stored.
         """
         chunk = Chunk(self._namespace, key, (group,))
         check_size(chunk, body)
@@ -192,7 +196,11 @@ class FileTier(StorageTier):
         Args:
             key: key of the chunk, 16 to 32 bytes.
             group: description of the expected content: KV cache group, number of tokens and sections.
-            into: writable memory of the size of the chunk's content. The bytes are valid only after a hit.
+            into: writable memory of the size of the chunk's content. The bytes are valid only if HIT is
+                returned.
+
+        Returns:
+            HIT, or the reason why the chunk was not fetched.
 
         Raises:
             ChunkError: the length of `into` is not that of the chunk's body; nothing was read.
@@ -219,7 +227,7 @@ class FileTier(StorageTier):
         """Store a chunk as a file, unless the file exists.
 
         Returns:
-            STORED, or PRESENT if the file exists or another process has created it meanwhile.
+            STORED; or PRESENT if the file existed before, or another process created it during the call.
 
         Raises:
             LockTimeout: other threads or processes held the ledger (file with the bytes in use) for too long.
@@ -335,4 +343,4 @@ class FileTier(StorageTier):
 
 
 class _BadFile(Exception):
-    """An error that says that a chunk file failed a check. If possible, the file was moved to quarantine."""
+    """An error that is raised for a chunk file that failed a check, after trying to move it to quarantine."""
