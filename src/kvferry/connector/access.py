@@ -17,10 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 def scheduler_keys(config: ConnectorConfig) -> Keys | None:
-    """Return the secret keys of this engine's channels to other engines; None if the engine exchanges no KV.
+    """Return the secret keys that protect the control channels between this engine and other engines.
 
-    Log where the keys come from and their fingerprint. Warn if engines on other machines may connect, but no
-    secret is configured: the key then exists only on this machine, unless the user copies it.
+    Return None if the engine exchanges no KV. Log the location and the fingerprint of the keys. Log a warning
+    if engines on other machines may connect but the setting ``secret_file`` is not set: the keys then exist
+    only on this machine until the user copies them.
 
     Args:
         config: settings of the connector.
@@ -62,8 +63,8 @@ def check_rank_keys(keys: Keys, workers: Iterable[WorkerInfo]) -> None:
         workers: descriptions of all workers, each with the fingerprint of the worker's key.
 
     Raises:
-        ConfigError: the key of a rank differs from the scheduler's, because the rank runs on another machine,
-            which has a key of its own.
+        ConfigError: the key of a rank differs from the scheduler's. This happens if the rank runs on another
+            machine and that machine has a key of its own.
     """
     for worker in workers:
         if worker.key not in (None, keys.fingerprint):

@@ -58,11 +58,12 @@ class _Adapter:
     absent: bool = False
 
     def may_be_read_again(self, file_stats: _FileStats, now: float) -> bool:
-        """Return whether the adapter's files should be read again, because the last attempt has failed.
+        """Return whether to try again to read the adapter's files after a failed attempt.
 
-        Files that have changed since the failed attempt are not read again, because they may differ from
-        those that the engine loaded. The exception is an attempt that found no weights on disk: then the
-        engine cannot have loaded any either.
+        Return False if the last attempt has not failed, or if it is too early to try again. Also return False
+        if the files have changed since then, because they may differ from those that the engine loaded.
+        Changes do not matter if the attempt found no weights on disk: the engine cannot have loaded any
+        either.
 
         Args:
             file_stats: (name, size in bytes, modification time in ns) of each file now.
@@ -108,7 +109,10 @@ class Adapters:
             self._read(lora, _stat_files(Path(lora.lora_path)))
 
     def is_current(self, lora: LoraAdapter | None) -> bool:
-        """Return whether the adapter's weights are known; False once they have been replaced in place.
+        """Return whether the adapter's weights have never been replaced in place.
+
+        A load in place gives an adapter that is already loaded new weights. After that it is not known which
+        weights computed a request.
 
         Args:
             lora: the adapter; None for a request without an adapter, for which the result is True.

@@ -121,7 +121,8 @@ class Admission:
             groups: the engine's KV cache groups.
             pins: record of the KV blocks that loads may still write to. The sources share this record.
             parts: record of the KV blocks that loads fill only in part.
-            headroom: limit on loads that keeps enough blocks free for requests that wait for their loads.
+            headroom: object that decides whether a load leaves enough free blocks for the requests that
+                already wait for their loads.
             pool: the engine's block pool.
             workers: number of workers, each of which reports every load.
             attempts: maximum number of attempts to load one request's prefix.
@@ -188,8 +189,8 @@ class Admission:
 
         Args:
             request: the request.
-            blocks: all blocks of the request, into which the loads write.
-            load_tokens: number of tokens to load, the last result of `matched`; 0 for no load.
+            blocks: all blocks of the request. The loads write into them.
+            load_tokens: number of tokens to load, as `matched` returned it last; 0 for no load.
         """
         known = self._known.get(request.request_id)
         if known is not None and known.phase is RequestPhase.SERVED:
@@ -211,7 +212,7 @@ class Admission:
         self._begin(known, request, blocks, plan.parts(local_tokens, load_tokens, request.num_tokens))
 
     def origins(self, request_id: str) -> Counter[str]:
-        """Return the number of tokens that a request waits for, by the place that holds them.
+        """Return how many tokens are being loaded for a request, by the place that they are loaded from.
 
         The place is ``peer``, or the name of the slowest tier that the load uses.
         """
@@ -237,7 +238,7 @@ class Admission:
         self._events.late(self.pins.all_late_blocks)
 
     def scheduled(self, requests: Container[str]) -> None:
-        """Record that the engine's coming step computes tokens of some requests, whose loads are thus over.
+        """Record that the engine's coming step computes tokens of these requests: they wait for no load.
 
         Args:
             requests: ids of all requests whose tokens the step computes.
@@ -246,12 +247,12 @@ class Admission:
         self._events.scheduled(requests)
 
     def hand_over(self, orders: StepOrders) -> None:
-        """Order the workers to begin the loads that were chosen, and to give up the loads that were dropped.
+        """Add the orders to begin new loads and to give up dropped ones to the orders for the coming step.
 
-        Then have each source add its own orders.
+        Then let each source add its own orders.
 
         Args:
-            orders: orders for the coming step. They are mutated.
+            orders: orders for the workers. Mutated.
         """
         self._parts.end_pass()
         orders.loads, self._begun = self._begun, []
@@ -354,10 +355,10 @@ class Admission:
         return [plan for plan in found if not self._fills_block_partly(plan, request, local_tokens)]
 
     def _has_room(self, plan: LoadPlan, request: Request, local_tokens: int) -> bool:
-        """Return whether the loads of a plan may begin now, with enough blocks left for other requests.
+        """Return whether the loads of a plan may begin now and leave enough free blocks for other requests.
 
-        A load that passes its deadline still holds its blocks. So each source also limits the number of
-        blocks that all its loads hold together.
+        Each source also limits the number of blocks that its loads hold together, because a load still holds
+        its blocks after its deadline.
 
         Args:
             plan: plan to load the request's prefix.

@@ -227,17 +227,17 @@ class AdmissionEvents:
 
         Args:
             request_id: id of the request.
-            available: number of tokens that need no computation.
+            available: number of tokens whose KV the engine has now, from its prefix cache or from the loads.
             tokens: number of all tokens of the request.
         """
         self._events.emit(Scheduled(request_id, time.monotonic(), available, tokens))
 
     @log_errors
     def unserved(self, request: Request) -> None:
-        """Remember a request for which no source loads KV.
+        """Remember a request for which no source loads KV, so that `scheduled` emits an event for it.
 
-        When the engine computes the request, `scheduled` emits a `Scheduled` event for it. Until then another
-        connector of the engine may load tokens of the request, which this connector cannot see.
+        The event is emitted only when the engine computes the request. Until then another connector of the
+        engine may still load tokens of the request; the event counts these tokens.
 
         Args:
             request: the request.
@@ -246,7 +246,7 @@ class AdmissionEvents:
 
     @log_errors
     def scheduled(self, requests: Container[str]) -> None:
-        """Emit a `Scheduled` event for each of these requests that was remembered by `unserved`.
+        """Emit a `Scheduled` event for each of these requests that was passed to `unserved` before.
 
         Args:
             requests: ids of the requests that the engine now computes.
@@ -272,10 +272,10 @@ class AdmissionEvents:
     def late(self, blocks: int) -> None:
         """Emit a `LateBlocks` event if the number of blocks that late loads hold has changed.
 
-        A load is late after its deadline, or after its request has ended.
+        A load is late if its request no longer waits for it but it may still write to its blocks.
 
         Args:
-            blocks: number of these blocks now.
+            blocks: number of blocks that late loads hold now.
         """
         if blocks != self._late:
             self._late = blocks

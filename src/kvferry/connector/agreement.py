@@ -16,12 +16,13 @@ WEIGHTS, MODEL_DTYPE, CACHE_DTYPE = "weights", "model dtype", "KV cache dtype"
 def namespace_of_facts(facts: Mapping[str, Fact], canonical: CanonicalForm, name: str) -> Namespace:
     """Return the namespace (scope) of the keys under which an engine stores its KV chunks.
 
-    Two engines have the same namespace, and so share chunks, only if all their facts and chunk formats are
-    equal.
+    Two engines have the same namespace only if all their facts and their chunk formats are equal. Only then
+    they share chunks.
 
     Args:
-        facts: facts that the engine states to peers, including `WEIGHTS`, `MODEL_DTYPE` and `CACHE_DTYPE`.
-            Equal facts must mean equal KV bytes. The weights must be a digest of their content.
+        facts: properties of the engine that affect its KV, by name, including `WEIGHTS`, `MODEL_DTYPE` and
+            `CACHE_DTYPE`. Engines with equal facts must compute equal KV. The value of `WEIGHTS` must be a
+            digest of the weights.
         canonical: format in which chunks are stored.
         name: display name of the model; not compared.
 

@@ -37,14 +37,14 @@ class PlaceTokens:
 
 @dataclass(frozen=True, slots=True)
 class Bid:
-    """A source's offer to load tokens of a request beyond those that the engine has.
+    """A source's offer to load the KV of tokens of a request that the engine does not have.
 
     Attributes:
         source: name of the bidder: a peer's name, or ``tiers``.
-        parts: number of offered tokens by place, including the tokens of `head`.
+        parts: number of offered tokens from each place, including the tokens of `head`.
         looking: True while the source is still looking up how much KV it has. `parts` are then upper bounds.
-        head: bid of another source, which loads the start of the prefix; `parts` begins with the parts of
-            that bid. None if `source` loads everything.
+        head: bid of another source for the start of the prefix, if two sources load one prefix together.
+            `parts` begins with the parts of that bid. None if `source` loads everything.
     """
 
     source: str
@@ -82,7 +82,7 @@ class Bid:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of all bidders, sorted by which part of the prompt they load, first part first."""
+        """Names of the sources that make this bid, in the order of the prompt's parts that they load."""
         return (self.source,) if self.head is None else (*self.head.sources, self.source)
 
     def has_same_sources(self, other: Bid | None) -> bool:
@@ -143,7 +143,7 @@ class Bidding:
         return self._left
 
     def on_succeeded(self) -> None:
-        """Record that an attempt to load KV has succeeded, so that `on_computed` can give it back."""
+        """Record that an attempt to load KV has succeeded. `on_computed` restores it to the budget later."""
         self._succeeded += 1
 
     def on_computed(self) -> None:

@@ -16,13 +16,13 @@ class BlocksWanted:
 
         Args:
             groups: the engine's KV cache groups.
-            tokens_in_flight: maximum number of tokens of one request that are scheduled but not computed.
+            tokens_in_flight: maximum number of tokens of one request that are scheduled but not yet computed.
         """
         self._groups, self._tokens_in_flight = tuple(groups), tokens_in_flight
         self._requests: dict[str, Request] = {}
 
     def add(self, request: Request) -> None:
-        """Add a new request, which will need blocks."""
+        """Add a new request. It is counted while it waits for blocks."""
         self._requests[request.request_id] = request
 
     def remove(self, request: Request) -> None:
@@ -30,9 +30,9 @@ class BlocksWanted:
         self._requests.pop(request.request_id, None)
 
     def blocks(self) -> int:
-        """Return the number of KV blocks that the largest request without blocks waits for; 0 if none waits.
+        """Return the number of KV blocks that the largest waiting request needs; 0 if none waits for blocks.
 
-        The engine gives a request all its blocks at once. If fewer blocks are free, the request keeps
+        The engine allocates all blocks of a request at once. If fewer blocks are free, the request keeps
         waiting.
         """
         waiting = (one.num_tokens for one in self._requests.values() if one.needs_blocks)

@@ -15,14 +15,14 @@ _NO_CHOICE = re.compile(r"Invalid enum value (.*) - at `\$\.(\w+)`")
 
 
 def settings_error(where: str, error: msgspec.ValidationError, settings: type[msgspec.Struct]) -> ConfigError:
-    """Return the error to raise for settings that msgspec could not convert.
+    """Return the error to raise when msgspec cannot convert an object of the configuration.
 
-    If a setting allows only certain strings, the message lists them.
+    If the value of a setting must be one of certain strings, the message lists them.
 
     Args:
-        where: name of the refused object, for the message.
-        error: msgspec's error.
-        settings: class to which msgspec should have converted the object.
+        where: name of the object in the configuration, for the message.
+        error: error that msgspec raised.
+        settings: class to which the object was to be converted.
     """
     if (found := _NO_CHOICE.fullmatch(str(error))) is None:
         return ConfigError(f"{where}: {error}")

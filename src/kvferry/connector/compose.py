@@ -56,13 +56,13 @@ class Composition:
         refusals: Refusals,
         speeds: Speeds | None = None,
     ) -> None:
-        """Create the objects that the sources of KV share with the admission, which chooses between them.
+        """Create the records that the sources of KV and the admission share, such as that of pinned blocks.
 
         Args:
             engine: facts about the engine.
             config: settings of the connector.
             pool: the engine's block pool.
-            groups: the engine's KV cache groups, as one rank describes them.
+            groups: the engine's KV cache groups, from the description of one rank.
             workers: number of workers, each of which reports every load.
             events: stream that receives the events.
             adapters: the engine's LoRA adapters.
@@ -89,9 +89,9 @@ class Composition:
         Args:
             client: control channel to the peers that offer KV.
             ranks: geometry of this engine's ranks.
-            keepers: function that returns the peers that keep turns: the incarnation (random number that
-                identifies the run) of each peer, by the peer's address.
-            names: object that computes the names of prompt content, under which peers look up turns.
+            keepers: function that returns the peers that keep turns. The result maps each peer's address to
+                its incarnation, a random number that identifies the peer's present run.
+            names: object that computes names of prompt content. Peers find turns by these names.
         """
         config = self.config
         return PeerSource(
@@ -110,7 +110,7 @@ class Composition:
 
         Args:
             cache: the chunks in host memory and in the slower tiers.
-            prompts: chunk keys of the engine's requests.
+            prompts: record of the engine's requests and of the keys of their chunks.
             canonical: format in which chunks are stored.
         """
         # Only a policy that estimates times can prefer a shorter prefix from faster tiers.
@@ -124,8 +124,8 @@ class Composition:
 
         Args:
             sources: all sources, in the order in which the admission asks them.
-            tier_weights: weight of a token from each tier, by name of the tier. A missing tier has weight 1;
-                None means weight 1 for all tiers.
+            tier_weights: weight of a token from each tier, by name of the tier, for the policy ``weight``. A
+                missing tier has weight 1; None means weight 1 for all tiers.
         """
         engine, config = self.engine, self.config
         weights = {PEER: config.load_weight, **(tier_weights or {})}

@@ -60,24 +60,24 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             writes. None for the user's file on this machine, or built-in costs if there is none.
         host_buffer: True to transfer through host memory with the engine's copy operation; None to do so only
             if the engine is configured for it (``kv_buffer_device``).
-        tiers: list of the tiers that keep chunks, see `tier_config`; ``default`` for host memory and a
-            directory in the user's cache directory; None for no tiers.
+        tiers: list of the tiers that keep chunks, in the form that `tier_config` describes; ``default`` for
+            host memory and a directory in the user's cache directory; None for no tiers.
         transfer: True to exchange KV with other engines. None means True if there are no tiers, or if vLLM's
             ``kv_role`` is one side of an exchange (``kv_producer``, ``kv_consumer``), else False.
         chunk_tokens: number of tokens per chunk; None for 256, or the nearest number that suits the engine's
             blocks and snapshots of recurrent state.
         snapshot_tokens: distance in tokens between positions at which attention windows and snapshots of
             recurrent state are kept, a multiple of `chunk_tokens`; None for the end of every chunk.
-        source_policy: name of the policy that chooses between sources, see `connector.policies`.
+        source_policy: name of the policy that chooses between sources; `connector.policies` describes them.
         load_weight: weight of tokens that peers offer, for the policy ``weight``. The weights of tiers are in
             `tiers`.
         turn_seconds: seconds for which a finished request's blocks are kept for the next turn of its
             conversation; 0 to keep none.
         turn_share: maximum share of the block pool, above 0 and at most 1, that these kept blocks may take.
-        patience_seconds: maximum seconds that a request waits for a source that is still looking, or for free
-            blocks.
-        whole_blocks: True to refuse loads that fill a block only in part. Required beside another connector,
-            which cannot recognize such a block and would store it.
+        patience_seconds: maximum seconds that a request waits for free blocks, or for a source that is still
+            looking up its KV.
+        whole_blocks: True to refuse loads that fill a block only in part. Required if the engine has another
+            connector, because that connector cannot recognize such a block and would store it.
         name: name of this connector in ``kvferry explain``, if an engine has several connectors.
         explain_requests: number of requests to remember for ``kvferry explain``; 0 for none.
     """

@@ -51,7 +51,7 @@ class SourceMiss:
 
     Attributes:
         source: name of the source.
-        reason: kind of the miss.
+        reason: reason of the miss, one of a fixed set.
         group: label (number and kind) of the KV cache group with a missing chunk; ``several`` for more than
             one group; empty if the miss does not depend on groups.
         detail: details as text for people.
@@ -69,7 +69,7 @@ class ValuedBid:
 
     Attributes:
         source: name of the source: ``peer`` or ``tiers``. The bid itself names the peer.
-        bid: the bid: number of tokens by place, and whether the source is still looking.
+        bid: the bid: number of tokens from each place, and whether the source is still looking up its KV.
         value: value of the bid under the policy; 0 for an excluded bid.
         excluded: reason why the bid may not be taken; empty if the bid may be taken.
     """

@@ -73,9 +73,9 @@ class BlockPool(Protocol):
     def blocks(self) -> Sequence[Block]: ...
 
     def touch(self, blocks: Sequence[Block]) -> None:
-        """Add a reference to each block, so that no block is allocated to another request. Mutates the pool.
+        """Add a reference to each block, so that none is allocated to another request. Mutates the pool.
 
-        The connector calls it only while a request holds these blocks. None of them is the null block.
+        The connector calls this only while a request holds these blocks. None of them is the null block.
         """
 
     def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
@@ -137,7 +137,8 @@ class PromptItem(Protocol):
         """Return a digest of the item's content.
 
         Raises:
-            Unnameable: the content is not available, or not certain.
+            Unnameable: the content is not available, or the engine may have used different content under the
+                item's identifier.
         """
 
 
@@ -300,7 +301,7 @@ class EngineFacts:
         groups: KV cache groups of the engine.
         num_blocks: number of blocks in the engine's pool.
         longest_request: maximum number of tokens of a request.
-        steps_in_flight: maximum number of steps in flight, which are scheduled but not done.
+        steps_in_flight: maximum number of steps that are in flight (scheduled but not done) at a time.
         tokens_in_flight: maximum number of tokens of one request that all steps in flight compute together.
         step_tokens: maximum number of tokens of one request that a step computes, including draft tokens.
         draft_lookahead: number of tokens after a position that a draft model reads to compute the KV of that
@@ -308,9 +309,10 @@ class EngineFacts:
         speculates: True if the engine uses speculative decoding.
         reuses_prompts_only: True if only the KV of prompts may be stored and offered, because the KV of
             generated tokens differs from that of the same tokens in a prompt.
-        has_rings: True if some layers keep a ring buffer per request, which is valid at one position only.
-        port_offset: number to add to the configured port of the control channel, if several engines share
-            the setting.
+        has_rings: True if some layers keep a ring buffer per request. Such a buffer can be used only at the
+            request's present position, so its KV cannot be stored in tiers.
+        port_offset: number to add to the configured port of the control channel, so that engines with the
+            same configuration listen on different ports.
         parent_of: function that takes a request id and returns the id that all samples of one prompt share,
             or None if the request is not one of several samples.
     """

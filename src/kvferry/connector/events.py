@@ -60,9 +60,9 @@ class SourcesAsked:
         local_tokens: number of tokens in the engine's own prefix cache.
         bids: all bids (offers of sources to load tokens) with their values, in the order of their sources.
         compute_value: value, under the policy, of computing all tokens that are not in the prefix cache.
-        misses: reasons why sources have no bid.
-        chosen: the best bid; None if the engine computes the tokens. If the bid's source is still looking,
-            the request waits for that source.
+        misses: reason of each source without a bid why it offers none.
+        chosen: the best bid; None if the engine computes the tokens. If the bid's source is still looking up
+            its KV, the request waits for that source.
         why: reason for the choice.
     """
 
@@ -89,7 +89,8 @@ class LoadBegan:
         peer: name of the peer; for tiers, the name of the source.
         parts: number of tokens by place (``peer`` or the name of a tier), as offered.
         begin, end: range of the loaded tokens, half-open.
-        attempt: name of the attempt. If two sources load one prefix together, both loads have the same one.
+        attempt: name of the attempt to load the request's prefix. Two sources that load one prefix together
+            do so in one attempt.
     """
 
     request_id: str
@@ -106,9 +107,9 @@ class LoadBegan:
 
 @dataclass(frozen=True, slots=True)
 class LoadEnded:
-    """Event: all ranks have reported the end of a load.
+    """Event: all ranks have reported that a load succeeded, failed, or was given up.
 
-    After a timeout, transfers of the load may still be under way and write to its blocks.
+    A load that was given up, or that passed its deadline, may still write to its blocks after this event.
 
     Attributes:
         request_id: the engine's id of the request.
@@ -193,7 +194,7 @@ class StoreBegan:
     Attributes:
         request_id: the engine's id of the request.
         at: time of the event, monotonic seconds.
-        store: unique name of the order.
+        store: unique name of the store operation.
         group: label (number and kind) of the KV cache group.
         chunks: number of chunks, each a fixed number of tokens of the group.
     """
@@ -212,7 +213,7 @@ class StoreEnded:
     Attributes:
         request_id: the engine's id of the request.
         at: time of the event, monotonic seconds.
-        store: name of the order, as in `StoreBegan`.
+        store: unique name of the store operation, the same as in its `StoreBegan` event.
         failure: reason for the failure as text for people; empty if the store succeeded.
         size: number of bytes copied by all ranks.
         seconds: seconds that the slowest rank took.
@@ -319,11 +320,11 @@ class TierChanged:
 class LateBlocks:
     """Event: the number of blocks that late loads hold has changed.
 
-    A load is late after its deadline, or after its request has ended.
+    A load is late if its request no longer waits for it but it may still write to its blocks.
 
     Attributes:
         at: time of the event, monotonic seconds.
-        blocks: number of these blocks now.
+        blocks: number of blocks that late loads hold now.
     """
 
     at: float

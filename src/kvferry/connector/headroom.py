@@ -23,9 +23,10 @@ from kvferry.planning.select import STATE_BLOCKS, attends_to_all, first_attended
 
 @dataclass(slots=True)
 class Headroom:
-    """Limits loads, so that enough blocks stay free for requests that hold blocks and wait for their loads.
+    """Decides whether a load may start, so that every request with a load can get its remaining blocks later.
 
-    vLLM reserves these blocks itself, but too few if a KV cache group has an attention window. Without such a
+    A request that waits for its load holds only the blocks that the load fills, and needs more to go on. vLLM
+    keeps some blocks free for this, but too few if a KV cache group has an attention window. Without such a
     group this class accepts every load. Only the engine's thread calls it.
 
     Attributes:
@@ -41,7 +42,7 @@ class Headroom:
 
     @classmethod
     def of(cls, groups: Sequence[CacheGroup], step_tokens: int, pool: BlockPool) -> Headroom:
-        """Create the limit for an engine's loads. If no group has an attention window, it accepts every load.
+        """Create the object for an engine. It accepts every load if no group has an attention window.
 
         Args:
             groups: the engine's KV cache groups.
@@ -57,7 +58,10 @@ class Headroom:
         return len(self._needs)
 
     def fits(self, request_id: str, tokens_after_load: int, tokens: int) -> bool:
-        """Return whether a load leaves enough free blocks for the requests that wait with blocks allocated.
+        """Return whether a load leaves enough free blocks for any one request with a load to go on.
+
+        These are the requests that already wait for their loads, and the load's own request. Return True if
+        no other request waits for a load.
 
         Args:
             request_id: id of the load's request.
@@ -83,10 +87,10 @@ class Headroom:
             self._needs[request_id] = self._blocks_to_resume(tokens_after_load, tokens)
 
     def on_resumed(self, requests: Container[str]) -> None:
-        """Forget the requests that go on after their loads: the engine's coming step computes their tokens.
+        """Stop keeping blocks free for requests that the engine has scheduled again after their loads.
 
         Args:
-            requests: ids of all requests that the step computes tokens for.
+            requests: ids of all requests whose tokens the coming step computes.
         """
         for name in [name for name in self._needs if name in requests]:
             del self._needs[name]

@@ -43,8 +43,8 @@ class LoadPlan:
         of prompt tokens to load from the source.
 
         Args:
-            local_tokens: number of tokens that the engine had when the plan was made.
-            load_tokens: number of tokens of the prefix that the engine lacks now.
+            local_tokens: number of tokens of the prefix that the engine had when the plan was made.
+            load_tokens: number of tokens of the prefix that the engine does not have now.
             prompt: number of tokens of the prompt.
         """
         total, last, found = (

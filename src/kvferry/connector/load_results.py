@@ -32,7 +32,9 @@ class GroupBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadFigures:
-    """Amounts and stage times of a load from a peer. All values are 0 or empty for a load from tiers.
+    """Statistics of a load from a peer: bytes, descriptors, and seconds of each stage.
+
+    All values are 0 or empty for a load from tiers.
 
     Attributes:
         bytes_by_group: number of bytes of KV that the request needs, per KV cache group. Other bytes that the

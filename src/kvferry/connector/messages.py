@@ -23,9 +23,10 @@ class WorkerInfo:
 
     Attributes:
         geometry: memory layout of the worker's KV cache.
-        card: description that peers need to read from the worker; None if the worker exchanges no KV.
+        card: memory addresses and transport metadata that peers need to read the worker's KV cache; None if
+            the worker exchanges no KV.
         settings: settings of the worker's connector, without this machine's address. If an engine has
-            several connectors, these settings distinguish them.
+            several connectors, the settings tell which of them the worker belongs to.
         key: fingerprint of the worker's secret key; None if the worker exchanges no KV.
     """
 
@@ -88,7 +89,7 @@ class Report:
         late: True if the load is reported before it has ended, because its deadline passed or it was given
             up. The load may still write to its blocks.
         peer_lost: True if the failure means that the peer is gone or was restarted.
-        figures: bytes moved and time of each stage.
+        figures: statistics of a load from a peer: bytes, descriptors, and seconds of each stage.
     """
 
     failure: str | None
