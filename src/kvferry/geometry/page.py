@@ -49,7 +49,8 @@ class Axis:
         name: name of the axis, the same in every engine.
         loops: (count, stride in bytes) of each loop, outermost first; the product of the counts is `count`.
         start: global index of the first element on this rank.
-        total: number of elements over all ranks; 0 means that the axis ends with this rank's last element.
+        total: number of elements over all ranks. If it is given as 0, it becomes `start` + `count`: this
+            rank's last element is then the last element of the axis.
     """
 
     name: str
@@ -79,7 +80,7 @@ class Axis:
 
     @property
     def stop(self) -> int:
-        """Global index (index over all ranks) after the last element of the axis on this rank."""
+        """Index after this rank's last element of the axis, counted over all ranks."""
         return self.start + self.count
 
     def offsets(self) -> npt.NDArray[np.int64]:
@@ -145,9 +146,9 @@ class PageFormat:
     """The format of one page (memory of one block in one layer): its fields and its size.
 
     Attributes:
-        content: name of the content, e.g. attention backend, instruction set and KV dtype. Two pages with
-            different names can still exchange fields with equal names. An opaque page, whose inner structure
-            is unknown, can be copied only to a page with the same name of content.
+        content: id of the content's format, e.g. made of attention backend, instruction set and KV dtype.
+            Fields can be transferred between pages with different ids if the fields have the same name. A
+            page whose inner structure is unknown (opaque) can be copied only to a page with the same id.
         block_tokens: number of tokens per block; 0 for a page that is a snapshot of recurrent state.
         page_bytes: size of the page in bytes. The stride between blocks may be larger.
         fields: logical tensors in the page.
@@ -182,7 +183,7 @@ class PageFormat:
 
     @property
     def opaque(self) -> bool:
-        """True if kvferry does not know the meaning of some bytes. Such a page can only be copied whole."""
+        """True if the meaning of some bytes is unknown, so that the page can only be copied whole."""
         return any(field.axis(_SHARD) for field in self.fields)
 
 
@@ -196,15 +197,15 @@ def opaque_page(
 ) -> PageFormat:
     """Return the format of a page (memory of one block in one layer) whose inner structure is unknown.
 
-    Such a page can only be copied whole, to the same rank of an engine with as many ranks. To enforce this,
-    the format has an axis of length `ranks` on which this rank holds one position. The format has no token
-    axis, so both engines need the same block size.
+    Such a page can only be copied whole, to the same rank of an engine with the same number of ranks and the
+    same block size. To enforce this, the format has an axis of length `ranks`, of which this rank holds one
+    element, and it has no token axis.
 
-    A page that is contiguous in memory is one element of `run_bytes` bytes. A page in several pieces has one
-    element per piece.
+    The format describes a page that is contiguous in memory as one element of `run_bytes` bytes, and a page
+    in several pieces as one element per piece.
 
     Args:
-        content: id of the format of the bytes; it must be equal on both sides.
+        content: id of the format of the bytes, which must be the same in both engines.
         block_tokens: number of tokens per block; 0 for a snapshot (recurrent state at one position).
         run_bytes: bytes of one element, which is the whole page if the page is contiguous.
         rank: index of this rank, from 0 to `ranks` - 1; 0 if all ranks hold the same bytes.

@@ -103,10 +103,10 @@ class PoolRoom:
     All KV cache groups of a rank share one pool. A *slot* is the space for one layer's page.
 
     Attributes:
-        slots: number of slots per block; 0 for one slot per layer of the group. A group with more layers than
-            this has one slot per layer too.
-        slot_bytes: bytes of one kernel block (block as the attention kernel addresses it) in a slot; 0 for
-            exactly the size of its KV. Used only for layouts with contiguous pages.
+        slots: least number of slots per block. If the group has more layers than this, a block has as many
+            slots as the group has layers.
+        slot_bytes: bytes that a slot reserves for one kernel block (block as the attention kernel addresses
+            it); 0 for exactly the size of its KV. Used only for layouts with contiguous pages.
         block_stride: bytes from one block to the next; 0 if the blocks lie side by side. Used only for
             layouts with blocks outermost.
     """

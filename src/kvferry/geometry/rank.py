@@ -50,7 +50,8 @@ class Region:
 class Scale:
     """Quantisation scales of a layer's KV cache that are stored outside of the cache.
 
-    Two engines with different scales cannot exchange quantised KV, because equal codes mean different values.
+    Two engines with different scales cannot exchange quantised KV, because the same quantised value stands
+    for different numbers in each.
 
     Attributes:
         source: name of the quantised tensor, ``k`` (also for MLA latents) or ``v``.
@@ -159,15 +160,16 @@ class RankGeometry:
 
     @property
     def labels(self) -> list[str]:
-        """Index and label of each KV cache group, for messages, e.g. ``0 full_attention``."""
+        """Index and label of each KV cache group as text, e.g. ``0 full_attention``, for error messages."""
         return [f"{number} {group.label}" for number, group in enumerate(self.groups)]
 
     def check(self) -> None:
         """Raise GeometryError if the geometry is inconsistent.
 
-        Every page must lie in one registered region and must not overlap another page of its layer. All rank
-        numbers must be in range. Engines check their own geometry and that of a peer, because an address
-        outside of the regions would fail in the transport or read other memory.
+        Every page must lie in one registered region and must not overlap another page of its layer. Both
+        ranks (tensor- and pipeline-parallel) must be below the number of ranks. Engines check their own
+        geometry and that of each peer: a transfer with an address outside of the regions would fail or read
+        unrelated memory.
         """
         if not (0 <= self.tp_rank < self.tp_size and 0 <= self.pp_rank < self.pp_size):
             raise GeometryError(
@@ -212,7 +214,7 @@ class RankGeometry:
 
 
 class _Registered:
-    """Registered regions sorted by address, so that a lookup among thousands of regions is fast."""
+    """Registered regions of memory, sorted by address so that a lookup among thousands of them is fast."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
         ordered = sorted((region.address, region.address + region.length) for region in regions)

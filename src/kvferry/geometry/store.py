@@ -49,12 +49,12 @@ class LayerCache:
     """The KV cache of one layer.
 
     Attributes:
-        kind: kind of attention or state. By default, layers with equal caches form one group.
+        kind: kind of attention or state.
         attention_span: window in tokens for SLIDING, attention chunk in tokens for CHUNKED, 0 otherwise.
         fields: fields that are stored per token; for STATE, fields of one snapshot of recurrent state.
         block_tokens: number of tokens per block if the model determines it; 0 if the engine does.
-        state_tokens: number of tokens per stored entry. If it is above 1, pages are copied whole, so both
-            engines need the same block size.
+        state_tokens: number of tokens that share one stored entry; 1 if every token has its own entry. If it
+            is above 1, pages are copied whole, so both engines of a transfer need the same block size.
     """
 
     kind: GroupKind

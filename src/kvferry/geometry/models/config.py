@@ -119,7 +119,7 @@ class ModelConfig:
 
         Args:
             name: name of the key.
-            count: number of layers.
+            count: number of layers, which is the expected number of entries.
 
         Raises:
             ConfigError: the value is not a list or string of `count` entries.

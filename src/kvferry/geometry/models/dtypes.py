@@ -40,7 +40,7 @@ def float_name(name: str, value: Any) -> str:
     """Return the floating-point type that a ``config.json`` gives, without the prefix ``torch.``.
 
     Args:
-        name: key in the file, for the message.
+        name: key in the file, for the error message.
         value: value of the key, e.g. ``torch.bfloat16``.
 
     Raises:

@@ -34,18 +34,18 @@ RECURRENT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """Properties of a model family that are needed to read its ``config.json``.
+    """Properties of a model family that its ``config.json`` does not state but that determine its KV cache.
 
     Attributes:
         recurrent: kind of recurrence of the recurrent layers; None for a family without recurrent layers.
         everywhere: True if every layer is recurrent.
         beside_attention: True if every layer has attention in addition to recurrence. Used only if
             `everywhere` is True.
-        window_offset: number of tokens by which the attention window exceeds the key ``sliding_window``.
+        window_offset: number of tokens to add to the value of ``sliding_window`` to get the attention window.
         attentions: number of attention caches per layer.
         expanded: True if layers cache K and V per head although the model computes both from a latent.
         ssm_dtype: element type of the recurrent state; None for the type in which the model computes.
-        defaults: default values of keys that a file may omit, by key.
+        defaults: default values of keys that ``config.json`` may omit, by key.
     """
 
     recurrent: Mixer | None = None

@@ -13,16 +13,19 @@ _SHARING = ("index_topk_freq", "index_topk_pattern", "index_skip_topk_offset", "
 
 
 def scaled_bytes(width: int) -> int:
-    """Return the bytes of an indexer key of `width` fp8 elements with one float32 scale per 128 elements."""
+    """Return the size in bytes of an indexer's key vector: `width` fp8 elements and their float32 scales.
+
+    There is one scale per 128 elements.
+    """
     return width + checked_int("index_head_dim", width, _SCALE_TOKENS) // _SCALE_TOKENS * 4
 
 
 def token_indexer(config: ModelConfig, layer: int) -> tuple[LayerCache, ...]:
     """Return the cache of the sparse-attention indexer in a layer of DeepSeek V3.2 or GLM-5.
 
-    The tuple has one cache, or none if the layer has no indexer or reuses the tokens selected by an earlier
-    layer's indexer. The rule follows vLLM's ``deepseek_v32/attention.py``. The key ``indexer_types`` must
-    agree with the rule.
+    The tuple has one cache. It is empty if the layer has no indexer, or if it reuses the tokens that an
+    earlier layer's indexer selected. Which layers do so is decided as in vLLM's
+    ``deepseek_v32/attention.py``, and the key ``indexer_types`` must agree.
 
     Args:
         config: keys of the model's ``config.json``.
@@ -61,7 +64,8 @@ def token_indexer(config: ModelConfig, layer: int) -> tuple[LayerCache, ...]:
 def block_indexer(config: ModelConfig, layer: int, model_dtype: str) -> tuple[LayerCache, ...]:
     """Return the cache of the sparse-attention indexer in a layer of MiniMax-M3.
 
-    The tuple has one cache, with one key per token for all heads, or none if the layer has dense attention.
+    The tuple has one cache, which holds one key vector per token for all heads. It is empty if the layer has
+    dense attention.
 
     Args:
         config: keys of the model's ``config.json``.

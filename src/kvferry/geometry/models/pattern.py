@@ -62,9 +62,9 @@ _KIMI_KEYS = (
 def mixers(config: ModelConfig, family: ModelFamily) -> list[Mixers]:
     """Return the mixers (kinds of attention or recurrence) of every layer of a model.
 
-    This module has a rule for each form in which ``config.json`` can give mixers. The first rule that finds
-    its key decides. If no rule does, all layers have the same attention: sliding windows if the file gives a
-    window and does not disable it, otherwise full attention.
+    Model families use different keys of ``config.json`` to state the mixers. The known keys are tried in a
+    fixed order, and the first one that is present decides. If none is present, all layers have the same
+    attention: sliding windows if the file gives a window and does not disable it, otherwise full attention.
 
     Args:
         config: keys of the model's ``config.json``.
@@ -87,12 +87,12 @@ def mixers(config: ModelConfig, family: ModelFamily) -> list[Mixers]:
 
 
 def _repeated(layers: list[Mixers], family: ModelFamily) -> list[Mixers]:
-    """Return the mixers (kinds of attention) of every layer, with one entry per attention cache.
+    """Return the mixers (kinds of attention) of every layer, repeated for each of its attention caches.
 
-    Most families have one attention cache per layer. LongCat has two, so each layer's mixers are repeated.
+    Most families have one attention cache per layer, so nothing is repeated. LongCat has two.
 
     Args:
-        layers: mixers of each layer, as if it had one cache.
+        layers: mixers of each layer, without repetition.
         family: properties of the model family, with the number of attention caches per layer.
     """
     return [layer * family.attentions for layer in layers]
@@ -115,8 +115,8 @@ _RECURRENT_TYPES = (
 def _compressed(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
     """Return the mixers (kinds of attention or recurrence) of each layer of DeepSeek V4.
 
-    Return None if ``config.json`` has no ``compress_ratios``. Every layer counts as full attention.
-    `compressed` derives each layer's caches from its compression ratio.
+    Return None if ``config.json`` has no ``compress_ratios``. Every layer is reported as full attention; its
+    caches are derived later, from its compression ratio.
     """
     return None if config.get("compress_ratios") is None else [_FULL] * config.layers
 
@@ -156,8 +156,8 @@ def _letters(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
 def _words(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
     """Return the mixers (kinds of attention or recurrence) of each layer from a list with a word per layer.
 
-    The list is ``layers_block_type`` or ``layer_types`` in ``config.json``; return None if it has neither.
-    The words do not tell the kinds of recurrence apart, so `family` decides the kind of recurrent layers.
+    The list is ``layers_block_type`` or ``layer_types`` in ``config.json``. Return None if there is neither.
+    The words, such as ``linear_attention``, do not state the kind of recurrence, so `family` decides it.
     """
     name = next((n for n in ("layers_block_type", "layer_types") if config.get(n)), None)
     if name is None:
@@ -183,8 +183,8 @@ def _parse_mixers(name: str, entries: Sequence[Any], known: Mapping[Any, Mixers]
 def _attention_period(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
     """Return the mixers (kinds of attention or recurrence) of each layer of Jamba.
 
-    Return None if ``config.json`` has no ``attn_layer_period`` (length of a period of layers). In each
-    period, the layer at the index ``attn_layer_offset`` is attention, and all others are recurrent.
+    Return None if ``config.json`` has no ``attn_layer_period``. This is the number of layers in a period. In
+    each period, the layer at the index ``attn_layer_offset`` has attention, and all others are recurrent.
     """
     period = config.optional_int("attn_layer_period")
     if period is None:
@@ -299,9 +299,10 @@ def _chunks(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
 def _window_pattern(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
     """Return the mixers (kinds of attention) of each layer, if sliding-window layers follow a pattern.
 
-    Return None if ``config.json`` gives no pattern or no window size. A number as the pattern (Gemma 3,
-    Cohere 2) is the length of a period, whose last layer has full attention. A string (EXAONE 4) has a letter
-    per layer and is repeated; ``L`` is a sliding window.
+    Return None if ``config.json`` gives no pattern or no window size. In Gemma 3 and Cohere 2, the pattern is
+    the number of layers in a period; the last layer of each period has full attention. In EXAONE 4, it is a
+    string with a letter per layer, repeated over the model: ``L`` is a sliding window, and any other letter
+    is full attention.
     """
     pattern = config.get("sliding_window_pattern", "_sliding_window_pattern")
     if not pattern or config.optional_int("sliding_window", "sliding_window_size") is None:

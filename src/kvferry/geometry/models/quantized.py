@@ -14,15 +14,16 @@ _KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
 def quantized_cache(config: ModelConfig, dtype: str) -> tuple[str, list[str]]:
     """Return (element type of the KV cache, notes for the user).
 
-    As in vLLM's `resolve_kv_cache_dtype_string`, the checkpoint decides the type if ``auto`` is requested.
+    If ``auto`` is requested and the model's ``config.json`` names a quantised type for the KV cache, the
+    result is this type, and a note says so. Otherwise the result is `dtype` without notes. vLLM's
+    `resolve_kv_cache_dtype_string` decides in the same way.
 
     Args:
         config: keys of the model's ``config.json``.
-        dtype: requested element type, which is returned unchanged unless it is ``auto`` and the checkpoint
-            requests a type.
+        dtype: requested element type.
 
     Raises:
-        ConfigError: the checkpoint requests a type that kvferry cannot plan.
+        ConfigError: ``config.json`` names a quantised type other than fp8.
     """
     quantization = config.get("quantization_config")
     if dtype != "auto" or not isinstance(quantization, Mapping):

@@ -28,7 +28,7 @@ class ModelReading:
         cache: caches of all layers. If a layer of the model has two caches, `cache.layers` has two entries
             for the layer.
         kept: number of entries in `cache.layers` for each layer of the model; 0 for a layer without a cache.
-        notes: assumptions that were made, one sentence each.
+        notes: assumptions about the model that were made to derive the cache, one sentence each.
     """
 
     cache: ModelCache
@@ -59,8 +59,8 @@ def read_model(
         dtype: element type of the KV cache, one of `dtypes.CACHE_DTYPES`. A floating-point type also replaces
             the model's element type. With ``auto``, the file decides.
         name: display name of the model; empty for the model type.
-        draft: True to add the layers of the multi-token prediction module. They have the cache of the last
-            attention layer.
+        draft: True to add the layers of the multi-token prediction module. Each has the same cache as the
+            model's last attention layer.
 
     Raises:
         ConfigError: the cache cannot be derived from the file. The message is one sentence.
@@ -102,10 +102,9 @@ _STATE_KEYS = (
 
 
 def _mark_unused_keys(config: ModelConfig, used: set[Mixer]) -> None:
-    """Mark keys as read that describe a kind of layer that the model does not have.
+    """Mark the keys of attention as read if no layer has attention, and likewise the keys of recurrence.
 
-    These are the keys of attention if no layer has attention, and the keys of recurrence if no layer is
-    recurrent. Without the mark, `check_unread` would reject them as not understood.
+    Otherwise, the check for unread keys would reject the file, because such keys usually affect the KV cache.
 
     Args:
         config: keys of the model's ``config.json``.
@@ -181,7 +180,7 @@ def _ssm_dtype(config: ModelConfig, family: ModelFamily, model_dtype: str) -> st
 
 
 def _unknown(config: ModelConfig) -> str:
-    """Return a note for the user that an unknown model family is read as ordinary attention.
+    """Return a note which tells the user that an unknown model is treated as one with ordinary attention.
 
     Args:
         config: keys of the model's ``config.json``.
@@ -202,9 +201,9 @@ def _unknown(config: ModelConfig) -> str:
 
 
 def _without_shared(config: ModelConfig, layers: list[Mixers]) -> list[Mixers]:
-    """Return the mixers (kinds of attention or recurrence) of all layers that have a cache of their own.
+    """Return the mixers (kinds of attention or recurrence) of each layer, empty for layers without a cache.
 
-    The last layers of Gemma 3n and Gemma 4 reuse K and V of earlier layers. They get no mixers.
+    The last layers of Gemma 3n and Gemma 4 have no cache: they reuse K and V of earlier layers.
 
     Args:
         config: keys of the model's ``config.json``.

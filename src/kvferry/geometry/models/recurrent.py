@@ -119,13 +119,15 @@ def _kimi_delta(config: ModelConfig, item: int, ssm_item: int) -> tuple[StoredFi
 def _delta(
     keys: tuple[int, int], values: tuple[int, int], past_inputs: tuple[str, int], item: int, ssm_item: int
 ) -> tuple[StoredField, ...]:
-    """Return the fields of a delta rule layer: the last inputs of q, k and v, and one matrix per head.
+    """Return the cached fields of a layer with a delta rule (a kind of linear attention).
+
+    The fields are the last inputs of the convolutions of q, k and v, and one state matrix per head.
 
     Args:
-        keys, values: (number of heads, elements per head) of the keys and of the values.
+        keys, values: (number of heads, elements per head) of k and of v.
         past_inputs: (name, length) of the axis of past convolution inputs.
         item: bytes of one element of the convolution's inputs.
-        ssm_item: bytes of one element of the matrices.
+        ssm_item: bytes of one element of the state matrices.
     """
     (k_heads, k_width), (v_heads, v_width) = keys, values
     return (

@@ -97,14 +97,14 @@ _ELSEWHERE = re.compile(
 def check_unread(config: ModelConfig) -> list[str]:
     """Check the keys of ``config.json`` that were not read, and return a note for the user about them.
 
-    Keys that are known to be harmless are ignored. The list has one note with the names of the remaining
-    keys, or is empty if there are none.
+    Keys that are known not to affect the KV cache are ignored. The list has one note, with the names of the
+    other keys. It is empty if there are none.
 
     Args:
         config: keys of the file, after the KV cache has been derived from them.
 
     Raises:
-        ConfigError: the name of such a key suggests that it affects the KV cache.
+        ConfigError: the name of an unread key suggests that it affects the KV cache.
     """
     unread = [
         name for name, value in config.values.items() if value is not None and name not in config.read_keys
@@ -121,15 +121,15 @@ def check_unread(config: ModelConfig) -> list[str]:
 
 
 def check_nested(config: ModelConfig, name: str, harmless: Iterable[str]) -> None:
-    """Check that kvferry knows every key of a nested object in ``config.json``.
+    """Check that every key of a nested object in ``config.json`` was read or is known to be harmless.
 
     Args:
         config: keys of the nested object.
-        name: name of the nested object, for the message.
+        name: name of the nested object, for the error message.
         harmless: names of keys that are known not to affect the KV cache, and are never read.
 
     Raises:
-        ConfigError: a key is unknown.
+        ConfigError: a key is neither.
     """
     unknown = [key for key in config.values if key not in config.read_keys and key not in harmless]
     if unknown:
