@@ -26,7 +26,7 @@ class KVFerryError(Exception):
 
 
 class ConfigError(KVFerryError):
-    """Raised if a setting cannot be used. The message names the setting, the reason, and what to set."""
+    """Raised if a setting cannot be used. The message gives the setting, the reason, and a remedy."""
 
 
 class GeometryError(KVFerryError):
@@ -34,15 +34,18 @@ class GeometryError(KVFerryError):
 
 
 class SilentCopy(KVFerryError):
-    """Raised if an operation on a view of KV cache memory would silently work on a copy of the memory."""
+    """Raised if an operation on a view of KV cache memory would return a copy, so that writes would be lost."""
 
 
 class Unnameable(KVFerryError):
-    """Raised if no reliable digest can be computed, for example of a multimodal item or a LoRA adapter."""
+    """Raised if the content of a request cannot be identified, so that its KV cannot be stored or found.
+
+    For example, no reliable digest of a multimodal item or a LoRA adapter can be computed.
+    """
 
 
 class NotYetNamed(Unnameable):
-    """Raised if a thread is still computing a digest, such as that of a LoRA adapter.
+    """Raised if a digest of the request's content, such as of a LoRA adapter, is still being computed.
 
     A later call may succeed.
     """
@@ -76,7 +79,7 @@ class ChunkError(KVFerryError):
 
 
 class OtherVersion(ChunkError):
-    """Raised if a stored chunk of KV has another version of the format.
+    """Raised if a stored chunk of KV has a format version that this release of kvferry cannot read.
 
-    The kvferry release that wrote the chunk can read it.
+    The chunk is not damaged: the release that wrote it can read it.
     """

@@ -10,9 +10,8 @@ from collections.abc import Callable
 class LimitedLog:
     """A logger of warnings that limits their rate, so that clients and peers cannot fill the log.
 
-    Time is divided into windows. In each window, warnings with the same cause are logged once, and at most
-    `most` warnings are logged in total. The next logged line tells how many warnings were left out. Not
-    thread-safe.
+    Time is divided into windows. In each window, warnings with the same cause are logged once, and the total
+    number of warnings is limited. The next logged line says how many warnings were left out. Not thread-safe.
     """
 
     def __init__(

@@ -13,9 +13,9 @@ _OWNERS = 0o700
 
 
 def open_private(path: str, flags: int) -> int:
-    """Open a file that only its owner can read. Pass this function as the `opener` of `open`.
+    """Open a file, and if it is new, give it mode 0600. Pass this function as the `opener` of `open`.
 
-    A new file gets mode 0600. An existing file keeps its mode.
+    Only the owner can then read or write the file. An existing file keeps its mode.
 
     Args:
         path: path of the file.
@@ -31,13 +31,13 @@ def open_private(path: str, flags: int) -> int:
 
 
 def check_umask(status: str | None = None) -> None:
-    """Check that the umask lets this user access the files that this process creates.
+    """Check that the umask does not remove the owner's permissions from the files that this process creates.
 
     Args:
-        status: text of ``/proc/self/status``; None to read that file.
+        status: text in the format of ``/proc/self/status``; None to read that file.
 
     Raises:
-        ConfigError: the umask removes rights of the owner of new files.
+        ConfigError: the umask removes some of the owner's permissions.
     """
     if status is None:
         try:

@@ -22,8 +22,8 @@ class TimelineEntry:
 
     Attributes:
         text: text of the sentence, not wrapped into lines.
-        after: seconds from the request's arrival to the event; None for a second or later sentence about an
-            event, and for the note that events are left out.
+        after: time from the request's arrival to the event, in seconds. None if the previous sentence is
+            about the same event, and for the sentence that says how many events were not recorded.
     """
 
     text: str
@@ -42,8 +42,8 @@ def timeline(trace: RequestTrace) -> list[TimelineEntry]:
 class _Timeline:
     """Writer of the timeline of one trace.
 
-    It keeps state, because the sentence about an event can depend on earlier events. For example, if sources
-    are asked for a request that was already scheduled, the request has been preempted.
+    It keeps state, because the sentence about an event can depend on earlier events. For example, if the
+    engine queries the sources of KV for a request that it scheduled before, the request was preempted.
     """
 
     def __init__(self, trace: RequestTrace) -> None:
@@ -173,7 +173,8 @@ class _Timeline:
     def _again(self) -> Iterator[str]:
         """Yield a sentence saying that the request was preempted, if it was; otherwise nothing.
 
-        Called for an event that precedes scheduling: if the request was scheduled before, it was preempted.
+        Called for each event that happens only before a request is scheduled. If the request was already
+        scheduled, it must have been preempted since then.
         """
         if self._settled:
             self._settled = False

@@ -102,7 +102,8 @@ def http_address(text: str) -> str | None:
 def client(headers: Mapping[str, str] | None = None) -> httpx.AsyncClient:
     """Create an HTTP client for requests to engines and routers.
 
-    The client uses each connection for one request only, because engines close idle connections.
+    The client uses each connection for one request only. An engine could close an idle connection just when
+    the next request is sent, and the request would fail.
 
     Args:
         headers: headers of every request; None for no additional headers.
@@ -154,9 +155,9 @@ async def fetch(
 
 
 def _why(error: BaseException) -> str:
-    """Return the message of the root cause of `error`, to append to a sentence: it begins with a colon.
+    """Return the message of the root cause of `error`, with a colon before it, for the end of a sentence.
 
-    The result is empty if the root cause has no message.
+    The result is empty if there is no message for the root cause.
     """
     if isinstance(error, BaseExceptionGroup):  # a host name with several addresses
         return _why(error.exceptions[0])

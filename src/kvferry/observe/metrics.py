@@ -28,9 +28,9 @@ class Metric:
     """The definition of a Prometheus metric.
 
     Attributes:
-        name: name without `PREFIX` and, for counters, without ``_total``.
+        name: name of the metric, without the prefix ``kvferry_`` and, for counters, without ``_total``.
         kind: counter, gauge or histogram.
-        help_text: help text.
+        help_text: description of the metric, which `/metrics` shows.
         labels: names of the labels that kvferry sets, in the order in which their values are passed; without
             labels that vLLM and Prometheus add.
     """

@@ -23,20 +23,20 @@ from kvferry.tiers.names import HOST
 
 @dataclass(slots=True)
 class _RequestCounts:
-    """The history of a request, from which the metrics count its hits, misses and tokens. Mutable.
+    """The history of a request, from which its hits, misses and recomputed tokens are counted. Mutable.
 
-    A source is a provider of KV: a peer or the tiers. An attempt is the set of loads that together serve a
-    request. After a failure there may be another attempt.
+    A source is a provider of KV: a peer or the tiers. An attempt is a set of loads, from one or two sources,
+    that together load a prefix of the prompt. If a load fails, there may be another attempt.
 
     Attributes:
         sources: names of the sources that may serve the request.
         asked: last event with the sources' answers for the request; None before the first such event.
-        failed: for each source with a failed load, the reason why its last one failed.
-        until: for each attempt, the token position at which the last of its loads ends (exclusive).
-        lost: for each source with a failed load, the largest `until` of its failed attempts. Without the
-            failures, the tokens before it would not be computed. Cleared when the request is scheduled.
-        succeeded: loads that succeeded, as the events of their beginning.
-        broken: attempts with a failed load. The other loads of these attempts are not used.
+        failed: reason why the last failed load failed, by source; without sources that had no failed load.
+        until: token position at which the last load of an attempt ends (exclusive), by attempt.
+        lost: largest `until` of the attempts that failed because of a source, by source. The tokens before
+            this position would not be computed if no load had failed. Cleared when the request is scheduled.
+        succeeded: begin events of the loads that succeeded.
+        broken: names of the attempts with a failed load. The other loads of these attempts are not used.
         settled: True once the request was scheduled.
     """
 
@@ -50,10 +50,10 @@ class _RequestCounts:
     settled: bool = False
 
     def source_miss(self, source: str) -> SourceMiss:
-        """Return the reason why a source loaded nothing for the request.
+        """Return the reason why a source did not load KV for the request.
 
         Args:
-            source: name of the source.
+            source: name of the source, which had no successful load for this request.
         """
         if source in self.failed:
             return SourceMiss(source, self.failed[source])
@@ -99,7 +99,7 @@ class MetricsListener:
         }
 
     def __len__(self) -> int:
-        """Return how many requests are tracked: those that have not ended and that some source may serve."""
+        """Return the number of tracked requests: those that have not ended and have at least one source."""
         return len(self._requests)
 
     def __call__(self, event: Event) -> None:
@@ -249,12 +249,13 @@ class MetricsListener:
 
 
 def trim_parts(parts: tuple[PlaceTokens, ...], tokens: int) -> Iterator[PlaceTokens]:
-    """Cut the parts of a bid off after the tokens that were really loaded, and yield what remains.
+    """Yield how many of the loaded tokens came from each place.
 
-    A bid is the offer of a source to load tokens of a prompt. A load may cover only the first of them.
+    A source offers the tokens of a prompt in parts that come from different places (peer or tiers). If fewer
+    tokens are loaded than were offered, the last parts are shortened or left out.
 
     Args:
-        parts: places (peer or tier) and the number of tokens from each, in the order of the prompt.
+        parts: places, and the number of tokens offered from each, in the order of the prompt.
         tokens: number of loaded tokens; at most the sum of the parts.
     """
     for part in parts:

@@ -105,8 +105,8 @@ def listen(directory: Path, name: str) -> tuple[socket.socket, Path]:
 def engine_sockets(directory: Path) -> list[Path]:
     """Return the paths of the engines' Unix sockets in a directory; empty if it does not exist.
 
-    A socket is created under a temporary name. Files with such a name that are old are removed, because the
-    process that created them was killed before its socket was ready.
+    An engine creates its socket under a temporary name, and renames it when it is ready. Old files with a
+    temporary name are removed, because the engine was killed before the rename.
 
     Raises:
         ConfigError: other users may enter the directory, or the directory cannot be read.

@@ -68,7 +68,7 @@ class TraceServer:
 
         Args:
             traces: buffer with the traces to serve.
-            engine: description of the engine. Each answer has a copy with the current times and counts.
+            engine: description of the engine. Its times and counts are updated for each answer.
             max_requests: maximum number of requests in `traces`.
             seconds: longest time to read a question and send the answer, in seconds.
         """
@@ -176,7 +176,7 @@ def _line(connection: socket.socket, until: float) -> bytes:
         until: deadline in monotonic seconds.
 
     Raises:
-        ProtocolError: the line is longer than a question may be.
+        ProtocolError: the line exceeds the maximum length of a question.
         OSError: the line did not arrive in time.
     """
     received = bytearray()

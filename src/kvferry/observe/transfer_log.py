@@ -31,7 +31,7 @@ class TransferLog:
         """Open the log file for appending.
 
         Args:
-            path: path of the file, to which lines are appended.
+            path: path of the log file; created if it does not exist.
             ranks: geometry of every rank of the engine.
 
         Raises:
@@ -96,15 +96,15 @@ class TransferLog:
             self.close()
 
     def _blocks(self, load: LoadBegan) -> int:
-        """Return how many KV blocks hold the tokens of a load, counting partly loaded blocks.
+        """Return the number of KV blocks that contain tokens of a load, including partly filled blocks.
 
-        A block has the number of tokens that `full_attention_block` returns.
+        The number of tokens per block is that of the model's largest attention layer.
         """
         return -(-load.end // self._block_tokens) - load.begin // self._block_tokens
 
 
 def full_attention_block(ranks: Sequence[RankGeometry]) -> tuple[int, float]:
-    """Return the size of a KV block if every layer of the model had full attention.
+    """Return the size that a KV block would have if every layer of the model had full attention.
 
     Every layer, including layers with recurrent state, is assumed to store as many bytes per token as the
     largest attention layer.

@@ -24,7 +24,7 @@ _EVENTS = {one.__name__: one for one in get_args(RequestEvent)}
 
 
 class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A question of `kvferry explain` to an engine, which asks for the traces of requests.
+    """A request for the traces of requests, which the command `kvferry explain` sends to an engine.
 
     Attributes:
         find: beginning of the request ids to find, with or without vLLM's prefix; empty for all requests.

@@ -21,7 +21,8 @@ class Devices:
     """Devices that engines can run on.
 
     Attributes:
-        gpus: names of the CUDA devices, as in ``CUDA_VISIBLE_DEVICES``; empty for a CPU machine.
+        gpus: indices or UUIDs of the CUDA devices, in the form of ``CUDA_VISIBLE_DEVICES``; empty for a
+            machine without GPUs.
         cores: ids of the CPU cores that the engines may use.
     """
 

@@ -73,16 +73,15 @@ class EngineState(StrEnum):
 
 
 class EngineProcess:
-    """A started engine and its guard (small process that ends the engine).
+    """A started engine and its guard (small process that starts the engine and ensures that it is stopped).
 
-    The guard ends the engine when the lifeline closes. The lifeline is a pipe whose write end only this
-    process holds. The pipe closes when `begin_stop` or `kill` is called, or when this process ends for any
-    reason.
+    The guard stops the engine when a pipe from this process closes. The pipe closes when `begin_stop` or
+    `kill` is called, or when this process ends for any reason.
 
     Attributes:
         spec: specification of the engine.
         log_path: path of the file with the engine's standard output and error.
-        state: state of the engine at the last `poll`.
+        state: state of the engine when `poll` or `finish_stop` was last called; STARTING before that.
     """
 
     def __init__(self, spec: EngineSpec, log_path: Path, stop_timeout_seconds: float) -> None:
@@ -133,9 +132,10 @@ class EngineProcess:
         return code if code is None or code < 128 else 128 - code
 
     def poll(self) -> EngineState:
-        """Update and return the attribute `state`.
+        """Check the engine, update the attribute `state`, and return it.
 
-        The state changes from STARTING to READY when ``/health`` answers with status 200.
+        The state becomes READY when ``/health`` first answers with status 200, and DEAD when the engine has
+        ended.
         """
         if self._guard.poll() is not None:
             self.state = EngineState.DEAD
@@ -159,8 +159,8 @@ class EngineProcess:
     def begin_stop(self) -> None:
         """Ask the engine to end, and return at once.
 
-        The guard process sends SIGTERM, and kills the engine if it is still running after
-        `stop_timeout_seconds`.
+        The guard process sends SIGTERM, and kills the engine if it is still running after the stop timeout
+        that the constructor was given.
         """
         if self._lifeline >= 0:
             os.close(self._lifeline)

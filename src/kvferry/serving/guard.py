@@ -76,14 +76,15 @@ def _raise_killed(*_: object) -> None:
 
 
 def _watch(root: subprocess.Popen[bytes], lifeline: int, stop_timeout_seconds: float) -> None:
-    """Wait until the engine ends or should be killed. The caller then kills every process that is left.
+    """Wait until the engine has ended or must be killed. The caller then kills all remaining processes.
 
-    If the lifeline closes, send SIGTERM to the engine first and give it time to end.
+    If the pipe from the launcher closes, send SIGTERM to the engine and wait for it to end. If a byte arrives
+    on the pipe, return at once, so that the caller kills the engine without SIGTERM.
 
     Args:
         root: main process of the engine.
-        lifeline: file descriptor of a pipe from the launcher. It closes to ask the engine to end, or when the
-            launcher ends. A byte on it means that the engine is to be killed at once, without SIGTERM.
+        lifeline: file descriptor of the pipe. The launcher closes it to stop the engine; it also closes if
+            the launcher ends.
         stop_timeout_seconds: time to wait after SIGTERM before SIGKILL, in seconds.
     """
     ended = os.pidfd_open(root.pid)
@@ -120,8 +121,8 @@ def _descendants(*, trackers: bool) -> list[int]:
     """Return the ids of all running descendants of this process.
 
     Args:
-        trackers: True to include Python's resource trackers, which free the shared memory of processes that
-            have ended. They should end last, so they are left out while other processes are ended.
+        trackers: True to include Python's resource trackers (processes that free the shared memory of other
+            processes after their end). Pass False to stop the other processes before the trackers.
     """
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():

@@ -23,10 +23,10 @@ def kv_transfer_config(
 
     Args:
         role: role of the engine.
-        settings: values of keys of `ConnectorConfig`; other keys, and those with the value None, get their
-            defaults. None to set no key.
-        alone: True if kvferry's connector is the engine's only connector. In that case, the role PREFILL or
-            DECODE sets ``transfer`` to true if there are ``tiers``, because it would default to false.
+        settings: settings of the connector, by their names in `ConnectorConfig`. A setting that is missing or
+            None keeps its default value. None to keep all defaults.
+        alone: True if kvferry's connector is the engine's only connector. With the role PREFILL or DECODE,
+            ``transfer`` is then set to true if there are ``tiers``, because it would default to false.
 
     Raises:
         ConfigError: a key is unknown, a value has a wrong type or is out of range, or a file cannot be used.
@@ -55,7 +55,8 @@ def with_other_connectors(config: Mapping[str, Any], others: Any) -> dict[str, A
     Args:
         config: result of `kv_transfer_config`. Its ``source_policy`` and ``patience_seconds`` apply to all
             connectors.
-        others: list of the other connectors, as in the key ``connectors`` of vLLM's MultiConnector.
+        others: list of the other connectors, in the format of vLLM's MultiConnector: one
+            ``--kv-transfer-config`` object per connector.
 
     Raises:
         ConfigError: `others` is not a list, or an entry is not valid.
@@ -78,7 +79,8 @@ def with_other_connectors(config: Mapping[str, Any], others: Any) -> dict[str, A
 def parse_connectors(text: str) -> Any:
     """Parse a JSON list of connectors to combine with kvferry's, as given on a command line.
 
-    Whether the JSON is a list, and of what, is checked only by `with_other_connectors`.
+    Only the JSON syntax is checked here. `with_other_connectors` checks that the value is a list of
+    connectors.
 
     Args:
         text: value of the command-line option.

@@ -76,7 +76,8 @@ class Fleet:
         """Start every engine, and return before the engines are ready.
 
         Raises:
-            ConfigError: the umask, the folder for logs or the folder for temporary files cannot be used.
+            ConfigError: the process's umask takes permissions from the owner of new files, or the folder for
+                logs or for temporary files cannot be used.
             LaunchError: a file or a process cannot be created.
         """
         check_umask()

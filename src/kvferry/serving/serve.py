@@ -40,9 +40,10 @@ def serve_fleet(
         specs: specifications of the engines.
         sock: listening socket of the router.
         log_dir: folder for the engines' logs.
-        console: console for the progress of the start, and for messages about engines that end.
+        console: console for the progress of starting engines, and for messages about engines that have ended.
         signals: handler of stop signals. The first signal stops the engines, and a second one kills them.
-        announce: function that is called with one line about the endpoint, once it can serve requests.
+        announce: function that is called with one line about the router's endpoint when the endpoint can
+            serve requests.
         startup_timeout_seconds: longest time from the start of an engine until it is ready, in seconds.
 
     Raises:

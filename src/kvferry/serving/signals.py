@@ -46,11 +46,11 @@ class StopSignals:
     def interruptible(self) -> Iterator[None]:
         """Let the first signal raise KeyboardInterrupt inside this ``with`` block.
 
-        Python drops an exception that is raised while a finalizer runs. The attribute `received` is therefore
-        checked again at the end of the block.
+        If the signal arrives while Python runs a finalizer, Python drops the KeyboardInterrupt. StopRequested
+        is then raised at the end of the block.
 
         Raises:
-            StopRequested: a signal was received before the block, or its exception was dropped.
+            StopRequested: a signal was received before the block, or its KeyboardInterrupt was dropped.
         """
         self._interruptible = True
         try:

@@ -23,15 +23,15 @@ _DATA_LOCAL = ("--data-parallel-size-local", "-dpl")
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """The parallel sizes of an engine on this machine.
+    """The number of workers that an engine runs on this machine, by the kind of parallelism.
 
     >>> Parallel(tensor=2, data=2).workers
     4
 
     Attributes:
         tensor, pipeline: tensor-parallel and pipeline-parallel size of one data-parallel replica.
-        context: prefill-context-parallel size of one data-parallel replica. The decode-context-parallel size
-            has no attribute, because it does not add ranks: it divides the tensor-parallel ones.
+        context: prefill-context-parallel size of one data-parallel replica. (Decode context parallelism is
+            not listed, because it uses the tensor-parallel workers and adds none.)
         data: number of data-parallel replicas on this machine.
     """
 
@@ -125,8 +125,9 @@ def fleet_specs(
         decode: number of decode engines.
         prefill_tensor_parallel: tensor-parallel ranks of each prefill engine.
         decode_tensor_parallel: tensor-parallel ranks of each decode engine.
-        prefill_settings: values of the keys of `ConnectorConfig` for the prefill engines; None for defaults.
-        decode_settings: values of the keys of `ConnectorConfig` for the decode engines; None for defaults.
+        prefill_settings: connector settings of the prefill engines, by their names in `ConnectorConfig`; None
+            for the default values.
+        decode_settings: connector settings of the decode engines, in the same form.
         arguments: further arguments of vLLM's API server for every engine, such as other parallel sizes.
         machine: devices that the engines share; None for the devices of this machine.
 

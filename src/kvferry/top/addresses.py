@@ -37,10 +37,11 @@ class PolledAddress:
         url: base URL.
         role: ``prefill`` or ``decode`` if a router lists the engine, ``router`` for a router, otherwise
             empty.
-        before: last but one successful reading; None until two readings have succeeded. The engine may have
-            restarted between it and `now`.
+        before: successful reading before `now`; None until two readings have succeeded. The engine may have
+            restarted between the two.
         now: last successful reading; None if no reading has succeeded.
-        silence: failure of the last attempt to read; None if it succeeded or there was none yet.
+        silence: time and error of the current failures; None if the last reading succeeded, or if the address
+            was not read yet.
     """
 
     url: str
@@ -61,13 +62,17 @@ class PolledAddress:
         return self.now is not None and self.silence is None
 
     def answered(self, scrape: Scrape) -> PolledAddress:
-        """Return a copy of this address with `scrape`, a new successful reading, as `now`."""
+        """Return a copy of this address after a successful reading, which becomes `now`.
+
+        Args:
+            scrape: result of the reading.
+        """
         return replace(self, before=self.now, now=scrape, silence=None)
 
     def failed(self, at: float, why: str) -> PolledAddress:
         """Return a copy of this address after a failed reading.
 
-        If the reading before failed too, `silence` keeps the time of the first of these failures.
+        The attribute `silence` gets the new error. Its time is that of the first failure in succession.
 
         Args:
             at: time of the failed reading, in seconds since 1970.
@@ -101,8 +106,9 @@ class EngineRow:
         model: name of the served model; empty if unknown.
         ferry: True if the engine runs kvferry's connector.
         started: start of the engine's process, in seconds since 1970; None if unknown.
-        silence: failure of the last reading; None if it succeeded or there was no reading yet.
-        figures: figures of the engine; None if the engine does not answer.
+        silence: time and error of the current failures; None if the last reading succeeded, or if the address
+            was not read yet.
+        figures: counts, rates and gauges of the engine; None if the engine does not answer.
     """
 
     name: str
@@ -123,7 +129,7 @@ class FleetView:
     Attributes:
         at: time in seconds since 1970.
         engines: rows of all engines, in the order of their addresses, whether they answer or not.
-        together: figures of all answering engines together; None if none answers.
+        together: counts, rates and gauges of all engines that answer, combined; None if no engine answers.
     """
 
     at: float

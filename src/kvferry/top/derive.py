@@ -25,10 +25,10 @@ from kvferry.top.window import Window
 
 
 def compute_figures(windows: list[Window]) -> Figures:
-    """Compute the figures that `kvferry top` shows for one engine, or for several engines together.
+    """Compute the counts, rates and gauges that `kvferry top` shows for one engine, or for several combined.
 
     Args:
-        windows: metric values and rates of each of these engines.
+        windows: metric values and rates of each engine.
     """
     several = Window.added(windows)
     rates = None if several.rates is None else _activity_counts(several.rates)

@@ -47,12 +47,12 @@ TABLE = 100
 
 
 def detail(of: Figures, width: int, misses: int | None = None) -> Iterator[TextLine]:
-    """Yield the lines that show the figures of an engine or of all engines, the most important line first.
+    """Yield the lines about an engine, or about all engines combined, with the most important line first.
 
     Args:
-        of: figures to show.
+        of: counts, rates and gauges to show.
         width: maximum width of a line, in terminal cells.
-        misses: maximum number of lines about misses; None for no limit.
+        misses: maximum number of lines that list the misses of sources by reason; None for no limit.
     """
     levels, rates, table = of.levels, of.rates, min(width, TABLE)
     yield from _item_lines("requests", _requests(of), width)
@@ -90,7 +90,7 @@ def extra(of: Figures, width: int) -> Iterator[TextLine]:
     They show the bytes loaded by KV cache group, and the dropped and missed chunks by reason.
 
     Args:
-        of: figures to show.
+        of: counts, rates and gauges to show.
         width: maximum width of a line, in terminal cells.
     """
     moved = [f"{one.source} {one.group} {one.strategy} {format_bytes(one.size)}" for one in of.totals.moved]
@@ -227,8 +227,8 @@ def _recent(of: Figures, seconds: Callable[[ActivityCounts], Latency | None]) ->
     If there were no samples in that time, return the latency since the start of the engine.
 
     Args:
-        of: figures to read.
-        seconds: function that picks the latency out of activity counts, and returns None if they lack it.
+        of: figures of an engine, or of several engines combined.
+        seconds: function that returns the latency that the given counts have; None if they have none.
     """
     now = None if of.rates is None else seconds(of.rates)
     if now is not None and now.median is not None:

@@ -36,8 +36,8 @@ class SourceFigures:
     Attributes:
         queries: number of requests for which the source was queried.
         hits: number of requests for which the source loaded KV.
-        hit_rate: hits as a share of queries, from 0 to 1; None without queries. A query does not count here
-            if the engine's own prefix cache already held all tokens that could be used.
+        hit_rate: hits as a share of queries, from 0 to 1; None without queries. Queries for requests whose
+            usable tokens were all in the engine's own prefix cache are not included in this share.
         loads: number of ended loads, by outcome.
         load_bytes: number of bytes loaded.
         load_seconds: latency of successful loads.
@@ -124,9 +124,9 @@ class TierCounts:
     Attributes:
         fetched_chunks, stored_chunks, evicted_chunks: number of chunks.
         stored_bytes: number of bytes stored.
-        missed_chunks: number of chunks that a fetch asked for and did not get, by reason.
-        dropped_chunks: number of chunks that were to be stored and were not, by reason.
-        fetch_seconds, store_seconds: latency of fetches and of stores.
+        missed_chunks: number of chunks that were requested but could not be fetched, by reason.
+        dropped_chunks: number of chunks that should have been stored but were not, by reason.
+        fetch_seconds, store_seconds: latency of fetch operations, and of store operations.
     """
 
     fetched_chunks: float
@@ -151,7 +151,7 @@ class ActivityCounts:
         sources: queries and loads by source, ``peer`` or ``tiers``.
         connectors: queries and loads by the connector's name; empty if no engine has several connectors.
         misses: counts of misses, the most frequent first.
-        moved: counts of loaded bytes, the largest first.
+        moved: numbers of loaded bytes, the largest first.
         stages: latency of loads from peers, by stage: ``plan``, ``read`` and ``check``.
         pages_per_descriptor: mean number of pages that one descriptor covers, for loads from peers; None
             without loads. A descriptor is one contiguous read.
@@ -181,7 +181,7 @@ class ActivityCounts:
 
     @property
     def failed(self) -> dict[str, float]:
-        """Return the number of loads that did not serve their request, by outcome."""
+        """Return the number of loads that failed, expired or were dropped, by outcome."""
         ends = (LoadOutcome.FAILED, LoadOutcome.EXPIRED, LoadOutcome.DROPPED)
         return {end: sum(source.loads.get(end, 0.0) for source in self.sources.values()) for end in ends}
 
@@ -217,8 +217,8 @@ class Gauges:
         pending_connectors: number of loads under way, by connector.
         late_blocks: number of blocks held by loads past their deadline.
         leases: number of current leases. A lease keeps KV blocks for a peer to read.
-        tiers: usage by tier, as reported by the engine whose tier is fullest. The usage is not summed over
-            engines, because they may share a directory.
+        tiers: usage by tier. For several engines, this is the report of the engine whose tier is fullest. The
+            reports are not added up, because a tier may be a directory that several engines share.
     """
 
     running: float

@@ -51,14 +51,14 @@ class Column:
 
 
 def row(name: str, cells: Sequence[str], columns: Sequence[Column], width: int, least: int = MARGIN) -> str:
-    """Return a row of a table as text: the name, then the first columns, as many as fit into the width.
+    """Return a row of a table as text. The last columns are left out if the row has no room for them.
 
     Args:
         name: text of the first column.
         cells: texts of the other columns.
         columns: headings and widths of the other columns.
         width: width of the row, in terminal cells.
-        least: minimum width of the name, in terminal cells.
+        least: minimum width of the first column, in terminal cells.
     """
     numbers = ""
     for cell, column in zip(cells, columns, strict=True):

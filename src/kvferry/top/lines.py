@@ -46,7 +46,7 @@ def screen(fleet: FleetView, width: int, height: int, *, chosen: int | None, eve
     Args:
         fleet: state of all engines.
         width, height: size of the screen, in terminal cells.
-        chosen: index of the engine to show in detail; None for all together.
+        chosen: index of the engine to show in detail; None to show all engines combined.
         every: time between readings, in seconds.
     """
     engines = engine_list(fleet, width, chosen)
@@ -150,8 +150,8 @@ def engine_list(fleet: FleetView, width: int, chosen: int | None, *, whole: bool
 def _cut(lines: list[TextLine], room: int) -> list[TextLine]:
     """Shorten the list of engines to at most `room` lines. If lines are left out, a last line counts them.
 
-    The engine that the user has chosen is kept in any case; other engines that answer are left out first,
-    and engines that do not answer only after them. The order of the list does not change.
+    The engine that the user has chosen is always kept. Engines that answer are left out before engines that
+    do not answer. The order of the list does not change.
 
     Args:
         lines: lines of the list, with the heading first.
@@ -174,13 +174,13 @@ def _named(engine: EngineRow) -> str:
 
 
 def _silent(engine: EngineRow, at: float, width: int, *, whole: bool) -> list[str]:
-    """Return the lines about an engine that does not answer: its name, since when, and the error.
+    """Return the lines about an engine that does not answer: its name, since what time, and the error.
 
     Args:
         engine: row of the engine.
         at: current time, in seconds since 1970.
         width: width of the lines, in terminal cells.
-        whole: True for as many lines as needed; False for one line, in which a long name is shortened first.
+        whole: True for as many lines as needed; False for one line, which is shortened to fit.
     """
     if engine.silence is None:
         status = "asked, has not answered yet"

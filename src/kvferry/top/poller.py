@@ -92,7 +92,7 @@ class Poller:
                     group.start_soon(self._read, url)
 
     async def keep_reading(self, every: float, group: TaskGroup) -> None:
-        """Read the metrics of all addresses periodically until cancelled. This includes engines of routers.
+        """Read the metrics of all addresses periodically until cancelled, including those that routers list.
 
         Args:
             every: time between two readings of an address, in seconds.

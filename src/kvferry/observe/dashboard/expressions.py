@@ -14,14 +14,14 @@ ENGINE = (INSTANCE, *COMMON)
 
 
 def series(name: str, scope: Mapping[str, str] | None = None, **where: str) -> str:
-    """Return a PromQL selector for the series of a metric whose labels match regular expressions.
+    """Return a PromQL selector of a metric's series, restricted by regular expressions for their labels.
 
     Args:
         name: name of a metric in `EXPOSED`; for a histogram, followed by one of `SUFFIXES`.
-        scope: regular expression for each label name. A dashboard passes the same scope, such as its selected
-            engines, for all metrics. None for no restriction.
-        where: regular expression for each further label name. If it begins with ``!``, series whose label
-            matches the rest are excluded.
+        scope: regular expression by label name, for restrictions that a dashboard applies to all metrics,
+            such as the selected engines. None for no restriction.
+        where: regular expression by label name, for further restrictions. If the value begins with ``!``, the
+            rest of it is the regular expression, and the series that match it are excluded.
 
     Raises:
         ValueError: the metric is unknown, or has no label of one of the given names.
@@ -105,10 +105,10 @@ def quantile(q: float, selector: str, over: str, *by: str) -> str:
 
 
 def minus(what: str, part: str) -> str:
-    """Return a PromQL expression for `what` minus `part`, series by series with equal labels.
+    """Return a PromQL expression for `what` minus `part`, where each series is paired by its labels.
 
     Args:
         what: PromQL expression to subtract from.
-        part: PromQL expression to subtract. It counts as 0 for labels that only `what` has.
+        part: PromQL expression to subtract. A series of `what` without a counterpart in `part` is unchanged.
     """
     return f"({what} - ({part} or 0 * {what}))"

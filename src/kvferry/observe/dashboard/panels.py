@@ -64,7 +64,7 @@ def level(name: str, *by: str, **where: str) -> str:
     Args:
         name: name of the gauge in `EXPOSED`, such as ``kvferry_leases``.
         by: names of the labels to group by; none for one sum over all series.
-        where: regular expression for each label name, which a series must match to be included.
+        where: regular expression by label name. Only series whose labels match are included.
     """
     return total(series(name, SCOPE, **where), *by)
 
@@ -75,7 +75,7 @@ def rate(name: str, *by: str, **where: str) -> str:
     Args:
         name: name of the counter in `EXPOSED`, such as ``kvferry_loads_total``.
         by: names of the labels to group by; none for one rate over all series.
-        where: regular expression for each label name, which a series must match to be included.
+        where: regular expression by label name. Only series whose labels match are included.
     """
     return total(per_second(series(name, SCOPE, **where), _RATE), *by)
 

@@ -111,10 +111,12 @@ def _likeliest(choice: Mapping[str, Any]) -> Iterator[Mapping[int, float]]:
     """Yield the log probabilities of the likeliest tokens at each position of a streamed choice.
 
     Args:
-        choice: choice object of a streamed completion. vLLM names each token by its id, as ``token_id:7``.
+        choice: choice object of a streamed completion, with tokens written as their ids, such as
+            ``token_id:7``.
 
     Yields:
-        One mapping per position, from token id to log probability; nothing if `choice` has none.
+        One mapping per position, from token id to log probability. Nothing is yielded if `choice` has no log
+        probabilities.
     """
     for likeliest in (choice.get("logprobs") or {}).get("top_logprobs") or ():
         yield {int(name.removeprefix("token_id:")): value for name, value in likeliest.items()}

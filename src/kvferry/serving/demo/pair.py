@@ -80,16 +80,17 @@ def family_model(name: str, arguments: Sequence[str] = ()) -> DemoModel:
 def measure(
     model: DemoModel, folder: Path, screen: Screen, signals: StopSignals, *, count: int, answer_tokens: int
 ) -> Sequence[AnswerVerdict]:
-    """Serve `model` with two engines, show each answer and its KV load, and return a verdict per answer.
+    """Serve `model` with a prefill and a decode engine, show the answers, and return a verdict per answer.
 
-    One engine prefills and the other decodes. Each answer is compared with the answer of one engine alone.
-    All processes of the engines have ended when this function returns or raises an exception.
+    A table shows the KV load of each request. To reach the verdicts, the prefill engine also answers each
+    prompt alone, and its answers are compared with those of the two engines. All processes of the engines
+    have ended when this function returns or raises an exception.
 
     Args:
         model: model to serve.
-        folder: folder for the engines' logs and the transfer log.
+        folder: folder for the engines' logs and for the transfer log (file with a line per finished KV load).
         screen: output for the user.
-        signals: handler of stop signals. A signal ends the run, also while a request is under way.
+        signals: handler of stop signals. A signal ends the run even while a request is being served.
         count: number of requests.
         answer_tokens: length of each answer, in tokens.
 
@@ -120,9 +121,10 @@ def _measured(
 
     Args:
         specs: specifications of the prefill engine and the decode engine.
-        log: path of the decode engine's transfer log. The engines' logs are written into the same folder.
+        log: path of the decode engine's transfer log (file with a line per finished KV load). The logs of
+            both engines are written into the same folder.
         screen: output for the user.
-        signals: handler of stop signals. A signal ends the run, also while a request is under way.
+        signals: handler of stop signals. A signal ends the run even while a request is being served.
         count: number of requests.
         answer_tokens: length of each answer, in tokens.
     """
@@ -152,16 +154,17 @@ def _measured(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """A run of the demo with started engines.
+    """The part of the demo that sends the requests, after the engines and the router were started.
 
     Attributes:
-        client: HTTP client.
+        client: HTTP client for the router and the engines.
         url: base URL of the router.
-        single_url: base URL of the engine that also answers alone, for the comparison.
+        single_url: base URL of the prefill engine. This engine also answers each prompt alone, for the
+            comparison.
         answer_tokens: length of each answer, in tokens.
-        log: path of the decode engine's transfer log.
+        log: path of the decode engine's transfer log (file with a line per finished KV load).
         screen: output for the user.
-        signals: handler of stop signals, which lets a signal interrupt a request.
+        signals: handler of stop signals. A signal interrupts the current request.
     """
 
     client: httpx.Client
@@ -202,11 +205,11 @@ class _Run:
         ]
 
     def _judge(self, body: Mapping[str, Any], text: str, answer: StreamedAnswer) -> AnswerVerdict:
-        """Ask one engine alone to complete a prompt, and return how its answer compares with `answer`.
+        """Let the prefill engine answer a prompt alone, and return the verdict on the two engines' `answer`.
 
         Args:
-            body: JSON fields of the request without the prompt.
-            text: prompt.
+            body: JSON fields of the request, except for the prompt.
+            text: text of the prompt.
             answer: answer of the prefill and decode engines together.
         """
         # A separate cache salt keeps the single engine from reusing the KV that it computed for the pair.

@@ -35,12 +35,13 @@ class RequestRow:
 def table(rows: Sequence[RequestRow], width: int) -> Table:
     """Return the demo's result table, with one row per request.
 
-    On a console of at least 120 columns, each row has a line per KV cache group, and two more columns show
-    the planning time and the total load time. On a narrower console the table fits 80 columns.
+    Each row lists the bytes of KV that were moved: per KV cache group if the console has at least 120
+    characters per line, otherwise per kind of attention. The wide table also has columns for the planning
+    time and the total load time. The narrow table needs 80 characters per line.
 
     Args:
         rows: results in the order of the requests.
-        width: number of columns of the console.
+        width: width of the console, in characters.
     """
     wide = width >= _WIDE
     shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
@@ -84,7 +85,7 @@ def failures(rows: Sequence[RequestRow]) -> Iterator[str]:
     """Yield a sentence for each request whose prompt the decode engine computed itself, with the reason.
 
     Args:
-        rows: results in the order of the requests, which the sentences number from 1.
+        rows: results in the order of the requests. A sentence names its request by its number, from 1.
     """
     for number, row in enumerate(rows, 1):
         load = row.transfer

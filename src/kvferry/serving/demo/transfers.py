@@ -11,19 +11,20 @@ class Transfer(msgspec.Struct, frozen=True):
     """A finished KV load: one line of the transfer log.
 
     Attributes:
-        request_id: id of the request in the engine, which contains the client's id.
-        outcome: ``ready``, ``failed`` or ``expired``.
+        request_id: id that the decode engine gave the request. It contains the id that the client sent.
+        outcome: ``ready`` if the load succeeded, ``expired`` if it was not complete in time, ``failed`` if
+            it failed for another reason.
         tokens: number of loaded tokens.
         bytes: number of bytes moved, over all KV cache groups.
         bytes_by_group: number of bytes moved for each KV cache group. A key is the group's number and kind,
             such as ``0 full_attention``.
         full_attention_bytes: number of bytes that the load would have moved if all layers had full attention.
         descriptors: number of descriptors given to the transport.
-        run_bytes: median size of a descriptor, in bytes.
+        run_bytes: median number of bytes that one descriptor reads.
         plan_seconds: time to plan the reads, in seconds.
         transfer_seconds: time from posting the reads to their completion, in seconds.
-        total_seconds: time from the engine's first query for the request until the loaded blocks are usable,
-            in seconds.
+        total_seconds: time from the decode engine's first query about the request's KV until the loaded
+            blocks are usable, in seconds.
         peer: name of the engine that the KV was read from.
         reason: reason of the failure; None if the load succeeded.
     """

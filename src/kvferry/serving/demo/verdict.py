@@ -14,8 +14,8 @@ _SIDES = 2
 class AnswerVerdict(StrEnum):
     """The result of comparing a prefill and decode engine's answer with a single engine's answer.
 
-    YES: all tokens are equal. OWN_GAP: the tokens differ, but the difference is within the single engine's
-    own numerical deviation (see `compare`). NO: the difference is larger.
+    YES: all tokens are equal. OWN_GAP: the tokens differ, but no more than the single engine's log
+    probabilities differ between prefilling and decoding the same tokens. NO: the difference is larger.
     """
 
     YES = "yes"
@@ -30,9 +30,10 @@ def compare(
 
     If the answers differ, the single engine prefills its own answer up to the first different token. It thus
     computes the log probabilities at that position a second time. The gap is the largest difference between
-    its log probabilities from decoding and those from prefilling. The verdict is OWN_GAP if the log
-    probabilities of the two different tokens are at most twice the gap apart, otherwise NO. It is also NO if
-    the pair's token is not among the single engine's likeliest, or if one answer is the other cut short.
+    its log probabilities from decoding and those from prefilling. The verdict is OWN_GAP if the single
+    engine's log probabilities of the two different tokens are at most twice the gap apart, otherwise NO. The
+    verdict is also NO if the other answer's token is not among the single engine's likeliest tokens, or if
+    the answers differ only in length.
 
     Args:
         pair: answer of the prefill and decode engines together.

@@ -18,8 +18,8 @@ class Backend:
         up: True while the router may send requests to the engine; initially True.
         reason: reason why the engine is down; None while it is up.
         outstanding: number of this router's requests that the engine is working on.
-        last_used: sequence number of the last request sent to the engine, among the requests to all engines
-            of this role; 0 before the first request.
+        last_used: number of the last request that was sent to the engine, where all requests to engines of
+            this role are numbered from 1; 0 before the engine's first request.
     """
 
     def __init__(self, role: str, url: str) -> None:
@@ -48,9 +48,9 @@ class Backend:
         self.up, self.reason = True, None
 
     def note_hand_over(self, *, done: bool) -> None:
-        """Record whether a prefill engine offered its KV in its last answer.
+        """Record whether this prefill engine's last answer offered the KV of the prompt to a decode engine.
 
-        Log a warning if the engine offers none for the first time, or offers KV again.
+        A warning is logged when the engine stops offering KV, and when it starts again.
 
         Args:
             done: True if the answer had ``kv_transfer_params``.
@@ -75,14 +75,14 @@ class Pool:
         self._requests = 0
 
     def next(self, tried: Sequence[Backend], *, even_down: bool = False) -> Backend | None:
-        """Return the engine that is up and is working on the fewest of this router's requests.
+        """Choose an engine for a request: the one that is up and has the fewest requests from this router.
 
-        If several engines have equally few requests, the least recently used of them is returned. None is
-        returned if no engine qualifies.
+        Among engines with equally few requests, the least recently used engine is chosen. Return None if
+        there is no engine to choose from.
 
         Args:
             tried: engines to skip, because this request was already sent to them.
-            even_down: True to choose among the engines that are down if no other engine is up.
+            even_down: True to choose an engine that is down if none that is up is left.
         """
         left = [backend for backend in self.backends if backend not in tried]
         choice = [backend for backend in left if backend.up] or (left if even_down else [])
@@ -90,7 +90,7 @@ class Pool:
 
     @contextmanager
     def count_request(self, backend: Backend) -> Iterator[None]:
-        """Context manager: count one more request for an engine (`outstanding`) during the ``with`` block.
+        """Count a request to an engine as outstanding until the ``with`` block ends.
 
         The engine also becomes the most recently used engine of the pool.
 

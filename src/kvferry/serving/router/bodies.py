@@ -177,7 +177,8 @@ def decodes_alone(path: str, body: dict[str, Any]) -> bool:
     - The client asks for logprobs of the prompt, for which the engine computes the whole prompt. It does so
       with ``prompt_logprobs``, with ``echo`` in a chat, or with both ``echo`` and ``logprobs`` (even 0) in a
       completion.
-    - The client asks for beam search, whose requests inside the engine have no ``kv_transfer_params``.
+    - The client asks for beam search. The engine runs it as several internal requests, which do not get the
+      ``kv_transfer_params``.
     - The client sends prompt embeddings, so that the request has no token ids.
     - The request generates no token.
 

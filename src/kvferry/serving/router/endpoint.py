@@ -27,8 +27,9 @@ class Call:
     Attributes:
         method: HTTP method.
         path: path of the URL, without the query.
-        headers: headers for the engine: the client's headers, x-request-id, and Via with this router added.
-        reply_headers: headers that are also added to the answer for the client: x-request-id only.
+        headers: headers of the request to the engine: those of the client, with x-request-id, and with this
+            router's entry added to Via.
+        reply_headers: headers to add to the answer for the client: only x-request-id.
         body: complete body of the request.
     """
 
@@ -103,9 +104,10 @@ class RouterEndpoint:
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one HTTP request as ASGI prescribes: read it, and run the handler, which answers it.
+        """Read one HTTP request, and run the handler to answer it (the call that ASGI defines).
 
-        Answer with an error instead if the request is in a loop, its body is too large, or the router stops.
+        The client gets an error if the request has already passed through this router, if its body is too
+        large, or if the router stops before the answer is complete.
         """
         reply_headers = ((_REQUEST_ID, _request_id(scope)),)
         if self._hop.has_seen(scope["headers"]):

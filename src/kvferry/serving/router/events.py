@@ -14,7 +14,7 @@ _DONE = b"data: [DONE]"
 
 
 class BrokenBeforeFirst(Exception):
-    """Raised if a stream ends before any event was sent to the client. Another engine can then serve it."""
+    """Raised if an engine's stream ends before its first event. Another engine can then serve the request."""
 
 
 def is_events(response: httpx.Response) -> bool:

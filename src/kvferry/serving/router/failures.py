@@ -19,10 +19,11 @@ _MAX_CHARS = 300
 
 
 class Failures:
-    """The failures of engines, of both roles, while they worked on one request.
+    """The failures of prefill and decode engines that were working on one request.
 
-    An engine that refuses the connection or is busy does not count, because it never worked on the request.
-    After two failures the request is given up, since it may itself be what makes the engines fail.
+    An engine that refuses the connection or is busy is not recorded, because it never worked on the request.
+    After two failures the router does not send the request again, because the request itself may be what
+    makes the engines fail.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,8 @@ class Failures:
         A header of the reply tells the client not to send the request again.
 
         Args:
-            reply_headers: headers, x-request-id first. Only that id is used, for the log.
+            reply_headers: headers of the answer to the client. The first must be x-request-id, whose value is
+                written to the log. None of them is added to the reply.
         """
         engines = "; ".join(self._seen)
         count = "one engine" if len(self._seen) == 1 else f"{len(self._seen)} engines"
@@ -71,7 +73,7 @@ def is_busy(status: int) -> bool:
 
 
 def is_failure(status: int) -> bool:
-    """Return whether an HTTP status means that the engine failed, such as vLLM's 500 when its core dies."""
+    """Return whether an HTTP status means that the engine failed. vLLM answers 500 if its core has died."""
     return status >= 500 and not is_busy(status)
 
 

@@ -42,8 +42,8 @@ class Completion:
 
     Attributes:
         path: path of the endpoint, such as ``/v1/completions``.
-        raw: body as JSON, for a decode engine that gets no ``kv_transfer_params`` from a prefill engine.
-        body: parsed body of the request.
+        raw: body as JSON, which is sent if the router does not add ``kv_transfer_params`` to it.
+        body: the same body, parsed.
         headers: headers of the requests to the engines, including x-request-id.
         reply_headers: headers to add to the answer for the client.
     """

@@ -20,8 +20,8 @@ _VIA = b"via"
 class Hop:
     """The entry that a router adds to the Via header of each request to an engine.
 
-    It has a random name. A request that arrives with this name has already passed through the router, so one
-    of the router's engines leads back to the router.
+    The entry has a name that is random for each router. A request that arrives with this name has already
+    passed through the router. One of the engines' addresses then leads back to the router.
     """
 
     def __init__(self) -> None:

@@ -48,7 +48,7 @@ async def probe_all(client: httpx.AsyncClient, backends: Sequence[Backend]) -> N
 
 
 async def watch_down(client: httpx.AsyncClient, backends: Sequence[Backend], seconds: float) -> None:
-    """Probe the engines that are down periodically, until this coroutine is cancelled.
+    """Periodically probe those engines that are marked as down, until this coroutine is cancelled.
 
     Args:
         client: HTTP client for all engines.

@@ -40,7 +40,8 @@ _NOT_RELAYED = frozenset(
 def relayed(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     """Return the headers that the router forwards, with their names in lower case.
 
-    Left out are headers that apply to one connection only or that each sender sets, such as content-length.
+    Headers that apply to one connection only are left out, and so are headers that each sender sets itself,
+    such as content-length.
 
     Args:
         headers: (name, value) pairs of a request or an answer.
@@ -51,13 +52,13 @@ def relayed(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
 def open_client(settings: RouterSettings, hop: Hop) -> httpx.AsyncClient:
     """Create the HTTP client with which the router sends requests to all engines.
 
-    Each connection serves one request. Engines close idle connections, and a request sent at that moment
-    would fail as if the engine were dead. The number of connections is unlimited, so that requests queue in
-    the engines and not in the router.
+    Each connection serves one request. A connection that is kept for later requests may be closed by the
+    engine just when the next request is sent, and this would look as if the engine had died. The number of
+    connections is unlimited, so that requests queue in the engines and not in the router.
 
     Args:
         settings: settings of the router, with the timeouts.
-        hop: this router's entry in Via headers, which every request gets that has no Via header of its own.
+        hop: this router's entry in Via headers. The client adds it to each request that has no Via header.
     """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     timeout = httpx.Timeout(settings.decode_idle_seconds, connect=settings.connect_seconds)

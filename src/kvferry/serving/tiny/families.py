@@ -34,18 +34,19 @@ class Family:
     """A model architecture and the settings of its tiny checkpoint (small model with random weights).
 
     Attributes:
-        name: name on the command line and in tests.
+        name: name of the family, such as ``qwen3``, as users write it on the command line.
         groups: description of the KV cache groups that an engine creates for this architecture.
         config: name of the configuration class in transformers.
         settings: arguments of the configuration class, in addition to those that all families share.
-        engine_reads: fields to add to config.json, which the engine reads but transformers does not write.
-        scale: standard deviation of the weight matrices.
-        embedding_scale: standard deviation of the embedding. If it is too large, the output depends only on
-            the last token and not on the KV cache. If it is too small, the last token has no effect. In both
-            cases the model repeats itself.
+        engine_reads: fields to add to the checkpoint's config.json, because the engine needs them and
+            transformers does not write them.
+        scale: standard deviation of the random weights, except for the embedding.
+        embedding_scale: standard deviation of the embedding's random weights. If it is too large, the output
+            depends only on the last token and not on the KV cache. If it is too small, the last token has no
+            effect. In both cases the generated tokens repeat.
         dtype: dtype in which an engine computes: ``float32``, or ``bfloat16`` for an architecture without
             float32 kernels on a CPU.
-        engine: engine options that the family needs, by the names of vLLM's arguments.
+        engine: keyword arguments of `vllm.LLM` that the family needs, in addition to ``dtype``.
     """
 
     name: str

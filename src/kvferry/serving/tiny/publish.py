@@ -41,7 +41,9 @@ def publish(directory: Path, name: str, fill: Callable[[Path], None]) -> Path:
 
 
 def _published(directory: Path, name: str, fill: Callable[[Path], None]) -> Path:
-    """Do what `publish` does, but let an error of the file system pass as OSError.
+    """Return the path of `directory/name`, and create it with `fill` if it does not exist.
+
+    This is `publish` without the conversion of OSError to ConfigError.
 
     Args:
         directory: parent folder; created if it does not exist.
