@@ -57,7 +57,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Validate the settings. If `role` is the scheduler, also create the scheduler half of the connector.
+        """Validate the settings and, in the scheduler's process, create the scheduler half of the connector.
 
         Worker halves are created later, when vLLM registers a KV cache (`register_kv_caches`).
 
@@ -86,9 +86,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """True if other engines wait for KV from this engine; False if the engine only caches KV.
+        """True if this engine hands over KV to other engines; False if it only caches KV in tiers.
 
-        Cached KV need not be delivered: an engine that misses KV computes it again.
+        If True, vLLM recomputes a request that is preempted before its KV was handed over. This is not
+        needed for tiers, because KV that is missing in a tier can be computed again.
         """
         return bool(read_settings(self._vllm_config).transfers and super().requires_kv_delivery)
 
@@ -177,11 +178,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._arriving.set_copy(copy_operation)
 
     def get_handshake_metadata(self) -> WorkerCard | None:
-        """Start the worker half for the KV cache that vLLM registered last; return its handshake.
+        """Start the worker half for the KV cache that vLLM registered last, and return its handshake.
 
-        vLLM passes the handshakes of all workers to the scheduler half.
-
-        vLLM calls this after it has registered the engine's KV cache and created the engine's scheduler.
+        The handshake describes this rank to the scheduler half: its memory layout, address and settings. vLLM
+        calls this method on each worker after it has created the engine's scheduler, and passes all
+        handshakes to the scheduler half.
         """
         worker, self._arriving = self._arriving, None
         own, self._own_cache_config = self._own_cache_config, None

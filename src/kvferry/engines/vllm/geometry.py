@@ -111,10 +111,10 @@ def _pages(
 ) -> dict[str, PageFormat]:
     """Return the format of each layer's pages (a page is a layer's part of a block), by layer name.
 
-    Groups for which vLLM disables KV transfer are left out.
+    Layers in KV cache groups for which vLLM disables KV transfer are left out.
 
     Args:
-        vllm_config, kv_cache_config: vLLM's configurations.
+        vllm_config, kv_cache_config: vLLM's configurations of the engine and of its KV cache.
         caches: cache tensor of each layer, by layer name.
         tp_rank: tensor-parallel rank of the worker.
 

@@ -21,17 +21,18 @@ MAX_IDENTIFIERS: Final = 65_536
 
 
 class Identifiers:
-    """Table of the identifiers of images and other items, which detects identifiers that are reused.
+    """Table that detects whether two different images (or other items) of prompts have the same identifier.
 
-    An identifier is reused if it comes with different content. Only the engine's thread may use the table.
+    Clients may choose the identifiers, and vLLM caches the encoder's output under them. Only the engine's
+    thread may use the table.
     """
 
     def __init__(self, max_identifiers: int = MAX_IDENTIFIERS) -> None:
         """Create an empty table of identifiers.
 
         Args:
-            max_identifiers: maximum number of identifiers in the table. The least recently
-                used ones are removed first.
+            max_identifiers: maximum number of identifiers in the table. If there are more, the least recently
+                used one is removed.
         """
         self._max_identifiers = max_identifiers
         self._identified: OrderedDict[bytes, items.Identified] = OrderedDict()
@@ -41,11 +42,12 @@ class Identifiers:
         return len(self._identified)
 
     def note(self, request: Any) -> None:
-        """Record the images and other items of a new request, and detect identifiers that are reused.
+        """Record the identifiers of a new request's images and other items, and detect reused identifiers.
 
-        Each item gets a record that it shares with all items of the same identifier (`items.identify`). The
-        record holds the name of the first item's content. If the content of a later item differs, the record
-        is marked as uncertain, and kvferry no longer trusts the name of any item that shares the record.
+        An identifier is reused if items with different content have it. All items with the same identifier
+        share a record, which holds a digest of the first item's content. If a later item has another digest,
+        the digest in the record is cleared, which marks all of these items as uncertain
+        (`items.is_uncertain`).
 
         Args:
             request: vLLM's request.

@@ -34,11 +34,11 @@ _UNKNOWN = "of unknown version"
 
 
 def facts_of(vllm_config: Any, must_agree: Mapping[str, Fact], incarnation: int) -> Facts:
-    """Return the facts that this engine sends to its peers, with its id, run and software versions.
+    """Return what this engine tells its peers about itself: its id, its software versions, and `must_agree`.
 
     Args:
         vllm_config: the engine's configuration.
-        must_agree: facts about KV content that must be equal in both engines, by name.
+        must_agree: properties that must be equal in two engines that use each other's KV, by name.
         incarnation: number that identifies this run of the engine.
     """
     return Facts(
@@ -50,14 +50,14 @@ def facts_of(vllm_config: Any, must_agree: Mapping[str, Fact], incarnation: int)
 
 
 def must_agree(vllm_config: Any, kv_cache_config: Any, built: Built) -> dict[str, Fact]:
-    """Return the facts that must be equal in two engines before the engines can use each other's KV.
+    """Return the properties that must be equal in two engines before they can use each other's KV.
 
     Args:
-        vllm_config, kv_cache_config: vLLM's configurations.
-        built: facts about the models that the workers have built, merged from all workers.
+        vllm_config, kv_cache_config: vLLM's configurations of the engine and of its KV cache.
+        built: properties of the model as all workers have built it.
 
     Returns:
-        Facts about weights, element types, settings and the model, by name.
+        Properties by name: of the weights, the dtypes, the engine's settings and the model that was built.
     """
     model = vllm_config.model_config
     facts: dict[str, Fact] = {
@@ -75,16 +75,16 @@ def must_agree(vllm_config: Any, kv_cache_config: Any, built: Built) -> dict[str
 
 
 def built_by_all(workers: Any) -> Built:
-    """Merge the facts about the models that the workers have built.
+    """Merge the properties of the model that the workers have collected.
 
     Args:
-        workers: facts of each worker, as `Built` objects.
+        workers: iterable of `Built` objects, one per worker.
     """
     return reduce(Built.with_other, workers, Built())
 
 
 def engine_settings(vllm_config: Any) -> dict[str, str]:
-    """Return the vLLM settings that decide KV content but cannot be read from the built model.
+    """Return the vLLM settings that affect the content of KV, but that a built model does not show.
 
     Returns:
         Value of each setting as a text, by name of the setting.
@@ -143,7 +143,7 @@ def namespace_of(vllm_config: Any, must_agree: Mapping[str, Fact], canonical: Ca
 
     Args:
         vllm_config: the engine's configuration.
-        must_agree: facts about KV content that must be equal in both engines, by name.
+        must_agree: properties that must be equal in two engines that use each other's KV, by name.
         canonical: format in which chunks are stored.
 
     Raises:

@@ -17,7 +17,7 @@ from kvferry.geometry import Axis, Field
 
 
 class Code(Enum):
-    """Encoding of the bytes of an element in a KV cache page."""
+    """Number format in which the elements of a field are stored in a KV cache page."""
 
     ELEMENT = "the cache's element type"
     BFLOAT16 = "bfloat16, whatever the cache's element type is"
@@ -27,18 +27,18 @@ class Code(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WrittenField:
-    """Field of a KV cache page, and the input values that the cache-write operation writes to the field.
+    """Field of a KV cache page, with the part of K or V that the layer's cache-write operation stores in it.
 
     Attributes:
-        field: name of the field, and position of its elements in the page.
-        source: name of the input that is written to the field: ``k`` (also for a latent) or ``v``.
-        first: index of the field's first element among the input's elements of one head and token. Not 0 if
-            the input is split into several fields.
-        code: encoding of the elements' bytes.
-        scale: field with the scale factors of the elements; None without scale factors. Every factor applies
-            to the same number of consecutive elements.
-        scaled: True if decoded elements must also be multiplied by the layer's own scale, which lies outside
-            of the cache. Only layers with a quantised cache have such a scale.
+        field: name of the field, and positions of its elements in the page.
+        source: input of the cache-write operation that the field stores: ``k`` (also for a latent) or ``v``.
+        first: index of the first element that the field stores, in the input's vector for one head and token.
+            Not 0 only if the input is split into several fields.
+        code: number format of the elements.
+        scale: field with the scale factors of the elements; None if the page contains none. Every factor
+            applies to the same number of consecutive elements.
+        scaled: True if decoded elements must also be multiplied by the layer's own scale of K or V, which is
+            stored outside of the cache. The scale is 1 for layers whose cache is not quantised.
     """
 
     field: Field
@@ -57,7 +57,11 @@ Adapter = Callable[[Strides, Shard], tuple[WrittenField, ...]]
 
 
 def fields_of(written: tuple[WrittenField, ...]) -> tuple[Field, ...]:
-    """Return all fields of a page in one tuple, each followed by the field with its scale factors, if any."""
+    """Return the fields of a page as one tuple, in which each field's scale factors, if any, come after it.
+
+    Args:
+        written: fields of the page, with the input that each stores.
+    """
     return tuple(field for one in written for field in (one.field, one.scale) if field is not None)
 
 
@@ -70,11 +74,11 @@ def packed_kv(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
     Most GPU backends use such pages. In DIFFKV backends, K and V have different numbers of elements.
 
     Args:
-        s: strides of the layer's cache.
-        shard: KV heads of this rank.
+        s: shape and strides of the layer's cache tensor.
+        shard: range of the layer's KV heads that this rank holds.
 
     Returns:
-        Fields of the page; empty if the cache tensor has another shape.
+        Fields of the page; empty if the shape of the layer's cache tensor does not fit this description.
     """
     if s.slots != s.heads or s.content != s.k + s.v:
         return ()
@@ -87,11 +91,11 @@ def packed_kv_with_scales(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
     Backends use such pages for caches that are quantised per token and head.
 
     Args:
-        s: strides of the layer's cache.
-        shard: KV heads of this rank.
+        s: shape and strides of the layer's cache tensor.
+        shard: range of the layer's KV heads that this rank holds.
 
     Returns:
-        Fields of the page; empty if the cache tensor has another shape.
+        Fields of the page; empty if the shape of the layer's cache tensor does not fit this description.
     """
     if s.slots != s.heads or s.content * s.item != (s.k + s.v) * s.item + 8:
         return ()
@@ -119,11 +123,11 @@ def latent(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
     """Describe pages of MLA, which hold one latent vector per token. All ranks hold the same vectors.
 
     Args:
-        s: strides of the layer's cache.
-        shard: KV heads of this rank.
+        s: shape and strides of the layer's cache tensor.
+        shard: range of the layer's KV heads that this rank holds.
 
     Returns:
-        Fields of the page; empty if the cache tensor has another shape.
+        Fields of the page; empty if the shape of the layer's cache tensor does not fit this description.
     """
     del shard
     if s.content != s.k or s.v:
@@ -137,11 +141,11 @@ def latent_with_scales(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
     The bytes are 512 fp8 codes of the latent, 4 float32 scales of these codes, and 64 bfloat16 rope values.
 
     Args:
-        s: strides of the layer's cache.
-        shard: KV heads of this rank.
+        s: shape and strides of the layer's cache tensor.
+        shard: range of the layer's KV heads that this rank holds.
 
     Returns:
-        Fields of the page; empty if the cache tensor has another shape.
+        Fields of the page; empty if the shape of the layer's cache tensor does not fit this description.
     """
     del shard
     if (s.content * s.item, s.k, s.v) != (656, 576, 0):
@@ -161,11 +165,11 @@ def indexer(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
     operation `indexer_k_quant_and_cache` writes this format.
 
     Args:
-        s: strides of the layer's cache.
-        shard: KV heads of this rank.
+        s: shape and strides of the layer's cache tensor.
+        shard: range of the layer's KV heads that this rank holds.
 
     Returns:
-        Fields of the page; empty if the cache tensor has another shape.
+        Fields of the page; empty if the shape of the layer's cache tensor does not fit this description.
     """
     del shard
     groups, rest = divmod(s.content, INDEX_GROUP + 4)
@@ -192,11 +196,11 @@ def cpu_kv(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
     size.
 
     Args:
-        s: strides of the layer's cache.
-        shard: KV heads of this rank.
+        s: shape and strides of the layer's cache tensor.
+        shard: range of the layer's KV heads that this rank holds.
 
     Returns:
-        Fields of the page; empty if the cache tensor has another shape.
+        Fields of the page; empty if the shape of the layer's cache tensor does not fit this description.
     """
     if s.slots != s.heads or s.content != s.k + s.v:
         return ()
@@ -218,11 +222,11 @@ def planes(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
     two entries of its head axis.
 
     Args:
-        s: strides of the layer's cache.
-        shard: KV heads of this rank.
+        s: shape and strides of the layer's cache tensor.
+        shard: range of the layer's KV heads that this rank holds.
 
     Returns:
-        Fields of the page; empty if the cache tensor has another shape.
+        Fields of the page; empty if the shape of the layer's cache tensor does not fit this description.
     """
     if s.slots != 2 or s.content != s.heads * s.k or s.k != s.v:
         return ()
@@ -308,7 +312,7 @@ def _of_token(s: Strides, name: str, offset: int, item: int, count: int) -> Fiel
     """Describe a field of a page that has one vector per token, shared by all heads.
 
     Args:
-        s: strides of the layer's cache.
+        s: shape and strides of the layer's cache tensor.
         name: name of the field.
         offset: byte offset of the field within a token's bytes.
         item: bytes per element.
@@ -321,8 +325,8 @@ def _in_cell(s: Strides, shard: Shard, parts: list[tuple[str, int, int, int]]) -
     """Describe the fields of a page that holds one contiguous range of bytes for each head and token.
 
     Args:
-        s: strides of the layer's cache.
-        shard: KV heads of this rank.
+        s: shape and strides of the layer's cache tensor.
+        shard: range of the layer's KV heads that this rank holds.
         parts: (name, byte offset in the range, bytes per element, number of elements) of each field.
     """
     heads = Axis("head", ((s.heads, s.slot),), shard.start, shard.total)
@@ -344,8 +348,8 @@ def _field(
     """Describe a field of a page whose elements are single bytes.
 
     Args:
-        s: strides of the layer's cache.
-        shard: KV heads of this rank.
+        s: shape and strides of the layer's cache tensor.
+        shard: range of the layer's KV heads that this rank holds.
         name: name of the field.
         offset: byte offset of the field in the page.
         head: bytes from one head to the next.
@@ -404,9 +408,9 @@ not listed may still be described by `cells`."""
 
 
 def is_known(backend: str) -> bool:
-    """Return True if kvferry has descriptions of the pages of an attention backend.
+    """Return True if kvferry has descriptions (fields and positions) of the pages of an attention backend.
 
-    A page of such a backend moves field by field, not as opaque bytes, if a check confirms a description.
+    A layer's pages are moved field by field if a check confirms one of the descriptions for the layer.
 
     Args:
         backend: name of the attention backend.

@@ -20,16 +20,16 @@ from kvferry.geometry import Axis, Field
 
 
 def cell_field(s: Strides, shard: Shard, name: str) -> Field | None:
-    """Return a field that describes pages made of cells (contiguous bytes of one head and token).
+    """Return a field that describes a page made of cells (contiguous bytes of one head and token).
 
     Args:
-        s: strides of the layer's cache.
-        shard: KV heads of this rank.
-        name: name of the field.
+        s: shape and strides of the layer's cache tensor.
+        shard: range of the layer's KV heads that this rank holds.
+        name: name to give to the field.
 
     Returns:
-        Field with elements of one byte. It has no head axis if the layer has no V. None if the head axis of
-        the cache tensor does not have one entry per KV head.
+        Field whose elements are single bytes, with axes for heads (if the layer has V), tokens and the bytes
+        of a cell. None if the head axis of the cache tensor does not have one entry per KV head.
     """
     if s.slots != s.heads:
         return None
@@ -43,19 +43,22 @@ def cell_field(s: Strides, shard: Shard, name: str) -> Field | None:
 
 
 def find_mismatch(layer: Any, tensor: torch.Tensor, s: Strides, field: Field) -> str:
-    """Return the reason why a layer's pages do not consist of cells (contiguous bytes of one head and token).
+    """Check that a layer's pages consist of cells (a cell is the contiguous bytes of a head and token).
 
-    The reason is empty if all of these checks pass:
+    The check runs the layer's cache-write operation on scratch blocks. It passes if:
 
-    - Equal input vectors leave equal cells at every token of a block.
-    - New input for some tokens or heads changes all of their cells, and no others.
-    - The layer's cache-write operation writes nothing outside of cells.
+    - The same input vectors produce the same cells for every token of a block.
+    - New input for some tokens or heads changes the cells of these tokens or heads, and no other cells.
+    - Nothing is written outside of the cells.
 
     Args:
         layer: the engine's attention layer.
-        tensor: cache of the layer; not changed.
-        s: strides of the cache.
-        field: field of the cells, as `cell_field` describes it.
+        tensor: cache tensor of the layer; not changed.
+        s: shape and strides of the cache tensor.
+        field: field that describes the cells, as `cell_field` returns it.
+
+    Returns:
+        Reason why the check fails; empty if it passes.
     """
     try:
         return (
@@ -78,18 +81,19 @@ def _moves_with_its_token(layer: Any, tensor: torch.Tensor, s: Strides, field: F
 def _keeps_to_its_cell(layer: Any, tensor: torch.Tensor, s: Strides, field: Field) -> str:
     """Check that the content of each token and head is kept in its own cell (contiguous range of bytes).
 
-    The check writes scratch blocks that differ only in the input of some tokens. Exactly the cells of these
-    tokens must differ. For each bit of the token index, this is tried with two sets of tokens: the tokens
-    whose index has the bit, and the other tokens. The same is done for heads.
+    The check writes a scratch block, then writes it again with new input for some of the tokens. The cells of
+    these tokens must change, and no others. It repeats this for each bit of the token index: with new input
+    for the tokens whose index has this bit set, and with new input for the tokens whose index has not. Heads
+    are checked in the same way.
 
     Args:
         layer: the engine's attention layer.
-        tensor: cache of the layer; not changed.
-        s: strides of the cache.
+        tensor: cache tensor of the layer; not changed.
+        s: shape and strides of the cache tensor.
         field: field that describes the cells.
 
     Returns:
-        Reason why the check fails; empty if the check passes.
+        Reason why the check fails; empty if it passes.
     """
     first, second = _random(s, 1), _random(s, 2)
     before = scratch.read(scratch.write(layer, tensor, s, scaled(layer, tensor, first)), field, s)

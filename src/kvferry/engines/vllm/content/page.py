@@ -21,16 +21,20 @@ logger = logging.getLogger(__name__)
 def page_of_attention(
     layer: Any, name: str, spec: Any, tensor: torch.Tensor, num_blocks: int, shard: Shard
 ) -> PageFormat:
-    """Describe a page (a layer's part of a block): as fields whose positions are proved, or as opaque bytes.
+    """Describe the pages of an attention layer (a page is the layer's part of a block).
+
+    The pages are described as fields, if writes to a scratch cache confirm the positions of the fields. Other
+    pages are described as opaque bytes, which can only move whole.
 
     Args:
         layer: the engine's attention layer, for its backend and cache-write operation.
         name: name of the layer, for messages.
         spec: KV cache spec of the layer.
-        tensor: cache of the layer, of shape (kernel blocks, head slots, tokens, content).
+        tensor: cache tensor of the layer, of shape (kernel blocks, head slots, tokens, content). A head slot
+            is an entry of the head axis: K and V together, or only one of them.
         num_blocks: number of blocks in the cache, as vLLM's block tables count them. Such a block may consist
             of several kernel blocks.
-        shard: KV heads of this rank.
+        shard: range of the layer's KV heads that this rank holds.
     """
     fields: tuple[Field, ...] = ()
     if not shard.total:
@@ -70,10 +74,10 @@ def _backend(layer: Any) -> str:
 
 
 def _kv_dtype(layer: Any, spec: Any) -> str:
-    """Return the KV cache dtype of a layer, as a text.
+    """Return the name of a layer's KV cache dtype.
 
-    The dtype is that of the layer, if the layer has one. For other layers (a sparse indexer, for example),
-    the dtype is that of the KV cache spec. Without either, the result is ``auto``.
+    It is read from the layer or, if the layer does not state it (a sparse indexer, for example), from the
+    layer's KV cache spec. If neither states it, the result is ``auto``.
     """
     return str(getattr(layer, "kv_cache_dtype", None) or getattr(spec, "cache_dtype_str", None) or "auto")
 
@@ -88,14 +92,19 @@ def whole_page(
     block_tokens: int,
     why: str,
 ) -> PageFormat:
-    """Describe a page of unknown content, as opaque bytes that can only move whole.
+    """Describe pages of unknown content, as opaque bytes that can only move whole.
 
-    Such a page can only move to a page with the same strides, so the strides are part of the content id. Both
-    engines must have the same block size and the same number of ranks, and each rank reads from the rank with
-    its own index. If all ranks hold the same bytes, the numbers of ranks may differ.
+    Such pages can move only between engines whose pages have the same strides and block size. The content id
+    contains the strides, so that the engines notice a difference. Unless all ranks hold the same bytes, the
+    engines must also have the same number of ranks. Each rank then reads from the rank with the same index.
 
     Args:
-        layer, name, spec, tensor, num_blocks, shard: same as in `page_of_attention`.
+        layer: the engine's layer, for its backend.
+        name: name of the layer, for the log.
+        spec: KV cache spec of the layer.
+        tensor: cache tensor of the layer.
+        num_blocks: number of blocks in the cache, as vLLM's block tables count them.
+        shard: range of the layer's KV heads that this rank holds.
         block_tokens: number of tokens per block; 0 for a block whose content is valid at one position only.
         why: reason why the content is unknown, for the log.
     """
@@ -117,16 +126,21 @@ def whole_page(
 def _proved(
     layer: Any, spec: Any, tensor: torch.Tensor, num_blocks: int, shard: Shard
 ) -> tuple[tuple[Field, ...], str]:
-    """Find the first description of a layer's pages that the backend's cache-write operation confirms.
+    """Return the first description of a layer's pages that writes to a scratch cache confirm.
 
-    The function tries the descriptions that kvferry has for the backend, then contiguous bytes per head and
-    token.
+    The function tries the descriptions that kvferry has for the layer's backend, in order. If none is
+    confirmed, it tries a page of cells (the contiguous bytes of one head and token).
 
     Args:
-        layer, spec, tensor, num_blocks, shard: same as in `page_of_attention`.
+        layer: the engine's attention layer, for its backend and cache-write operation.
+        spec: KV cache spec of the layer.
+        tensor: cache tensor of the layer; not changed.
+        num_blocks: number of blocks in the cache, as vLLM's block tables count them.
+        shard: range of the layer's KV heads that this rank holds.
 
     Returns:
-        Fields of the page and an empty string. If no description is confirmed, an empty tuple and the reason.
+        Fields of the page, and an empty string. If no description is confirmed, an empty tuple, and the
+        reason.
     """
     s, backend, kv_dtype = strides_of(tensor, spec, num_blocks), _backend(layer), _kv_dtype(layer, spec)
     reasons = dict[str, None]()
@@ -153,11 +167,11 @@ def _proved(
 def _with_element_name(element: torch.dtype, fields: tuple[Field, ...]) -> tuple[Field, ...]:
     """Return copies of fields with the element type added to each name (``k in float8_e4m3fn``).
 
-    Used if the cache's element type is not the type that the KV cache dtype names. Such fields then match
-    only fields of the same element type.
+    This is needed if a backend stores another element type than the KV cache dtype names. With the type in
+    their names, the fields match only fields of the same element type in other engines.
 
     Args:
-        element: element type of the cache.
+        element: element type that the backend stores.
         fields: fields of a page.
     """
     kind = str(element).removeprefix("torch.")
@@ -165,16 +179,17 @@ def _with_element_name(element: torch.dtype, fields: tuple[Field, ...]) -> tuple
 
 
 def _runs(tensor: torch.Tensor, num_blocks: int) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Return the contiguous byte ranges (runs) that a block occupies in a cache tensor.
+    """Return the contiguous byte ranges (runs) that one block occupies in a layer's cache tensor.
 
-    All runs have the same length, and nested loops with fixed strides enumerate them.
+    All runs have the same length. Their positions are given by nested loops, each with a count and a stride.
 
     Args:
-        tensor: cache of a layer.
+        tensor: cache tensor of the layer.
         num_blocks: number of blocks in the cache, as vLLM's block tables count them.
 
     Returns:
-        Number of bytes of each run, and (count, stride in bytes) of each loop, outermost loop first.
+        Number of bytes per run, and (count, stride in bytes) of each loop, outermost loop first. There are no
+        loops if the block is contiguous.
     """
     item = tensor.element_size()
     extents = (tensor.shape[0] // num_blocks, *tensor.shape[1:])

@@ -31,17 +31,20 @@ from kvferry.engines.vllm.content.values import (
 def find_mismatch(
     layer: Any, tensor: torch.Tensor, s: Strides, written: tuple[WrittenField, ...], element: torch.dtype
 ) -> str:
-    """Return the reason why a description of a layer's pages is wrong; empty if the description is right.
+    """Check that a description of a layer's pages is right.
 
-    The check writes known values to scratch pages with the layer's own operation, and looks for each value at
-    the described position.
+    The check writes known values to a scratch cache with the layer's cache-write operation, and looks for
+    each value at the position that the description gives.
 
     Args:
         layer: the engine's attention layer, for its cache-write operation and scales.
-        tensor: cache of the layer; not changed.
-        s: strides of the cache.
-        written: described fields, with the input that is written to each.
-        element: element type of the cache.
+        tensor: cache tensor of the layer; not changed.
+        s: shape and strides of the cache tensor.
+        written: fields of the description, with the part of K or V that each stores.
+        element: element type to decode the cache with.
+
+    Returns:
+        Reason why the description is wrong; empty if it is right.
     """
     try:
         dynamic = any(one.scale is not None for one in written)
@@ -65,13 +68,16 @@ def find_mismatch(
 
 
 def unclaimed(layer: Any, tensor: torch.Tensor, s: Strides, fields: tuple[Any, ...]) -> str:
-    """Return a message if a layer's cache-write operation writes bytes outside of some fields, else "".
+    """Check that a layer's cache-write operation writes no bytes outside of the given fields of a page.
 
     Args:
         layer: the engine's attention layer.
-        tensor: cache of the layer; not changed.
-        s: strides of the cache.
-        fields: fields of a page that should cover all written bytes.
+        tensor: cache tensor of the layer; not changed.
+        s: shape and strides of the cache tensor.
+        fields: fields that should contain all bytes that are written.
+
+    Returns:
+        Message with the number of other bytes that are written; empty if there are none.
     """
     inputs = {
         name: letters((s.block_tokens, s.heads, width), "content", 0, 1)
@@ -86,16 +92,19 @@ def unclaimed(layer: Any, tensor: torch.Tensor, s: Strides, fields: tuple[Any, .
 
 
 def scaled(layer: Any, tensor: torch.Tensor, inputs: scratch.Inputs) -> scratch.Inputs:
-    """Return inputs multiplied by the layer's own scales, in the layer's dtype and on the cache's device.
+    """Prepare values of K and V for a layer's cache-write operation, so that the cache will hold the values.
 
-    The cache-write operation of a quantised cache divides its input by these scales, so the original inputs
-    end up in the cache. Inputs to a quantised cache are also multiplied by 1 + 1/64. As a result, an
-    operation that truncates (vLLM's for CPUs, for example) writes the same codes as an operation that rounds.
+    The cache-write operation of a quantised cache divides its inputs by the layer's scales of K and V. So
+    the values are multiplied by these scales first. Values for a quantised cache are also multiplied by
+    1 + 1/64. The stored codes are then the same whether the operation rounds or truncates (as on CPUs).
 
     Args:
         layer: the engine's attention layer.
-        tensor: cache of the layer. Only its dtype and device matter.
-        inputs: input tensors by name: ``k`` and, for layers with V, ``v``.
+        tensor: cache tensor of the layer. Only its dtype and device matter.
+        inputs: values by name: ``k`` and, for layers with V, ``v``.
+
+    Returns:
+        Inputs for the operation by name, in the layer's dtype and on the cache's device.
     """
     quantised = not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1
     dtype = (getattr(layer, "dtype", None) or torch.bfloat16) if quantised else tensor.dtype
@@ -110,13 +119,16 @@ def _probe_writes(s: Strides, *, dynamic: bool) -> Iterator[tuple[str, int, bool
     """Yield the writes that are needed to check where a cache-write operation puts each value.
 
     In each write, the value of an element encodes one base-5 digit of the element's index along one axis.
-    Usually there is one write per axis and digit. If the operation computes scales from its input, there are
-    two. In the first, all elements of a vector may have the same value, which then shows only in the vector's
-    scale: this write checks the scales. The second has anchors (some elements have the largest value), so
-    all scales are equal: this write checks the codes.
+    There is one write for each axis and digit. If the operation computes scales from its input, a second
+    write is needed for each:
+
+    - Without anchors, all elements of a vector may be equal. Their value then determines only the vector's
+      scale, so this write checks the positions of the scales.
+    - With anchors (elements that always have the largest value), all scales are equal. This write checks the
+      positions of the scaled elements.
 
     Args:
-        s: strides of the layer's cache.
+        s: shape and strides of the layer's cache tensor.
         dynamic: True if the operation computes scales from its input.
 
     Yields:
@@ -130,15 +142,15 @@ def _probe_writes(s: Strides, *, dynamic: bool) -> Iterator[tuple[str, int, bool
 
 
 def _factor(layer: Any, written: WrittenField) -> torch.Tensor:
-    """Return the factor by which decoded elements of a field are multiplied to get the values of the check.
+    """Return the factor that converts decoded elements of a field to the values that were meant to be stored.
 
-    The check multiplies its values by the layer's own scale before it writes them. If the layer's cache-write
-    operation does not divide by this scale, the decoded elements are too large by the scale, and the factor
-    is the scale's inverse. Otherwise the factor is 1.
+    Values are multiplied by the layer's scale before they are written (`scaled`). If the cache-write
+    operation divides them by the scale again, the factor is 1. If it does not, as for a field whose `scaled`
+    is False, the factor is the inverse of the scale.
 
     Args:
         layer: the engine's attention layer.
-        written: description of the field.
+        written: the field, with the part of K or V that it stores.
 
     Returns:
         float32 of shape (1,) or (1, heads, 1), which broadcasts over (tokens, heads, content).

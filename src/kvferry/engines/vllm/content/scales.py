@@ -18,7 +18,7 @@ _OWN = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "nvfp4", "nvfp4_4over6")
 
 
 def scale_of(layer: Any, name: str) -> torch.Tensor:
-    """Return the layer's own scale of K or V, which lies outside of the KV cache.
+    """Return the scale of K or V that a layer keeps as an attribute, outside of the KV cache.
 
     Args:
         layer: the engine's attention layer, after its weights were loaded.
@@ -36,7 +36,9 @@ def scale_of(layer: Any, name: str) -> torch.Tensor:
 
 
 def scales_of(layer: Any) -> tuple[Scale, ...]:
-    """Return the layer's own scales of K and V, which lie outside of the KV cache; scales of 1 are left out.
+    """Return the scales of K and V that a layer keeps as attributes, outside of the KV cache.
+
+    Scales that are 1 are left out.
 
     Args:
         layer: the engine's attention layer, after its weights were loaded.

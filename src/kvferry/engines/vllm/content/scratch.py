@@ -18,16 +18,17 @@ shape (tokens, heads, elements per head and token)."""
 
 
 def write(layer: Any, tensor: torch.Tensor, s: Strides, values: Inputs, fill: int = 0) -> torch.Tensor:
-    """Write one block of inputs to a new scratch cache, with the layer's own cache-write operation.
+    """Fill one block of a new scratch cache, with a layer's own cache-write operation.
 
-    The scratch cache has two blocks, as vLLM's block tables count them. The inputs are written to block 1.
+    The scratch cache has two blocks, as vLLM's block tables count them. The operation fills block 1.
 
     Args:
         layer: the engine's attention layer.
-        tensor: cache of the layer. Only its shape, strides, dtype and device matter.
-        s: strides of the cache.
-        values: inputs for every token of the block, by name: ``k`` and, for layers with V, ``v``.
-        fill: value of all scratch bytes before the write.
+        tensor: cache tensor of the layer; not changed. The scratch cache has the same layout and dtype.
+        s: shape and strides of the cache tensor.
+        values: inputs of the operation for every token of the block, by name: ``k`` and, for layers with V,
+            ``v``.
+        fill: value of all bytes of the scratch cache before the write.
 
     Returns:
         Bytes of the scratch cache: uint8, from the first byte of block 0 on.
@@ -78,8 +79,8 @@ def read(memory: torch.Tensor, field: Field, s: Strides) -> torch.Tensor:
 
     Args:
         memory: bytes of the scratch cache, uint8.
-        field: field of a page.
-        s: strides of the cache.
+        field: field to read.
+        s: shape and strides of the layer's cache tensor.
 
     Returns:
         uint8 of shape (tokens, heads, content, bytes per element).
@@ -88,15 +89,15 @@ def read(memory: torch.Tensor, field: Field, s: Strides) -> torch.Tensor:
 
 
 def claimed(memory: torch.Tensor, fields: tuple[Field, ...], s: Strides) -> torch.Tensor:
-    """Return a mask of the bytes of a scratch cache that belong to at least one of some fields.
+    """Return a mask of the bytes of a scratch cache that belong to the given fields.
 
     Args:
         memory: bytes of the scratch cache, uint8. The scratch cache has two blocks.
-        fields: fields of a page; each block is one page.
-        s: strides of the cache.
+        fields: fields of a page. Each block of the scratch cache is one page.
+        s: shape and strides of the layer's cache tensor.
 
     Returns:
-        bool, one element per byte of `memory`.
+        bool, one element per byte of `memory`: True if the byte belongs to a field.
     """
     found = torch.zeros_like(memory, dtype=torch.bool)
     for field in fields:
@@ -111,11 +112,11 @@ def _places(memory: torch.Tensor, field: Field, s: Strides, block: int) -> torch
 
 
 def _without_cached_views(impl: Any) -> Any:
-    """Return a copy of an attention implementation that has not yet created any views of a cache.
+    """Return a copy of an attention implementation to use with a scratch cache.
 
-    TRITON_ATTN creates views of the scales in the first cache that it gets, and uses these views from then
-    on. If the first cache were a scratch cache, TRITON_ATTN would later write the scales of the engine's
-    cache into the scratch cache.
+    TRITON_ATTN creates views of the scales in the first cache that it is called with, and keeps using these
+    views. If the engine's own implementation were called with a scratch cache first, it would later write
+    the scales of the engine's cache there. The copy has no such views yet.
     """
     impl = copy.copy(impl)
     for name in ("_k_scale_cache", "_v_scale_cache"):

@@ -30,9 +30,8 @@ class Shard:
 class Strides:
     """Shape and strides of one layer's cache tensor.
 
-    A manager block is a block of vLLM's block tables. A kernel block is a block as the attention kernel uses
-    it. A manager block consists of one or more kernel blocks. A head slot is an entry of the tensor's head
-    axis.
+    A manager block is a block of vLLM's block tables. It consists of one or more kernel blocks, the blocks
+    that the attention kernel uses. A head slot is an entry of the tensor's head axis.
 
     Attributes:
         item: bytes per element.
@@ -45,8 +44,9 @@ class Strides:
         kernel: bytes from one kernel block to the next.
         slot: bytes from one head slot to the next.
         token: bytes from one token to the next.
-        k: number of elements of K per head and token, as the model computes them.
-        v: number of elements of V per head and token; 0 without V.
+        k: number of elements of K per head and token in the model's output, before they are packed or
+            quantised.
+        v: number of elements of V per head and token, likewise; 0 without V.
     """
 
     item: int
@@ -71,7 +71,7 @@ def strides_of(tensor: torch.Tensor, spec: Any, num_blocks: int) -> Strides:
     """Return the shape and strides of a layer's cache tensor.
 
     Args:
-        tensor: cache of a layer, of shape (kernel blocks, head slots, tokens, content).
+        tensor: cache tensor of the layer, of shape (kernel blocks, head slots, tokens, content).
         spec: KV cache spec of the layer.
         num_blocks: number of blocks in the cache, as vLLM's block tables count them. Such a block may consist
             of several kernel blocks.
