@@ -129,7 +129,7 @@ class Admission:
             timeout_seconds: seconds from the start of a load until an unfinished load counts as failed.
             sources: all sources of KV, in the order in which they are asked. Of equally good offers, the
                 offer of the first source is taken.
-            chooser: policy that chooses between the offers of the sources.
+            chooser: object that chooses between the offers of the sources by a policy.
             events: stream that receives an event for each decision.
         """
         self.pins = pins

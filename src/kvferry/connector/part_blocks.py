@@ -65,7 +65,7 @@ class PartBlocks:
         """Create an empty record of partly loaded blocks.
 
         Args:
-            groups: the engine's KV cache groups, as one rank describes them.
+            groups: the engine's KV cache groups, from the description of one rank.
             pool: the engine's block pool.
             refused: True if no load may fill a block only in part.
         """
@@ -79,13 +79,15 @@ class PartBlocks:
     def distrust_all(self, request_id: str) -> None:
         """Treat all blocks of a request as partly loaded, because another connector loads its KV.
 
-        Partly loaded blocks are neither stored nor offered to peers. This connector would learn too late that
-        the other connector's load has failed, and would store wrong KV.
+        Partly loaded blocks are neither stored nor offered to peers. This is necessary because this connector
+        learns too late if the other connector's load fails. It could then already have stored wrong KV.
         """
         self._distrusted.add(request_id)
 
     def refuses(self, span: LoadSpan, alignments: Sequence[int]) -> bool:
         """Return whether a load must be refused because it would fill a block only in part.
+
+        Return False for every load if the record was created with `refused` False.
 
         Args:
             span: range of prompt tokens to load.
@@ -101,7 +103,7 @@ class PartBlocks:
     def begin(
         self, request: Request, tables: Sequence[Int64s], span: LoadSpan, alignments: Sequence[int]
     ) -> None:
-        """Record the blocks that a load fills only in part, to evict each from the engine's prefix cache.
+        """Record the blocks that a load fills only in part. `evict` removes them from the prefix cache later.
 
         Forget the blocks of the request's earlier load.
 
@@ -129,9 +131,9 @@ class PartBlocks:
     def evict(self) -> bool:
         """Evict partly loaded blocks from the engine's prefix cache; return whether any was in the cache.
 
-        Called for every waiting request of a scheduling pass. The engine schedules its running requests, and
-        caches their blocks, before the first waiting request. So the first call of a pass checks the blocks
-        of running requests, and further calls need not check them again.
+        Called for every waiting request of a scheduling pass. The engine schedules its running requests first
+        and puts their blocks into the cache. So only the first call of a pass checks the blocks of running
+        requests.
         """
         found = self._evict(self._loading)
         if not self._looked:
@@ -177,7 +179,7 @@ class PartBlocks:
         return tuple(whole)
 
     def forget(self, request_id: str) -> None:
-        """Forget a request's partly loaded blocks. Called when the blocks are freed or will be computed."""
+        """Forget a request's partly loaded blocks, because they are freed or will be computed instead."""
         self._distrusted.discard(request_id)
         for of in (self._parts, self._loading, self._resumed):
             of.pop(request_id, None)

@@ -57,7 +57,7 @@ class FirstPolicy:
 
 
 class WeightPolicy:
-    """Policy that values a bid (a source's offer) by its number of tokens, weighted by their place."""
+    """Policy that values a bid (a source's offer) by its tokens, each weighted by the place that holds it."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         """Create the policy from the weights of the places that tokens come from.
@@ -99,7 +99,7 @@ class CostPolicy:
         self._speeds = speeds
 
     def value(self, bid: Bid | None, missing_tokens: int) -> float:
-        """Return 1 / the expected seconds to load the bid's tokens and to compute the remaining ones.
+        """Return the inverse of the expected seconds to load the bid's tokens and compute the remaining ones.
 
         The places of a bid load in parallel, so only the slowest place counts.
 
@@ -137,9 +137,9 @@ class BidChooser:
 
     Attributes:
         policy: policy that assigns a value to each offer.
-        speeds: record of measured speeds, to which admission adds the time of each load.
-        patience_seconds: maximum seconds that a request waits for a source that is still looking, or for free
-            blocks.
+        speeds: record of measured speeds. The admission adds the time of each load to it.
+        patience_seconds: maximum seconds that a request waits for free blocks, or for a source that is still
+            looking up its KV.
     """
 
     policy: Policy
@@ -157,8 +157,8 @@ class BidChooser:
             bids: bids in the order of their sources, each of at least one token.
             missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
             waited: seconds that the request has waited so far.
-            before: bid chosen for this request before, which stays chosen unless another bid is better by a
-                factor of `MARGIN`; None if there is none.
+            before: bid that was chosen for this request last time; None if there is none. It stays chosen
+                unless another bid is better by a factor of `MARGIN`.
         """
         return choose(self.policy, bids, missing_tokens, waits=waited < self.patience_seconds, before=before)
 
@@ -179,10 +179,10 @@ def choose(
         policy: policy that assigns a value to each bid.
         bids: bids in the order of their sources, each of at least one token.
         missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
-        waits: True if the request may wait for a bid of a source that is still looking. Otherwise such bids
-            are ignored.
-        before: bid chosen for this request before, which stays chosen unless another bid is better by a
-            factor of `MARGIN`; None if there is none.
+        waits: True if the request may wait for a source that is still looking up its KV. Otherwise the bids
+            of such sources are ignored.
+        before: bid that was chosen for this request last time; None if there is none. It stays chosen unless
+            another bid is better by a factor of `MARGIN`.
     """
     values = [(policy.value(bid, missing_tokens), bid) for bid in bids if waits or not bid.looking]
     most, best = max(values, key=lambda one: one[0], default=(0.0, None))

@@ -26,11 +26,12 @@ def content_of(request: Request, tokens: int, adapters: Adapters) -> PromptConte
     Args:
         request: the request.
         tokens: number of prompt tokens.
-        adapters: names of the engine's LoRA adapters.
+        adapters: record of the engine's LoRA adapters, which names each adapter by a digest of its files.
 
     Raises:
         NotYetNamed: a thread is still reading the files of the request's LoRA adapter.
-        Unnameable: the content of the prompt, of the LoRA adapter, or of an image or clip is not certain.
+        Unnameable: it cannot be determined which content the prompt, the LoRA adapter, or an image or clip
+            has.
     """
     if request.prompt_token_ids is None:
         raise Unnameable(_NO_TOKENS)
@@ -56,13 +57,13 @@ def keys_of(
         request: the request.
         tokens: token ids of the request, from the first token on.
         chunk_tokens: number of tokens per chunk.
-        adapters: names of the engine's LoRA adapters.
-        epoch: random text, chosen anew at each reset of the cache, which makes the keys differ from those
-            before the reset; empty before the first reset.
+        adapters: record of the engine's LoRA adapters, which names each adapter by a digest of its files.
+        epoch: random text that affects every key. It changes at each reset of the cache, so that chunks from
+            before the reset are not found again. Empty before the first reset.
 
     Raises:
         NotYetNamed: a thread is still reading the files of the request's LoRA adapter.
-        Unnameable: the content of the request is not certain.
+        Unnameable: it cannot be determined which content the request has.
     """
     if request.prompt_token_ids is None:
         raise Unnameable(_NO_TOKENS)

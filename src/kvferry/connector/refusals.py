@@ -28,11 +28,11 @@ class Refusals:
     def say(self, request_id: str, source: str, reason: str) -> None:
         """Report that a source of KV does not serve a request.
 
-        Emit a `SourceRefused` event, and write a log line if the limit allows it.
+        Emit a `SourceRefused` event. Also write a log line, unless the class's limit on log lines is reached.
 
         Args:
             request_id: id of the request.
-            source: name of the source, for example of a peer.
+            source: name of the source, for example the name of a peer.
             reason: reason as text for people.
         """
         source, reason = shown(source), shown(reason, _REASON_CHARACTERS)

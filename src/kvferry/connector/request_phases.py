@@ -75,11 +75,12 @@ class RequestState(Generic[PlanT]):
     Attributes:
         bidding: excluded sources and remaining attempts of the request.
         phase: phase of the request, which changes as its loads begin and end.
-        taken: plan last proposed to the engine, and the number of tokens that the engine had then; None if
-            nothing is proposed.
+        taken: plan last proposed to the engine, and the number of the request's tokens that were then in the
+            engine's prefix cache; None if no plan is proposed.
         crowded: True if too few blocks were free for `taken`.
         failed: True if the last attempt has failed.
-        waiting: time spent waiting for free blocks, or for sources that were still looking.
+        waiting: stopwatch for the time that the request waits for free blocks, or for sources that are still
+            looking up their KV.
     """
 
     bidding: Bidding
@@ -96,15 +97,17 @@ class RequestPhases:
     Its methods mutate the states that they are given. Only the engine's thread calls it.
 
     Attributes:
-        headroom: limit on loads that keeps enough blocks free for requests that wait for their loads.
+        headroom: object that decides whether a load leaves enough free blocks for the requests that already
+            wait for their loads.
     """
 
     def __init__(self, chooser: BidChooser, headroom: Headroom, clock: Callable[[], float]) -> None:
         """Create the state machine of the requests whose KV may be loaded. It has no requests yet.
 
         Args:
-            chooser: policy that chooses between the offers of sources.
-            headroom: limit on loads that keeps enough blocks free for requests that wait for their loads.
+            chooser: object that chooses between the offers of sources by a policy.
+            headroom: object that decides whether a load leaves enough free blocks for the requests that
+                already wait for their loads.
             clock: function that returns monotonic seconds.
         """
         self.headroom = headroom
@@ -160,8 +163,8 @@ class RequestPhases:
     ) -> int | None:
         """Return the number of tokens to load for a plan, beyond `local_tokens`; 0 to compute the prompt.
 
-        Return None while the request waits for a source that is still looking, or for free blocks. Mutates
-        `state`, which remembers the plan for `admit`.
+        Return None while the request waits for free blocks, or for a source that is still looking up its KV.
+        Mutates `state`: the plan is kept there for `admit`.
 
         Args:
             state: state of the request.
@@ -182,7 +185,7 @@ class RequestPhases:
         return None
 
     def admit(self, state: RequestState[PlanT], load_tokens: int) -> tuple[PlanT, int] | None:
-        """Admit a request that has been allocated blocks. Use up an attempt if the request loads tokens.
+        """Record that the engine has allocated blocks to a request. Use up an attempt if it loads tokens.
 
         Args:
             state: state of the request.
@@ -227,9 +230,10 @@ class RequestPhases:
         self._loaded[request_id] = state.bidding
 
     def scheduled(self, requests: Container[str]) -> None:
-        """Record that the engine's coming step computes tokens of some requests.
+        """Record that the engine's coming step computes tokens of these requests.
 
-        These requests no longer wait with blocks allocated, and get back the attempts that have succeeded.
+        No blocks are kept free for these requests any more. Their successful attempts to load KV are restored
+        to their budgets.
 
         Args:
             requests: ids of all requests whose tokens the step computes.

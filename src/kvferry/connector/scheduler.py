@@ -140,7 +140,7 @@ class SchedulerHalf:
     def _start_peer_channel(
         self, composition: Composition, keys: Keys, ranks: tuple[RankCard, ...], facts: Facts
     ) -> PeerSource:
-        """Start both ends of the control channel to other engines; return the source that loads their KV.
+        """Start both ends of the control channel to other engines; return the source that loads KV from them.
 
         Args:
             composition: builder of the source.
@@ -185,7 +185,7 @@ class SchedulerHalf:
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether blocks become free soon without a preemption: stores or ended leases still hold them."""
+        """Whether stores or ended leases still hold blocks, so that blocks become free without preemption."""
         return self._producer.holds_blocks or (self._tiering is not None and self._tiering.holds_blocks)
 
     def on_new_request(self, request: Request) -> None:

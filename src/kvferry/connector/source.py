@@ -59,25 +59,28 @@ class Source(Protocol):
         """
 
     def head(self, request: Request, local_tokens: int, alignment_tokens: int) -> Bid | None:
-        """Return an offer to load the start of a prefix whose rest another source loads; None for none.
+        """Return an offer to load only the start of a prefix, if another source loads the rest.
 
-        The load covers only layers that attend to all tokens. Called after `bids`, for the same request.
+        Return None if this source makes no such offer. The load covers only layers that attend to all tokens.
+        Called after `bids`, for the same request.
 
         Args:
             request: the request.
-            local_tokens: number of the request's tokens in the engine's own prefix cache, as in `bids`.
+            local_tokens: number of the request's tokens in the engine's own prefix cache, the same number as
+                in the call of `bids`.
             alignment_tokens: alignment of the offer's end in tokens. The offer must end at a multiple of this
                 number, counted from the start of the prompt.
         """
 
     def tail(self, request: Request, local_tokens: int, first: int) -> Bid | None:
-        """Return an offer to load the rest of a prefix whose start another source loads; None for none.
+        """Return an offer to load the rest of a prefix, if another source loads its start.
 
-        Called after `bids`, for the same request.
+        Return None if this source makes no such offer. Called after `bids`, for the same request.
 
         Args:
             request: the request.
-            local_tokens: number of the request's tokens in the engine's own prefix cache, as in `bids`.
+            local_tokens: number of the request's tokens in the engine's own prefix cache, the same number as
+                in the call of `bids`.
             first: position of the first token of the rest.
         """
 

@@ -25,16 +25,16 @@ _ALIKE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Model of the time to load tokens: seconds as a straight line over tokens, fitted by least squares.
+    """Linear model of the seconds that a load takes for a number of tokens, fitted by least squares.
 
     Newer measurements have more weight.
 
     >>> Line.from_sample(100, 2.0).updated(600, 3.0).seconds(350)
     2.5
 
-    If all measured loads have similar sizes, the slope is unknown. Then the estimate is the lowest plausible
-    one: the mean time for a larger load, and a time proportional to the size for a smaller load. Measurements
-    of other sizes correct it later.
+    If all measured loads have similar sizes, the slope is unknown. The model then returns the lowest
+    plausible time: the mean time for a larger load, and a time in proportion to the tokens for a smaller one.
+    Later measurements of other sizes correct this.
 
     Attributes:
         tokens: weighted mean of the number of tokens.
@@ -50,7 +50,7 @@ class Line:
 
     @staticmethod
     def from_sample(tokens: int, seconds: float) -> Line:
-        """Return the line for a single measurement, whose slope is unknown.
+        """Create the line from a single measurement. Its slope is unknown.
 
         Args:
             tokens: number of tokens that were loaded, at least 1.
@@ -101,9 +101,9 @@ class Speeds:
     def record_load(self, parts: Sequence[PlaceTokens], seconds: float) -> None:
         """Record the time of a load.
 
-        The places of a load work in parallel, so the time is that of the slowest place. It is recorded for
-        one place only: a place of unknown speed if there is one, else the place that was expected to take
-        longest.
+        A load reads from its places in parallel, so its time is the time of the slowest place. The time is
+        recorded for one place only: a place of unknown speed if there is one, else the place with the longest
+        expected time.
 
         Args:
             parts: number of loaded tokens by place.

@@ -22,7 +22,7 @@ Listener: TypeAlias = Callable[[Event], None]
 
 
 def log_errors(emit: Callable[_P, None]) -> Callable[_P, None]:
-    """Return a function that calls `emit`, logs the first exception, and never raises.
+    """Return a function that calls `emit` and never raises. Only the first exception is logged.
 
     An error in the code that observes a request must not affect the request.
     """

@@ -69,7 +69,7 @@ class Namespace:
             kv_dtype: element type of the KV cache.
             scales: scales of a quantised KV cache, by name; empty if the cache is not quantised. Scales that
                 an engine computes at run time give another namespace in each run.
-            form: description of the format of a chunk's bytes, the lines from `CanonicalForm.describe`.
+            form: lines of text that describe the format of a chunk's bytes, from `CanonicalForm.describe`.
             name: display name of the model.
 
         Raises:

@@ -126,8 +126,8 @@ class ChunkRoutes:
             pieces: chunks to copy, sorted by `Piece.group`, then by `Piece.number`.
             span: range of prompt tokens of the whole load.
             tables: destination block table of each KV cache group, int64, indexed by block position.
-            first: True for the first part of the load. The blocks that the load fills only in part are then
-                set to zero first.
+            first: True for the first part of the load. Blocks that the load fills only in part are then
+                zeroed before the copy.
 
         Returns:
             Number of bytes copied, per KV cache group of the storage format.

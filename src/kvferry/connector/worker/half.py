@@ -57,7 +57,7 @@ class CacheMirror(Protocol):
 
 
 class WorkerHalf:
-    """The connector's half on one rank, which carries out the orders of the scheduler half.
+    """The half of the connector that runs on one rank and carries out the orders of the scheduler half.
 
     Only the engine's thread calls it.
     """

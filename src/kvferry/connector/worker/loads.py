@@ -20,12 +20,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class SettledLoads:
-    """The loads that were reported or released since the last call of `Loads.settle`.
+    """The loads whose result became known, or whose transfers ended, since the last call of `Loads.settle`.
+
+    A load past its deadline is reported as failed first. It is released later, when its transfers have ended.
 
     Attributes:
-        reported: result of each reported load, by load key: the reason for the failure, or None if the load
-            succeeded.
-        released: keys of the loads that have nothing in flight any more.
+        reported: result of each load whose result became known, by load key: the reason for the failure, or
+            None if the load succeeded.
+        released: keys of the loads that have no transfer in flight any more.
     """
 
     reported: dict[str, str | None] = field(default_factory=dict)
@@ -84,7 +86,9 @@ class Loads:
         self._deadlines[key] = self._clock() + timeout_seconds
 
     def give_up(self, key: str, why: str) -> None:
-        """Fail a load that has become useless before its deadline. Ignore a load that has been reported.
+        """Mark a load as failed because its request does not need it any more.
+
+        Do nothing if the result of the load has been reported already.
 
         Args:
             key: name of the load.
@@ -94,7 +98,7 @@ class Loads:
             self._given_up[key] = why
 
     def on_transfer_ended(self, key: str, failure: str | None) -> None:
-        """Record that nothing of a load is in flight any more.
+        """Record that a load has no transfer in flight any more.
 
         Args:
             key: name of the load.
@@ -105,8 +109,8 @@ class Loads:
     def settle(self) -> SettledLoads:
         """Return the loads that have ended, been given up or passed their deadline since the last call.
 
-        A load that is given up or passes its deadline is reported as failed now. It is released in a later
-        call, when nothing of it is in flight any more.
+        A load that is given up or passes its deadline is reported as failed at once. A later call releases
+        it, after its transfers have ended.
         """
         reported: dict[str, str | None] = {}
         released: set[str] = set()

@@ -36,7 +36,7 @@ class StaleEpochs:
         """Return whether KV of an epoch is stale: the weights have changed in this epoch or in a later one.
 
         Args:
-            epoch: number of cache resets before the epoch, which is the time between two resets.
+            epoch: number of the epoch (time between two cache resets), counted from 0.
         """
         return self.last is not None and epoch <= self.last
 
@@ -51,7 +51,7 @@ class StaleEpochs:
     def on_weights_changed(self) -> None:
         """Mark the current epoch (time between two cache resets) as one in which the weights have changed.
 
-        The current epoch is the epoch of the last step that used the cache. Before any such step it is the
-        first epoch, because its chunk names contain the digest of the weights at the start.
+        The current epoch is the epoch of the last step that used the cache. Before the first such step it is
+        epoch 0. Its chunk keys contain the digest of the weights at the start, which no longer matches.
         """
         self.last = self._current
