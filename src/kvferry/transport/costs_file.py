@@ -40,7 +40,10 @@ class CostsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def default_costs_path(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the default path of the file with the measured costs, which lies in the user's cache directory.
+    """Return the default path of the costs file, which is in the user's cache directory.
+
+    Args:
+        environment: environment variables that determine the cache directory.
 
     Raises:
         ConfigError: the user has no home directory.
@@ -56,7 +59,7 @@ def load_costs(path: str | None = None) -> Costs:
             are returned.
 
     Raises:
-        ConfigError: the file cannot be read, or `write_costs` did not write it.
+        ConfigError: the file cannot be read, or is not a valid costs file of the current version.
     """
     if path is not None:
         return read_costs(expanded(path))
@@ -74,10 +77,10 @@ def find_default_costs() -> Path | None:
 
 
 def read_costs(path: Path) -> Costs:
-    """Read the measured transfer costs of a machine from a file.
+    """Read the measured transfer costs of a machine from a file that `write_costs` wrote.
 
     Raises:
-        ConfigError: the file cannot be read, or `write_costs` did not write it.
+        ConfigError: the file cannot be read, or is not a valid costs file of the current version.
     """
     remedy = "write it anew with `kvferry bench calibrate`"
     try:

@@ -16,7 +16,7 @@ _UNREADABLE = (msgspec.DecodeError, GeometryError, ValueError, OverflowError, Re
 
 @contextmanager
 def as_protocol_error(what: str) -> Iterator[None]:
-    """Convert errors of decoders and checks inside the ``with`` statement into ProtocolError.
+    """Context manager for decoding a message: errors in the data are raised as ProtocolError.
 
     Args:
         what: name of the expected message, for the error's text "not {what}: …".

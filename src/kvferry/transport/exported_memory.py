@@ -29,14 +29,17 @@ class ExportedMemory:
     def __init__(
         self, geometry: RankGeometry, words: LeaseWords, settings: TransferSettings, agent: Agent
     ) -> None:
-        """Register the memory with NIXL, and start the server that packs cells (parts of blocks) for peers.
+        """Register KV cache, staging area and lease words with NIXL, and start the server that packs cells.
+
+        The server packs cells (parts of blocks) into the staging area when peers ask for it.
 
         Args:
             geometry: addresses and layout of this worker's KV cache.
-            words: lease words of this worker: integers that change before leased blocks are freed. For each
-                unit (`UNIT_BYTES`) of the staging area, one more word is appended, so that readers can detect
-                that packed cells have been overwritten.
-            settings: settings of transfers, such as the size of the staging area.
+            words: lease words of this worker: integers that change before leased blocks are freed. The
+                constructor appends one word for each `UNIT_BYTES` of the staging area, so that readers can
+                detect that packed cells have been overwritten.
+            settings: settings of transfers, such as the size of the staging area. Without a staging area, no
+                server is started.
             agent: NIXL agent that nothing else uses. `close` closes the agent.
 
         Raises:

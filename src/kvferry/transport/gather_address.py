@@ -17,17 +17,17 @@ from kvferry.transport.resolver import AddressNotAllowed, PeerResolver
 def resolve_gather_address(
     card: RankCard, address: Address, names: PeerResolver, log: LimitedLog
 ) -> RankCard:
-    """Return a copy of a rank's description with a numeric address of the rank's gather channel.
+    """Return a copy of a rank's description in which the host of the gather channel is an IP address.
 
-    Over the gather channel, readers ask the rank to pack cells (parts of blocks) into staging memory. If
-    its address is not allowed or not resolved yet, the copy has no gather channel. Workers connect to the
-    address in the description, so workers never resolve a name.
+    Over the gather channel, readers ask the rank to pack cells (parts of blocks) into staging memory. The
+    host is resolved here, because the workers that connect to it never resolve names. If the host is not
+    allowed or not resolved yet, the copy has no gather channel.
 
     Args:
         card: peer's description of one of its ranks.
         address: (host, port) of the peer's control channel, for the log.
-        names: resolver that decides which addresses may be used.
-        log: log that receives a line if the address cannot be used.
+        names: resolver of host names, which also decides which hosts are allowed.
+        log: log that receives a line if the host cannot be used.
     """
     if card.outgoing is None:
         return card

@@ -38,13 +38,13 @@ _QUEUED = 10_000
 class GatherClient:
     """A connection to one rank of a peer, over which a lane (reading thread) asks the rank to pack cells.
 
-    A cell is the part of a block that moves as one unit. A *segment* is the consecutive cells that one call
-    of `ask` names. A route is a set of layers that are copied alike; the routes are announced once, and
-    requests name them by index.
+    A cell is the part of a block that moves as one unit. The cells of one request (one call of `ask`) are
+    called a *segment*. A route is a set of layers that are copied alike. The client sends all routes to the
+    rank once; requests refer to them by index.
 
     Attributes:
-        silent_until: end of the pause in which the rank is not asked, because it did not reply in time; in
-            seconds of the lane's clock. Any reply sets it to 0.
+        silent_until: time until which the lane sends no requests to the rank, because the rank did not reply
+            in time; in seconds of the lane's clock. The lane sets it; any reply resets it to 0.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class GatherClient:
         routes: Sequence[GatherRoute],
         keys: security.Keys,
     ) -> None:
-        """Start to connect to the rank, and announce the routes of later requests.
+        """Connect to the rank in the background, and send it the routes that later requests refer to.
 
         Args:
             context: ZeroMQ context.
-            host: numeric address of the rank's gather channel, over which readers ask the rank to pack cells
+            host: IP address of the rank's gather channel, over which readers ask the rank to pack cells
                 (parts of blocks).
             port: port of the gather channel.
-            routes: routes (sets of layers that are copied alike) that `ask` names by index.
+            routes: routes (sets of layers that are copied alike). `ask` takes an index into this sequence.
             keys: CURVE keys, with which peers authenticate each other.
         """
         self.silent_until = 0.0
@@ -93,9 +93,9 @@ class GatherClient:
         return bool(self._wanted)
 
     def is_silent(self, now: float) -> bool:
-        """Return whether requests to the rank are paused, because it failed to reply in time lately.
+        """Return whether `silent_until` is in the future: the rank recently failed to reply in time.
 
-        Replies that have arrived are processed first; any reply ends the pause.
+        Replies that have arrived are processed first; any of them ends the pause.
 
         Args:
             now: current time in seconds, by the clock of the caller.
@@ -107,12 +107,13 @@ class GatherClient:
         """Ask the rank to pack cells (parts of blocks) into its staging memory.
 
         Args:
-            route: index of the cells' route (set of layers that are copied alike) in the
-                argument `routes` of the constructor.
+            route: index of the cells' route (set of layers that are copied alike) in the constructor's
+                argument `routes`.
             lease: lease word: an integer in the rank's memory that shows whether the lease on the source
                 blocks is valid.
-            blocks: source block id of each cell, int64 of shape (n,).
-            cell: index of the first cell within its block. The cells are consecutive in the sequence.
+            blocks: for each cell, the id of the source block that contains it, int64 of shape (n,). The cells
+                are consecutive in the order of tokens.
+            cell: index of the first cell within its block.
 
         Returns:
             Id of the segment (the cells of this request), for `answer` and `done`.

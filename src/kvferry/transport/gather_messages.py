@@ -44,17 +44,17 @@ _Stride = Annotated[int, msgspec.Meta(ge=1, lt=_MOST_BYTES)]
 
 
 class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
-    """The copies with which the source packs the cells of one route into images, when a reader asks for them.
+    """Describes to the source how to pack the cells of one route into images.
 
     A route is a set of layers that are copied alike. A cell is the part of a block that moves as one unit. An
-    image is a cell packed into contiguous memory.
+    image is a cell packed into contiguous memory. The reader sends the description before its requests.
 
     Attributes:
         src_stride: bytes from one block of the source's KV cache to the next.
         src_blocks: number of blocks in the source's KV cache.
         image_stride: bytes from one image to the next.
-        parts: strided copies that pack the first cell of block 0 into an image. Each part also holds the byte
-            offset of every cell in a block. All parts have the same number of offsets.
+        parts: strided copies that pack the first cell of block 0 into an image. Each part also has the
+            byte offset of every cell within a block, by which its copies are shifted to pack another cell.
     """
 
     src_stride: _Stride
@@ -69,14 +69,14 @@ class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AnnounceRoutes(msgspec.Struct, frozen=True, tag="introduce"):
-    """Message without reply: announces the routes that later `Gather` messages name.
+    """Message without reply: a reader announces its routes, to which its `Gather` messages refer by index.
 
-    A route is a set of layers that are copied alike. The message replaces the routes that the
-    reader announced before.
+    A route is a set of layers that are copied alike. The message replaces the routes that the reader
+    announced before.
 
     Attributes:
         protocol: protocol version of the reader.
-        routes: routes that `Gather` names by index.
+        routes: all routes of the reader.
     """
 
     protocol: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -88,13 +88,13 @@ class Gather(msgspec.Struct, frozen=True, tag="gather"):
 
     Attributes:
         segment: id of the segment (the cells of this request), repeated in the reply.
-        route: index of the cells' route (set of layers that are copied alike) in
-            `AnnounceRoutes`.
+        route: index of the cells' route (set of layers that are copied alike) in `AnnounceRoutes.routes`.
         slot: index of the lease word: an integer in the source's memory that changes before the cells' blocks
             are freed.
         generation: value of the lease word's low half while the lease is valid.
-        blocks: source block id of each cell, as packed int32.
-        cell: index of the first cell within its block. The cells are consecutive in the sequence.
+        blocks: for each cell, the id of the source block that contains it: int32 values in native byte order.
+            The cells are consecutive in the order of tokens.
+        cell: index of the first cell within its block.
     """
 
     segment: _Count = msgspec.field(name="chunk")
@@ -143,9 +143,9 @@ class NotGathered(msgspec.Struct, frozen=True, tag="not-gathered"):
 
     Attributes:
         segment: id of the segment (the cells of one request).
-        reason: cause, for log messages.
-        unknown: True if the server does not know the routes (sets of layers) of the reader. Then the reader
-            must announce them again.
+        reason: why the cells are not packed, for log messages.
+        unknown: True if the cause is that the server does not know the reader's routes (sets of layers). Then
+            the reader must announce them again.
     """
 
     segment: _Count = msgspec.field(name="chunk")
@@ -162,7 +162,7 @@ _replies = msgspec.msgpack.Decoder(Reply)
 
 
 def encode(message: Request | Reply) -> bytes:
-    """Encode a request to pack cells (parts of blocks), or a reply to such a request, as MessagePack."""
+    """Encode a message of the gather channel (on which readers ask to have cells packed) as MessagePack."""
     return _encoder.encode(message)
 
 

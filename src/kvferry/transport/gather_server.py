@@ -74,11 +74,11 @@ class _Reader:
     A route is a set of layers that are copied alike. A cell is the part of a block that moves as one unit.
 
     Attributes:
-        routes: announced routes, each with its prepared copies.
-        allocations: staging memory of the reader's packed segments (the cells of one request each), by
-            segment number.
-        cells: number of cell offsets that the announced routes contain. The sum over all readers is limited
-            to `MAX_CELLS_OF_ALL_READERS`.
+        routes: announced routes, each with the copy operation that packs cells of the route.
+        allocations: staging memory that holds packed cells for the reader: maps the id of each segment (the
+            cells of one request) to its memory.
+        cells: total number of cell offsets in the announced routes. It measures their memory, which is
+            limited: the sum over all readers is at most `MAX_CELLS_OF_ALL_READERS`.
     """
 
     routes: list[tuple[GatherRoute, StagingCopies]]
@@ -92,7 +92,7 @@ class _HeldAllocation:
 
     Attributes:
         allocation: memory in the staging area.
-        since: time at which the segment was packed, in seconds of the clock.
+        since: time at which the segment was packed, in seconds of the server's clock.
     """
 
     allocation: Allocation
@@ -104,9 +104,9 @@ class _Waiting:
     """A request to pack cells (parts of blocks) that waits for free staging memory.
 
     Attributes:
-        sender: id of the reader.
+        sender: routing id of the reader's connection, to which the reply is sent.
         message: request of the reader.
-        since: time at which the request arrived, in seconds of the clock.
+        since: time at which the request arrived, in seconds of the server's clock.
     """
 
     sender: bytes
@@ -141,8 +141,9 @@ class GatherServer:
             host: address to bind.
             geometry: addresses and layout of this worker's KV cache, which contains the cells.
             area: staging area that readers read from. The area is allocated in units of `UNIT_BYTES`.
-            words: words of the worker: integers in registered memory. Those before index `first_word` belong
-                to leases. The others belong to the staging area, one to each unit.
+            words: words of the worker: integers in registered memory that change before the memory they
+                protect is used again. Words before index `first_word` protect leased blocks. The others
+                protect the staging area, one word for each unit.
             first_word: index of the first word that belongs to the staging area.
             keys: CURVE keys, with which peers authenticate each other.
             peers: machines that may connect.
@@ -166,7 +167,7 @@ class GatherServer:
         self._thread.start()
 
     def close(self, patience_seconds: float = 2.0) -> None:
-        """Stop the server's thread. Wait at most `patience_seconds` until a copy in progress has ended."""
+        """Stop the server's thread. Wait at most `patience_seconds` for it to finish a copy in progress."""
         self._stop.set()
         self._thread.join(patience_seconds)
         if self._thread.is_alive():
@@ -183,7 +184,7 @@ class GatherServer:
         self._listener.close()
 
     def _run_guarded(self, step: Callable[[], None]) -> None:
-        """Call a step of the thread's loop. Log an exception, so that the thread goes on for other readers.
+        """Call a step of the thread's loop. Log any exception, so that the thread keeps running.
 
         Args:
             step: function to call.
@@ -219,10 +220,10 @@ class GatherServer:
             self._free_all(oldest)
 
     def _has_too_many_readers(self) -> bool:
-        """Return whether there are too many readers, so that the routes of the oldest must be forgotten.
+        """Return whether the server must forget a reader, because a limit for all readers is exceeded.
 
-        The number of readers is limited, and so is the total number of cell offsets in their routes.
-        A route is a set of layers that are copied alike.
+        The limits are the number of readers and the total number of cell offsets in their routes (sets of
+        layers that are copied alike).
         """
         cells = sum(reader.cells for reader in self._readers.values())
         return len(self._readers) > MAX_READERS or cells > MAX_CELLS_OF_ALL_READERS
@@ -236,12 +237,12 @@ class GatherServer:
     def _is_full(self, sender: bytes, message: Gather) -> bool:
         """Return whether a request must be refused, because too many requests wait for staging memory.
 
-        The limits are the number of all waiting requests, the number of those from the same reader, and the
-        size of all their block ids.
+        There are limits on the number of all waiting requests, on the number of waiting requests of one
+        reader, and on the total size of the block ids in all of them.
 
         Args:
-            sender: id of the reader.
-            message: request of the reader.
+            sender: routing id of the reader's connection.
+            message: new request of the reader.
         """
         if not self._waiting:
             return False
@@ -266,7 +267,7 @@ class GatherServer:
         The reply says where the packed cells are, or why the request is refused.
 
         Args:
-            sender: id of the reader.
+            sender: routing id of the reader's connection, to which the reply is sent.
             message: request of the reader.
 
         Returns:
@@ -300,13 +301,13 @@ class GatherServer:
         """Copy the cells (parts of blocks) of a request from the KV cache into staging memory.
 
         Args:
-            message: request, which names the cells.
+            message: request with the block ids and the index of the first cell.
             route: route (set of layers that are copied alike) of the cells.
-            loops: prepared copies of the route.
+            loops: copy operation that packs cells of the route.
             allocation: staging memory to write to.
 
         Returns:
-            Reason of the failure, as a text; None if the copy succeeded.
+            Reason for the refusal if the copy failed; None if it succeeded.
         """
         slots = self.area.images(route.image_stride)
         try:
@@ -347,7 +348,10 @@ class GatherServer:
         self._waiting = deque(w for w in self._waiting if w.sender != sender or w.message.segment != segment)
 
     def _expire(self) -> None:
-        """Free packed cells that readers did not release in time. Refuse requests that waited too long."""
+        """Free packed cells that readers did not release in time. Refuse requests that have waited too long.
+
+        Do this at most once in `_SWEEP_SECONDS`, however often it is called.
+        """
         now = self._clock()
         if now - self._swept < _SWEEP_SECONDS:
             return
@@ -369,8 +373,8 @@ class GatherServer:
     def _free(self, held: _HeldAllocation) -> None:
         """Free the staging memory of a segment (the packed cells of one request).
 
-        First increment the memory's word: an integer that readers check after they have read. So a late
-        reader detects that the memory may have been overwritten.
+        Before that, increment the word that protects the memory: an integer that readers check after they
+        have read the cells. A reader that is too late then detects that the cells may have been overwritten.
 
         Args:
             held: memory to free.

@@ -70,7 +70,7 @@ class PeerInfo:
     """Status of a peer: this engine can read from the peer.
 
     Attributes:
-        facts: facts about the peer's engine.
+        facts: ids, software versions and KV settings that the peer reported in the handshake.
         ranks: description of every worker of the peer.
     """
 
@@ -83,7 +83,7 @@ class Unusable:
     """Status of a peer: this engine cannot read from the peer.
 
     Attributes:
-        reason: cause, as a sentence.
+        reason: why this engine cannot read from the peer, as text for logs.
     """
 
     reason: str
@@ -97,8 +97,9 @@ class _Handshake:
     """A handshake with a peer that is under way.
 
     Attributes:
-        began: time of the first message to the peer, in seconds of the clock.
-        facts: facts about the peer's engine; None until the peer has accepted this engine.
+        began: time of the first message to the peer, in seconds of the clock of `Handshakes`.
+        facts: ids, software versions and KV settings of the peer; None until the peer has accepted this
+            engine.
     """
 
     began: float
@@ -108,7 +109,7 @@ class _Handshake:
 class Handshakes:
     """The handshakes with all peers, and the status of each peer. Each handshake has its own deadline.
 
-    This class makes and processes the messages; the caller sends and receives them.
+    This class creates the messages to send and processes the replies; the caller owns the sockets.
     """
 
     def __init__(
@@ -121,10 +122,10 @@ class Handshakes:
         """Create an empty collection of handshakes.
 
         Args:
-            facts: facts about this engine, such as its id and its KV settings. They are sent to peers.
+            facts: description of this engine (ids, software versions, KV settings), which is sent to peers.
             check: function that takes a peer's address and the descriptions of its ranks, and returns the
-                descriptions with numeric addresses. It raises Incompatible for ranks that this engine cannot
-                read from.
+                descriptions with IP addresses in place of host names. It raises Incompatible if this engine
+                cannot read from the ranks.
             patience_seconds: timeout of a handshake, in seconds.
             clock: function that returns the current time in seconds.
         """
@@ -143,12 +144,12 @@ class Handshakes:
     def status(self, address: Address, incarnation: int | None = None) -> PeerStatus | None:
         """Return the status of a peer. Return None if the caller must start a new handshake with the peer.
 
-        A new handshake is needed in three cases: the peer is unknown; it was refused, and `REFUSAL_SECONDS`
-        have passed; or it may have restarted, because `incarnation` differs from the one that the last
-        handshake found. The third case causes at most one handshake per `REFRESH_SECONDS`.
+        A new handshake is needed in three cases: the peer is unknown; it became Unusable more than
+        `REFUSAL_SECONDS` ago; or it may have restarted, because `incarnation` differs from the one in the
+        last handshake. The third case causes at most one handshake per `REFRESH_SECONDS`.
 
-        If the new handshake finds the old incarnation again, then `incarnation` itself is out of date. The
-        returned PeerInfo does not say so; the caller must compare `incarnation` with `PeerInfo.facts`.
+        A returned PeerInfo may be about another run of the peer than the caller expects, so the caller must
+        compare `incarnation` with `PeerInfo.facts`.
 
         Args:
             address: (host, port) of the peer's control channel.
@@ -171,9 +172,9 @@ class Handshakes:
         return len(self._looking) >= MAX_HANDSHAKES
 
     def start(self, address: Address) -> Pending:
-        """Set the status of a peer to Pending, and return it. The caller must then start the handshake.
+        """Set the status of a peer to Pending, and return that status.
 
-        `open` returns the first message of the handshake.
+        The caller must then call `open`, and send the message that it returns to the peer.
 
         Args:
             address: (host, port) of the peer's control channel.
@@ -229,7 +230,7 @@ class Handshakes:
 
         Args:
             address: (host, port) of the peer's control channel.
-            reason: cause, as a sentence.
+            reason: why this engine cannot read from the peer, as text for logs.
         """
         reason = shown(reason, _REASON_CHARACTERS)
         host, port = address
@@ -244,7 +245,7 @@ class Handshakes:
         self._closable.append(address)
 
     def pop_refused(self) -> list[Address]:
-        """Return the (host, port) of each peer that was refused (`refuse`) since the last call.
+        """Return the (host, port) of each peer whose status became Unusable since the last call.
 
         The caller closes the sockets to these peers.
         """
@@ -252,7 +253,7 @@ class Handshakes:
         return refused
 
     def refuse_silent(self) -> None:
-        """Refuse all peers whose handshake has timed out: set their status to Unusable."""
+        """Set the status of every peer whose handshake has timed out to Unusable."""
         now = self._clock()
         for address, handshake in list(self._running.items()):
             patience = self._patience(handshake)
@@ -281,7 +282,10 @@ class Handshakes:
         return self._answers.get(address) is None and address not in self._running
 
     def forget_refusals(self) -> None:
-        """Forget all refusals older than `REFUSAL_SECONDS`, so that these peers may be contacted again."""
+        """Forget the status of peers that became Unusable more than `REFUSAL_SECONDS` ago.
+
+        These peers may be contacted again.
+        """
         for address in [one for one in self._refused_at if self._refusal_is_over(one)]:
             del self._refused_at[address]
             if self.is_refused(address):
@@ -326,13 +330,13 @@ class Handshakes:
 
 
 def _store_limited(times: dict[Address, float], address: Address, now: float) -> Address | None:
-    """Store the current time for a peer in `times`. If `times` has too many entries, remove the oldest.
+    """Store the current time for a peer. Remove the oldest entry if there are more than `MAX_REMEMBERED`.
 
     Args:
-        times: maps the (host, port) of each peer to the time of the peer's last event, in seconds of the
-            clock.
-        address: (host, port) of the peer.
-        now: current time, in seconds of the clock.
+        times: maps the (host, port) of a peer to the time of its last event, in seconds. The function changes
+            this dict.
+        address: (host, port) of the peer whose event happens now.
+        now: current time in seconds.
 
     Returns:
         Address of the peer whose entry was removed; None if no entry was removed.

@@ -48,18 +48,18 @@ def write_secret(path: Path) -> None:
 
 @contextmanager
 def private_directory(folder: Path, *, make: bool) -> Iterator[int]:
-    """Open and check the directory of the machine's key, and yield its file descriptor.
+    """Open the directory that holds the machine's key, and yield its file descriptor.
 
     The machine's key is the secret that all engines of a user on a machine share. Only this user may have
-    access to its directory.
+    access to the directory, which is checked.
 
     Args:
         folder: path of the directory.
         make: True to create the directory if it does not exist.
 
     Raises:
-        ConfigError: the directory cannot be created or opened, belongs to another user, or others have
-            access.
+        ConfigError: the directory cannot be created or opened, belongs to another user, or is accessible to
+            other users.
         FileNotFoundError: the directory does not exist and `make` is false.
     """
     try:

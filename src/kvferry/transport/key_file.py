@@ -46,8 +46,8 @@ def key_location(secret_file: str | None, environment: Mapping[str, str] = os.en
     """Return the location of the file with an engine's secret. The file may not exist yet.
 
     Args:
-        secret_file: value of the setting ``secret_file``. None for the machine's key, which all engines of a
-            user on a machine share.
+        secret_file: path from the setting ``secret_file``. None for the file of the machine's key: the secret
+            that all engines of a user on a machine share.
         environment: environment variables, which determine the user's state directory.
 
     Raises:
@@ -94,14 +94,14 @@ def existing_keys(secret_file: str | None) -> Keys | None:
     """Read an engine's secret from its file, and derive the CURVE key pair from it. Create no file.
 
     Args:
-        secret_file: value of the setting ``secret_file``. None for the machine's key, which all engines of a
-            user on a machine share.
+        secret_file: path from the setting ``secret_file``. None for the file of the machine's key: the secret
+            that all engines of a user on a machine share.
 
     Returns:
-        Key pair; None if `secret_file` is None and the machine has no key yet.
+        Key pair; None if `secret_file` is None and the machine's key does not exist yet.
 
     Raises:
-        ConfigError: the file cannot be read, others have access to it, or it holds no secret.
+        ConfigError: the file cannot be read, is accessible to other users, or holds no valid secret.
     """
     place = key_location(secret_file)
     if place.configured:
@@ -116,13 +116,14 @@ def existing_keys(secret_file: str | None) -> Keys | None:
 def _given_secret(place: KeyLocation) -> bytes:
     """Read an engine's secret from the file that the setting ``secret_file`` names.
 
-    The file may be a symbolic link, and its group may read it, as in Kubernetes.
+    Kubernetes mounts secrets as symbolic links to files that a group may read, so both are allowed here.
 
     Args:
         place: location of the file.
 
     Raises:
-        ConfigError: the file cannot be read, others have access to it, or it holds no secret.
+        ConfigError: the file cannot be read, is accessible to users who are neither its owner nor in its
+            group, or holds no valid secret.
     """
     try:
         descriptor = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -154,7 +155,8 @@ def _secret_in(descriptor: int, place: KeyLocation, closed_to: int, owners: tupl
         owners: ids of the users that may own the file.
 
     Raises:
-        ConfigError: the file is not safe, cannot be read, or holds no secret.
+        ConfigError: the file is not a regular file, has a forbidden owner or permission, cannot be read, or
+            holds no valid secret.
     """
     try:
         found = os.fstat(descriptor)

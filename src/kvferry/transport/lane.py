@@ -89,7 +89,8 @@ class ReadResult:
             the read failed earlier.
         check_seconds: duration of reading the lease words (integers that show whether the KV is valid); 0 if
             they were not read.
-        peer_lost: True if the peer cannot be read from or has restarted, so that other orders will fail too.
+        peer_lost: True if the peer cannot be read from, or has restarted. Other orders to read from this peer
+            will fail too.
     """
 
     key: str
@@ -123,18 +124,18 @@ class _Read:
     Attributes:
         order: order that is executed.
         peer: connection to the peer.
-        landing: index of the first local word that lease words are read into. Each read has `MAX_SOURCES`
-            local words, one for each rank of the peer.
+        landing: where the peer's lease words are read to: index of the first of `MAX_SOURCES` words in the
+            lane's own memory, one for each rank of the peer.
         plan: plan of the read.
-        handles: handles of the READs in flight: at first those that read cells straight into blocks, and
-            when all KV has arrived those that read lease words.
+        handles: handles of the READs in flight. While KV is missing, these are the READs of cells that go
+            straight into blocks. When all KV has arrived, they are the READs of lease words.
         packed: reads of packed cells in progress, one per route (set of layers that are read with the same
             copies).
         words: True once the lease words are being read.
         failure: reason of the failure; None if there is none so far.
         peer_lost: True if the transport failed.
-        started: time of the start of the read, in seconds of `time.perf_counter`.
-        data_done: time at which all KV had arrived, in the same seconds; 0 while KV is still missing.
+        started: start of the read, in seconds of `time.perf_counter`.
+        data_done: time at which all KV had arrived, by the same clock; 0 while KV is still missing.
     """
 
     order: ReadOrder
@@ -173,10 +174,11 @@ class Lane:
             name: name of the NIXL agent, unique among all agents that ever communicate.
             geometry: addresses and layout of this worker's KV cache.
             landing: staging area into which packed cells (parts of blocks) are read; all lanes share it.
-            settings: settings of transfers, such as strategy and costs.
+            settings: settings of transfers, such as the transfer strategy and the measured costs that decide
+                between strategies.
             make_agent: function that creates the NIXL agent; the thread calls it.
             validator: object that decides whether a peer's transport metadata may be loaded.
-            in_flight: maximum number of orders that are read at a time; further orders are queued.
+            in_flight: maximum number of orders that are executed at the same time; further orders wait.
         """
         self._settings, self._geometry, self._images = settings, geometry, landing
         self._landing = np.zeros(in_flight * MAX_SOURCES + MAX_SEGMENTS, np.uint64)
@@ -209,7 +211,9 @@ class Lane:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def connect(self, peer: str, cards: Sequence[RankCard]) -> None:
-        """Queue a command to connect a peer. Orders to read from it may be submitted without waiting.
+        """Queue a command to connect a peer, and return at once. `submit` may be called right away.
+
+        Orders for this peer wait until it is connected, and fail if it cannot be connected.
 
         Args:
             peer: name of the peer.
@@ -221,7 +225,7 @@ class Lane:
     def disconnect(self, peer: str) -> None:
         """Queue a command to disconnect a peer. The connection is closed when no read uses it any more.
 
-        Orders for the peer that are submitted later fail.
+        Orders for this peer that are submitted after this call fail.
         """
         self._queue.append(_Connect(peer, None))
         self._wake.set()
@@ -421,8 +425,9 @@ class Lane:
     def _advance(self, agent: Agent, read: _Read) -> bool:
         """Take the next step of a read if that is possible now; return whether a step was taken.
 
-        When all KV has arrived, the next step is to start to read the lease words (integers that show whether
-        the KV is valid). When these have arrived, or the read has failed, the last step is to add the result.
+        When all KV has arrived, the next step is to start reading the lease words (integers that show whether
+        the KV is valid). When the words have arrived, or the read has failed, the last step is to check them
+        and to queue a `ReadResult`.
 
         Args:
             agent: NIXL agent of this lane (reading thread).

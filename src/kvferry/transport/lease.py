@@ -30,9 +30,10 @@ _GENERATIONS = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class LeaseWord:
-    """The word of a lease: an integer in registered memory of every worker. It changes when the lease ends.
+    """Tells a consumer where the word of a lease is, and which value it has while the lease is valid.
 
-    After a consumer has read the lease's blocks, it checks that the word has the value described here.
+    The word is an integer in registered memory of every worker of the producer. It changes when the lease
+    ends. A consumer reads the word after the lease's blocks, to check that the blocks were still valid.
 
     Attributes:
         slot: index of the word, the same on every worker.
@@ -68,7 +69,7 @@ class LeaseWords:
     Attributes:
         incarnation: random number that identifies this run of the worker, which is the high half of every
             word.
-        array: word of every slot, uint64 of shape (slots,).
+        array: the words, uint64 of shape (n,). A word is identified by its index, which is called a slot.
     """
 
     def __init__(self, incarnation: int, slots: int) -> None:
@@ -128,8 +129,8 @@ class _HeldLease:
 
     Attributes:
         slot: index of the lease's word (integer in registered memory that changes when the lease ends).
-        granted: time of the grant, in seconds of the clock.
-        expires: time at which the lease expires, in seconds of the clock.
+        granted: time of the grant, in seconds of the clock of `LeaseBook`.
+        expires: time at which the lease expires, in seconds of the same clock.
         claimed: True once a consumer has claimed the lease.
     """
 
@@ -140,10 +141,10 @@ class _HeldLease:
 
 
 class LeaseBook:
-    """The leases of a producer, kept by its scheduler. Only this class decides when a lease ends.
+    """The register of a producer's leases, in its scheduler. It grants, extends and ends them.
 
     A lease is the promise to keep the KV blocks of a request for consumers to read. Not thread-safe: only the
-    engine's thread may use the book.
+    engine's thread may use this object.
 
     Attributes:
         seconds: default duration of a lease, in seconds.
@@ -151,11 +152,11 @@ class LeaseBook:
     """
 
     def __init__(self, incarnation: int, slots: int, seconds: float, clock: Callable[[], float]) -> None:
-        """Create an empty book of leases.
+        """Create a register without leases.
 
         Args:
             incarnation: random number that identifies this run of the engine.
-            slots: maximum number of leases.
+            slots: maximum number of leases at a time.
             seconds: default duration of a lease, in seconds.
             clock: function that returns the current time in seconds.
         """
@@ -169,9 +170,9 @@ class LeaseBook:
         self._ending: dict[str, int] = {}
 
     def __len__(self) -> int:
-        """Return the number of leases whose blocks must be kept: those that are held or that are ending.
+        """Return the number of leases whose blocks must be kept.
 
-        A lease is ending from `end` until `ended`.
+        These are the leases that have not ended, and those for which `end` was called and `ended` was not.
         """
         return len(self._held) + len(self._ending)
 
@@ -205,10 +206,10 @@ class LeaseBook:
         """Mark leases as claimed by a consumer, and extend each to at least the default duration from now.
 
         Args:
-            names: names of leases. Leases that are not held are ignored.
+            names: names of leases. Unknown and ended leases are ignored.
 
         Returns:
-            Names of the leases that are held.
+            Names of the leases that were extended.
         """
         known = [name for name in names if name in self._held]
         for name in known:
@@ -217,23 +218,24 @@ class LeaseBook:
         return known
 
     def unclaimed(self, seconds: float) -> list[str]:
-        """Return the names of the leases that are held and that no consumer has claimed yet, oldest first.
+        """Return the names of the leases that have not ended and that no consumer has claimed, oldest first.
 
         Args:
-            seconds: minimum age of the leases, in seconds. Leases that were granted later are left out.
+            seconds: minimum age of the leases, in seconds; younger leases are left out.
         """
         latest = self._clock() - seconds
         return [name for name, held in self._held.items() if not held.claimed and held.granted <= latest]
 
     def end(self, names: Iterable[str]) -> dict[str, int]:
-        """End leases that are held. The caller must keep their blocks until `ended` is called for each lease.
+        """End leases. The caller must keep the blocks of each lease until `ended` is called for it.
 
         Args:
-            names: names of leases. Leases that are not held are ignored.
+            names: names of leases. Unknown and ended leases are ignored.
 
         Returns:
-            Slot of each lease that ends, by name. All workers must increment the lease words (integers in
-            registered memory) of these slots. Then the caller must call `ended` for each name.
+            Maps the name of each lease to the slot (index) of its lease word: an integer in the workers'
+            registered memory. All workers must increment these words. Then the caller must call `ended` for
+            each name.
         """
         ending = {name: self._held.pop(name).slot for name in names if name in self._held}
         self._ending.update(ending)
@@ -242,11 +244,12 @@ class LeaseBook:
     def end_expired(self) -> dict[str, int]:
         """End all leases that have expired.
 
-        The caller must keep their blocks until `ended` is called for each.
+        The caller must keep the blocks of each lease until `ended` is called for it.
 
         Returns:
-            Slot of each lease that ends, by name. All workers must increment the lease words (integers in
-            registered memory) of these slots. Then the caller must call `ended` for each name.
+            Maps the name of each lease to the slot (index) of its lease word: an integer in the workers'
+            registered memory. All workers must increment these words. Then the caller must call `ended` for
+            each name.
         """
         now = self._clock()
         late = [name for name, held in self._held.items() if held.expires <= now]
@@ -254,9 +257,12 @@ class LeaseBook:
         return self.end(late)
 
     def ended(self, name: str) -> None:
-        """Free the slot of a lease that is ending, so that the slot can be used for another lease.
+        """Free the slot of a lease for use by another lease. The blocks of the lease may now be freed.
 
         Call this method when all workers have incremented the lease's word (integer in registered memory).
+
+        Args:
+            name: name of the lease, for which `end` was called. Other names are ignored.
         """
         slot = self._ending.pop(name, None)
         if slot is None:

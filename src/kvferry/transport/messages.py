@@ -79,14 +79,14 @@ Port: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """Facts about an engine, which the engine sends to peers in handshakes.
+    """Description of an engine, which the engine sends to peers in handshakes.
 
     Attributes:
         engine_id: id of the engine.
         incarnation: random number that identifies this run of the engine.
         software: versions of the engine's software, for logs only.
-        must_agree: facts on which the meaning of the KV bytes depends, by name. If the two engines differ in
-            one of them, the producer refuses the consumer.
+        must_agree: properties of the engine on which the meaning of its KV bytes depends, by name. If the two
+            engines differ in one of them, the producer refuses the consumer.
         keeps_turns: (host, port) at which the engine answers queries for earlier turns of conversations; None
             if it keeps no KV of earlier turns.
     """
@@ -103,7 +103,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
     Attributes:
         protocol: protocol version of the consumer.
-        facts: facts about the consumer.
+        facts: description of the consumer.
     """
 
     protocol: _Protocol
@@ -114,7 +114,7 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
     """Reply: the producer can serve this consumer.
 
     Attributes:
-        facts: facts about the producer.
+        facts: description of the producer.
     """
 
     facts: Facts
@@ -133,11 +133,11 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 class AskRanks(msgspec.Struct, frozen=True, tag="ask-ranks"):
     """Request: asks for the descriptions of all ranks of the producer.
 
-    The request repeats the facts of `Hello`, because the producer keeps no state of peers.
+    The request repeats the content of `Hello`, because the producer keeps no state about consumers.
 
     Attributes:
         protocol: protocol version of the consumer.
-        facts: facts about the consumer.
+        facts: description of the consumer.
     """
 
     protocol: _Protocol
@@ -153,8 +153,8 @@ class Outgoing(msgspec.Struct, frozen=True):
     Attributes:
         host, port: address of the gather channel.
         address, bytes: memory address and size of the staging area.
-        words: number of words (integers in registered memory) that show whether packed cells are valid. In
-            memory they follow the words of leases.
+        words: number of words that show whether packed cells are valid. A word is an integer in registered
+            memory. These words follow directly after the words of leases.
     """
 
     host: Host
@@ -234,7 +234,7 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class AskTurn(msgspec.Struct, frozen=True, tag="ask-turn"):
-    """Request: asks for earlier turns of conversations that share a prefix with a prompt.
+    """Request: asks an engine for the earlier turns it keeps that start with the same tokens as a prompt.
 
     An earlier turn is a finished request whose KV blocks an engine keeps for the next turn of its
     conversation. Prompts are compared in chunks: units of a fixed number of tokens.
@@ -353,14 +353,14 @@ def decode_numbered(data: bytes) -> Numbered | None:
 
 
 def compare_facts(theirs: Mapping[str, Fact], ours: Mapping[str, Fact]) -> list[str]:
-    """Compare the facts that two engines have in common, and return one sentence per difference.
+    """Compare the properties of two engines (`Facts.must_agree`), and return one sentence per difference.
 
-    A fact is a text, or a dictionary of settings; each setting that differs counts as one difference. Facts
-    that only one engine has are ignored.
+    A property is a text, or a dictionary of settings; each setting that differs is a difference of its own.
+    Properties that only one of the engines has are ignored.
 
     Args:
-        theirs: facts about the engine that the sentences call "there", by name.
-        ours: facts about the engine that the sentences call "here", by name.
+        theirs: properties of the engine that the sentences call "there", by name.
+        ours: properties of the engine that the sentences call "here", by name.
 
     >>> theirs = {"dtype": "float16", "rope": {"theta": "1"}}
     >>> compare_facts(theirs, {"dtype": "float32", "rope": {"theta": "2"}})
@@ -379,7 +379,8 @@ def compare_facts(theirs: Mapping[str, Fact], ours: Mapping[str, Fact]) -> list[
 def make_refusal(differences: Sequence[str]) -> Refused:
     """Return a message that refuses a consumer because of these differences.
 
-    To keep the message within its limits, long sentences are cut, and a last one counts those left out.
+    The size of the message is limited: long sentences are cut off, and if there are too many sentences, the
+    last one in the message says how many more there are.
 
     Args:
         differences: differences between the two engines, one sentence each.
@@ -391,10 +392,12 @@ def make_refusal(differences: Sequence[str]) -> Refused:
 
 
 def _settings(name: str, theirs: dict[str, str], ours: dict[str, str]) -> Iterator[str]:
-    """Yield a sentence for each of the first `MAX_NAMED` differing settings, and one that counts the others.
+    """Yield one sentence for each setting that differs between two engines.
+
+    After `MAX_NAMED` sentences, a last one says how many more settings differ.
 
     Args:
-        name: name of the fact that contains the settings, for the sentences.
+        name: name of the engine property that contains the settings, for the sentences.
         theirs: value of each setting of the peer, by name.
         ours: value of each setting of this engine, by name.
     """

@@ -55,8 +55,8 @@ class Metadata:
     Attributes:
         name: name of the agent.
         regions: memory that the agent has registered.
-        sealed: metadata for NIXL to load: the received metadata with bytes appended to each address and key.
-            UCX (NIXL's transport) stops parsing at these bytes.
+        sealed: metadata for NIXL to load. It is the received metadata with bytes appended to each address and
+            key, so that UCX (NIXL's transport) stops parsing there and does not read beyond them.
     """
 
     name: str
