@@ -88,9 +88,10 @@ class CalibrationResult:
 
 
 def calibrate(job: CalibrationJob, progress: Callable[[str], None]) -> CalibrationResult:
-    """Measure READs, copies and gather requests on this machine, and fit the planner's costs to the timings.
+    """Measure READs and copies on this machine, and fit the transfer planner's costs to the timings.
 
-    Starts a second process to read from. May set UCX_TLS in this process.
+    The READs are from a second process, which this function starts. It is also asked for gathers (copies into
+    staging memory), to measure their latency. This function may set UCX_TLS in this process.
 
     Args:
         job: sizes to measure, and number of rounds.
@@ -149,14 +150,15 @@ def _lanes_gain(job: CalibrationJob, reader: Reader, agent: RawReads, run: int, 
     """Measure how much faster the lanes (reading threads) of a worker are together than a single lane.
 
     Args:
-        job: number of rounds, and maximum number of descriptors of a READ.
-        reader: side that reads.
-        agent: NIXL agent of the first lane. Each other lane gets a new agent.
+        job: calibration job. Only its `repeats` and `read_descriptors` are used.
+        reader: rank into whose KV cache the lanes read.
+        agent: NIXL agent of the first lane. A new agent is created for each other lane.
         run: size of a descriptor, in bytes.
-        room: maximum number of bytes to read.
+        room: size of the reader's memory, in bytes. No more is read at a time.
 
     Returns:
-        The speed of all lanes together as a multiple of the speed of one, from 1 to the number of lanes.
+        The speed of all lanes together, divided by the speed of a single lane. A value below 1 or above the
+        number of lanes is replaced by that limit.
     """
     lanes, size = TransferSettings().lanes, min(room, run * job.read_descriptors)
     with ExitStack() as stack:
@@ -302,9 +304,9 @@ def _overlap(job: CalibrationJob, channel: _GatherChannel, raw: RawReads, size: 
     """Measure how much time is saved if a gather (copy into staging memory) and a READ run at the same time.
 
     Args:
-        job: calibration job. Only its number of rounds is used.
-        channel: connection for requesting gathers.
-        raw: reader that uses a NIXL agent.
+        job: calibration job. Only its `repeats` is used.
+        channel: connection over which gathers are requested.
+        raw: NIXL agent that executes the READ.
         size: number of bytes to read.
 
     Returns:

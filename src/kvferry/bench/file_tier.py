@@ -44,11 +44,11 @@ STORE_RATIO, LOAD_RATIO = 0.7, 0.8
 def tier_cases(stack: ExitStack, group: CanonicalGroup, path: Path, depths: Sequence[int]) -> list[TierCase]:
     """Return the benchmark cases of the file tier: storing and loading chunks, compared with raw files.
 
-    There are two cases per depth, the first for storing and the second for loading. Writes the files that
-    the cases read.
+    There are two cases per depth, the first for storing and the second for loading. This function also writes
+    the files that the loading cases read.
 
     Args:
-        stack: exit stack. Closing the stack ends the threads and removes the files.
+        stack: exit stack to which the cleanup is added: ending the threads and removing the files.
         group: format in which chunks are stored.
         path: existing folder for the files.
         depths: depths to measure. A depth is a number of chunks in flight at a time.

@@ -35,8 +35,9 @@ def tier_cases(stack: ExitStack, ranks: RankPair, depths: Sequence[int]) -> list
     rank's blocks to host memory, and a load copies KV back.
 
     Args:
-        stack: exit stack. Closing the stack ends the threads.
-        ranks: pair of ranks, with at least one chunk for each thread of the largest depth.
+        stack: exit stack to which the cleanup is added: ending the threads.
+        ranks: pair of ranks between which the cases copy a prompt's chunks. The prompt must have at least one
+            chunk for each thread of the largest depth.
         depths: depths to measure. A depth is a number of threads.
     """
     found = []
@@ -89,7 +90,7 @@ def verify_copies(cases: Sequence[TierCase], ranks: RankPair) -> None:
 
 
 def _shares(chunks: int, threads: int) -> list[range]:
-    """Split the chunk numbers 0 to ``chunks - 1`` evenly among the threads. Return one range per thread."""
+    """Divide chunks evenly among threads, and return the range of chunk indices of each thread."""
     cuts = [chunks * n // threads for n in range(threads + 1)]
     return [range(low, high) for low, high in pairwise(cuts)]
 
@@ -116,22 +117,22 @@ def _memcpy_call(ranks: RankPair, direction: str, share: range) -> Callable[[], 
     Args:
         ranks: pair of ranks, and the host memory for chunks.
         direction: ``store`` or ``load``.
-        share: chunk numbers of the thread.
+        share: indices of the chunks that the thread copies.
     """
     to, of = (memory[_bytes(ranks, share)] for memory in _memories(ranks, direction))
     return partial(np.copyto, to, of)
 
 
 def _copy_runs_call(ranks: RankPair, direction: str, share: range) -> Callable[[], object]:
-    """Return a function that copies one thread's share of the chunks in short runs.
+    """Return a function that copies one thread's share of the chunks in runs (contiguous ranges of bytes).
 
-    The runs are as long as those of the engine's layout. Runs that are adjacent on one side of the copy are
-    far apart on the other side.
+    The runs are as long as those that a store or load copies with the engine's memory layout. Runs that are
+    adjacent on one side of the copy are far apart on the other side.
 
     Args:
         ranks: pair of ranks, and the host memory for chunks.
         direction: ``store`` or ``load``.
-        share: chunk numbers of the thread.
+        share: indices of the chunks that the thread copies.
     """
     pairs = []
     for number in share:

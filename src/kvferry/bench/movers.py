@@ -28,7 +28,7 @@ class Mover(Protocol):
 
     Attributes:
         name: name of the method in reports.
-        bytes: number of useful bytes per move.
+        bytes: number of bytes that each move delivers. Other bytes that the method must move are not counted.
     """
 
     name: str
@@ -52,14 +52,14 @@ class PoolMover:
         call: Callable[[Any], object],
         items: Sequence[Any],
     ) -> None:
-        """Set the function and the items. Each move calls the function once per item.
+        """Set the function that moves the bytes, and the arguments with which each move calls it.
 
         Args:
             name: name of the mover in reports.
             size: number of bytes that all calls together move.
             pool: pool of threads that make the calls.
-            call: function of one item. It moves a part of the bytes.
-            items: arguments of the function, one per call.
+            call: function that takes one item and moves a part of the bytes.
+            items: items with which `call` is called in each move, one per call.
         """
         self.name, self.bytes = name, size
         self._pool, self._call, self._items = pool, call, items
@@ -98,11 +98,11 @@ class KVFerryMover:
 
         Args:
             name: name of the mover in reports.
-            reader: rank that reads.
+            reader: simulated engine rank that reads.
             source: engine to read from.
             peer: index of the source engine in the producer process.
             strategy: transfer strategy to use; None for the cheapest.
-            poll_seconds: seconds between two engine steps. The end of a load is noticed in a step.
+            poll_seconds: seconds between two engine steps. An engine notices the end of a load only in a step.
         """
         self.name, self.bytes = name, reader.bytes
         self.strategies: tuple[str, ...] = ()

@@ -43,11 +43,11 @@ _PIECE_BYTES = 512 << 10
 def tier_cases(stack: ExitStack, group: CanonicalGroup, url: str, depths: Sequence[int]) -> list[TierCase]:
     """Return the benchmark cases of the object tier: storing and loading chunks, compared with obstore.
 
-    There are two cases per depth, the first for storing and the second for loading. Writes the objects that
-    the cases read.
+    There are two cases per depth, the first for storing and the second for loading. This function also writes
+    the objects that the loading cases read.
 
     Args:
-        stack: exit stack. Closing the stack ends the threads and removes the objects.
+        stack: exit stack to which the cleanup is added: ending the threads and removing the objects.
         group: format in which chunks are stored.
         url: URL of a path in a bucket, such as ``s3://bucket/path``.
         depths: depths to measure. A depth is a number of chunks in flight at a time.

@@ -54,8 +54,8 @@ class RankPair:
         destination: memory of the rank that loads the prompt's KV.
         arena: host memory for the chunks; chunk n is at byte ``n * chunk_bytes``.
         span: range of tokens to load: the whole prompt.
-        store_tables, load_tables: the prompt's block tables, in the forms that stores and loads take. Both
-            ranks have the same block ids.
+        store_tables, load_tables: block table of the prompt for each KV cache group, in the format of a store
+            and in the format of a load. The block ids are the same on both ranks.
     """
 
     def __init__(self, reading: ModelReading, side: EngineSide, chunks: int) -> None:
@@ -101,7 +101,7 @@ class RankPair:
         return int(template.routes[0].copies[0].run)
 
     def routes(self, *, stores: bool) -> ChunkRoutes:
-        """Return the copies between one rank's blocks and host memory, for the use of one thread.
+        """Return new, prepared copies between one rank's blocks and host memory, for use by one thread.
 
         Args:
             stores: True for copies from the source rank to host memory, False for copies from host memory to

@@ -26,7 +26,7 @@ class MoverRounds:
 
     Attributes:
         name: name of the mover in reports.
-        bytes: number of useful bytes per round.
+        bytes: number of bytes that the mover delivers in each round.
         seconds: time of each round, in seconds.
     """
 

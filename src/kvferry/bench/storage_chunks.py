@@ -30,7 +30,7 @@ _LEAST_CHUNKS = 8
 
 
 def bench_namespace(group: ChunkGroup, name: str = "") -> Namespace:
-    """Return a namespace of chunk keys that no engine uses.
+    """Return a namespace of chunk keys for benchmarks. No engine uses it, so no engine finds the chunks.
 
     Args:
         group: format of a chunk as a file.

@@ -27,7 +27,7 @@ def check(path: str | None, found: ReadTimings | None, now: datetime | None = No
 
     Args:
         path: path of the costs file that the configuration names; None for the user's default file.
-        found: measured times of READs on this machine; None if there are none.
+        found: measured times of READs on this machine; None to check only the age of the file.
         now: current time, from which the age of the file is computed; None for the clock's time.
     """
     subject = "costs"
@@ -59,9 +59,9 @@ def check(path: str | None, found: ReadTimings | None, now: datetime | None = No
 
 
 def _read_ratio(used: Costs, found: ReadTimings) -> float:
-    """Return the measured time of a READ divided by the expected time.
+    """Return the measured time of a READ divided by the time that `used` predicts.
 
-    If READs of several sizes were timed, this is the ratio that is farthest from 1, in either direction.
+    If READs of several sizes were timed, the result is the ratio with the largest deviation from 1.
 
     Args:
         used: costs that the transfer planner assumes.

@@ -100,14 +100,15 @@ def parse_target(text: str, role: Role = Role.BOTH) -> Target:
 def examine_engines(
     targets: Sequence[Target], keys: Keys | None
 ) -> tuple[list[ReportSection], list[ExaminedEngine]]:
-    """Examine all targets concurrently, then the engines of those targets that are routers.
+    """Examine all targets concurrently, then the engines behind each target that is a router.
 
     Args:
         targets: engines and routers to examine.
         keys: CURVE keys, which encrypt control channels; None if this machine has none.
 
     Returns:
-        A section of the report per target, and the examined engines.
+        The sections of the report about targets and the routers' engines, and the engines whose
+        examination ended in time.
     """
     found, seen = list[ReportSection](), list[ExaminedEngine]()
     known: set[tuple[str, str]] = set()
@@ -169,7 +170,8 @@ def _examine_target(one: Target, keys: Keys | None) -> tuple[ExaminedEngine, tup
         keys: CURVE keys, which encrypt control channels; None if this machine has none.
 
     Returns:
-        The findings on the target. If it is a router, also the URL and role of each of its engines.
+        The examined target with its findings, and (URL, role) of each engine behind it. The latter is empty
+        if the target is not a router.
     """
     seen = ExaminedEngine(one.name, one.role)
     control, offered = one.control, None
@@ -194,15 +196,16 @@ def _examine_target(one: Target, keys: Keys | None) -> tuple[ExaminedEngine, tup
 
 
 def _identify_and_release(control: Address, keys: Keys | None, offered: OfferedKv | None) -> EngineIdentity:
-    """Ask an engine over its control channel to describe itself, and have it free a test prompt's blocks.
+    """Return an engine's description of itself, and release the KV blocks of the test prompt.
 
-    The engine keeps these blocks leased, because it was asked over HTTP to compute the prompt for a peer.
+    Both are done over the control channel. The engine was asked over HTTP to compute the test prompt for a
+    peer, so it keeps the prompt's blocks until a peer releases them or their lease expires.
 
     Args:
         control: host and port of the control channel.
         keys: CURVE keys, which encrypt the control channel; None if this machine has none.
-        offered: KV of the test prompt, as the engine offered it over HTTP; None if it offered none. Without
-            keys, its blocks are not freed.
+        offered: KV of the test prompt that the engine offered over HTTP; None if it offered none. The blocks
+            are not released if `keys` is None.
 
     Raises:
         IdentifyError: no engine, or a different engine, answers at the address.
@@ -279,11 +282,13 @@ def _groups(geometry: RankGeometry) -> list[tuple[str, int]]:
 
 
 def _check_advertised(url: str, control: Address) -> list[Finding]:
-    """Return a note if an engine tells peers a control address that only the engine's own machine can reach.
+    """Check that peers can reach the control address that an engine advertises.
+
+    The result is a note if the engine advertises a loopback address, but its URL has none; empty otherwise.
 
     Args:
         url: URL of the engine's HTTP endpoint.
-        control: host and port of the control channel, as the engine tells them to peers.
+        control: host and port of the control channel that the engine advertises to peers.
     """
     host = urlsplit(url).hostname or ""
     if not is_loopback(control[0]) or is_loopback(host):

@@ -139,9 +139,10 @@ def _check_config(configs: tuple[ConnectorConfig, ...], timed: ReadTimings | Non
 
 
 def _find_keys(configs: tuple[ConnectorConfig, ...]) -> Keys | None:
-    """Return the first existing key of the configurations, else this machine's key; None without any key.
+    """Return the keys from the first key file that exists; None if there is no such file.
 
-    A key that cannot be read is skipped, because another check reports the error.
+    The key files that the configurations name come first, then this machine's default key file. A file that
+    cannot be read is skipped, because another check reports the error.
     """
     for path in (*(config.secret_file for config in configs if config.secret_file), None):
         with suppress(ConfigError):

@@ -57,7 +57,8 @@ class OfferedKv:
     Attributes:
         address: host and port of the engine's control channel.
         engine_id: id of the engine.
-        ticket: random id of 16 bytes that claims the lease on the blocks with this KV.
+        ticket: random id of 16 bytes. An engine that presents it receives the lease on the blocks with this
+            KV.
     """
 
     address: Address
@@ -140,7 +141,9 @@ def _parse_router_health(health: HttpReply) -> dict[str, Any] | None:
 
 
 def _list_backends(body: dict[str, Any]) -> UrlFindings:
-    """Return the engines of a router, and findings on those that are down.
+    """Return the URL and role of each engine behind a router, and findings about the engines' state.
+
+    If the JSON object is not as expected, the result has no engines, and a finding that says so.
 
     Args:
         body: JSON object of the router's ``/health``.

@@ -56,10 +56,10 @@ server would close the connection."""
 
 
 class IdentifyError(KVFerryError):
-    """Raised if no engine answers as expected.
+    """Raised if a control channel cannot be reached, or if the answer is not the expected one.
 
     Attributes:
-        advice: advice to the user.
+        advice: what the user can do about the error.
     """
 
     def __init__(self, found: str, advice: str) -> None:
@@ -117,16 +117,17 @@ def identify(address: Address, keys: security.Keys | None, seconds: float) -> En
 
 
 def release_ticket(address: Address, keys: security.Keys, ticket: bytes, tokens: Sequence[int]) -> None:
-    """Release blocks that an engine keeps for another engine, without reading them.
+    """Have an engine free the blocks that it keeps for a peer, without reading their KV.
 
-    The ticket is a random id. This function presents it to claim the lease on the blocks, and then releases
-    the lease, so that the engine frees the blocks.
+    This function claims the lease on the blocks as a peer would, by presenting the ticket, and then releases
+    the lease.
 
     Args:
         address: host and port of the engine's control channel.
         keys: CURVE keys, which encrypt the control channel.
-        ticket: random id that claims the lease.
-        tokens: token ids whose KV the blocks hold, from a prompt without images, LoRA adapter or cache salt.
+        ticket: random id that the engine issued with the lease.
+        tokens: token ids of the prompt whose KV the blocks hold. The prompt must have no images, LoRA
+            adapter or cache salt.
     """
     consumer, content = new_incarnation(), PromptContent(prompt_digest(tokens))
     with _connected(address, keys, _LINGER_MILLISECONDS) as channel:

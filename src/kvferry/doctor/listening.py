@@ -18,10 +18,10 @@ _TEST_ROUTE = "192.0.2.1", 9  # TEST-NET-1, RFC 5737: nothing is sent to it
 
 
 def node_address(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the address for the setting ``host: node``.
+    """Return the address on which an engine listens if its setting ``host`` is ``node``.
 
-    This is the value of ``VLLM_HOST_IP`` if it is set, otherwise the address of the network interface with
-    the default route. Without such a route it is 127.0.0.1.
+    This is the value of ``VLLM_HOST_IP`` if it is set, else the address of the network interface with the
+    default route. If there is no default route, it is 127.0.0.1.
 
     Args:
         environment: environment variables.
@@ -93,9 +93,10 @@ def access(config: ConnectorConfig, host: str) -> Finding:
 
 
 def advertised(advertised_host: str | None) -> list[Finding]:
-    """Return a note if the advertised address is a host name.
+    """Check whether peers can use the advertised address.
 
-    A peer resolves only the host names that its own setting ``peers`` lists.
+    The result is a note if the address is a host name, because a peer resolves only the host names in its
+    own setting ``peers``; empty otherwise.
 
     Args:
         advertised_host: value of the setting ``advertise_host``; None if it is not set.

@@ -27,7 +27,7 @@ _COLLAPSES_SINCE = (6, 1)
 
 
 def devices(folder: str = "/sys/class/infiniband") -> list[str]:
-    """Return the names of this machine's RDMA devices (InfiniBand, RoCE, EFA).
+    """Return the names of this machine's RDMA devices (InfiniBand, RoCE, EFA); empty if it has none.
 
     Args:
         folder: directory in which the kernel has an entry per device.
@@ -39,11 +39,13 @@ def devices(folder: str = "/sys/class/infiniband") -> list[str]:
 
 
 def locked_memory(limit: int | None = None, rdma: list[str] | None = None) -> Finding:
-    """Check whether enough memory can be locked, which registration with RDMA devices requires.
+    """Check whether a process can lock all its memory, because RDMA devices access only locked memory.
+
+    Any limit is sufficient if there are no RDMA devices.
 
     Args:
         limit: number of lockable bytes, negative for unlimited; None for this process's limit.
-        rdma: names of RDMA devices; None for this machine's devices.
+        rdma: names of the RDMA devices; empty for none; None for this machine's devices.
     """
     subject = "locked memory"
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
@@ -189,10 +191,10 @@ def memory_files() -> Finding:
 
 
 def large_pages(read: Read = read, release: str | None = None) -> Finding:
-    """Check whether this machine can put transferred memory into huge pages of 2 MiB.
+    """Check whether the kernel can use huge pages of 2 MiB for the memory that engines transfer.
 
     Args:
-        read: function that returns the content of a file; None if it cannot be read.
+        read: function that returns the content of a file, or None if the file cannot be read.
         release: version of the kernel; None for the running kernel.
     """
     subject = "large pages"

@@ -46,7 +46,7 @@ class Mount:
 
     @property
     def is_layer(self) -> bool:
-        """True if the file system is a container's own layer, which is deleted with the container."""
+        """True if the file system is the root of a container, whose files are deleted with the container."""
         return self.kind in _LAYERS
 
     @property

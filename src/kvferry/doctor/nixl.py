@@ -17,7 +17,7 @@ def _start_plugins() -> ProcessResult:
 
 
 def check(version: str | None, probe: Callable[[], ProcessResult] = _start_plugins) -> list[Finding]:
-    """Check NIXL: its installation, the start of its plugins, and the clean end of a process that used it.
+    """Check that NIXL is installed, that its plugins start, and that a process can exit after using it.
 
     Args:
         version: installed version of NIXL; None if it is not installed.
@@ -52,11 +52,11 @@ def check(version: str | None, probe: Callable[[], ProcessResult] = _start_plugi
 
 
 def _check_exit(ended: ProcessResult, libraries: bool) -> Finding:
-    """Check how a process that used NIXL ended. Some RDMA libraries crash such a process at its exit.
+    """Check that a process that used NIXL did not crash at its exit. Some RDMA libraries cause this.
 
     Args:
         ended: result of the process.
-        libraries: True if the process loaded the system's libefa first, which prevents such crashes.
+        libraries: True if the process loaded the system's libefa before NIXL, to prevent such a crash.
     """
     beside = "the system's libefa is loaded first" if libraries else "no libefa here"
     if ended.code:

@@ -59,14 +59,16 @@ def differences(there: EngineIdentity, here: EngineIdentity) -> list[str]:
 
 
 def check(engines: Sequence[ExaminedEngine], costs: Costs, local: str = "") -> list[ReportSection]:
-    """Check every pair of engines that could exchange KV, and return a section of the report per pair.
+    """Check, for every pair of engines whose roles allow it, whether one can read KV from the other.
 
-    If the findings are the same in both directions, a pair has one section for both.
+    The result has one section of the report per direction, or one for both directions if their findings are
+    the same. Engines without a description of themselves are skipped.
 
     Args:
-        engines: all examined engines. An engine whose role is unknown may do prefill and decode.
+        engines: all examined engines. An engine with an unknown role may both offer and read KV.
         costs: costs that the transfer planner assumes.
-        local: description of the speed of READs between two processes of this machine; empty if unknown.
+        local: text with the measured speed of READs between two processes of this machine; empty if it was
+            not measured.
     """
     identity = [(seen, seen.identity) for seen in engines if seen.identity is not None]
     found: dict[tuple[str, str], tuple[Finding, ...]] = {}
@@ -87,7 +89,7 @@ def check(engines: Sequence[ExaminedEngine], costs: Costs, local: str = "") -> l
 
 
 def _without_direction(findings: Sequence[Finding]) -> set[tuple[str, State, str]]:
-    """Return the findings about two engines in a form that does not depend on which engine reads.
+    """Return the findings about two engines in a form that is equal for both directions of transfer.
 
     >>> one, other = "dtype: a there, b here", "dtype: b there, a here"
     >>> _without_direction([note("x", one)]) == _without_direction([note("x", other)])
@@ -103,7 +105,8 @@ def _check_pair(there: EngineIdentity, here: EngineIdentity, costs: Costs, local
         there: description of the engine that has the KV.
         here: description of the engine that would read.
         costs: costs that the transfer planner assumes.
-        local: description of the speed of READs between two processes of this machine; empty if unknown.
+        local: text with the measured speed of READs between two processes of this machine; empty if it was
+            not measured.
     """
     different = differences(there, here)
     found = [bad("difference", text, _ADVICE.get(_fact_of(text), _OTHERWISE)) for text in different]
@@ -163,7 +166,8 @@ def _describe_link(there: EngineIdentity, here: EngineIdentity, local: str) -> F
     Args:
         there: description of the engine that has the KV.
         here: description of the engine that would read.
-        local: description of the speed of READs between two processes of this machine; empty if unknown.
+        local: text with the measured speed of READs between two processes of this machine; empty if it was
+            not measured.
     """
     took = " and ".join(
         map(format_seconds, sorted(identity.round_trip_seconds for identity in (there, here)))
@@ -223,9 +227,9 @@ def _strategies(templates: Sequence[Template], costs: Costs) -> set[str]:
 
 
 def _check_draft_layers(there: EngineIdentity, here: EngineIdentity) -> list[Finding]:
-    """Return a note if engine `there` lacks layers of the draft model of engine `here`.
+    """Check that engine `there` has all draft-model layers of engine `here`, and return a note if not.
 
-    A load sets the KV of such layers to zero, so fewer drafts are accepted.
+    Loads set the KV of the missing layers to zero, so the engine accepts fewer draft tokens.
     """
     peer, ours = ([card.geometry for card in identity.ranks] for identity in (there, here))
     if not (names := absent_layer_names(peer, ours)):
@@ -241,10 +245,10 @@ def _check_draft_layers(there: EngineIdentity, here: EngineIdentity) -> list[Fin
 
 
 def _check_windows(there: EngineIdentity, here: EngineIdentity) -> list[Finding]:
-    """Return a note if loads may fill only part of the block in which a sliding window begins.
+    """Check whether loads fill whole blocks of sliding-window layers, and return a note if not.
 
-    This happens if the blocks of engine `there` are smaller than those of engine `here`. A partly filled
-    block cannot be shared by other requests.
+    If the blocks of engine `there` are smaller than those of engine `here`, a load may fill only part of the
+    block in which the window begins. Other requests cannot share such a block.
     """
     kinds = (GroupKind.SLIDING, GroupKind.CHUNKED)
     theirs, ours = (

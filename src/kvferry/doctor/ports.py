@@ -60,7 +60,7 @@ def listening_ports(process: int) -> list[Port]:
 def _sockets(process: int) -> Iterator[tuple[str, int, str]]:
     """Yield (IP address, port, inode) of every listening TCP socket in a process's network namespace.
 
-    proc(5) describes the tables in ``/proc`` that are read.
+    The sockets are read from the tables in ``/proc/<process>/net``, whose format proc(5) describes.
     """
     # psutil reads only this process's network namespace, so it finds no ports of engines in containers.
     for table, family in _TABLES:

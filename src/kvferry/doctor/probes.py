@@ -53,9 +53,9 @@ def _print_result(**what: Any) -> None:
 
 
 def nixl() -> None:
-    """Start NIXL's plugins one by one, and print for each the reason if it does not start.
+    """Print NIXL's version, then start its plugins one by one, and print whether each starts.
 
-    NIXL's version is printed first.
+    A plugin is announced before it is started, so that the output names a plugin that crashes the process.
     """
     from importlib.metadata import version  # noqa: PLC0415
 
@@ -123,6 +123,8 @@ def connector() -> None:
 def path(where: str) -> None:
     """Print a directory's owner and free space, and whether a file there can be written and locked.
 
+    If a file tier could not use the directory, only the reason is printed.
+
     Args:
         where: path of the directory.
     """
@@ -147,7 +149,7 @@ def path(where: str) -> None:
 
 
 def twins(*paths: str) -> None:
-    """Print, for each path, which of the paths before it leads to the same directory; null if none does.
+    """Print, for each path, an earlier path in `paths` that leads to the same directory; null if none does.
 
     Args:
         paths: paths of directories, which may contain links.

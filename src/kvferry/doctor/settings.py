@@ -40,7 +40,7 @@ class ConfigFile:
 def read_file(path: str) -> ConfigFile:
     """Read and check a configuration file.
 
-    The file has the value of ``--kv-transfer-config``, or the value of its key ``kv_connector_extra_config``.
+    The file contains a value of ``--kv-transfer-config``, or only its part ``kv_connector_extra_config``.
 
     Args:
         path: path of the file.
@@ -86,12 +86,14 @@ def _load_json(path: str) -> dict[str, Any]:
 
 
 def _read_transfer_config(given: Mapping[str, Any], *, compare_role: bool = True) -> ConfigFile:
-    """Check a value of ``--kv-transfer-config``. If it has several connectors, check only kvferry's.
+    """Read and check the settings of every `KVFerryConnector` in a value of ``--kv-transfer-config``.
+
+    Other connectors are not checked.
 
     Args:
-        given: value to check, with the key ``kv_connector``.
-        compare_role: True to compare the settings with ``kv_role``; False for an entry of a
-            `FerryMultiConnector`.
+        given: value of ``--kv-transfer-config``. It must have the key ``kv_connector``.
+        compare_role: True to check that the connector's settings agree with ``kv_role``; False for a
+            connector inside a `FerryMultiConnector`.
     """
     name = given["kv_connector"]
     if not isinstance(name, str):
@@ -196,7 +198,7 @@ def _read_extra_config(
 
 
 def summary(config: ConnectorConfig) -> str:
-    """Return a short text about what an engine with these settings does: exchange KV, keep it in tiers."""
+    """Return a short text for users: whether an engine exchanges KV, and the tiers in which it keeps KV."""
     does = ["exchanges KV with other engines"] if config.transfers else []
     if config.tiers:
         kinds = "host, file" if config.tiers == "default" else ", ".join(one["type"] for one in config.tiers)

@@ -178,9 +178,9 @@ def _packed_group_counts(
     - Some buckets contain several kinds of layers in equal numbers. Each of these buckets is one group. The
       layers of a bucket with a single kind are distributed over groups that each have room for at least as
       many layers as any kind in these buckets has (`_layers_per_group`).
-    - There is no such bucket. Only sliding-window layers are distributed. A group gets as many of them as fit
-      into the bytes of a block. These are the bytes of the largest bucket, in which only one layer of each
-      sliding-window kind is counted.
+    - There is no such bucket. Only sliding-window layers are distributed: each group gets as many of them as
+      fit into a block. The size of a block is that of the largest bucket, whose size is the sum of its
+      layers' pages, with only one layer for each sliding-window kind.
 
     Every other kind of layer is in one group.
 
@@ -216,10 +216,10 @@ def _packed_group_counts(
 
 
 def _layers_per_group(counts: Sequence[int], least: int) -> int:
-    """Return the number of layers per KV cache group that leaves the fewest places in the groups empty.
+    """Return the group size, in layers, with which the fewest places in the KV cache groups stay empty.
 
-    The layers of each bucket (set of layers) fill groups of equal size, and the last group of a bucket may
-    remain partly empty. If several numbers leave equally few empty places, the largest number is returned.
+    The layers of each bucket (set of layers) are divided into groups of this size, and the last group of a
+    bucket may be partly empty. Among equally good sizes, the largest is returned.
 
     Args:
         counts: number of layers in each bucket.

@@ -27,14 +27,14 @@ class StorageChoice:
     """The storage that a prompt's KV takes in a tier under given settings.
 
     Attributes:
-        steps: settings of the engine that decide at which positions it leaves snapshots (recurrent states).
+        steps: settings of the engine that decide at which positions it takes snapshots (recurrent states).
         snapshot_tokens: number of tokens between the positions at which sliding windows and snapshots are
             stored.
         snapshots: number of snapshots that are stored.
         bytes: total size of all chunk files, in bytes.
-        gap_tokens: largest distance in tokens between the ends of two neighbouring loadable prefixes. The
-            start and the end of the prompt count as such ends. A prompt that shares a prefix with the stored
-            prompt may have to recompute up to this number of shared tokens.
+        gap_tokens: largest distance in tokens between the ends of two successive loadable prefixes. The
+            start and the end of the prompt also count as ends of loadable prefixes. Another prompt that
+            begins with the same tokens recomputes at most this number of them.
     """
 
     steps: SnapshotSteps
@@ -61,13 +61,14 @@ class StoredPrompt:
     def choices(self, steps: SnapshotSteps, every: int) -> tuple[StorageChoice, ...]:
         """Return the storage that the prompt takes under the given settings and under alternative settings.
 
-        Under the alternative settings, the engine leaves more snapshots (recurrent states). If the model has
-        no recurrent state, sliding windows are stored at fewer positions instead. Alternatives with the same
-        bytes and the same gap as the settings before them are left out.
+        Under the alternative settings, the engine takes more snapshots (recurrent states). If the model has
+        no recurrent state, sliding windows are stored at fewer positions instead. An alternative is left out
+        if its `bytes` and `gap_tokens` are those of the settings before it.
 
         Args:
-            steps: settings of the engine that decide at which positions it leaves snapshots.
+            steps: settings of the engine that decide at which positions it takes snapshots.
             every: number of tokens between the positions at which sliding windows and snapshots are stored.
+                Snapshots at other positions are not stored.
 
         Returns:
             The storage under the given settings, followed by the alternatives.
@@ -87,7 +88,8 @@ class StoredPrompt:
         """Yield the given settings, then settings under which sliding windows are stored at fewer positions.
 
         Args:
-            steps: settings of the engine that decide at which positions it leaves snapshots.
+            steps: settings of the engine that decide at which positions it takes snapshots. They are the
+                same in all settings.
             every: number of tokens between the positions at which sliding windows are stored.
 
         Yields:
@@ -109,9 +111,10 @@ class StoredPrompt:
         return StorageChoice(steps, every, snapshots, total, max(high - low for low, high in pairwise(ends)))
 
     def _kept_chunks(self, steps: SnapshotSteps, every: int) -> Bools:
-        """Return the mask of the complete chunks that are stored, bool of shape (groups, chunks).
+        """Return a mask that is True for the prompt's stored chunks, bool of shape (groups, chunks).
 
-        In a group of recurrent state, a chunk is stored if a snapshot at the end of the chunk is stored.
+        An incomplete chunk at the prompt's end has no entry. In a group of recurrent state, the entry is
+        True if a snapshot at the end of the chunk is stored.
 
         Args:
             steps: settings of the engine that decide at which positions it takes snapshots.
@@ -130,10 +133,12 @@ class StoredPrompt:
         return found
 
     def _loadable_prefixes(self, kept_chunks: Bools) -> Iterator[int]:
-        """Yield the lengths of the prefixes that can be loaded for a longer prompt, in tokens, ascending.
+        """Yield the lengths, in tokens, of the prompt's loadable prefixes, shortest first.
+
+        A prefix is loadable if the chunks that it needs are stored in every group.
 
         Args:
-            kept_chunks: mask of the stored chunks, bool of shape (groups, chunks).
+            kept_chunks: mask that is True for stored chunks, bool of shape (groups, chunks).
         """
         tokens = kept_chunks.shape[1] * self.canonical.chunk_tokens
         cut = ChunkedPrompt(tokens, self.canonical.chunk_tokens, tokens + 1)
@@ -144,11 +149,12 @@ class StoredPrompt:
 
 
 def _with_more_snapshots(steps: SnapshotSteps, every: int) -> Iterator[tuple[SnapshotSteps, int]]:
-    """Yield the given settings, then settings under which an engine leaves more snapshots (recurrent states).
+    """Yield the given settings, then settings under which an engine takes more snapshots (recurrent states).
 
     Args:
-        steps: settings of the engine that decide at which positions it leaves snapshots.
-        every: number of tokens between the positions at which snapshots are stored. It is not changed.
+        steps: settings of the engine that decide at which positions it takes snapshots.
+        every: number of tokens between the positions at which snapshots are stored. It is the same in all
+            settings.
 
     Yields:
         (steps, every).

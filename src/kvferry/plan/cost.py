@@ -95,14 +95,14 @@ def parse_strategy(name: str) -> Strategy | None:
 
 
 def estimate_route(route: Route, cells: Cells, counts: TransferCounts, pricing: Pricing) -> RouteEstimate:
-    """Return the expected strategy, duration and READs for transferring cells of a route.
+    """Forecast the transfer of a route (layers that are copied alike between two ranks) for one request.
 
     A cell is the part of a block that is copied as one unit.
 
     Args:
-        route: layers that are copied alike between two ranks.
-        cells: cells of the route that a request transfers.
-        counts: number of descriptors and of bytes of these cells.
+        route: layers and the ranks between which they are copied.
+        cells: cells of the route that the request transfers.
+        counts: number of descriptors and of bytes that these cells have without staging.
         pricing: costs of transfer work, and the required strategy if there is one.
     """
     costs = pricing.costs

@@ -45,7 +45,7 @@ def entries() -> tuple[ModelEntry, ...]:
 
 
 def lookup(name: str) -> ModelEntry | None:
-    """Return the model with a name from the built-in table; None if no model has this name.
+    """Return the model of the built-in table that has the given name; None if there is no such model.
 
     Args:
         name: name of the model, in upper or lower case. A leading organisation (``meta-llama/``) is ignored.

@@ -18,7 +18,7 @@ from kvferry.planning.select import needed_tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerForecast:
-    """The forecast of transferring a prompt's KV in one kind of layer. Layers of a kind have equal caches.
+    """The forecast of transferring a prompt's KV for one kind of layer. Layers of a kind have equal caches.
 
     Attributes:
         cache: KV cache of a layer of this kind, over all ranks.
@@ -51,7 +51,7 @@ class Forecast:
 
     Attributes:
         model: name of the model.
-        source, destination: settings of the engine that sends and of the engine that receives.
+        source, destination: settings of the engine that has the KV, and of the engine that reads it.
         blocks: number of tokens per block at the source, and at the destination.
         tokens: length of the prompt in tokens.
         rows: forecast for each kind of layer.
@@ -174,8 +174,8 @@ def _full_bytes(
 ) -> list[int | None]:
     """Return the bytes that would be transferred for each kind of layer if all layers had full attention.
 
-    A layer that caches only recurrent state counts as an attention layer: as much as the one with the most
-    bytes. Recurrent state in a layer that also has attention counts as 0, because this attention is counted.
+    A layer that caches only recurrent state is counted with the bytes of the model's largest attention layer.
+    If a layer has recurrent state and attention, only its attention is counted, and its state counts as 0.
 
     Args:
         reading: description of the model's KV cache.

@@ -20,7 +20,7 @@ from kvferry.planning.template import Route, Template, build_templates
 def split_k_and_v(reading: ModelReading) -> tuple[ModelReading, dict[LayerCache, LayerCache]]:
     """Return a description of the model in which K and V of a layer are the caches of two separate layers.
 
-    Engines laid out K and V like this before they packed both per head and token.
+    This describes engines that keep K and V on separate pages, and not together for each head and token.
 
     Args:
         reading: description of the model's KV cache.

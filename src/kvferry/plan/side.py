@@ -56,10 +56,13 @@ class EngineSide:
 def resolve_layout(name: str, reading: ModelReading) -> str:
     """Return the name of an engine's memory layout, after replacing `AUTO` by the default for the model.
 
-    The default is the layout of an engine with kvferry's connector. Its outermost axis is blocks, if vLLM
-    supports that for the model. vLLM's MLA backends do not declare support, so their default is LBNHC, as in
-    vLLM. Models with compressed latents (DeepSeek V4) require blocks as the outermost axis. If layers have
-    different caches, the axis of heads cannot be outside of the axis of layers.
+    The default is the layout that an engine with kvferry's connector uses for the model:
+
+    - BHLNC, with blocks as the outermost axis, if all layers have equal caches.
+    - BLHNC if layers have different caches, because the axis of heads cannot then be outside of the axis of
+      layers. Also BLHNC for compressed latents (DeepSeek V4), which require blocks as the outermost axis.
+    - LBNHC for other models with MLA, because vLLM's MLA backends do not declare support for blocks as the
+      outermost axis.
 
     Args:
         name: name of a layout, or `AUTO`. A name other than `AUTO` is returned without a check.
@@ -98,7 +101,7 @@ def block_tokens(reading: ModelReading, side: EngineSide) -> tuple[int, str]:
 
 
 def shape(reading: ModelReading, side: EngineSide, num_blocks: int) -> EngineShape:
-    """Return all settings that decide an engine's memory layout, with vLLM's choice for those not requested.
+    """Return all settings that decide an engine's memory layout. Those not requested have vLLM's choice.
 
     The settings are the parallel sizes, the KV cache groups, the block sizes, the axis order, and the number
     of blocks.

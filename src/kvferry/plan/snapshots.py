@@ -29,13 +29,13 @@ _EVERY = ("none", "")
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSteps:
-    """The settings of an engine that decide at which positions it leaves snapshots.
+    """The settings of an engine that decide at which positions it takes snapshots.
 
     A *snapshot* is the recurrent state of a sequence at one position.
 
-    Example: an engine with blocks of 128 tokens computes a prompt of 2,000 tokens under three settings: in
-    one step; in steps of 512 tokens (600, rounded down to whole blocks); and in such steps with snapshots
-    retained every 1,024 tokens and at the end.
+    In the example, an engine with blocks of 128 tokens computes a prompt of 2,000 tokens under three
+    settings. The first computes it in one step. The second has steps of 512 tokens: 600, rounded down to
+    whole blocks. The third has the same steps, and retains snapshots every 1,024 tokens and at the end.
 
     >>> settings = ((2048, 0), (600, None), (600, 1024))
     >>> [list(SnapshotSteps(128, step, retention).positions(2000)) for step, retention in settings]
@@ -71,7 +71,7 @@ class SnapshotSteps:
         return max(self.step_tokens // self.block_tokens, 1) * self.block_tokens
 
     def positions(self, prompt: int) -> Iterator[int]:
-        """Yield, in ascending order, the positions at which vLLM leaves a snapshot of the recurrent state.
+        """Yield, in ascending order, the positions of the snapshots that vLLM takes and retains.
 
         Args:
             prompt: length of the prompt in tokens.

@@ -31,7 +31,8 @@ class TransferEstimate:
         pages: number of pages (one block in one layer) that are written at the destination, over all ranks.
         descriptors: number of runs, after adjacent runs of consecutive cells are merged. A cell is the part
             of a block that is copied as one unit.
-        bytes: number of useful bytes, over all ranks of the destination.
+        bytes: number of bytes that the destination needs, over all its ranks. Bytes that are read and
+            discarded are not counted.
         full_bytes: value that `bytes` would have if all layers had full attention; None if the model has no
             attention layers.
         run_bytes: weighted median of the run length in bytes: half of all bytes are in runs of this length
@@ -56,7 +57,9 @@ class TransferEstimate:
 
 @dataclass(slots=True)
 class TransferTotals:
-    """Totals of a transfer, to which routes (layers that are copied alike between two ranks) are added.
+    """The running totals of a transfer, to which one route after the other is added.
+
+    A route is a set of layers that are copied alike between two ranks.
 
     Attributes:
         pages, descriptors, bytes, full_bytes, read_descriptors, read_bytes: totals over the added routes.
@@ -107,8 +110,7 @@ class TransferTotals:
     def of(cls, parts: Iterable[Self]) -> Self:
         """Return the sum of several totals.
 
-        Only `full_bytes` is not summed, because `estimate` takes this sum as an argument. In the result, it
-        is 0.
+        The result's `full_bytes` is 0, not a sum, because the caller passes that number to `estimate`.
         """
         whole = cls()
         for part in parts:
@@ -128,7 +130,7 @@ class TransferTotals:
 
         Args:
             full_bytes: number of bytes that would be transferred if all layers had full attention; None if
-                the model has no attention layers. The attribute `full_bytes` of these totals is not used.
+                the model has no attention layers. It is used instead of the attribute `full_bytes`.
         """
         runs = {length: total for length, total in self.runs.items() if total}
         strategies = sorted(self.strategies) or [Strategy.DIRECT]

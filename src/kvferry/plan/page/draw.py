@@ -106,7 +106,8 @@ def _where(placed: DrawnLane, address: int) -> str:
 def _rule(per_byte: float, y: int) -> str:
     """Return the SVG of a scale bar and its label.
 
-    The bar is as long as the largest power of two of bytes that takes at most a fifth of the picture's width.
+    The bar is at most a fifth of the picture's width long. Its length stands for a number of bytes that is a
+    power of two, as large as possible.
 
     Args:
         per_byte: width of a byte in the picture, in SVG units.

@@ -25,7 +25,7 @@ class DrawnRun:
         src_span, dst_span: number of bytes from the first to the last byte, gaps included, at the source and
             at the destination.
         bytes: number of copied bytes.
-        longest: length in bytes of the longest of these runs, before the runs were divided into parts.
+        longest: length in bytes of the longest of these runs. For a part, the length of the whole run counts.
         pieces: number of runs, or parts of runs, that are drawn as one band.
     """
 
@@ -39,9 +39,9 @@ class DrawnRun:
 
 
 def runs_of(route: Route, src_blocks: int, dst_blocks: int) -> Iterator[DrawnRun]:
-    """Yield the runs that are copied between the first blocks of the source and of the destination.
+    """Yield the runs that are copied from the source's first blocks to the destination's first blocks.
 
-    A run is a range of bytes that is contiguous on both sides.
+    A run is a range of bytes that is contiguous at the source and at the destination.
 
     Args:
         route: layers to draw, which are copied alike between two ranks.
