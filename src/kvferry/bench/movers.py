@@ -102,7 +102,7 @@ class KVFerryMover:
             source: engine to read from.
             peer: index of the source engine in the producer process.
             strategy: transfer strategy to use; None for the cheapest.
-            poll_seconds: seconds between two engine steps. An engine notices the end of a load only in a step.
+            poll_seconds: seconds between two engine steps. The end of a load is noticed only in a step.
         """
         self.name, self.bytes = name, reader.bytes
         self.strategies: tuple[str, ...] = ()

@@ -18,10 +18,10 @@ class TierCase:
         tier: name of the tier.
         direction: "store" or "load".
         depth: number of chunks in flight, or of threads for the host tier.
-        target: speed that kvferry should reach, as a share of the limit's speed.
+        target: speed that kvferry should reach, as a share of the speed of the fastest mover in `limits`.
         ours: mover that uses kvferry.
-        limits: movers without kvferry. The fastest of them is the limit, with which kvferry is compared.
-        controls: other movers without kvferry, whose speed helps to explain the result.
+        limits: movers without kvferry. The fastest of them is the one with which kvferry is compared.
+        controls: other movers without kvferry. Their speeds help to explain the result.
     """
 
     tier: str
@@ -41,11 +41,11 @@ class TierSpeed:
         tier: name of the tier.
         direction: "store" or "load".
         depth: number of chunks in flight, or of threads for the host tier.
-        target: speed that kvferry should reach, as a share of the limit's speed.
+        target: speed that kvferry should reach, as a share of the speed of the fastest method in `limits`.
         ours: times of kvferry in all rounds.
-        limits: times of methods without kvferry. The fastest of them is the limit, with which kvferry is
+        limits: times of methods without kvferry. The fastest of them is the one with which kvferry is
             compared.
-        controls: times of other methods without kvferry, which help to explain the result.
+        controls: times of other methods without kvferry. They help to explain the result.
     """
 
     tier: str
@@ -58,9 +58,9 @@ class TierSpeed:
 
     @property
     def limit(self) -> MoverRounds:
-        """Return the times of the method without kvferry with which kvferry is compared.
+        """Return the times of the fastest method without kvferry: the one with which kvferry is compared.
 
-        This is the entry of `limits` with the highest median speed.
+        The fastest method is the entry of `limits` with the highest median speed.
         """
         return max(self.limits, key=lambda series: series.gigabytes_per_second.median)
 

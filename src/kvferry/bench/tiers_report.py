@@ -88,11 +88,11 @@ def _speed_row(speed: TierSpeed) -> list[str]:
 
 
 def _show_notes(speeds: Sequence[TierSpeed], console: Console) -> None:
-    """Print a table of gains and controls, with one row per tier and direction.
+    """Print a table of figures that help to explain the results, with one row per tier and direction.
 
-    The gain is kvferry's speed at a larger depth as a multiple of its speed at the smallest depth. The
-    controls are methods without kvferry that help to explain the result. Their speed at the smallest depth is
-    printed as a share of the limit: the speed of the method with which kvferry is compared.
+    The first column of figures is kvferry's speed at each larger depth, as a multiple of its speed at the
+    smallest depth. The second is the speed at the smallest depth of the control methods (other methods
+    without kvferry), as a share of the speed of the method with which kvferry is compared.
     """
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for title in ("tier", "direction"):

@@ -60,7 +60,7 @@ class MeasuredTransfer:
 def measure(job: TransferJob, progress: Callable[[str], None]) -> MeasuredTransfer:
     """Move a request's KV between two processes with kvferry, NIXL alone and memcpy, and return the times.
 
-    May set UCX_TLS in this process.
+    If `job.transports` is not None, it becomes the value of UCX_TLS in both processes.
 
     Args:
         job: request to move, and settings.

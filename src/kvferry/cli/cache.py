@@ -204,9 +204,11 @@ def _cache(where: str, options: list[str] | None) -> CacheAdmin:
 def _fact_texts(facts: Mapping[str, object]) -> list[str]:
     """Return short texts that describe a namespace of chunk keys, such as ``model NAME``.
 
+    There is one text for each property whose value is a text or a number. The last text is the first line of
+    the description of the chunk format, if there is one.
+
     Args:
-        facts: facts about the namespace, by name. The result has those with short values (texts and
-            numbers), and the first line of the chunk format.
+        facts: properties of the namespace, by name.
     """
     texts = [f"{fact} {value}" for fact, value in facts.items() if isinstance(value, str | int | float)]
     form = facts.get("form")
@@ -217,8 +219,8 @@ def _join_lines(words: list[str], width: int) -> list[str]:
     """Join words with commas, and divide them into lines of at most `width` characters.
 
     Args:
-        words: texts to join. No text is divided.
-        width: maximum length of a line. Only a text that is longer gives a longer line.
+        words: texts to join. A text is never divided, so a long text may make its line longer than `width`.
+        width: maximum length of a line, in characters.
     """
     lines: list[str] = []
     for word in words:

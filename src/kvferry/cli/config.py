@@ -60,10 +60,10 @@ SETTINGS: Mapping[str, tuple[Any, str | None, str]] = {
 
 
 def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command that takes ``**settings``, so that it gets one option per key of `SETTINGS` instead.
+    """Decorate a command that takes ``**settings``, so that it gets one option per key of `SETTINGS`.
 
-    Replaces the signature of `command`, from which Typer creates the options. The new options follow the
-    first parameter.
+    Typer creates the options from the command's signature. The decorator therefore replaces ``**settings`` in
+    the signature by one parameter per option, after the first parameter.
     """
     first, *others = (
         one

@@ -96,7 +96,7 @@ def _models(
         families: names of model families, separated by commas.
         arguments: additional arguments of vLLM's API server.
         screen: output for the user.
-        signals: handler of Ctrl-C and SIGTERM. It lets them interrupt the writing of checkpoints.
+        signals: handler of Ctrl-C and SIGTERM. These signals interrupt the writing of checkpoints.
 
     Raises:
         ConfigError: both a model and families are given, or a family is unknown.

@@ -69,7 +69,7 @@ def as_plain(value: Any) -> Any:
     """Return a copy of a value in which None replaces infinite numbers and NaN, which JSON cannot represent.
 
     Args:
-        value: value of dicts, lists, tuples, texts and numbers. Tuples become lists.
+        value: nested value that consists of dicts, lists, tuples, texts and numbers. Tuples become lists.
     """
     if isinstance(value, dict):
         return {key: as_plain(each) for key, each in value.items()}

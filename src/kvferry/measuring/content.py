@@ -92,7 +92,7 @@ def _first_head(layer: Layer) -> int:
 def _base(first_head: int, counts: tuple[int, int, int]) -> torch.Tensor:
     """Return the part of a page's test values that is the same for every block and layer.
 
-    A page is the KV of one block in one layer. A word here is an element of 1 to 8 bytes.
+    A page is the KV of one block in one layer. A word is an integer of 1 to 8 bytes in the page.
 
     Args:
         first_head: index, among the model's heads, of the first head in the page.

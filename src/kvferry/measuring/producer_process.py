@@ -102,7 +102,7 @@ class ProducerProcess:
         return self.listening.addresses[engine]
 
     def grant(self, engine: int, lease: str) -> bytes:
-        """Make an engine grant a lease, and return the ticket (random id) that claims the lease.
+        """Make an engine grant a lease, and return the ticket (random id) with which to claim the lease.
 
         Args:
             engine: index of the engine in the producer process.

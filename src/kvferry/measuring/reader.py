@@ -114,7 +114,7 @@ class Reader:
         peer: int = 0,
         strategy: Strategy | None = None,
     ) -> LoadRequest:
-        """Claim a new lease of an engine's blocks, and return the request to load KV under this lease.
+        """Have an engine lease its blocks to this rank, and return a request to load KV under the lease.
 
         Args:
             span: range of the prompt's tokens to load.

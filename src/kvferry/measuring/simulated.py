@@ -103,9 +103,9 @@ def read_geometry(name: str, changes: Mapping[str, int] | None = None, dtype: st
     """Return the description of a model's KV cache, read from the model's ``config.json``.
 
     Args:
-        name: name or path of the model, same as in `kvferry plan`.
+        name: name or path of the model, in any form that `kvferry plan` accepts.
         changes: fields of ``config.json`` to replace, with their new values; None to replace nothing.
-        dtype: element type of the KV cache, same as in `kvferry plan`.
+        dtype: element type of the KV cache, such as ``fp8``; ``auto`` for the model's own.
 
     Raises:
         ConfigError: there is no such model, or its configuration cannot be read.
@@ -185,12 +185,15 @@ def block_ids(blocks: int, order: str, seed: int) -> Int64s:
 
 
 def _positions(cache: LayerCache, block_tokens: int, tokens: int) -> tuple[int, int]:
-    """Return the range of positions in a group's block table whose blocks a load needs: [first, last).
+    """Return the range of positions in a group's block table at which a load needs blocks.
 
     Args:
         cache: KV cache of a layer of the group.
         block_tokens: number of tokens per block.
         tokens: length of the request, in tokens.
+
+    Returns:
+        (first position, position after the last).
     """
     if cache.kind is GroupKind.STATE:
         return 0, 1
