@@ -14,9 +14,8 @@ from kvferry.tiers.paths import quarantine_path
 def quarantine_file(root: str, ledger: Ledger, found: os.stat_result, path: str) -> bool:
     """Move a bad file to quarantine, where its bytes still count against the capacity.
 
-    The bad file must lose its name, because as long as a file has the name, no process stores the chunk. So
-    the bad file is removed if there can be no quarantine folder because a file or a link has the name of the
-    folder.
+    As long as a file has the name of a chunk, no process stores the chunk. So the bad file is removed if it
+    cannot be moved because something else than a folder has the name of the quarantine folder.
 
     Args:
         root: directory of the tier.

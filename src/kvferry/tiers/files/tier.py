@@ -291,8 +291,8 @@ class FileTier(StorageTier):
             into: writable memory for the content, of the size of the chunk's body.
 
         Returns:
-            HIT, or OTHER_SHAPE if the file is an undamaged chunk of this key, but with other KV cache groups,
-            tokens or sections.
+            HIT, or OTHER_SHAPE if the header of the file is valid and has the expected key, but describes
+            other KV cache groups, tokens or sections than the expected ones.
 
         Raises:
             OSError: the file does not exist or cannot be read.
@@ -318,9 +318,9 @@ class FileTier(StorageTier):
         return GetOutcome.HIT
 
     def _on_evicted(self, path: str) -> None:
-        """Remove the key of an evicted file from the known keys.
+        """Remove the key of an evicted chunk file from the known keys of the tier.
 
-        Do nothing if the file was not a chunk of this tier's namespace (scope of chunk keys).
+        Do nothing for a file that was not a chunk of this tier's namespace (scope of chunk keys).
 
         Args:
             path: path of the evicted file.

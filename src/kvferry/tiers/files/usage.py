@@ -31,15 +31,15 @@ class UsageReader:
         """Return the current usage of the directory. If a value cannot be read, return its last known value.
 
         Args:
-            empty: whether the namespace (scope of chunk keys) of this process has no chunks. If so, the
-                result names another namespace with the same model name, if there is one.
+            empty: whether the namespace (scope of chunk keys) of this process has no chunks. If so, another
+                namespace with the same model name is looked for, and the result names it.
         """
         capacity, used = read_ledger(self._root) or (self._last.capacity, self._last.used)
         self._last = StoreUsage(used, capacity, self._same_name_namespace() if empty else "")
         return self._last
 
     def _same_name_namespace(self) -> str:
-        """Find another namespace in the directory whose model has the same name.
+        """Find a namespace in the directory that is not this process's own, but has the same model name.
 
         Returns:
             The digest of the namespace in hex; empty if there is none.

@@ -15,14 +15,15 @@ _APART_NS = 1000
 
 
 def mark_files_used(root: str, paths: Iterable[str], clock: Callable[[], float]) -> None:
-    """Set the modification times (times of last use) of files to now, each later than the previous file's.
+    """Set the modification times (times of last use) of files to now, in increasing order.
 
-    To save writes on a shared mount, a time within 10 s of now is kept if it is later than that of the
-    previous file. Files whose time cannot be read or set, for example missing files, are skipped.
+    To save writes on a shared mount, a file is not changed if its time is within 10 s of now and later than
+    the times of the previous files. Files whose time cannot be read or set, for example missing files, are
+    skipped.
 
     Args:
         root: directory of the tier.
-        paths: paths of files below `root`, the file to evict first at the beginning.
+        paths: paths of files below `root`, in the order in which they should be evicted.
         clock: function that returns seconds since 1970.
     """
     latest = 0
@@ -32,7 +33,7 @@ def mark_files_used(root: str, paths: Iterable[str], clock: Callable[[], float])
 
 
 def _mark_used(root: str, path: str, latest: int, now: int) -> int:
-    """Set the modification time (last use) of a file to now, or later if `latest` is not before now.
+    """Set the modification time (time of last use) of a file to now, but later than `latest`.
 
     If the file's time is within 10 s of now and later than `latest`, the file is not changed.
 

@@ -48,7 +48,7 @@ class ChunkSection:
     """The description of one section of a chunk: a contiguous run of units of equal size.
 
     A unit is a part of a chunk that a tensor-parallel rank may need alone, such as one KV head of all layers.
-    The units are in the order of the axis that is split over the ranks.
+    The units follow one another in the order of the tensor axis that is split over the ranks.
 
     Attributes:
         name: name of the section, unique in its group: 1 to 31 printable ASCII characters.
@@ -192,10 +192,7 @@ class Chunk:
 
 
 def aligned(size: int) -> int:
-    """Round a number of bytes up to a multiple of 4096.
-
-    Each section of a chunk file begins at such an offset.
-    """
+    """Round a number of bytes up to a multiple of 4096, the alignment of the sections in a chunk file."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -240,8 +237,8 @@ def _check_different(whole: str, what: str, names: Sequence[str]) -> None:
     """Check that there is at least one name, and that no two names are equal.
 
     Args:
-        whole: kind of object that contains the named objects, for the message, such as ``chunk``.
-        what: kind of the named objects, for the message, such as ``group``.
+        whole: kind of the object that contains the named objects, for the error message, such as ``chunk``.
+        what: kind of the named objects, for the error message, such as ``group``.
         names: names to check.
 
     Raises:

@@ -43,11 +43,12 @@ ReadAt = Callable[[int, int], Buffer]
 
 @dataclass(frozen=True, slots=True)
 class ChunkHeader:
-    """The decoded header of a chunk file. Its own checksum was correct.
+    """The decoded header of a chunk file, whose checksum was verified when it was decoded.
 
     Attributes:
         chunk: identity and layout of the chunk that the header describes.
-        digests: concatenated digests of all units, in the order of the file, 16 bytes each.
+        digests: concatenated digests of all units (parts of sections), in the order of the file, 16 bytes
+            each.
     """
 
     chunk: Chunk
@@ -100,7 +101,7 @@ def decode_header(data: Buffer) -> ChunkHeader:
     """Decode the header of a chunk file.
 
     Args:
-        data: first `header_span` bytes of the file, or more.
+        data: the whole header, whose length `header_span` returns; more bytes may follow.
 
     Raises:
         ChunkError: the header is damaged, contradicts itself, or is not the canonical encoding of its chunk.
@@ -205,7 +206,7 @@ def verify(read: ReadAt, file_bytes: int) -> ChunkHeader:
 
 
 def check_length(header: ChunkHeader, file_bytes: int) -> None:
-    """Check that a chunk file has the length that its header says.
+    """Check that the length of a chunk file is the length that its header records.
 
     Args:
         header: decoded header of the file.
@@ -221,7 +222,7 @@ def check_length(header: ChunkHeader, file_bytes: int) -> None:
 def _groups(header: bytes, groups: int, sections: int) -> tuple[ChunkGroup, ...]:
     """Decode the group table and the section table of a header, and return the KV cache groups of the chunk.
 
-    The caller has checked that the tables lie within the header.
+    The caller must have checked that the tables lie within the header.
 
     Args:
         header: encoded header.
@@ -249,7 +250,7 @@ def _name(size: int, name: bytes) -> str:
 
     Args:
         size: length of the name in bytes.
-        name: whole field, padded with zeros.
+        name: bytes of the whole field, padded with zeros.
 
     Raises:
         ChunkError: `size` is out of range.

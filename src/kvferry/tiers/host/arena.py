@@ -69,7 +69,8 @@ class Arena:
         handle: handle with which other processes attach.
         memory: bytes of the arena, uint8 of shape (size,), initially zero. Do not use it after `close`.
         region: address range of the same memory in this process.
-        collapsing: thread that moves the memory to large pages; None in processes other than the owner.
+        collapsing: background thread that moves the memory into huge pages; None in processes other than the
+            owner.
     """
 
     def __init__(self, fd: int, handle: ArenaHandle) -> None:
@@ -143,10 +144,10 @@ class Arena:
             raise
 
     def slots(self, offset: int, stride: int) -> StagedImages:
-        """Describe cells at equal distances in the arena, for copies between them and KV blocks.
+        """Describe a series of cells in the arena, so that they can be copied to or from KV blocks.
 
-        A *cell* is a run of tokens that is copied as one unit; in the arena, its bytes are contiguous. A slot
-        (memory of one chunk) has one or more cells.
+        A *cell* is a run of tokens that is copied as one unit. Its bytes are contiguous in the arena. A slot
+        (memory of one chunk) contains one or more cells.
 
         Args:
             offset: byte offset of the first cell in the arena.
@@ -210,9 +211,9 @@ def available_bytes() -> int:
 
 
 def _available() -> tuple[int, str]:
-    """Return the bytes of memory that this process can still allocate, and a description of the limit.
+    """Return the bytes that this process can still allocate, and a text that says what limits them.
 
-    The description is for messages: it says whether the machine or a control group limits the memory.
+    The text is for messages: it says whether the machine or a control group sets the limit.
 
     Raises:
         ConfigError: /proc/meminfo cannot be read.

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class HostDropReason(StrEnum):
-    """The reason why the host tier did not store a chunk."""
+    """The reason why the host tier did not store a chunk; a dropped chunk is counted under its reason."""
 
     PRESENT = "present"
     """The tier has the chunk already, or its slot is being filled."""
@@ -21,7 +21,7 @@ class HostDropReason(StrEnum):
 
 
 class HostMissReason(StrEnum):
-    """The reason why the host tier does not have a chunk."""
+    """The reason why the host tier did not have a requested chunk; a miss is counted under its reason."""
 
     ABSENT = "absent"
     """The chunk was not in the tier recently."""

@@ -31,9 +31,10 @@ _LARGEST_PER_SLAB = 16
 
 
 class Slabs:
-    """An allocator of slots (memory of one chunk each) of a few sizes in an arena. Not thread-safe.
+    """An allocator of slots (memory of one chunk each) of a few fixed sizes. Not thread-safe.
 
-    The arena is cut into slabs of equal size, and each slab into slots of one size.
+    The slots lie in an arena (contiguous memory). The arena is divided into slabs of equal size, and each
+    slab in use is divided into slots of one size.
 
     Attributes:
         slab_bytes: bytes of one slab.
@@ -102,10 +103,11 @@ class Slabs:
             self._retire(slab)
 
     def reclaimable(self, stride: int) -> list[int]:
-        """Return slabs (parts of the arena) that could be emptied to make room for slots of `stride` bytes.
+        """Return the slabs (parts of the arena) that could be emptied to get slots of `stride` bytes.
 
-        Such a slab has slots of another size, some of them free, and the free slots of that size in all slabs
-        add up to a slab or more. The time is proportional to the number of slabs that have free slots.
+        A slab is returned if it has slots of another size, at least one of them is free, and the free slots
+        of that size in all slabs have at least the size of a slab together. The time is proportional to the
+        number of slabs that have free slots.
 
         Returns:
             The indices of the slabs, the slab with the most free bytes first.
@@ -157,7 +159,12 @@ class Slabs:
             )
 
     def _assign(self, slab: int, stride: int) -> None:
-        """Cut an unused slab (part of the arena) into free slots of `stride` bytes. `slab` is its index."""
+        """Divide an unused slab (part of the arena) into free slots.
+
+        Args:
+            slab: index of the slab.
+            stride: bytes of a slot.
+        """
         self._stride[slab] = stride
         free = list(self.slots(slab))
         free.reverse()
@@ -166,9 +173,10 @@ class Slabs:
         self._idle[stride] += len(free)
 
     def _retire(self, slab: int) -> None:
-        """Make a slab (part of the arena) available for slots of any size again.
+        """Return a slab (part of the arena) to the unused slabs, so that it can get slots of another size.
 
-        All its slots must be free.
+        Args:
+            slab: index of the slab, whose slots must all be free.
         """
         stride = self._stride.pop(slab)
         self._idle[stride] -= len(self._free.pop(slab))
@@ -177,10 +185,11 @@ class Slabs:
 
 
 def _slab_bytes(capacity_bytes: int, strides: Collection[int]) -> int:
-    """Choose the size of the slabs (equal parts of the arena) so that few bytes are wasted.
+    """Choose the size of the slabs (equal parts of the arena) so that the fewest bytes are wasted.
 
-    The result is a multiple of the largest slot size. The waste is the number of arena bytes outside all
-    slots if every slab is cut into slots of the same size. The slot size with the most waste decides.
+    The result is a multiple of the largest slot size. For one slot size, the waste is the number of arena
+    bytes outside all slots if every slab is divided into slots of this size. A slab size is judged by the
+    slot size for which it wastes most.
 
     Args:
         capacity_bytes: bytes of the arena.
@@ -194,7 +203,7 @@ def _slab_bytes(capacity_bytes: int, strides: Collection[int]) -> int:
     sizes = [n * largest for n in range(1, max(min(most, _LARGEST_PER_SLAB), 1) + 1)]
 
     def lost(size: int) -> int:
-        """Return the bytes wasted with slabs of `size` bytes, for the slot size that wastes most."""
+        """Return the bytes that slabs of `size` bytes waste, for the slot size for which they waste most."""
         return max(capacity_bytes - capacity_bytes // size * (size // stride) * stride for stride in strides)
 
     return min(sizes, key=lambda size: (lost(size), size))

@@ -27,9 +27,9 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A hold on a slot (memory of one chunk).
+    """A hold on a slot (memory of one chunk), which prevents reuse of the memory.
 
-    Until the hold is released, its owner may read or fill the slot.
+    The owner of the hold may read or fill the slot until it releases the hold.
 
     Attributes:
         key: key of the chunk.
@@ -66,15 +66,16 @@ class ResidentChunk:
 
 
 class SlotTable:
-    """The states of all slots (memory of one chunk each) of an arena. Not thread-safe.
+    """A table of the states of all slots (memory of one chunk each) of an arena. Not thread-safe.
 
-    The table does not access the arena's memory.
+    A slot is FREE, FILLING (being filled), READY (readable) or EVICTED (no longer readable, but still held by
+    a read or a fill). The table does not access the arena's memory.
 
     Attributes:
         chunk_bytes: bytes of a chunk, for each KV cache group.
         slabs: allocator of the slots.
-        filling, ready: chunks in the state FILLING (being filled) or READY (readable), by key. Callers must
-            not change these dictionaries.
+        filling, ready: chunks whose slots are in the state FILLING or READY, by key. Callers must not change
+            these dictionaries.
     """
 
     def __init__(self, capacity_bytes: int, chunk_bytes: Sequence[int]) -> None:
@@ -106,7 +107,8 @@ class SlotTable:
         free.
 
         Args:
-            key: key of the chunk, which must not be FILLING or READY.
+            key: key of the chunk. No slot that is FILLING (being filled) or READY (readable) may have this
+                key.
             group: index of the KV cache group.
         """
         size = self.chunk_bytes[group]
@@ -184,8 +186,8 @@ class SlotTable:
     def evict(self, key: bytes) -> ResidentChunk:
         """Evict a READY (readable) chunk and return it.
 
-        If no read holds the slot of the chunk, the slot becomes FREE. Otherwise it is EVICTED until the last
-        read ends, and then FREE.
+        If no read holds the slot of the chunk, the slot becomes FREE. Otherwise its state is EVICTED until
+        the last read ends. Then it becomes FREE.
 
         Raises:
             KeyError: no READY chunk has this key.
@@ -195,10 +197,10 @@ class SlotTable:
         return chunk
 
     def clear(self) -> int:
-        """Evict all chunks, and return the number of chunks that were being filled.
+        """Evict all chunks, including those that are being filled. Return the number of chunks being filled.
 
-        A slot without holds becomes FREE. A slot that reads or a fill still hold is EVICTED until the last
-        hold is released, and then FREE.
+        A slot without holds becomes FREE. Another slot is in the state EVICTED until its last hold is
+        released, and then becomes FREE. Reads and fills have holds.
         """
         for key in list(self.ready):
             self.evict(key)
@@ -207,15 +209,18 @@ class SlotTable:
         return unfilled
 
     def keys_to_reclaim(self, group: int) -> list[bytes]:
-        """Return the keys of all chunks in one slab, so that the caller can evict them and empty the slab.
+        """Return the keys of all chunks in one slab, which the caller should evict to empty the slab.
 
-        A *slab* is a part of the arena that is cut into slots of one size; an empty slab can be cut into
-        slots of another size. The chosen slab has slots of another size than the group needs, the free slots
-        of that size in all slabs add up to a slab or more, and no chunk in the slab has a hold. Return an
-        empty list if there is no such slab.
+        A *slab* is a part of the arena whose slots have one size. An empty slab can be divided into slots of
+        another size. A slab is chosen under three conditions: its slots have another size than the group's
+        chunks, no chunk in it has a hold, and the free slots of its size in all slabs have at least the size
+        of a slab together.
 
         Args:
             group: index of the KV cache group that needs a slot.
+
+        Returns:
+            The keys; an empty list if there is no such slab.
         """
         for slab in self.slabs.reclaimable(self.chunk_bytes[group]):
             chunks = [self._slots[at] for at in self.slabs.slots(slab) if at in self._slots]
@@ -251,7 +256,7 @@ class SlotTable:
             raise AssertionError("slots are taken or held that no chunk is in")
 
     def _is_ready(self, chunk: ResidentChunk) -> bool:
-        """Return whether this chunk is READY (readable). A later chunk with the same key does not count."""
+        """Return whether this chunk, and not a later chunk with the same key, is READY (readable)."""
         return self.ready.get(chunk.key) is chunk
 
     def _hold(self, chunk: ResidentChunk, holds: dict[int, ResidentChunk]) -> Slot:
@@ -259,7 +264,8 @@ class SlotTable:
 
         Args:
             chunk: chunk to hold.
-            holds: held chunks by `Slot.serial`: `_fills` for a hold to fill the chunk, `_reads` to read it.
+            holds: dictionary of held chunks by `Slot.serial`: `_fills` if the hold is for filling the chunk,
+                `_reads` if it is for reading.
         """
         serial = next(self._serials)
         holds[serial] = chunk
@@ -271,7 +277,8 @@ class SlotTable:
 
         Args:
             slot: hold to release.
-            holds: held chunks by `Slot.serial`: `_fills` for a hold to fill the chunk, `_reads` to read it.
+            holds: dictionary of held chunks by `Slot.serial`: `_fills` if the hold is for filling the chunk,
+                `_reads` if it is for reading.
 
         Raises:
             KeyError: the hold was released before.

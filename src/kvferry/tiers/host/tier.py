@@ -87,9 +87,9 @@ class HostTier:
         return self.keys.contains(tags_of(keys))
 
     def reserve(self, key: bytes, group: int, *, counted: bool = True) -> Slot | None:
-        """Reserve a slot (memory of one chunk) to fill, and evict other chunks to make room if needed.
+        """Reserve a slot (memory of one chunk) for a new chunk. Evict other chunks if there is no free slot.
 
-        Return None if the chunk is present or being filled, or if there is no room.
+        Return None if the chunk is present or being filled, or if too few chunks can be evicted.
 
         Args:
             key: key of the chunk.
@@ -157,8 +157,8 @@ class HostTier:
     def hold(self, key: bytes) -> Slot | None:
         """Hold a chunk for reading, but count neither a use nor a miss.
 
-        A held chunk stays in its memory until `close`. Use this method for copies to another tier, and for
-        loads if `open` has already counted a miss.
+        A held chunk stays in its memory until `close`. Use this method to copy a chunk to another tier, or to
+        load a chunk for which `open` has already counted a miss.
 
         Returns:
             The hold, which the caller must pass to `close`; None if the tier does not have the chunk.
@@ -178,7 +178,7 @@ class HostTier:
     def mark_used(self, keys: Sequence[bytes]) -> None:
         """Rank the chunks of a prompt as the most recently used chunks of the tier.
 
-        Among them, the last chunk of the prompt ranks as the least recently used, so it is evicted first.
+        Among these chunks, the last chunk of the prompt gets the lowest rank, so it is evicted first.
 
         Args:
             keys: keys of the chunks in the order of the prompt. Keys that the tier does not have are skipped.
@@ -222,9 +222,10 @@ class HostTier:
 
         Stop earlier if all remaining chunks are held, or if too many bytes were evicted in this call.
 
-        The eviction policy may choose a chunk of another size than the group's chunks. Its slot is then free
-        only for chunks of that size. When the free slots of that size add up to a slab (part of the arena
-        with slots of one size), all chunks of one slab are evicted, so that this group can use the slab.
+        The eviction policy may choose chunks of another size. Their slots cannot hold a chunk of this group.
+        When the free slots of that size have the size of a slab (part of the arena with slots of one size)
+        together, all chunks of one such slab are evicted. Then the slab can be divided into slots for this
+        group.
 
         Args:
             group: index of the KV cache group.
@@ -242,9 +243,10 @@ class HostTier:
             evicted += sum(self._evict(key) for key in keys)
 
     def _evict(self, key: bytes) -> int:
-        """Remove a chunk whose key has left the eviction policy, and count the eviction.
+        """Evict a chunk whose key the eviction policy has already removed, and count the eviction.
 
-        Return the bytes of the chunk.
+        Returns:
+            The bytes of the chunk's slot.
         """
         size = self._slots.evict(key).size
         self.keys.discard(key)
@@ -253,7 +255,11 @@ class HostTier:
         return size
 
     def miss_reason(self, key: bytes) -> HostMissReason:
-        """Return the reason why a chunk is not in this tier; it must not be readable. No miss is counted."""
+        """Return the reason why a chunk cannot be read from this tier. Does not count a miss.
+
+        Args:
+            key: key of a chunk that is not readable now.
+        """
         if key in self._slots.filling:
             return HostMissReason.FILLING
         return HostMissReason.EVICTED if self.keys.recently_evicted(key) else HostMissReason.ABSENT

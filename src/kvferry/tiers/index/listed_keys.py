@@ -19,11 +19,11 @@ _ALL_PARTS = range(PARTS)
 
 
 class ListedKeys:
-    """The keys of the chunks that a tier is known to have. Listings of the storage add and remove keys.
+    """The keys of the chunks that a tier is known to have, kept up to date by listings of the tier's storage.
 
     The keys are divided by first byte into 256 *parts*. Every change is also made in a `TierKeys`, where the
-    engine looks keys up. Any thread may use the object, but a part must not be in two listings at a time.
-    A call holds the lock only for one part or one page of a listing, so that the engine does not wait long.
+    engine looks keys up. Any thread may use the object, but two listings at the same time must not include
+    the same part. The lock is held for one part or one page at a time, so that the engine does not wait long.
 
     Attributes:
         changes: number of keys that listings have added or removed.
@@ -67,10 +67,10 @@ class ListedKeys:
 
     @contextmanager
     def listing(self, parts: Sequence[int] = _ALL_PARTS) -> Iterator[None]:
-        """Return a context manager that updates the known keys to those that a listing of the storage shows.
+        """Return a context manager for a listing of the storage, which updates the known keys.
 
-        In the ``with`` statement, call `add_page` with every page of the listing. At the end of it, keys
-        that no page showed are removed. If an exception ends the statement, no keys are removed.
+        In the ``with`` statement, call `add_page` with every page of the listing. When the statement ends,
+        known keys that were on no page are removed. If it ends with an exception, no keys are removed.
 
         Args:
             parts: first bytes of the keys that the listing covers. Keys with other first bytes do not change.
@@ -111,7 +111,7 @@ class ListedKeys:
                 known[key] = self._listings[key[0]]
 
     def _remove_unlisted(self, part: int) -> None:
-        """Remove the known keys with first byte `part` that the latest listing did not show."""
+        """Remove the known keys with first byte `part` that were not on any page of the latest listing."""
         with self._lock:
             known, latest = self._keys[part], self._listings[part]
             missing = [key for key, listing in known.items() if listing < latest]

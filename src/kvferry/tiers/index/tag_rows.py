@@ -130,9 +130,10 @@ class TagRows:
             rows[:, :_SLOTS], rows[:, _SLOTS] = old[:, :_SLOTS], those
 
     def clear(self, bit: int) -> None:
-        """Remove one tier from every tag, because the tier no longer has the chunks.
+        """Remove one tier from the bits of every tag, because the tier no longer has any chunks.
 
-        `bit` is the bit of the tier.
+        Args:
+            bit: bit of the tier.
         """
         self._table[:, _SLOTS] &= ~np.uint64(bit * _EVERY)
         self.overflow = {tag: left for tag, bits in self.overflow.items() if (left := bits & ~bit)}
@@ -144,7 +145,7 @@ class TagRows:
 
 
 def row_of(tag: int) -> int:
-    """Return a hash of a tag (last 8 bytes of a chunk key). Modulo the number of rows, it is the tag's row.
+    """Return a hash of a tag (last 8 bytes of a chunk key). The tag's row is the hash modulo the row count.
 
     The keys of one run of tokens for different KV cache groups have tags that differ in the last byte only.
     The hash puts these tags into distant rows.

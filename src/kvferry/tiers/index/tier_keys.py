@@ -11,7 +11,7 @@ from kvferry.tiers.index.tag_rows import ALL_TIERS
 
 
 class TierKeys:
-    """The keys of one tier's chunks, in a table that several tiers may share. Any thread may use it.
+    """A set of the keys of one tier's chunks, in a table that several tiers may share. Thread-safe.
 
     All kinds of tiers use this class to record which chunks they have and which left them recently.
 

@@ -22,8 +22,7 @@ class GuardedBucket:
     """Access to a bucket through one circuit breaker for reads and another for writes.
 
     A *circuit breaker* refuses requests for a while after several have failed. Reads and writes pause
-    separately, because a store may allow only one of them, or have capacity for only one. Any thread may use
-    the object.
+    separately, because a store may permit or serve only one of them. Any thread may use the object.
 
     Args:
         bucket: client that makes the requests.
@@ -53,27 +52,27 @@ class GuardedBucket:
         return self._reads.is_open
 
     def reading(self) -> AbstractContextManager[BucketClient]:
-        """Return a context manager that gives the client for reads.
+        """Return a context manager that yields the client, for reads.
 
-        If reads are paused after failures, entering the context raises `Unavailable`. An `Unavailable` that
-        leaves the ``with`` statement counts as a failed read.
+        If reads are paused after failures, entering the context raises `Unavailable`. If the ``with``
+        statement ends with `Unavailable`, this counts as a failed read.
         """
         return self._guard(self._reads)
 
     def writing(self) -> AbstractContextManager[BucketClient]:
-        """Return a context manager that gives the client for writes.
+        """Return a context manager that yields the client, for writes.
 
-        If writes are paused after failures, entering the context raises `Unavailable`. An `Unavailable` that
-        leaves the ``with`` statement counts as a failed write.
+        If writes are paused after failures, entering the context raises `Unavailable`. If the ``with``
+        statement ends with `Unavailable`, this counts as a failed write.
         """
         return self._guard(self._writes)
 
     @contextmanager
     def _guard(self, breaker: CircuitBreaker) -> Iterator[BucketClient]:
-        """Return a context manager that gives the client if a circuit breaker admits a request.
+        """Return a context manager that yields the client if a circuit breaker admits a request.
 
-        At the end of the ``with`` statement, the breaker records a failure if the statement raised
-        `Unavailable`.
+        When the ``with`` statement ends, the breaker records a failure if it ended with `Unavailable`, and a
+        success otherwise.
 
         Args:
             breaker: circuit breaker for reads or for writes.

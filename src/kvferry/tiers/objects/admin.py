@@ -20,7 +20,7 @@ _REMOVED = 1000
 
 
 class BucketAdmin(CacheAdmin):
-    """The kvferry objects under a URL of object storage, with the operations that operator commands need.
+    """The cache under a URL of object storage, as operator commands use it.
 
     There is no capacity limit. There are no temporary files to remove, because an object appears completely
     or not at all.
