@@ -31,15 +31,16 @@ ONE_CELL: Offsets = (0,)
 
 @dataclass(frozen=True)
 class CellCopy:
-    """Strided copies that copy one cell of a block, and the byte offset of every cell in its block.
+    """Strided copies of one cell of a block, and the offsets at which they are repeated for the other cells.
 
-    A cell is the part of a block that is copied as one unit. All cells of a block need equal copies. To copy
-    another cell, add the offsets of that cell to the addresses.
+    A cell is the part of a block that is copied as one unit. All cells of a block are copied in the same way.
+    To copy a cell, add its offsets to the addresses in `copies`.
 
     Attributes:
-        src_offsets, dst_offsets: byte offset of each cell of a block, relative to the cell with the lowest
-            address, for source blocks and for destination blocks. Their lengths differ if the block sizes do.
-        copies: strided copies (nested loops over runs of bytes) of the cell whose offset is 0 on both sides.
+        src_offsets, dst_offsets: byte offset of each cell of a source block and of each cell of a destination
+            block, relative to the cell with the lowest address. The two blocks may have different numbers of
+            cells.
+        copies: strided copies (nested loops over runs of bytes) of the cell with offset 0 on both sides.
     """
 
     src_offsets: Offsets
@@ -88,13 +89,13 @@ class CellCopy:
 class PoolCopies:
     """Strided copies between the blocks of a pool and packed memory, for one cell of a block.
 
-    A cell is the part of a block that is copied as one unit. The copies are the same for every cell of a
-    block, apart from the cell's offset in the block.
+    A cell is the part of a block that is copied as one unit. All cells of a block are copied in the same way.
+    To copy a cell, add its offset to the addresses in `nests`.
 
     Attributes:
         at: byte offset of each cell in its block.
-        nests: strided copies (nested loops over runs of bytes) of the cell at offset 0. The name is
-            part of the protocol: `transport.gather_messages` encodes this class.
+        nests: strided copies (nested loops over runs of bytes) of the cell with offset 0. Messages between
+            engines contain the name of this attribute (`transport.gather_messages`), so it must not change.
     """
 
     at: Offsets
@@ -105,12 +106,12 @@ class PoolCopies:
 class PoolDescriptors:
     """Transfer descriptors between the blocks of a pool and packed memory, for one cell of a block.
 
-    A cell is the part of a block that is copied as one unit. The descriptors are the same for every cell of a
-    block, apart from the cell's offset in the block.
+    A cell is the part of a block that is copied as one unit. All cells of a block are copied in the same way.
+    To copy a cell, add its offset to the addresses in `descriptors`.
 
     Attributes:
         at: byte offset of each cell in its block.
-        descriptors: source, destination and length of each run of the cell at offset 0.
+        descriptors: source, destination and length of each run of the cell with offset 0.
     """
 
     at: Offsets
@@ -134,16 +135,12 @@ def merge_cell_copies(parts: Iterable[CellCopy]) -> tuple[CellCopy, ...]:
 def split_tokens(
     src: Int64s, dst: Int64s, cell_tokens: int
 ) -> Iterator[tuple[Offsets, Offsets, Int64s, Int64s]]:
-    """Group the tokens of a cell so that each group lies at the same distances from cell to cell.
+    """Split the tokens of a cell into groups, each of which one `CellCopy` can describe.
 
-    A cell is a fixed number of consecutive tokens of a block. One `CellCopy` can describe several tokens only
-    if each of them is equally far from its counterpart in every other cell. Usually this is true for all
-    tokens of a cell, which then form one group. There are several groups if a block consists of kernel blocks
-    that end inside cells.
-
-    >>> src, dst = np.arange(6) * 2, np.arange(4) * 10
-    >>> [(a, b, c.tolist(), d.tolist()) for a, b, c, d in split_tokens(src, dst, 2)]
-    [((0, 4, 8), (0, 20), [0, 2], [0, 10])]
+    A cell is a fixed number of consecutive tokens of a block. A `CellCopy` describes one cell and the
+    distances to all other cells. Tokens can share a `CellCopy` only if these distances are equal for all of
+    them. Usually all tokens of a cell form one group. There are several groups if a block consists of kernel
+    blocks that end inside cells.
 
     Args:
         src, dst: byte offset of every token of a block on each side, int64 of shape (tokens,). The number of

@@ -102,13 +102,13 @@ def cells_to_store(
     consecutive chunks. Its destination block ids are positions in the buffer, starting at 1 (`chunk_table`).
 
     Args:
-        route: layers to copy, from a rank's blocks to a pool of chunks.
+        route: set of layers to copy, from a rank's blocks to a pool of chunks.
         chunk_tokens: number of tokens per chunk.
         numbers: indices in the prompt of the chunks to store, ascending, in the order of the buffer. For a
             snapshot (recurrent state at one position), exactly one index.
         available: range of prompt tokens whose content the blocks hold. The range must begin at the start of
             a cell. Cells without any of these tokens are not copied. Unused for a snapshot.
-        blocks: part of the source group's block table with the blocks that hold the chunks' tokens.
+        blocks: part of the source group's block table that contains the blocks with the chunks' tokens.
 
     Raises:
         TransferError: a block is missing or null.
@@ -138,14 +138,15 @@ def cells_to_store(
 
 
 def unfilled_cells(route: Route, chunk_tokens: int, number: int, available: range) -> Cells:
-    """Return the cells of a chunk of which the engine's blocks hold no token.
+    """Return the cells of a chunk none of whose tokens are in the engine's blocks.
 
-    A cell is the part of a block that is copied as one unit. When the chunk is stored, these cells must be
-    cleared, because nothing is copied into them. In the result, all source block ids are 0 (no block is
-    read), and all destination block ids are 1, as if the chunk were the only one in its buffer.
+    A cell is the part of a block that is copied as one unit. Nothing is copied into these cells when the
+    chunk is stored, so they must be cleared. In the result, all source block ids are 0 (no block is read).
+    All destination block ids are 1, as if the chunk were the only one in its buffer. The result is empty for
+    a snapshot (recurrent state at one position).
 
     Args:
-        route: layers to copy, from a rank's blocks to a pool of chunks.
+        route: set of layers to copy, from a rank's blocks to a pool of chunks.
         chunk_tokens: number of tokens per chunk.
         number: index of the chunk in the prompt.
         available: range of prompt tokens whose content the blocks hold.
@@ -172,9 +173,9 @@ def cells_to_load(
     consecutive chunks. Its source block ids are positions in the buffer, starting at 1 (`chunk_table`).
 
     Args:
-        route: layers to copy, from a pool of chunks to a rank's blocks.
+        route: set of layers to copy, from a pool of chunks to a rank's blocks.
         chunk_tokens: number of tokens per chunk.
-        group: attention pattern of the route's destination group.
+        group: attention pattern of the KV cache group that the chunks are loaded into.
         span: tokens of the whole load.
         numbers: indices in the prompt of the chunks in the buffer, ascending. The buffer may hold only a part
             of the load's chunks. For a snapshot (recurrent state at one position), exactly one index.

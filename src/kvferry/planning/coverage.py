@@ -123,8 +123,8 @@ class MissingChunk:
 class Coverage:
     """The usable prefixes of a prompt, and the chunks that are missing for longer prefixes.
 
-    A prefix ends at a boundary, which is the end of a chunk. In all arrays, tiers are given by number: 0 is
-    the fastest tier, and `NO_TIER` means that no tier holds the chunk.
+    A prefix ends at a boundary, which is the end of a chunk. Tiers are identified by numbers: 0 is the
+    fastest tier, and `NO_TIER` means that no tier holds the chunk.
 
     Attributes:
         groups: attention patterns of all KV cache groups of the model.
@@ -132,8 +132,9 @@ class Coverage:
         tier_numbers: number of the fastest tier that holds each chunk, int64 of shape (groups,
             `chunked.chunks`).
         ends: length in tokens of the prefix that ends at each boundary, int64 of shape (`chunked.chunks`,).
-        usable: True for boundaries at which a prefix may end, provided that the needed chunks are cached;
-            bool of shape (`chunked.chunks`,). False, for example, within the prefix that the engine has.
+        usable: True for each boundary at which a loaded prefix may end if all chunks that it needs are
+            cached; bool of shape (`chunked.chunks`,). For example, False at boundaries inside the prefix that
+            the engine already has.
         slowest: one array per group, int64 of shape (`chunked.chunks`,): for each boundary, the number of the
             slowest tier that the group must read if the prefix ends there; `NO_TIER` if the group lacks a
             chunk.
@@ -237,9 +238,8 @@ class Coverage:
         )
 
     def _nearest_index(self) -> int | None:
-        """Return the index of the chunk at whose end the unusable prefix closest to being usable ends.
-
-        Return None if no prefix is longer than the longest usable one.
+        """Return the index of the last chunk of `nearest_unusable_prefix`; None if that prefix does not
+        exist.
         """
         beyond = (self.usable & (self.ends > self.tokens)).nonzero()[0]
         if not len(beyond):
@@ -270,11 +270,11 @@ def coverage(groups: Sequence[GroupPattern], chunked: ChunkedPrompt, tier_number
         tier_numbers: number of the fastest tier that holds each chunk, or `NO_TIER`; int64 of shape (groups,
             `chunked.chunks`). In a state group, this is the fastest tier that holds the snapshot (recurrent
             state at one position) at the end of the chunk. The entry of a chunk may be `NO_TIER` if the
-            engine itself holds all of its tokens. A tier that holds a longer chunk counts as holding a
-            shorter last chunk that is the beginning of it.
+            engine itself holds all of its tokens. If the prompt's last chunk is shorter than the others, a
+            tier also counts as holding it if the tier holds a longer chunk that begins with the same tokens.
 
     Raises:
-        TransferError: `tier_numbers` has another shape or dtype, or there is no group.
+        TransferError: `tier_numbers` has another shape or dtype, or `groups` is empty.
 
     >>> from kvferry.geometry.store import LayerCache
     >>> full, state = LayerCache(GroupKind.FULL, 0, ()), LayerCache(GroupKind.STATE, 0, ())
@@ -389,10 +389,10 @@ _NONE = np.zeros(1, np.int64)
 def _slowest(
     group: GroupPattern, chunked: ChunkedPrompt, ends: Int64s, tier_numbers: TierNumbers
 ) -> TierNumbers:
-    """Return, for each prefix that ends at the end of a chunk, the slowest tier that a group must read.
+    """Return the slowest tier that a group must read, for each prefix that ends at the end of a chunk.
 
-    The group must read the chunks that hold the tokens of `select.needed_tokens`. This function computes
-    these chunks for all prefixes at once.
+    For a prefix, the group must read the chunks that hold the tokens of `select.needed_tokens`. This function
+    computes the result for all prefixes at once.
 
     Args:
         group: attention pattern of the group.

@@ -39,6 +39,9 @@ def join(parts: Sequence[Descriptors]) -> Descriptors:
     """Concatenate descriptors, sort them by destination, and merge contiguous runs.
 
     Runs are merged into one if they are contiguous in both the source and the destination.
+
+    Args:
+        parts: descriptors to join.
     """
     whole = concatenate(parts)
     order = np.argsort(whole.dst, kind="stable")

@@ -38,13 +38,14 @@ MAX_READS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class PackedImage:
-    """The layout of images. An image is contiguous memory that holds one packed cell (part of a block).
+    """The layout of images: contiguous buffers that each hold one packed cell.
 
-    There are two kinds. A gathered image is packed by the source, and the destination reads from the image. A
-    fetched image is filled by reads from the source, and the destination copies from the image.
+    A cell is the part of a block that is copied as one unit. There are two kinds of images. A gathered image
+    is packed by the source, and the destination reads from the image. A fetched image is filled by reads from
+    the source, and the destination copies from the image.
 
     Attributes:
-        stride: bytes from one image to the next, a multiple of `ALIGNMENT`.
+        stride: distance in bytes between the starts of consecutive images, a multiple of `ALIGNMENT`.
         pool_copies: strided copies between the engine's blocks and the image: from the source to a gathered
             image, or from a fetched image to the destination. The addresses on the engine's side are absolute
             addresses in block 0.
@@ -116,7 +117,7 @@ def _image(
 
     Args:
         cell_copies: copies of one cell from the source to the destination.
-        side: side whose byte order the image has.
+        side: side whose byte order the image has, ``"src"`` or ``"dst"``.
         gap_bytes: length in bytes of the longest gap between two runs that is read instead of skipped.
         region_starts: addresses that no read may cross; empty if there are none.
     """
@@ -159,7 +160,7 @@ def _pack(
 
     Args:
         copies: strided copies of a cell, from the source to the destination.
-        side: side whose addresses are replaced.
+        side: side whose addresses are replaced, ``"src"`` or ``"dst"``.
         gap_bytes: length in bytes of the longest gap between two runs that is read instead of skipped.
         region_starts: addresses that no read may cross.
         first: offset in bytes at which these copies begin in the image.
@@ -201,10 +202,11 @@ def _side_runs(copy: StridedCopy, side: Side) -> tuple[int, list[tuple[int, int]
 
     Args:
         copy: strided copy (nested loops over runs).
-        side: side whose addresses and strides are used.
+        side: side whose addresses and strides are used, ``"src"`` or ``"dst"``.
 
     Returns:
-        Length of a run in bytes, and (count, stride in bytes) of each loop over the runs.
+        Length of a run in bytes, and (count, stride in bytes) of each loop over the runs, in ascending order
+        of stride.
     """
     length, outer = copy.run, list[tuple[int, int]]()
     for loop in sorted(copy.loops, key=lambda loop: abs(_distance(loop, side))):
@@ -251,7 +253,7 @@ def _map_to_image(copy: StridedCopy, side: Side, at: Int64s, inside: Int64s) -> 
 
     Args:
         copy: strided copy (nested loops over runs).
-        side: side whose addresses are replaced.
+        side: side whose addresses are replaced, ``"src"`` or ``"dst"``.
         at: first address of each memory range that the image contains, int64 of shape (ranges,), ascending.
         inside: byte offset of each of these ranges in the image, int64 of shape (ranges,).
     """
@@ -280,8 +282,9 @@ def _image_strides(
     Args:
         copy: strided copy (nested loops over runs).
         side: side whose addresses are replaced by offsets in the image.
-        outer: (count, stride in bytes) of the loops over runs that are contiguous on this side.
-        offsets: byte offset of each of these runs in the image, int64. The shape is the counts in `outer`.
+        outer: (count, stride in bytes) of the loops over runs that are contiguous on this side, in ascending
+            order of stride.
+        offsets: byte offset of each of these runs in the image, int64, with one axis per loop in `outer`.
     """
     steps = []
     expected = np.full(offsets.shape, offsets.flat[0], np.int64)

@@ -40,10 +40,11 @@ class TransferCounts:
     """The size of one request's transfer over one route (set of layers that are copied alike).
 
     Attributes:
-        bytes: number of useful bytes, without gaps that are read and discarded.
-        pages: number of descriptors before merging: one per contiguous run of each cell (part of a block).
-        descriptors: number of descriptors after merging. Runs of consecutive cells are merged if they are
-            contiguous in both the source and the destination.
+        bytes: number of bytes that the request needs, without gaps that are read and discarded.
+        pages: number of contiguous runs over all cells (parts of blocks). Without merging, each run needs one
+            descriptor.
+        descriptors: number of descriptors after runs of consecutive cells have been merged. They are merged
+            if they are contiguous in both the source and the destination.
         largest_run: length in bytes of the longest merged descriptor.
     """
 
@@ -55,10 +56,11 @@ class TransferCounts:
 
 @dataclass(frozen=True, slots=True)
 class PreparedEntries:
-    """The range of entries that one transfer method uses in the prepared descriptor list of one side.
+    """The entries of one transfer method in the prepared descriptor list of one side (source or destination).
 
-    There is one entry for each combination of block, cell (part of a block) and row (contiguous run of bytes
-    in a cell). In the list of a staging area, images (packed cells) take the place of blocks.
+    The entries form a contiguous range of the list, one for each combination of row (contiguous run of bytes
+    in a cell), cell (part of a block) and block. If the list describes a staging area, its units are images
+    (packed cells) and not blocks.
 
     Attributes:
         base: index of the first entry in the list.
@@ -71,7 +73,7 @@ class PreparedEntries:
     cells: int = 1
 
     def of(self, rows: int, ids: Int64s | Int32s, number: Int64s) -> Int32s:
-        """Return the list indices of the descriptors of ``n`` cells, int32 of shape (rows · n,).
+        """Return the indices in the descriptor list for ``n`` cells, int32 of shape (rows · n,).
 
         A cell is the part of a block that is copied as one unit. A row is a contiguous run of bytes in a
         cell. The order is row-major: first row 0 of all cells, then row 1 of all cells. Neighbours in this
@@ -82,7 +84,7 @@ class PreparedEntries:
 
         Args:
             rows: number of rows per cell.
-            ids: id of the block (or number of the image) that holds each cell, of shape (n,).
+            ids: id of the block (or index of the image) that holds each cell, of shape (n,).
             number: index of each cell in the sequence, of shape (n,).
         """
         each = ids if self.cells == 1 else number % self.cells * self.blocks + ids
@@ -141,8 +143,8 @@ def _may_touch(route: Route, cell_copy: CellCopy, length: int) -> bool:
     """Return True if runs of consecutive cells can be contiguous in both the source and the destination.
 
     A cell is the part of a block that is copied as one unit, and a run is a contiguous range of bytes in a
-    cell. If the result is True, it depends on a request's block tables which runs are contiguous, so these
-    must be compared. If it is False, no runs of consecutive cells can be merged.
+    cell. If True, the caller must compare the block ids of each request, which decide whether runs are
+    contiguous. If False, no runs of consecutive cells can be merged.
 
     Args:
         route: layers to transfer, with the block strides of both sides.
@@ -156,15 +158,17 @@ def _may_touch(route: Route, cell_copy: CellCopy, length: int) -> bool:
 
 
 def _touching(src: Int64s, dst: Int64s, length: int) -> tuple[int, int]:
-    """Count how runs of equal length would be merged. Runs that follow each other on both sides are merged.
+    """Count the runs that can be merged into the run before them.
+
+    A run can be merged if it directly follows the run before it, both at the source and at the destination.
 
     Args:
         src, dst: byte offset of each run at the source and at the destination, int64 of shape (n,).
         length: length of every run in bytes.
 
     Returns:
-        (longest, breaks): largest number of runs that become one merged run, and number of runs that are not
-        merged into the run before them (without the first run).
+        (longest, breaks). `longest` is the largest number of runs that become one merged run. `breaks` is the
+        number of runs, not counting the first, that are not merged into the previous run.
     """
     breaks = np.flatnonzero((np.diff(src) != length) | (np.diff(dst) != length)) + 1
     return int(np.diff(np.concatenate([[0], breaks, [len(src)]])).max()), len(breaks)

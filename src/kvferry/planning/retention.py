@@ -19,21 +19,17 @@ def last_prefix_ends(prompt: int, chunk_tokens: int, block_tokens: int) -> tuple
     """Return the lengths of the two longest prefixes of a prompt that later prompts are likely to load.
 
     Returns:
-        Two lengths in tokens. With recurrent state: the longest prefix that the same prompt can load (without
-        its last token, which the engine computes again), and the longest that a continuation of the prompt
-        can load. Without recurrent state: the prompt's whole chunks, and the whole prompt.
-
-    >>> last_prefix_ends(2000, 256, 0), last_prefix_ends(2000, 64, 128), last_prefix_ends(1920, 64, 128)
-    ((1792, 2000), (1920, 1920), (1792, 1920))
-    >>> last_prefix_ends(40, 8, 4)   # a snapshot at 36 would be inside a chunk
-    (32, 40)
+        Two lengths in tokens. Without recurrent state, these are the length of the prompt's whole chunks, and
+        the length of the prompt. With recurrent state, the first is the longest prefix that the same prompt
+        can load; the engine always computes the last token again. The second is the longest prefix that a
+        continuation of the prompt can load.
 
     Args:
         prompt: length of the prompt in tokens.
         chunk_tokens: number of tokens per chunk.
-        block_tokens: number of tokens per block of the KV cache groups with recurrent state. These groups
-            have snapshots (states at one position) only at ends of blocks. 0 means that no group has
-            recurrent state. Then the incomplete last chunk of the prompt is stored too.
+        block_tokens: number of tokens per block of the KV cache groups with recurrent state, which have
+            snapshots (states at one position) only at ends of blocks. 0 means that no group has recurrent
+            state. Then the incomplete last chunk of the prompt is stored too.
     """
     if not block_tokens:
         return prompt // chunk_tokens * chunk_tokens, prompt

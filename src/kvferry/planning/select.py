@@ -142,16 +142,11 @@ def first_independent(kind: GroupKind, attention_span: int, end: int) -> int:
 def partial_block(
     kind: GroupKind, attention_span: int, block_tokens: int, span: LoadSpan, alignment_tokens: int
 ) -> int | None:
-    """Return the index, in the block table, of a destination block whose first tokens are not loaded.
+    """Return the index, in the block table, of the block of which a load fills only the later tokens.
 
-    A group with sliding windows or attention chunks loads only tokens from the start of the window or
-    attention chunk on, which may lie inside a block. Return None if there is no such block.
-
-    >>> span = LoadSpan(0, 300, 300)   # the next token, 299, sees 200..299; content begins at 192
-    >>> partial_block(GroupKind.SLIDING, 100, 128, span, 64)
-    1
-    >>> partial_block(GroupKind.SLIDING, 100, 128, span, 128) is None
-    True
+    A group with sliding windows or attention chunks loads only the tokens from the start of the window or
+    attention chunk. This start may lie inside a block, whose earlier tokens then stay unfilled. Return None
+    if there is no such block.
 
     Args:
         kind: kind of the layers of the destination's group.
@@ -319,9 +314,9 @@ def _cells(route: Route, src: Int64s, dst: Int64s, number: Int64s) -> Cells:
 def blocks_needed(
     kind: GroupKind, attention_span: int, block_tokens: int, span: LoadSpan, table: Int64s
 ) -> Int64s:
-    """Return the ids of the blocks of a group that hold the tokens which a load must transfer.
+    """Return the ids of a group's blocks that hold the tokens to load, int64, in order of position.
 
-    The ids are int64, in order of position. `needed_tokens` are the tokens that must be transferred.
+    The tokens to load are those that `needed_tokens` returns.
 
     Args:
         kind: kind of the KV cache group's layers.
@@ -342,14 +337,10 @@ def blocks_needed(
 def unwritten_blocks_needed(
     kind: GroupKind, attention_span: int, block_tokens: int, span: LoadSpan, table: Int64s
 ) -> Int64s:
-    """Return the ids of a group's blocks that a load fills and that hold no tokens of the engine's own yet.
+    """Return the ids of the blocks of a group that a load fills and that were empty before the load.
 
-    These are the blocks of `blocks_needed`, without null blocks and without a first block that begins with
-    tokens which the engine already has. The ids are int64, in order of position.
-
-    >>> table = np.arange(10, 16)
-    >>> unwritten_blocks_needed(GroupKind.FULL, 0, 16, LoadSpan(24, 64, prompt=64), table).tolist()
-    [12, 13]
+    These are the blocks of `blocks_needed`, without null blocks and, if the engine already has the first
+    tokens of the first block, without that block. The ids are int64, in order of position.
 
     Args:
         kind: kind of the KV cache group's layers.
@@ -368,10 +359,11 @@ def unwritten_blocks_needed(
 
 
 def writable_blocks(kind: GroupKind, block_tokens: int, span: LoadSpan) -> slice:
-    """Return the slice of a group's block table that contains all blocks which a load may write.
+    """Return the slice of a group's block table that contains all blocks that a load may write.
 
-    `span` alone determines the slice. In a group with attention windows, it therefore begins where the tokens
-    end that the destination already has, although the load writes only the blocks of the last window.
+    The slice depends on `span`, not on the length of the attention window. In a group with attention windows,
+    it begins at the end of the tokens that the destination already has. The load writes only the blocks of
+    the last window.
 
     Args:
         kind: kind of the KV cache group's layers.

@@ -61,22 +61,24 @@ class Strategy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Costs of transfer work on a machine, as measured by ``kvferry bench calibrate``.
+    """Costs of transfer operations on a machine, as measured by ``kvferry bench calibrate``.
 
-    A *lane* is a thread that reads. All costs in seconds are those of one lane.
+    A *lane* is a thread that reads. Costs in seconds are those of one lane.
 
     Attributes:
         read_descriptor_seconds, read_byte_seconds: cost of a READ in seconds per descriptor and per byte.
         copy_call_seconds, copy_run_seconds, copy_byte_seconds: cost of packing or unpacking bytes in seconds
             per call of the copy operation (one call per `StridedCopy` and cell), per contiguous run and per
             byte.
-        ask_seconds: round-trip time in seconds of a request to the source to pack one segment of a transfer.
-        overlap: share, from 0 to 1, of the shorter operation's time that is hidden when the source packs one
+        ask_seconds: round-trip time in seconds of a request that asks the source to pack one segment of a
+            transfer.
+        overlap: part of the shorter operation's time, from 0 to 1, that is saved because the source packs one
             segment while the destination reads another. It is 1 between two machines, and as low as 0 on one
             busy machine.
-        lanes_work_gain: speedup of all lanes over one lane for descriptors, calls and runs, which CPU cores
-            limit.
-        lanes_byte_gain: speedup of all lanes over one lane for bytes, which memory bandwidth limits.
+        lanes_work_gain: speedup of descriptors, calls and runs with all lanes instead of one, limited by CPU
+            cores.
+        lanes_byte_gain: speedup of reading and copying bytes with all lanes instead of one, limited by memory
+            bandwidth.
     """
 
     read_descriptor_seconds: float = 2.0e-6
@@ -97,7 +99,7 @@ class Costs:
                 raise ConfigError(f"{name} is {value}, it must be at least {low} and at most {high}")
 
     def of_lanes(self) -> Costs:
-        """Return the costs per unit of work when all lanes (threads that read) share the work."""
+        """Return the costs per unit of work if all lanes (threads that read) share the work."""
         return replace(
             self,
             read_descriptor_seconds=self.read_descriptor_seconds / self.lanes_work_gain,
@@ -169,17 +171,17 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class TransferMethod:
-    """One method to transfer the cells of a route (set of layers that are copied alike between two ranks).
+    """One method to transfer the cells of a route.
 
-    A cell is the part of a block that is copied as one unit. An image is a cell packed into contiguous
-    memory.
+    A route is a set of layers that are copied alike between two ranks. A cell is the part of a block that is
+    copied as one unit. An image is a cell packed into contiguous memory.
 
     Attributes:
         strategy: direct, over-read or staged.
         work: work per cell.
         image: layout of images; None for the direct strategy.
-        landing: copies from an image in the destination's staging memory into place, if the source packs the
-            image and the destination reads the image whole; None otherwise.
+        landing: copies from an image in the destination's staging memory to the destination blocks. This
+            applies if the source packs the image and the destination reads it in one piece. None otherwise.
     """
 
     strategy: Strategy

@@ -181,10 +181,9 @@ def fuse_copies(copies: Iterable[StridedCopy]) -> tuple[StridedCopy, ...]:
 
 
 def _describe_runs(src: Int64s, dst: Int64s) -> list[StridedCopy]:
-    """Describe a list of runs by strided copies. The more regular the offsets, the fewer copies result.
+    """Return strided copies whose runs begin at the given offsets, in the given order.
 
-    The runs of the copies begin at the given offsets, in the given order. The copies have a run length of 0
-    bytes; the caller sets the length.
+    Regular offsets result in few copies. The copies have a run length of 0 bytes; the caller sets the length.
 
     Args:
         src, dst: byte offset of each run at the source and at the destination, int64 of shape (n,).

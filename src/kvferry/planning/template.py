@@ -40,9 +40,10 @@ class Route:
         src_cells, dst_cells: number of cells per block on each side.
         src_stride, dst_stride: bytes from one block to the next on each side.
         src_blocks, dst_blocks: number of blocks in the pool of each side.
-        cell_copies: strided copies of a cell, at the absolute addresses of block 0. For block ``b``, add
-            ``b * stride`` to the addresses. Layers at equal distances are iterations of one loop, so a
-            cross-layer cache, which stores the layers of a block side by side, needs only one strided copy.
+        cell_copies: strided copies of a cell, at the absolute addresses of block 0. For block ``b``, the
+            offset ``b * stride`` is added. If layers lie at equal distances, one loop covers all of them. A
+            cross-layer cache (the layers of a block are stored side by side) therefore needs only one strided
+            copy.
     """
 
     src_group: int
@@ -79,7 +80,8 @@ class Route:
     def runs(self) -> Descriptors:
         """Descriptors of the runs of one cell (part of a block). Each run is contiguous on both sides.
 
-        Neighbouring runs of the same `CellCopy` are merged if one continues the other on both sides.
+        Runs of the same `CellCopy` that are contiguous in both the source and the destination are merged into
+        one.
         """
         return concatenate([cell_copy.descriptors for cell_copy in self.cell_copies])
 
@@ -128,7 +130,7 @@ _OTHER_SCALES = (
 
 
 def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Template, ...]:
-    """Compute the copies by which this rank reads from every rank of a peer.
+    """Compute the copies with which this rank reads from every rank of a peer.
 
     Layers of a draft model that the peer cannot supply are left out.
 
@@ -245,8 +247,8 @@ class _Holder:
         group: index, on that rank, of the KV cache group that contains the layer.
         kind: kind of the group.
         layer: geometry of the layer on that rank.
-        choice_key: (index, kind, number of the page format), a key for caching the choice of source ranks.
-            The choice is the same for layers with equal keys.
+        choice_key: key for caching the result of `_choose`: (index, kind, number of the page format). Layers
+            with equal keys are read from the same source ranks.
     """
 
     index: int
@@ -413,10 +415,11 @@ def _shift_to_block_zero(found: Sequence[tuple[PageCopy, Sequence[tuple[int, int
 
 
 def window_mismatches(srcs: Sequence[RankGeometry], dst: RankGeometry) -> list[str]:
-    """Return one text for each way in which the peer keeps fewer tokens of layers than this rank needs.
+    """Return one message for each way in which the peer keeps fewer tokens of layers than this rank needs.
 
-    The list is empty if the peer keeps enough. It does not, for example, if the hybrid KV cache manager is
-    enabled at the peer and disabled here: sliding-window layers then count as full attention here.
+    The list is empty if the peer keeps enough tokens. A peer keeps too few, for example, if its hybrid KV
+    cache manager is enabled and this engine's is not. This engine then treats sliding-window layers as full
+    attention.
 
     Args:
         srcs: geometry of all ranks of the peer.

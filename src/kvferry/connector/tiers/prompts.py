@@ -42,7 +42,7 @@ class Prompts:
 
     @property
     def widest_group(self) -> int:
-        """Index, in the storage format, of the KV cache group that needs the most chunks of a prefix.
+        """Index, in the storage format, of the KV cache group that needs the most chunks to load a prefix.
 
         This is a group that attends to all tokens, if there is one. Otherwise it is the group with the
         longest window. In a model without attention, it is a group of recurrent state.

@@ -321,7 +321,7 @@ class TierSource:
         return self._cache.reading.origin(self._loading[load.key].fetch)
 
     def loaded_bytes(self, load: Load, report: Report) -> tuple[GroupBytes, ...]:
-        """Return the bytes that all ranks together have copied for a load, per KV cache group as stored.
+        """Return the number of bytes that all ranks together have copied for a load, per KV cache group.
 
         The groups are those of the storage format, which may differ from the engine's groups.
 
@@ -346,8 +346,8 @@ class TierSource:
     def ended(self, load: Load, report: Report) -> None:
         """Log the reason of a failed load. Do nothing if the load did not fail.
 
-        If some chunks had not arrived by the load's deadline, the tiers that these chunks were requested from
-        are not used for this request again.
+        If some chunks had not arrived by the load's deadline, the tiers from which these chunks were
+        requested are not used for this request again.
 
         Args:
             load: load that has ended.

@@ -49,7 +49,7 @@ class TierEvents:
 
     Attributes:
         cache: chunks in host memory and in the slower tiers.
-        stores: stores under way, with counts of the chunks that were dropped.
+        stores: orders to store chunks, with counts of the chunks that were not stored.
         events: stream that receives the events.
     """
 

@@ -159,10 +159,10 @@ class StoreOrders:
         return True
 
     def ended(self, request_id: str, keys: list[bytes]) -> None:
-        """Record that a request has ended, so that no more of its chunks will be stored.
+        """Record that a request has ended. No more of its chunks will be stored.
 
-        When the last store (copy to host memory) of the request has ended, the chunks of its prompt are
-        marked as used, for the eviction policy.
+        When all stores (copies to host memory) of the request have ended, the chunks of its prompt are marked
+        as used, for the eviction policy.
 
         Args:
             request_id: id of the request.
@@ -172,16 +172,17 @@ class StoreOrders:
         self._mark_chunks_used(request_id)
 
     def start_anew(self) -> None:
-        """Forget the requests that have ended but still have stores under way, because the cache was reset.
+        """Forget the ended requests that still have stores under way, because the cache was reset.
 
-        When these stores end, the requests' chunks are not marked as used, because the chunks are invalid.
+        A store is a copy of chunks to host memory. When such a store ends, its request's chunks are not
+        marked as used for the eviction policy, because they are invalid.
         """
         self._ended.clear()
 
     def _mark_chunks_used(self, request_id: str) -> None:
         """Mark the chunks of a request as used if the request has ended and none of its stores is under way.
 
-        They are marked in an order in which the end of the prompt is evicted before its start.
+        The order of marking ensures that the end of the prompt is evicted before its start.
         """
         if request_id in self._ended and all(one.request_id != request_id for one in self._stores.values()):
             self._cache.mark_used(self._ended.pop(request_id))

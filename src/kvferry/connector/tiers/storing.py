@@ -88,7 +88,7 @@ class Storing:
         """Prepare to store the chunks of a new request.
 
         Args:
-            request: new request. Its chunk keys (names of content) are known or may become known.
+            request: new request whose chunk keys (names of content) are known or are still being computed.
         """
         self._progress[request.request_id] = Progress(request, tail=self._state is not None)
 
@@ -131,7 +131,7 @@ class Storing:
         """Order the ranks to store those chunks of a request that have become complete.
 
         Args:
-            progress: progress of storing the request's chunks.
+            progress: the request, and the record of how much of it has been stored.
             resolve: function that takes the request's id and returns its block table for each KV cache group.
         """
         request, prompt = progress.request, progress.request.num_prompt_tokens
@@ -164,7 +164,7 @@ class Storing:
         Chunks that are stored already, or whose tokens are not in the blocks any more, are left out.
 
         Args:
-            progress: progress of storing the request's chunks.
+            progress: the request, and the record of how much of it has been stored.
             group: index of the KV cache group in the storage format.
             keys: key of each candidate chunk by its index in the prompt.
             tables: block table of each KV cache group of the engine.
@@ -197,10 +197,11 @@ class Storing:
             )
 
     def _chunks_per_order(self, group: int) -> int:
-        """Return the maximum number of chunks of a group per store order.
+        """Return the maximum number of chunks of a KV cache group in one order to the ranks to store chunks.
 
-        An order pins the blocks of all its chunks, or is refused if too many blocks would be pinned. With
-        small orders, at least a part of a long prompt is stored if few blocks may be pinned.
+        An order keeps the blocks of all its chunks allocated (pinned). It is refused as a whole if too many
+        blocks would be pinned. If the limit is low, small orders allow at least a part of a long prompt to be
+        stored.
 
         Args:
             group: index of the KV cache group in the storage format.
@@ -220,7 +221,7 @@ class Storing:
         """Order the ranks to store chunks of a KV cache group, with a single order for all of the chunks.
 
         Args:
-            progress: progress of storing the request's chunks.
+            progress: the request, and the record of how much of it has been stored.
             group: index of the KV cache group in the storage format.
             numbers: indices of the chunks in the prompt, ascending.
             keys: key of each of these chunks, by its index in the prompt.
@@ -238,12 +239,14 @@ class Storing:
     def _first_storable_token(
         self, group: int, number: int, tables: BlockIds, until: int, found: int
     ) -> int | None:
-        """Return the position of the first token of a chunk whose KV the engine's blocks hold.
+        """Return the position from which a chunk's KV can be stored; None if the chunk cannot be stored.
 
-        The chunk is stored from this position on. Tokens before the group's attention window may be missing,
-        because no request that continues from the chunk's end or later attends to them. Return None if other
-        tokens are missing too. Of the tokens that came from a prefix cache or a load, those before their last
-        window count as missing, because a load does not bring them.
+        The position is counted in tokens from the start of the prompt. The blocks may lack KV of the first
+        tokens of a chunk. The chunk can still be stored if no request that continues from the chunk's end, or
+        from a later position, attends to the missing tokens.
+
+        In a group with an attention window, a prefix cache or a load supplies only the tokens of the last
+        window. Earlier tokens of that prefix count as missing.
 
         Args:
             group: index of the KV cache group in the storage format.

@@ -51,11 +51,13 @@ NamespaceOf: TypeAlias = Callable[[CanonicalForm], Namespace]
 class Tiering:
     """Opens the tiers of one engine, stores and loads chunks in every step, and closes the tiers.
 
-    Tiers are host memory, files and object stores. Only the engine's thread calls the methods.
+    Tiers are the places that hold stored KV: host memory, files and object stores. Only the engine's thread
+    calls the methods.
 
     Attributes:
         source: source that offers to load the tiers' chunks for requests.
-        weights: weight of a token from each tier when offers to load are compared, by name of the tier.
+        weights: factor for the number of tokens from each tier when offers to load are compared, by name of
+            the tier.
     """
 
     def __init__(
@@ -72,7 +74,8 @@ class Tiering:
 
         Args:
             tiers: settings of the tiers.
-            composition: facts and settings of the engine, and the objects that its sources of KV share.
+            composition: the engine's properties, settings and block pool, and the objects that all its
+                sources of KV share.
             namespace: function that takes the format in which chunks are stored, and returns the namespace of
                 their keys.
             ranks: geometry of all workers' KV caches.
@@ -128,23 +131,27 @@ class Tiering:
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether KV blocks become free soon, so that the engine need not preempt a request.
+        """Whether KV blocks will soon be free, so that the engine should wait and not preempt a request.
 
         These are blocks from which chunks are being copied to host memory (stores under way).
         """
         return self._stores.busy
 
     def on_new_request(self, request: Request) -> None:
-        """Prepare to store the chunks of a new request, unless its content has no certain name."""
+        """Prepare to store the chunks of a new request.
+
+        Do nothing if its chunk keys (names of content) cannot be computed.
+        """
         if self._prompts.get(request) is not None or self._prompts.are_pending(request.request_id):
             self._storing.on_new_request(request)
 
     def schedule(self, step: Step, orders: StepOrders) -> None:
-        """Process the results of the tiers' threads, and order the ranks to store chunks in the coming step.
+        """Collect finished reads and writes, and order the ranks to store chunks in the coming step.
 
         Args:
             step: tokens and blocks of the requests that the coming step computes.
-            orders: orders of the coming step to all ranks. The stores are added. Loads are added elsewhere.
+            orders: orders of the coming step to all ranks. This method adds the orders to store chunks.
+                `TierSource.hand_over` adds those to load chunks.
         """
         self._cache.poll()
         orders.chunks.arena, self._card = self._card, None
@@ -217,11 +224,13 @@ class Tiering:
 
 
 def _canonical(config: ConnectorConfig, engine: EngineFacts, ranks: Sequence[RankGeometry]) -> CanonicalForm:
-    """Return the format in which this engine stores chunks. A chunk is a fixed number of tokens of a group.
+    """Return the format in which this engine stores chunks.
+
+    A chunk is a fixed number of tokens of a KV cache group.
 
     Args:
         config: the connector's settings.
-        engine: facts about the engine.
+        engine: properties of the engine, such as its KV cache groups and the size of its block pool.
         ranks: geometry of all workers' KV caches.
 
     Raises:
