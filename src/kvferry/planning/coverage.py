@@ -238,9 +238,7 @@ class Coverage:
         )
 
     def _nearest_index(self) -> int | None:
-        """Return the index of the last chunk of `nearest_unusable_prefix`; None if that prefix does not
-        exist.
-        """
+        """Return the index of the last chunk of `nearest_unusable_prefix`; None if that prefix is None."""
         beyond = (self.usable & (self.ends > self.tokens)).nonzero()[0]
         if not len(beyond):
             return None
