@@ -48,7 +48,7 @@ class _Adapter:
         again: earliest time for another attempt to read the files, monotonic seconds.
         done: event that is set when the thread has read the files or has failed to.
         digest: digest of the files; None if it is not known yet, or if the files could not be read.
-        absent: True if there were no weights on disk, which means that the engine had not loaded them either.
+        absent: True if no weights were on disk. The engine then cannot have loaded any either.
     """
 
     file_stats: _FileStats
@@ -83,7 +83,7 @@ class Adapters:
     """
 
     def __init__(self, settings: str = "", clock: Callable[[], float] = time.monotonic) -> None:
-        """Create the record of names. It has no adapters yet.
+        """Create the record of the adapters' names. It has no adapters yet.
 
         Args:
             settings: the engine's LoRA settings that affect the results of adapters; part of every name.
@@ -97,7 +97,7 @@ class Adapters:
     def on_load(self, lora: LoraAdapter) -> None:
         """Record that the engine is about to load an adapter, and start to compute the digest of its files.
 
-        If the adapter replaces the weights of another one in place, it is not known which weights a request
+        If the load replaces the weights of another adapter in place, it is not known which weights a request
         uses. Then neither adapter gets a name, and no file is read.
 
         Args:
@@ -111,8 +111,7 @@ class Adapters:
     def is_current(self, lora: LoraAdapter | None) -> bool:
         """Return whether the adapter's weights have never been replaced in place.
 
-        A load in place gives an adapter that is already loaded new weights. After that it is not known which
-        weights computed a request.
+        Once they have been replaced, it is not known with which weights a request was computed.
 
         Args:
             lora: the adapter; None for a request without an adapter, for which the result is True.

@@ -97,7 +97,7 @@ class Admission:
     Only the engine's thread calls it.
 
     Attributes:
-        pins: the KV blocks kept allocated because a load may still write to them.
+        pins: record of the KV blocks that stay allocated because a load may still write to them.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Admission:
             pool: the engine's block pool.
             workers: number of workers, each of which reports every load.
             attempts: maximum number of attempts to load one request's prefix.
-            timeout_seconds: seconds from the start of a load until an unfinished load counts as failed.
+            timeout_seconds: seconds after its start at which an unfinished load counts as failed.
             sources: all sources of KV, in the order in which they are asked. Of equally good offers, the
                 offer of the first source is taken.
             chooser: object that chooses between the offers of the sources by a policy.
@@ -238,7 +238,7 @@ class Admission:
         self._events.late(self.pins.all_late_blocks)
 
     def scheduled(self, requests: Container[str]) -> None:
-        """Record that the engine's coming step computes tokens of these requests: they wait for no load.
+        """Record which requests the engine's coming step computes. They no longer wait for loads.
 
         Args:
             requests: ids of all requests whose tokens the step computes.
@@ -247,9 +247,9 @@ class Admission:
         self._events.scheduled(requests)
 
     def hand_over(self, orders: StepOrders) -> None:
-        """Add the orders to begin new loads and to give up dropped ones to the orders for the coming step.
+        """Fill in the workers' orders for the coming step: which loads to begin, and which to give up.
 
-        Then let each source add its own orders.
+        Each source then adds orders of its own.
 
         Args:
             orders: orders for the workers. Mutated.

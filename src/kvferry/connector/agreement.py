@@ -16,8 +16,8 @@ WEIGHTS, MODEL_DTYPE, CACHE_DTYPE = "weights", "model dtype", "KV cache dtype"
 def namespace_of_facts(facts: Mapping[str, Fact], canonical: CanonicalForm, name: str) -> Namespace:
     """Return the namespace (scope) of the keys under which an engine stores its KV chunks.
 
-    Two engines have the same namespace only if all their facts and their chunk formats are equal. Only then
-    they share chunks.
+    Two engines share chunks only if they have the same namespace, that is, if all their facts and their chunk
+    formats are equal.
 
     Args:
         facts: properties of the engine that affect its KV, by name, including `WEIGHTS`, `MODEL_DTYPE` and

@@ -40,7 +40,7 @@ class Bid:
     """A source's offer to load the KV of tokens of a request that the engine does not have.
 
     Attributes:
-        source: name of the bidder: a peer's name, or ``tiers``.
+        source: name of the source that makes the offer: a peer's name, or ``tiers``.
         parts: number of offered tokens from each place, including the tokens of `head`.
         looking: True while the source is still looking up how much KV it has. `parts` are then upper bounds.
         head: bid of another source for the start of the prefix, if two sources load one prefix together.

@@ -38,7 +38,7 @@ class Composition:
         pool: the engine's block pool.
         events: stream that receives the events.
         adapters: the engine's LoRA adapters.
-        pins: the KV blocks kept allocated because a load may still write to them.
+        pins: record of the KV blocks that stay allocated because a load may still write to them.
         parts: record of the KV blocks that loads fill only in part.
         speeds: measured speeds of loads and of prompt computation.
     """
@@ -56,7 +56,7 @@ class Composition:
         refusals: Refusals,
         speeds: Speeds | None = None,
     ) -> None:
-        """Create the records that the sources of KV and the admission share, such as that of pinned blocks.
+        """Create the records of blocks and speeds that the sources of KV and the admission share.
 
         Args:
             engine: facts about the engine.
@@ -109,7 +109,7 @@ class Composition:
         """Create the source that loads KV chunks from this engine's tiers (host memory and slower storage).
 
         Args:
-            cache: the chunks in host memory and in the slower tiers.
+            cache: cache of the chunks in host memory and in the slower tiers.
             prompts: record of the engine's requests and of the keys of their chunks.
             canonical: format in which chunks are stored.
         """

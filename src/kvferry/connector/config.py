@@ -28,8 +28,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         host: address on which this engine listens for peers: the control channel, and each worker's channel
-            for peers that need KV packed. In an engine that spans several machines, ``node`` stands for the
-            address of each rank's machine.
+            for peers that ask it to pack KV. In an engine that spans several machines, ``node`` stands for
+            the address of each rank's machine.
         port: port of the control channel, to which the engine's data-parallel index is added; 0 for any free
             port.
         advertise_host: host name or address to advertise to peers; None for `host`.
@@ -42,7 +42,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             equal to `advertise_host` if there is no list.
         lease_seconds: seconds for which blocks are kept for a consumer that sends no heartbeat. While other
             requests wait for blocks, a lease that no consumer has claimed ends after a quarter of this time.
-        load_timeout_seconds: seconds from the start of a load until an unfinished load counts as failed.
+        load_timeout_seconds: seconds after its start at which an unfinished load counts as failed.
         handshake_seconds: seconds to wait for a peer's answer in the handshake.
         attempts: maximum number of attempts to load one request's KV before this engine computes it.
         late_blocks: maximum share of the block pool, above 0 and at most 1, that loads from peers hold,
@@ -114,7 +114,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def without_host(self) -> ConnectorConfig:
-        """Copy of the settings with an empty `host`, the only setting that differs between machines."""
+        """Copy of the settings with an empty `host`, the only setting that may differ between machines."""
         return msgspec.structs.replace(self, host="")
 
     @property
@@ -124,7 +124,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_config(extra: Mapping[str, Any], kv_role: str | None = None) -> ConnectorConfig:
-    """Parse and check the settings that the engine was given.
+    """Parse and check the settings of the connector.
 
     Args:
         extra: content of ``kv_connector_extra_config``.

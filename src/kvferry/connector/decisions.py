@@ -51,10 +51,10 @@ class SourceMiss:
 
     Attributes:
         source: name of the source.
-        reason: reason of the miss, one of a fixed set.
+        reason: the reason as one of a fixed set of values.
         group: label (number and kind) of the KV cache group with a missing chunk; ``several`` for more than
             one group; empty if the miss does not depend on groups.
-        detail: details as text for people.
+        detail: the reason in detail, as text for people.
     """
 
     source: str

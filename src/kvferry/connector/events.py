@@ -60,7 +60,7 @@ class SourcesAsked:
         local_tokens: number of tokens in the engine's own prefix cache.
         bids: all bids (offers of sources to load tokens) with their values, in the order of their sources.
         compute_value: value, under the policy, of computing all tokens that are not in the prefix cache.
-        misses: reason of each source without a bid why it offers none.
+        misses: for each source without a bid, the reason why it makes none.
         chosen: the best bid; None if the engine computes the tokens. If the bid's source is still looking up
             its KV, the request waits for that source.
         why: reason for the choice.

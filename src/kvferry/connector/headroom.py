@@ -58,14 +58,13 @@ class Headroom:
         return len(self._needs)
 
     def fits(self, request_id: str, tokens_after_load: int, tokens: int) -> bool:
-        """Return whether a load leaves enough free blocks for any one request with a load to go on.
+        """Return whether a load leaves enough free blocks to continue any request that waits for a load.
 
-        These are the requests that already wait for their loads, and the load's own request. Return True if
-        no other request waits for a load.
+        This includes the request of the new load. Return True if no other request waits for a load.
 
         Args:
             request_id: id of the load's request.
-            tokens_after_load: number of tokens of the request whose KV the engine has after the load.
+            tokens_after_load: number of the request's tokens whose KV the engine has after the load.
             tokens: number of all tokens of the request, with or without KV.
         """
         others = [need for name, need in self._needs.items() if name != request_id]
@@ -80,7 +79,7 @@ class Headroom:
 
         Args:
             request_id: id of the load's request.
-            tokens_after_load: number of tokens of the request whose KV the engine has after the load.
+            tokens_after_load: number of the request's tokens whose KV the engine has after the load.
             tokens: number of all tokens of the request, with or without KV.
         """
         if self.groups:
@@ -105,7 +104,7 @@ class Headroom:
         Blocks before the attention window of the next token are not allocated.
 
         Args:
-            tokens_after_load: number of tokens of the request whose KV the engine has after the load.
+            tokens_after_load: number of the request's tokens whose KV the engine has after the load.
         """
         seen_from = [
             max(first_attended(group.kind, group.attention_span, tokens_after_load), 0)
@@ -123,7 +122,7 @@ class Headroom:
         blocks of all later steps of the prompt.
 
         Args:
-            tokens_after_load: number of tokens of the request whose KV the engine has after the load.
+            tokens_after_load: number of the request's tokens whose KV the engine has after the load.
             tokens: number of all tokens of the request, with or without KV.
         """
         step = min(tokens, min(tokens_after_load, tokens - 1) + self.step_tokens)

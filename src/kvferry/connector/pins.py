@@ -30,7 +30,7 @@ def may_hold(source: str, blocks: int, held: Mapping[str, int], most: int) -> bo
     Args:
         source: name of the load's source.
         blocks: number of blocks that the load may write.
-        held: number of blocks that loads hold, in flight and late, by source.
+        held: number of blocks that loads hold, by source. Late loads (no longer waited for) count too.
         most: maximum number of blocks that all loads together may hold.
     """
     others = sum(held.values()) - held.get(source, 0)
@@ -64,7 +64,7 @@ class Pins(Generic[BlockT]):
         self._held = Counter[str]()
 
     def __len__(self) -> int:
-        """Return the number of loads that hold blocks, in flight or late."""
+        """Return the number of loads that hold blocks, including late loads."""
         return len(self._pins)
 
     def hold(self, key: str, source: str, blocks: Sequence[BlockT]) -> None:
@@ -89,7 +89,10 @@ class Pins(Generic[BlockT]):
 
     @property
     def held(self) -> Mapping[str, int]:
-        """Number of blocks that loads hold, in flight or late, by source. Only sources with blocks appear."""
+        """Number of blocks that the loads from each source hold, including late loads.
+
+        A source whose loads hold no blocks is absent.
+        """
         return self._held
 
     def late_blocks(self, source: str) -> int:

@@ -208,7 +208,7 @@ class RequestPhases:
         Args:
             state: state of the request.
             request: the request.
-            tokens_after_load: number of tokens of the request whose KV the engine has after the loads.
+            tokens_after_load: number of the request's tokens whose KV the engine has after the loads.
         """
         state.phase = RequestPhase.LOADING
         self.headroom.on_load_begun(request.request_id, tokens_after_load, request.num_tokens)

@@ -204,8 +204,8 @@ class SchedulerHalf:
             block_ids: block table of the request for each KV cache group, up to the last computed token.
 
         Returns:
-            Whether the engine must keep the blocks, and the ``kv_transfer_params`` of the response, None for
-            a response without any.
+            Two values: whether the engine must keep the blocks, and the ``kv_transfer_params`` of the
+            response (None for none).
         """
         self.admission.finished(request.request_id)
         whole = self.parts.masked_tables(request.request_id, block_ids)
@@ -245,7 +245,7 @@ class SchedulerHalf:
         self._producer.on_workers_confirmed(reports.raised)
 
     def sent(self, request_ids: set[str]) -> None:
-        """Record that all workers have ended the leases of some requests, whose blocks can now be freed.
+        """Record that all workers have ended the leases of these requests. Their blocks can be freed now.
 
         Args:
             request_ids: ids of these requests.

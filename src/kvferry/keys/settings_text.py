@@ -51,7 +51,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, str]:
 
     Keys that do not affect the content of a KV cache (`NOT_CONTENT`) are left out. Null settings are left out
     too, because versions of a library differ in the defaults that they write. All settings after the first
-    `MOST` are replaced by one entry with their digest.
+    `MAX_SETTINGS` are replaced by one entry with their digest.
 
     >>> settings_of({"rope": {"theta": 1e4, "factor": None}, "layers": [1, 2], "use_cache": True})
     {'layers': '[1, 2]', 'rope.theta': '10000'}
@@ -103,7 +103,7 @@ def _to_json_types(value: Any, depth: int = 0) -> Any:
     Args:
         value: value to convert.
         depth: number of collections and objects around the value. Beyond `_DEEPEST`, a collection or object
-            is not converted member by member but becomes a text.
+            is converted to text as a whole.
     """
     members = _members(value) if depth <= _DEEPEST else None
     if isinstance(members, Mapping):
