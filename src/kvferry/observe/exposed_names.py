@@ -55,6 +55,6 @@ def series_names(name: str) -> tuple[str, ...]:
     """Return the names that a metric's series have on `/metrics`: one name, or three for a histogram.
 
     Args:
-        name: name of a metric in `EXPOSED`.
+        name: name of a metric in `EXPOSED` (all metrics that engines expose).
     """
     return tuple(name + each for each in SUFFIXES) if EXPOSED[name].kind is MetricKind.HISTOGRAM else (name,)

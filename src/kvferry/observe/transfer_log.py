@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 class TransferLog:
     """Listener of the connector's events that appends a line to a file for each ended load from a peer.
 
-    Loads with the outcome DROPPED are not logged. If a line cannot be written, for example because the disk
-    is full, logging stops and the engine continues. Not thread-safe.
+    Loads with the outcome DROPPED (no longer needed when they ended) are not logged. If a line cannot be
+    written, for example because the disk is full, logging stops and the engine continues. Not thread-safe.
     """
 
     def __init__(self, path: str, ranks: Sequence[RankGeometry]) -> None:

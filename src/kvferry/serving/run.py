@@ -37,7 +37,7 @@ def run_app(app: RouterApp, sock: socket.socket, keep_on: Callable[[], bool]) ->
 
     Args:
         app: router application.
-        sock: listening socket; closed at the end.
+        sock: listening socket; closed when the function returns.
         keep_on: function that is called five times a second and returns whether to continue. If it raises
             an exception, the server stops, and the exception is raised again.
     """

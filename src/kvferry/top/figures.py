@@ -181,7 +181,7 @@ class ActivityCounts:
 
     @property
     def failed(self) -> dict[str, float]:
-        """Return the number of loads that failed, expired or were dropped, by outcome."""
+        """Return the number of loads that failed, expired or were no longer needed, by outcome."""
         ends = (LoadOutcome.FAILED, LoadOutcome.EXPIRED, LoadOutcome.DROPPED)
         return {end: sum(source.loads.get(end, 0.0) for source in self.sources.values()) for end in ends}
 

@@ -17,7 +17,8 @@ def series(name: str, scope: Mapping[str, str] | None = None, **where: str) -> s
     """Return a PromQL selector of a metric's series, restricted by regular expressions for their labels.
 
     Args:
-        name: name of a metric in `EXPOSED`; for a histogram, followed by one of `SUFFIXES`.
+        name: name of a metric in `EXPOSED` (metrics that engines expose); for a histogram, followed by one
+            of `SUFFIXES`, such as ``_bucket``.
         scope: regular expression by label name, for restrictions that a dashboard applies to all metrics,
             such as the selected engines. None for no restriction.
         where: regular expression by label name, for further restrictions. If the value begins with ``!``, the
@@ -44,7 +45,8 @@ def labels_of(name: str) -> frozenset[str]:
     """Return the names of all labels of a series, including labels that vLLM and Prometheus add.
 
     Args:
-        name: name of a metric in `EXPOSED`; for a histogram, followed by one of `SUFFIXES`.
+        name: name of a metric in `EXPOSED` (metrics that engines expose); for a histogram, followed by one
+            of `SUFFIXES`, such as ``_bucket``.
 
     Raises:
         ValueError: the metric is unknown.

@@ -59,8 +59,8 @@ def table(rows: Sequence[RequestRow], width: int) -> Table:
 def summary(rows: Sequence[RequestRow]) -> str:
     """Return a paragraph that summarizes the results of all requests.
 
-    It gives the bytes of KV moved, the bytes that full attention in all layers would have moved, and the
-    number of answers that are identical to a single engine's.
+    It gives the number of bytes of KV that were moved, the number that would have been moved if all layers
+    had full attention, and the number of answers that are identical to a single engine's answers.
 
     Args:
         rows: results of all requests.

@@ -13,7 +13,7 @@ _CHARACTERS_PER_TOKEN_AT_LEAST = 2
 
 
 def prompts(count: int, max_prompt_tokens: int) -> Sequence[str]:
-    """Return `count` prompts without common prefixes, of 240, 1100, 2600 and 6400 characters in turn.
+    """Return `count` prompts that share no prefix, of 240, 1100, 2600 and 6400 characters in turn.
 
     Args:
         count: number of prompts.

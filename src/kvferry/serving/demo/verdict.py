@@ -14,8 +14,9 @@ _SIDES = 2
 class AnswerVerdict(StrEnum):
     """The result of comparing a prefill and decode engine's answer with a single engine's answer.
 
-    YES: all tokens are equal. OWN_GAP: the tokens differ, but no more than the single engine's log
-    probabilities differ between prefilling and decoding the same tokens. NO: the difference is larger.
+    YES: all tokens are equal. OWN_GAP: the tokens differ, but the difference may come from the single
+    engine's own numerical error, which is measured between prefilling and decoding the same tokens. NO: the
+    difference is larger.
     """
 
     YES = "yes"

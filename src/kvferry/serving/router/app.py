@@ -112,7 +112,7 @@ class _Router:
             await bad_request(str(error), "invalid_json").send(send, call.reply_headers)
 
     async def pass_through(self, call: Call, send: Send) -> None:
-        """Forward a request unchanged to a decode engine, and send the engine's answer to the client.
+        """Forward a request to a decode engine, and send the engine's answer to the client.
 
         If the engine is unreachable, closes the connection or answers too late, another engine is tried. The
         client gets an error if two engines accepted the request but failed, or if no engine is left to try.

@@ -40,7 +40,7 @@ class Family:
         settings: arguments of the configuration class, in addition to those that all families share.
         engine_reads: fields to add to the checkpoint's config.json, because the engine needs them and
             transformers does not write them.
-        scale: standard deviation of the random weights, except for the embedding.
+        scale: standard deviation of the random weight matrices, except for the embedding.
         embedding_scale: standard deviation of the embedding's random weights. If it is too large, the output
             depends only on the last token and not on the KV cache. If it is too small, the last token has no
             effect. In both cases the generated tokens repeat.

@@ -19,9 +19,9 @@ def digest(*parts: object) -> str:
 def publish(directory: Path, name: str, fill: Callable[[Path], None]) -> Path:
     """Return the path of the folder `directory/name`. If the folder does not exist, create it with `fill`.
 
-    `fill` writes into a private folder, which is then renamed, so that no caller sees an incomplete folder.
-    If several callers create the folder at the same time, the first renamed folder is kept, and the other
-    folders are removed.
+    `fill` writes into a temporary folder, which is then renamed, so that no caller sees an incomplete folder.
+    If several callers create the folder at the same time, the folder that is renamed first is kept, and the
+    others are removed.
 
     Args:
         directory: parent folder; created if it does not exist.
