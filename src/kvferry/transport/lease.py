@@ -141,7 +141,7 @@ class _HeldLease:
 
 
 class LeaseBook:
-    """The register of a producer's leases, in its scheduler. It grants, extends and ends them.
+    """Keeps track of a producer's leases, in the producer's scheduler: grants, extends and ends them.
 
     A lease is the promise to keep the KV blocks of a request for consumers to read. Not thread-safe: only the
     engine's thread may use this object.
@@ -152,7 +152,7 @@ class LeaseBook:
     """
 
     def __init__(self, incarnation: int, slots: int, seconds: float, clock: Callable[[], float]) -> None:
-        """Create a register without leases.
+        """Create an empty record of leases.
 
         Args:
             incarnation: random number that identifies this run of the engine.

@@ -90,8 +90,12 @@ def parse_metadata(data: bytes) -> Metadata:
 def check_metadata(card: RankCard) -> Metadata:
     """Parse a worker's transport metadata, and check that it covers all memory in the worker's description.
 
+    Args:
+        card: description of the worker, which contains the metadata.
+
     Raises:
-        ProtocolError: the metadata is invalid, or lacks a region of memory in the description.
+        ProtocolError: the metadata is invalid, or the worker has not registered all memory that its
+            description names.
     """
     metadata = parse_metadata(card.agent)
     claimed = [*card.geometry.regions, Region(card.words_address, card.words * WORD_BYTES)]

@@ -55,12 +55,13 @@ _POLL_SECONDS = 2e-4
 
 
 class _TrialRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A request to the child process: try one worker's transport metadata.
+    """A request to the child process: load a worker's transport metadata and read from its memory.
 
     Attributes:
         agent: transport metadata of the worker's NIXL agent.
-        words_address: address of the worker's first lease word (integer in registered memory).
-        incarnation: random number that identifies the worker's run, which must be the high half of that word.
+        words_address: memory address of the first lease word (8-byte integer), which the child reads.
+        incarnation: random number that identifies the worker's run. The high half of the word must be equal
+            to it.
     """
 
     agent: bytes
@@ -69,11 +70,12 @@ class _TrialRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MetadataSandbox:
-    """A child process that loads the transport metadata of peers as a trial.
+    """A child process that tests whether the transport metadata of peers can be loaded safely.
 
-    Malformed metadata can crash the process that loads it, so the child loads it before the engine does.
+    Malformed metadata can crash the process that loads it. So this child process loads metadata first, and
+    the engine loads only metadata that has not crashed the child.
 
-    Only the thread that starts the child may use it. The child ends when that thread ends.
+    Only the thread that starts the child may use this object. The child ends when that thread ends.
     """
 
     def __init__(self, host: str) -> None:
@@ -116,7 +118,7 @@ class MetadataSandbox:
         return "" if self._ready else late
 
     def run_trial(self, card: RankCard, seconds: float) -> str:
-        """Make the child process load a worker's transport metadata and read a few bytes of its memory.
+        """Make the child process load a worker's transport metadata and read from the worker's memory.
 
         Args:
             card: description of the worker.
@@ -149,9 +151,9 @@ class MetadataSandbox:
 
 
 def encode_trial(card: RankCard) -> bytes:
-    """Encode the request that asks the child process to try a worker's transport metadata.
+    """Encode the request that asks the child process to test a worker's transport metadata.
 
-    The request contains everything that the result of the trial depends on.
+    The request contains everything that the result of the test depends on.
 
     Args:
         card: description of the worker.

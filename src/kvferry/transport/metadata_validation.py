@@ -75,7 +75,7 @@ class _ValidationRequest:
     """A request to the validator's thread: validate a peer's transport metadata.
 
     Attributes:
-        cards: descriptions of all ranks of the peer; empty to only start the child process.
+        cards: descriptions of all ranks of the peer. If empty, the thread only starts the child process.
         verdict: result that the thread sets.
         wake: function that the thread calls when it has set the result.
     """
@@ -86,7 +86,10 @@ class _ValidationRequest:
 
 
 class SandboxValidator:
-    """A thread that checks peers' transport metadata, and has a child process load it as a trial."""
+    """A thread that decides whether peers' transport metadata may be loaded.
+
+    The thread parses the metadata, and has a child process load it first (`MetadataSandbox`).
+    """
 
     def __init__(
         self, start: Callable[[], MetadataSandbox], clock: Callable[[], float] = time.monotonic
@@ -154,11 +157,11 @@ class SandboxValidator:
         return next(filter(None, (self._validate_card(card, deadline) for card in cards)), "")
 
     def _validate_card(self, card: RankCard, deadline: float) -> str:
-        """Try a worker's metadata in the child process, unless the result is already known.
+        """Have the child process load a worker's transport metadata, unless the result is already known.
 
         Args:
-            card: description of the worker.
-            deadline: time to give up, in seconds of the clock.
+            card: description of the worker, which contains the metadata.
+            deadline: time at which to stop waiting for the child, in seconds of the validator's clock.
 
         Returns:
             Reason why the metadata cannot be used; empty if it can.
@@ -186,7 +189,9 @@ class SandboxValidator:
         return reason
 
     def _ensure_ready(self) -> str:
-        """Wait until a child process is ready. Start a child process if there is none.
+        """Wait until the child process is ready. Start a child process if there is none.
+
+        If the child does not become ready, replace it with a new one.
 
         Returns:
             Error message; empty if the child is ready.
@@ -219,9 +224,9 @@ def _ignore_result() -> None:
 
 
 def _digest(card: RankCard) -> bytes:
-    """Return a digest of those parts of a worker's description that the result of a trial depends on.
+    """Return a digest of those parts of a worker's description on which the child process's verdict depends.
 
-    A trial tries the worker's transport metadata in the child process. The other parts of the description are
-    checked every time, by `check_metadata`.
+    The child loads the worker's transport metadata as a test, once per digest. The other parts of the
+    description are checked every time, by `check_metadata`.
     """
     return hashlib.blake2b(encode_trial(card), digest_size=32).digest()

@@ -21,7 +21,7 @@ WAIT_MICROSECONDS = 10_000
 
 
 def nixl_package() -> str:
-    """Return the name of the Python package that NIXL selects on this machine.
+    """Return the name of the Python package that implements NIXL here: ``nixl`` selects one of several.
 
     Raises:
         ImportError: NIXL cannot be imported.

@@ -63,8 +63,8 @@ class PackedReadResources:
         agent: NIXL agent of the lane.
         landing: staging area that images are read into.
         words: registered memory of this lane into which words of the source are read, uint64 of shape (n,).
-        free_words: indices of `words` that are free. A read of images that the source has packed takes one of
-            them.
+        free_words: indices of the free elements of `words`. Each segment (run of images that are read
+            together) that the source has packed uses one element.
     """
 
     agent: Agent
@@ -120,15 +120,15 @@ class _Segment:
     Attributes:
         cells: cells of the segment.
         state: state of the segment.
-        since: time at which the segment was created, or gathered if it is, in seconds of the clock. Timeouts
-            are measured from this time.
+        since: time from which timeouts are measured, in seconds of the read's clock: when the segment was
+            created, and later, when the source reported that it has packed the segment.
         number: id of the request that asks the source to gather (pack) the segment; 0 if there is none.
         gathered: reply of the source; None if the source has not gathered the segment.
         allocation: staging memory of this worker that the segment holds; None if it holds none.
         handle: handle of the segment's latest READ (one-sided read); None before the first.
-        word: index of the local word (integer) that the source's word is read into, which shows whether the
-            cells are valid; -1 if the segment holds no local word.
-        direct: True if the cells are read straight into blocks after all, without packing.
+        word: index in `PackedReadResources.words` of the element that the segment uses; -1 for none. The
+            source's word, which shows whether the cells are valid, is read into this element.
+        direct: True if packing was not possible, so the cells are read straight into blocks instead.
     """
 
     cells: Cells
@@ -187,7 +187,7 @@ class PackedRead:
         Args:
             resources: resources that all packed reads of the lane (reading thread) share.
             lists: prepared descriptor lists of the peer's rank.
-            client: client for requests that ask the peer's rank to pack cells; None if no method needs it.
+            client: client for requests that ask the peer's rank to pack cells; None if the rank is not asked.
             route: prepared route (set of layers that are copied alike) of the cells.
             method: method that moves the cells: over-read (the reader fetches gaps too) or staged (the source
                 packs the cells first).
@@ -222,10 +222,10 @@ class PackedRead:
         return any(segment.handle is not None for segment in self._segments)
 
     def advance(self) -> bool:
-        """Advance the read of every segment as far as possible without blocking.
+        """Advance the read as far as possible without blocking; return whether there was any progress.
 
-        A segment is a run of packed cells (parts of blocks) that move together. Start further segments, up
-        to `AHEAD` at a time. Return whether any segment advanced.
+        The cells (parts of blocks) are read in segments: runs of cells that move together. At most `AHEAD`
+        segments are in progress at a time; when one ends, the next is started.
         """
         moved = self._ask_ahead()
         for segment in list(self._segments):
@@ -236,7 +236,7 @@ class PackedRead:
         return moved
 
     def abandon(self, reason: str) -> None:
-        """Mark the whole read as failed, and start to read no further cells (parts of blocks).
+        """Mark the whole read as failed, so that no further cells (parts of blocks) are read.
 
         READs (one-sided reads) in flight continue. `finished` becomes True when they have ended.
 
@@ -329,10 +329,11 @@ class PackedRead:
         return True
 
     def _is_sound(self, segment: _Segment, answer: Gathered) -> bool:
-        """Return whether the source's reply about a segment refers to the source's own staging area.
+        """Check that the positions in the source's reply are inside the source's staging area.
 
-        The reply names the position of the packed cells in that area, and a word: an integer in registered
-        memory that shows whether they are valid.
+        The reply contains the position of the packed cells in that area, and the index of a word (an integer
+        in registered memory that shows whether the cells are valid). If one of them is out of range, return
+        False; the reply must then not be used.
 
         Args:
             segment: segment (run of cells that move together) that the source has packed.
@@ -344,7 +345,8 @@ class PackedRead:
     def _read_unpacked(self, segment: _Segment, reason: str) -> None:
         """Read the cells of a segment straight into blocks, because they cannot be read packed.
 
-        There is one descriptor per contiguous run. If the cells cannot be read in this way, fail the read.
+        If the route has no method for this, for example because it would need too many descriptors, the whole
+        read fails.
 
         Args:
             segment: run of cells (parts of blocks) that move together.
@@ -376,17 +378,17 @@ class PackedRead:
         return True
 
     def _has_room(self, segment: _Segment) -> bool:
-        """Allocate what is needed to read the packed cells of a segment: staging memory, and a local word.
+        """Allocate the local memory that is needed to read the packed cells of a segment.
 
-        This worker needs staging memory if it unpacks the cells. It needs the local word if the source has
-        packed the cells. A word of the source (integer that shows whether the packed cells are valid) is read
-        into the local word.
+        If this worker unpacks the cells, it needs staging memory for them. If the source has packed the
+        cells, it needs one element of `PackedReadResources.words`: the source's word (integer that shows
+        whether the packed cells are valid) is read into it.
 
         Args:
             segment: segment (run of cells that move together) to read.
 
         Returns:
-            False if staging memory or a local word is needed and not free now.
+            True if everything that is needed was allocated; False if some of it is not free now.
         """
         if segment.gathered is not None and segment.word < 0:
             if not self._resources.free_words:
@@ -464,10 +466,10 @@ class PackedRead:
         self._free_segment(segment)
 
     def _free_segment(self, segment: _Segment) -> None:
-        """Free everything that a segment holds: staging memory of the source and of this worker, and a word.
+        """Free everything that a segment holds.
 
-        The word is a local integer into which a word of the source is read, to see whether the packed cells
-        are valid.
+        This is staging memory of the source, staging memory of this worker, and an element of
+        `PackedReadResources.words`.
 
         Args:
             segment: run of packed cells (parts of blocks) that move together.

@@ -51,9 +51,10 @@ class _PeerConnection:
         cards: descriptions of all ranks of the peer.
         peer: open connection; None unless the state is UP.
         verdict: result of the validation; None unless the state is ASKED.
-        reason: cause of state DOWN.
+        reason: why the state is DOWN, as a text; not used in other states.
         failures: number of consecutive failures to connect to the peer or to read from it.
-        retry_at: time of the clock, in seconds, before which the peer is not connected again.
+        retry_at: time before which the peer is not connected again, in seconds of the clock of
+            `PeerConnections`.
     """
 
     cards: tuple[RankCard, ...]
@@ -92,7 +93,9 @@ class PeerConnections:
         self._leaving: list[tuple[str, ConnectedPeer]] = []
 
     def connect(self, name: str, cards: tuple[RankCard, ...]) -> None:
-        """Start to connect a peer, unless it is connected. Its transport metadata is validated first.
+        """Start to connect a peer. Its transport metadata is validated first.
+
+        If there is a connection to the peer already, do nothing.
 
         Args:
             name: name of the peer.

@@ -49,17 +49,17 @@ MAX_DESCRIPTORS = 1 << 26
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DescriptorRows:
-    """Rows that generate the descriptors of a transfer method on one side: the source or the destination.
+    """Compact form of all descriptors that a transfer method may need in the memory of one side.
 
-    A cell is the unit of transfer, and a row is one contiguous run of a cell. For cells in KV blocks, the row
-    has its address in block 0, and generates one descriptor for each cell of each block. For images (cells
-    packed into contiguous memory), the row has its address in image 0, and generates one descriptor for each
-    image.
+    The side is the source or the destination. A cell is the part of a block that moves as one unit. A *row*
+    is one contiguous run of bytes of the first cell. The same run of the other cells lies at regular
+    distances, so a row stands for one descriptor per cell: of every block, if the cells lie in KV blocks, or
+    of every image, if they are packed (an image is one packed cell).
 
     Attributes:
-        parts: sets of rows that have the same cell offsets, each as (addresses of the rows, lengths of the
-            rows in bytes, byte offset of each cell in a block). Addresses and lengths are int64 of shape
-            (n,).
+        parts: rows, in sets that share the cell offsets. Each set is (address of each row in block 0 or
+            image 0, length of each row in bytes, byte offset of each cell in a block). Addresses and lengths
+            are int64 of shape (n,).
         stride: bytes from one block or image to the next.
         count: number of blocks or images.
     """
@@ -80,7 +80,7 @@ class _DescriptorRows:
 
     @property
     def entries(self) -> int:
-        """Number of descriptors that all rows generate."""
+        """Number of descriptors that all rows stand for: one per row, cell and block (or image)."""
         return self.rows * self.cells * self.count
 
 
@@ -101,11 +101,10 @@ class DescriptorList:
         self.entries = 0
 
     def add(self, rows: _DescriptorRows) -> int:
-        """Append the descriptors that these rows generate, and return the index of the first descriptor.
+        """Append the descriptors of one transfer method, and return the index of the first of them.
 
         Args:
-            rows: rows of one transfer method. A row generates one descriptor for each cell (part of a block)
-                of each block.
+            rows: descriptors to append, in compact form.
 
         Raises:
             TransferError: the list would have more than `MAX_DESCRIPTORS` descriptors.
@@ -133,13 +132,14 @@ class DescriptorList:
 
 @dataclass(frozen=True, slots=True)
 class PreparedMethod:
-    """A transfer method of a route, with all that was prepared for it when the peer connected.
+    """A transfer method of a route, with the descriptors and copy operations to use it.
 
-    A route is a set of layers that are copied alike. A cell is the part of a block that moves as one unit.
+    They were prepared when the peer was connected. A route is a set of layers that are copied alike. A cell
+    is the part of a block that moves as one unit.
 
     Attributes:
         method: transfer method.
-        rows: number of descriptors per cell (rows of the descriptor list).
+        rows: number of descriptors per cell.
         src, dst: range of the method's descriptors in the prepared descriptor list of the source's memory,
             and in that of this worker's memory.
         announced_route: index of the route in the message that announces routes to the source; -1 if the
