@@ -167,11 +167,11 @@ def namespace_of(vllm_config: Any, must_agree: Mapping[str, Fact], canonical: Ca
 
 
 def _processor(model: Any) -> dict[str, str] | None:
-    """Return the effective settings of the multimodal processor; None if there is none.
+    """Return the settings in use of a model's multimodal processor, each as a text.
 
-    The settings only explain to users why two engines do not share KV. They are not needed for correctness,
-    because images and other items are named by a digest of the processor's output. The result is also None if
-    the processor cannot be inspected.
+    Return None if the model has no processor, or if its processor cannot be inspected. Engines with different
+    settings do not use each other's KV, and their log names the setting. Correctness does not depend on this
+    check, because images and other items are identified by a digest of the processor's output.
 
     Args:
         model: vLLM's ModelConfig of the model.

@@ -18,10 +18,10 @@ from kvferry.engines.vllm.geometry import kind_of_group
 
 
 def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
-    """Describe an engine to the connector's scheduler half: its id, KV cache groups, limits and features.
+    """Collect what the connector's scheduler half must know of the engine: groups, limits and features.
 
     Args:
-        vllm_config, kv_cache_config: vLLM's configurations.
+        vllm_config, kv_cache_config: vLLM's configurations of the engine and of its KV cache.
 
     Raises:
         ConfigError: kvferry cannot move one of the engine's KV cache groups.
@@ -50,9 +50,10 @@ def step_tokens(vllm_config: Any) -> int:
 
 
 def cache_group(group: Any) -> CacheGroup:
-    """Describe a KV cache group to the connector's scheduler half: its kind, block size and attention span.
+    """Describe a KV cache group for the connector's scheduler half: its kind, block size and attention span.
 
-    For a group with recurrent layers, the description also says where states are kept and how often.
+    For a group with recurrent layers, the description also gives the number of tokens that each block covers,
+    and the minimum number of tokens between two snapshots of the state.
 
     Args:
         group: vLLM's KVCacheGroupSpec.

@@ -29,30 +29,31 @@ _IDENTIFIED = "kvferry_identified"
 
 @dataclass(slots=True)
 class Identified:
-    """Content of an image (or other multimodal item) that vLLM knows by one identifier.
-
-    All items with this identifier share this record.
+    """Record that all images (or other multimodal items) with the same identifier in vLLM share.
 
     Attributes:
-        name: name of the content, which is a digest. It is empty if items with this identifier had different
-            contents, or if the content of the first item could not be named.
+        name: digest of the items' content. Empty if two items had different content, or if no digest of the
+            first item could be computed.
     """
 
     name: str
 
 
 def identify(feature: Any, identified: Identified) -> None:
-    """Attach the record of an item's identifier to the item; mutates `feature.data`.
+    """Attach a record to an image or other item, so that `is_uncertain` can find it; mutates `feature.data`.
 
     Args:
         feature: vLLM's MultiModalFeatureSpec of the item.
-        identified: record of the content that the identifier stands for.
+        identified: record that all items with the item's identifier share.
     """
     setattr(feature.data, _IDENTIFIED, identified)
 
 
 def is_uncertain(feature: Any) -> bool:
-    """Return True if items with the same identifier as this item have, or may have, had other content.
+    """Return True if an item with other content has, or may have, used the same identifier as this item.
+
+    vLLM caches its results for an item under the item's identifier. So the KV of an uncertain item may come
+    from other content, and must not be reused.
 
     Args:
         feature: vLLM's MultiModalFeatureSpec of the item.

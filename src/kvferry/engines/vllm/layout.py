@@ -36,9 +36,9 @@ content, which moves whole, would take many small copies.
 
 
 def requested_layout(vllm_config: Any, config: ConnectorConfig) -> str | None:
-    """Return the KV cache layout that the connector requests from vLLM; None to accept vLLM's own choice.
+    """Return the KV cache layout that the connector requests from vLLM; None to leave the choice to vLLM.
 
-    vLLM does not call this if the operator has set ``VLLM_KV_CACHE_LAYOUT``.
+    vLLM does not ask the connector if the environment variable ``VLLM_KV_CACHE_LAYOUT`` is set.
 
     Args:
         vllm_config: the engine's configuration.
@@ -103,10 +103,10 @@ Strided = Sequence[tuple[str, int, int]]
 
 
 def _tensors(kv_cache_config: Any, caches: Mapping[str, Any]) -> Iterable[Strided]:
-    """Yield the axes of each memory allocation of vLLM's KV cache, as (axis, extent, stride in bytes).
+    """Yield the axes of each memory allocation of the KV cache: (axis, extent, stride in bytes) of each axis.
 
-    The layers in an allocation are assumed to lie at equal distances. The stride of the layer axis is the
-    distance of the first two.
+    The layers in an allocation are assumed to be evenly spaced. So the stride of the layer axis is the
+    distance between the first two layers.
 
     Args:
         kv_cache_config: vLLM's configuration of the KV cache.

@@ -17,9 +17,10 @@ Ending: TypeAlias = tuple[bool, dict[str, Any] | None]
 
 
 class BlockHolders:
-    """Record of the child connectors that keep blocks of ended requests, until it is sent to the workers.
+    """Keeps track of which child connectors keep blocks of ended requests, to tell the workers in each step.
 
-    Only the engine's thread may use it.
+    A child connector is one of the connectors that a `FerryMultiConnector` runs. Only the engine's thread may
+    use this class.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -28,18 +29,18 @@ class BlockHolders:
         self._warned_of: set[tuple[str, ...]] = set()
 
     def join(self, request_id: str, endings: Sequence[Ending]) -> Ending:
-        """Merge the answers of all child connectors to the end of a request into one answer for vLLM.
+        """Merge what all child connectors return when a request ends into one result for vLLM.
 
         Also records which children keep blocks of the request.
 
         Args:
             request_id: id of the request.
-            endings: answer of each child, in the order of the children: True if the child keeps blocks, and
-                the ``kv_transfer_params`` that it returns.
+            endings: result of each child, in the order of the children: True if the child keeps blocks, and
+                its ``kv_transfer_params`` for the response (None if it has none).
 
         Returns:
-            True if any child keeps blocks, and the ``kv_transfer_params`` of the first child that returns
-            any.
+            True if any child keeps blocks, and the ``kv_transfer_params`` of the first child that has some
+            (None if no child has any).
         """
         keeps = self.record(request_id, [held for held, _ in endings])
         said = [(name, params) for name, (_, params) in zip(self._names, endings, strict=True) if params]

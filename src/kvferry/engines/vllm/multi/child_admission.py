@@ -29,12 +29,13 @@ from kvferry.engines.vllm.multi.counts import Counts
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Plan to load a prompt prefix with one child connector.
+    """Possible load of a request's KV by one child connector.
 
     Attributes:
         child_index: index of the child.
         bid: offer of the child: its name and the number of tokens that it can load.
-        asynchronous: True if the load runs between steps and the child reports its end.
+        asynchronous: True if the request waits outside of the steps until the child reports the end of the
+            load. False if the child loads within the step that computes the request.
     """
 
     child_index: int
@@ -44,10 +45,10 @@ class _Plan:
 
 @dataclass(slots=True)
 class _Load:
-    """Load of a request's KV by a child connector.
+    """Load of a request's KV by a child connector, which has started.
 
     Attributes:
-        plan: plan that the load executes.
+        plan: the child, and what it loads.
         blocks: vLLM's KVCacheBlocks of the request.
         began: time at which the load started, in seconds on the admission's clock.
         invalid: True if the child has reported that it could not load some of the blocks.
@@ -64,10 +65,11 @@ class _RequestState(RequestState[_Plan]):
     """State of one request: the child connectors' offers, and the load of its KV.
 
     Attributes:
-        answers: number of tokens that each child can load, as last stated; None for a child that is still
-            looking.
-        load: load in flight; None without one. No child reports the end of a synchronous load, so such a load
-            stays here until the request ends, or until vLLM asks again how many tokens can be loaded for it.
+        answers: number of tokens that each child offered to load when it was last asked; None for a child
+            that was still looking for KV.
+        load: load in flight; None without one. Child connectors do not report the end of synchronous loads.
+            Such a load stays here until the request ends, or until vLLM asks again how many of the request's
+            tokens can be loaded.
     """
 
     answers: tuple[int | None, ...] = ()
@@ -79,8 +81,9 @@ class ChildAdmission:
 
     Attributes:
         counts: counts of choices and of ended loads, for each child.
-        phases: state machine of the requests. Its attribute `headroom` decides whether a load leaves enough
-            free blocks for waiting requests, and accepts every load until the connector replaces it.
+        phases: state machine that tracks the phase of each request, such as waiting for its load. Its
+            attribute `headroom` decides whether a load leaves enough free blocks for waiting requests. At
+            first, `headroom` accepts every load; the connector replaces it.
     """
 
     def __init__(
@@ -139,15 +142,15 @@ class ChildAdmission:
         return tokens, best is not None and best.asynchronous and bool(tokens)
 
     def _plans(self, missing_tokens: int, answers: Sequence[tuple[int | None, bool]]) -> list[_Plan]:
-        """Return a plan to load with each child connector, in the order of the children.
+        """Return the possible load of each child connector, in the order of the children.
 
-        The plan of a child that is still looking assumes that the child finds all missing tokens except the
-        last one, which is always computed.
+        A child that is still looking for KV is assumed to find all missing tokens except the last one, which
+        is always computed.
 
         Args:
             missing_tokens: number of the request's tokens that are not in the engine's own prefix cache.
             answers: for each child, the number of tokens that it can load, and True if its load is
-                asynchronous. The number is None if the child is still looking.
+                asynchronous. The number is None if the child is still looking for KV.
         """
         return [
             # A child that is still looking may find every token except the last one. That one is computed.
@@ -166,10 +169,12 @@ class ChildAdmission:
         ]
 
     def _has_room(self, plan: _Plan, request: Any, local_tokens: int) -> bool:
-        """Return True if a load is synchronous, or leaves enough free blocks for waiting requests.
+        """Return True if a load may start without taking blocks that waiting requests need.
+
+        Always True for synchronous loads: the step that loads them also computes the request.
 
         Args:
-            plan: plan of the load.
+            plan: possible load of the request's KV.
             request: vLLM's request.
             local_tokens: number of prompt tokens that the engine's own prefix cache has.
         """
@@ -188,18 +193,18 @@ class ChildAdmission:
         return None if state.load is None else state.load.plan.child_index
 
     def allocated(self, request: Any, blocks: Any, load_tokens: int) -> int | None:
-        """Give a request's blocks to all child connectors, and start the load of the chosen child.
+        """Tell all child connectors that vLLM has allocated blocks for a request, and start its load.
 
-        The other children are told to load 0 tokens.
+        The chosen child is told to load `load_tokens` tokens, and the other children to load 0 tokens.
 
         Args:
             request: vLLM's request.
             blocks: vLLM's KVCacheBlocks of the request.
-            load_tokens: number of tokens that the chosen child loads into the blocks.
+            load_tokens: number of tokens that the chosen child loads into the blocks; 0 to load nothing.
 
         Returns:
-            Index of the child if it loads synchronously, which happens in the coming step. None if the load
-            is asynchronous, or if nothing is loaded.
+            Index of the chosen child if it loads synchronously, in the coming step. None if the load is
+            asynchronous, or if nothing is loaded.
         """
         state = self._states.get(request.request_id)
         loader = None
@@ -210,11 +215,13 @@ class ChildAdmission:
         return None if state is None or state.phase is RequestPhase.LOADING else loader
 
     def _admit(self, request: Any, state: _RequestState, blocks: Any, load_tokens: int) -> int | None:
-        """Record that vLLM has admitted a request, and that its load starts if a child connector is chosen.
+        """Record that vLLM has admitted a request, and the start of its load if a child connector is chosen.
 
         Args:
-            request, blocks, load_tokens: same as in `allocated`.
+            request: vLLM's request.
             state: state of the request.
+            blocks: vLLM's KVCacheBlocks of the request.
+            load_tokens: number of tokens that the chosen child loads into the blocks; 0 to load nothing.
 
         Returns:
             Index of the child that loads the request; None if nothing is loaded.
@@ -235,10 +242,10 @@ class ChildAdmission:
         return plan.child_index
 
     def take_new(self) -> dict[str, int]:
-        """Return the asynchronous loads that have started since the last call, and forget them.
+        """Return the asynchronous loads that have started since the last call of this method.
 
         Returns:
-            Index of the child connector that loads, by request id.
+            Index of the child connector that runs the load, by id of the request.
         """
         new, self._new = self._new, {}
         return new
@@ -273,7 +280,9 @@ class ChildAdmission:
                 self.phases.ended(state, request_id, failed=not succeeded)
 
     def _exclude_children_of(self, invalid: set[int]) -> None:
-        """Exclude child connectors that could not load some blocks, each for the request that it was loading.
+        """Exclude child connectors whose loads failed from further loads of the same requests.
+
+        A load has failed if the request's blocks include a block that could not be loaded.
 
         Args:
             invalid: ids of blocks that could not be loaded.
@@ -296,10 +305,10 @@ class ChildAdmission:
             self._settle(state)
 
     def _settle(self, state: _RequestState) -> None:
-        """Count the end of a request's synchronous load, as succeeded or failed.
+        """Count the end of a request's synchronous load, as succeeded or failed; do nothing without one.
 
-        Called when the request ends or when vLLM asks about it again, because child connectors report the end
-        of asynchronous loads only. Does nothing if the request has no synchronous load.
+        Child connectors do not report the end of synchronous loads. So this is called when the request ends,
+        or when vLLM asks again how many of the request's tokens can be loaded.
 
         Args:
             state: state of the request.

@@ -29,7 +29,7 @@ _HAND_OVER = {
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """Class and configuration of a child connector that has not been created yet.
+    """Class and configuration from which a `FerryMultiConnector` creates one of its child connectors.
 
     Attributes:
         name: unique name of the child in errors and metric labels.
@@ -53,7 +53,8 @@ class Child:
     def hands_over(self) -> bool:
         """True if the child connector hands KV to other engines.
 
-        This is the case for kvferry's connector with transfers, and for vLLM's connectors in `_HAND_OVER`.
+        This is the case for kvferry's connector unless its setting `transfer` is False, and for the
+        connectors of vLLM that `_HAND_OVER` lists.
         """
         if self.is_kvferry:
             return read_settings(self.config).transfers
@@ -104,8 +105,8 @@ def check(children: Sequence[Child], vllm_config: Any) -> None:
         vllm_config: the engine's configuration.
 
     Raises:
-        ConfigError: a child does not support the hybrid KV cache manager, which is on. Or several children
-            hand KV to other engines.
+        ConfigError: vLLM's hybrid KV cache manager is on, and a child does not support it; or more than one
+            child hands KV to other engines.
     """
     if not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         without = [child.name for child in children if not supports_hybrid(child.config)]
@@ -127,7 +128,8 @@ def check(children: Sequence[Child], vllm_config: Any) -> None:
 def agreed_layout(children: Sequence[Child]) -> str | None:
     """Return the memory layout that child connectors require for the KV cache; None if they accept any.
 
-    The `auto` layout of a KVFerryConnector gives way to the layout that another child requires.
+    A KVFerryConnector whose layout is set to `auto` only prefers a layout. Its preference counts only if no
+    other child requires a layout.
 
     Raises:
         ConfigError: two children require different layouts.
@@ -152,9 +154,9 @@ def agreed_layout(children: Sequence[Child]) -> str | None:
 
 
 def agreed_count(names: Sequence[str], counts: Sequence[int | None], workers: int) -> int | None:
-    """Return how many workers report the end of each transfer, if all child connectors state the same number.
+    """Return how many workers report the end of each transfer to vLLM's scheduler.
 
-    The scheduler treats a transfer as ended when this many workers have reported its end.
+    The scheduler waits for this number of reports, so all child connectors must state the same number.
 
     Args:
         names: names of the children.

@@ -14,10 +14,10 @@ from kvferry.engines.vllm.compat.contract import KVConnectorTransferResults
 
 
 class Completions:
-    """Transfers of requests whose end a worker still has to report to vLLM.
+    """Decides when a worker reports to vLLM that the KV of a request has been received or sent.
 
-    A load ends with the report of the child connector that runs the load. A request counts as sent with the
-    last report of the children that keep the request's blocks.
+    Received: when the child connector that loads the request reports it. Sent: when all child connectors that
+    keep blocks of the request have reported it. vLLM must not get more than one report of each.
     """
 
     def __init__(self) -> None:
@@ -29,24 +29,27 @@ class Completions:
         return len(self._loads) + len(self._holders)
 
     def expect(self, loads: Mapping[str, int], holders: Mapping[str, Iterable[int]]) -> None:
-        """Record loads that start, and ended requests whose blocks some child connectors keep.
+        """Record the loads that start in a step, and the ended requests whose blocks child connectors keep.
 
         Args:
-            loads: index of the child that loads the request, by request id.
-            holders: indices of the children that keep blocks of the ended request, by request id.
+            loads: index of the child that runs the load, by id of the request.
+            holders: indices of the children that keep blocks, by id of the ended request.
         """
         self._loads.update(loads)
         self._holders.update({name: set(child_indices) for name, child_indices in holders.items()})
 
     def join(self, reports: Iterable[KVConnectorTransferResults]) -> KVConnectorTransferResults:
-        """Merge the reports of all child connectors about a step into one report for the engine.
+        """Merge the reports of all child connectors about a step into one report for vLLM.
 
-        A request is in the result as received (and as failed, if its load failed) if the child that loads it
-        reports so. A request is in the result as sent if the last of the children that keep its blocks has
-        reported it as sent. Reports of children that do not take part in a request's transfer are dropped.
+        Reports of a child about requests that it neither loads nor keeps blocks of are dropped.
 
         Args:
             reports: ids of sent, received and failed requests of each child, in the order of the children.
+
+        Returns:
+            Ids of sent, received and failed requests. A request is received (and failed, if its load failed)
+            when the child that loads it has reported so. A request is sent when all children that keep its
+            blocks have reported so.
         """
         sent, received, failed = set(), set(), set()
         for child_index, report in enumerate(reports):

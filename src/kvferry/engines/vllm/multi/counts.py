@@ -15,8 +15,8 @@ class Counts:
     """Counts of how often each child connector is chosen, and of how its loads end.
 
     Attributes:
-        increments: increment of each counter since the last call of `take`. Keys: (metric, name of the child,
-            outcome); the outcome is empty for metrics without one.
+        increments: increment of each counter since the last call of `take`, by (metric, name of the child,
+            outcome). The outcome is empty for metrics that have no label for it.
         pending: number of asynchronous loads in flight, by name of the child; not cleared by `take`.
     """
 
@@ -24,11 +24,11 @@ class Counts:
     pending: Counter[str] = field(default_factory=Counter)
 
     def admitted(self, answers: Iterable[tuple[str, int | None]], loader: str | None, tokens: int) -> None:
-        """Count the admission of a request: a hit, a miss or an offer not taken, for each child connector.
+        """Count, for an admitted request, a hit, a miss or an offer not taken of each child connector.
 
         Args:
             answers: (name, number of tokens offered) of each child. The number is None for a child that was
-                still looking.
+                still looking for KV.
             loader: name of the child that loads the request; None if no child does.
             tokens: number of tokens that the loader loads.
         """

@@ -22,9 +22,9 @@ class MultiMeta(KVConnectorMetadata):
 
     Attributes:
         children: message of each child connector, in the order of the configuration.
-        loads: index of the child that loads, by id of each request whose load starts. Only this child can
-            report the request as received.
-        holders: indices of the children that keep blocks, by id of each request that has ended.
+        loads: for asynchronous loads that start, index of the child that runs the load, by id of the request.
+            Only this child's report that the load has ended is used.
+        holders: for requests that have ended, indices of the children that keep blocks, by id of the request.
     """
 
     children: tuple[KVConnectorMetadata, ...]
@@ -37,8 +37,8 @@ class MultiWorkerMeta(KVConnectorWorkerMetadata):
     """Message from a worker half of a `FerryMultiConnector` to its scheduler half, once per step.
 
     Attributes:
-        children: message of each child connector, in the order of the configuration; None for a child without
-            one.
+        children: message of each child connector, in the order of the configuration; None for a child that
+            sends none.
     """
 
     children: tuple[KVConnectorWorkerMetadata | None, ...]
@@ -59,17 +59,19 @@ class MultiHandshake(KVConnectorHandshakeMetadata):
     """Handshakes that a worker sends to the scheduler for all child connectors.
 
     Attributes:
-        children: handshake of each child, in the order of the configuration; None for a child without one.
+        children: handshake of each child, in the order of the configuration; None for a child that sends
+            none.
     """
 
     children: tuple[KVConnectorHandshakeMetadata | None, ...]
 
 
 class MultiEvents(KVConnectorKVEvents):
-    """KV cache events of a worker's child connectors. The engine merges the events of all workers.
+    """KV cache events of a worker's child connectors, which vLLM merges with those of the other workers.
 
-    vLLM merges by adding the events of another worker and incrementing the number of workers. Here, each
-    child has its own number of workers, because a worker may have events of only some children in a step.
+    For each other worker, vLLM calls `add_events` and then `increment_workers`, to count the workers whose
+    events are included. A worker may have events of only some children in a step. So the workers are counted
+    for each child separately, in `add_events`.
     """
 
     def __init__(self, children: tuple[KVConnectorKVEvents | None, ...]) -> None:
@@ -95,14 +97,14 @@ class MultiEvents(KVConnectorKVEvents):
                 mine.increment_workers(theirs.get_number_of_workers())
 
     def aggregate(self) -> MultiEvents:
-        """Return new events: those of each child connector, aggregated by the child's own class."""
+        """Return a new object, in which each child connector's events are aggregated by the child's class."""
         return MultiEvents(tuple(of.aggregate() if of is not None else None for of in self.children))
 
     def increment_workers(self, count: int = 1) -> None:
         """Do nothing: `add_events` increments the number of workers of each child connector."""
 
     def get_number_of_workers(self) -> int:
-        """Return the number of workers that have reported events: the maximum over the child connectors."""
+        """Return the number of workers whose events are included: the maximum over the child connectors."""
         return max((of.get_number_of_workers() for of in self.children if of is not None), default=0)
 
     def clear_events(self) -> None:

@@ -61,17 +61,17 @@ class MultiMetrics(KVConnectorPromMetrics):
 
 
 class _Shared:
-    """Prometheus metrics of child connectors. Children that use the same metric name share one metric.
+    """Factory of the child connectors' Prometheus metrics, which creates one metric per name.
 
-    Sharing is needed because a name can be registered with Prometheus only once. The label ``connector`` of a
-    metric names the child.
+    A name can be registered with Prometheus only once, so children that use the same name share the metric.
+    The label ``connector`` of the metric names the child.
     """
 
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}
 
     def metric(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the Prometheus metric with the given name. Create the metric if it does not exist yet.
+        """Return the Prometheus metric of this name; create it with `make` if it does not exist yet.
 
         Args:
             make: class of the metric.

@@ -36,7 +36,7 @@ _KEYS = ("connectors", "source_policy", "patience_seconds", "attempts")
 
 
 class ChildSettings(msgspec.Struct, frozen=True):
-    """Settings of one child connector: an entry of the list ``connectors``.
+    """Settings of one child connector: an entry of the list ``connectors`` in the user's configuration.
 
     Attributes:
         name: unique name of the child in errors and metric labels. The default is the name of its class. If
