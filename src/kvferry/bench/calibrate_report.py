@@ -28,7 +28,7 @@ _WHAT = {
 
 
 def facts(machine: MachineFacts, found: CalibrationResult) -> dict[str, Any]:
-    """Return the machine's properties and the fits' errors as values for JSON, to be stored with the costs.
+    """Return the values that are stored with the costs: the machine's properties and the errors of the fits.
 
     Args:
         machine: properties of the machine.
@@ -44,7 +44,7 @@ def as_json(found: CalibrationResult, facts: dict[str, Any], path: Path | None) 
 
     Args:
         found: result of the calibration.
-        facts: machine's properties and fits' errors, as returned by the function `facts`.
+        facts: properties of the machine and errors of the fits, as returned by the function `facts`.
         path: path of the written costs file; None if no file was written.
     """
     return {

@@ -173,7 +173,7 @@ def thread_reads(pool: ThreadPoolExecutor, files: Sequence[Path]) -> PoolMover:
 
 
 def random_pages(size: int) -> memoryview:
-    """Return `size` random bytes in page-aligned memory. Storage cannot compress random bytes."""
+    """Return `size` bytes in page-aligned memory. They are random, so that storage cannot compress them."""
     pages = whole_pages(size)
     pages[:] = os.urandom(size)
     return pages

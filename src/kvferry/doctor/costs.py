@@ -61,7 +61,7 @@ def check(path: str | None, found: ReadTimings | None, now: datetime | None = No
 def _read_ratio(used: Costs, found: ReadTimings) -> float:
     """Return the measured time of a READ divided by the time that `used` predicts.
 
-    If READs of several sizes were timed, the result is the ratio with the largest deviation from 1.
+    If READs of several sizes were timed, the result is the ratio that differs from 1 by the largest factor.
 
     Args:
         used: costs that the transfer planner assumes.

@@ -36,7 +36,7 @@ class Target:
 
     Attributes:
         name: address as the user or a router gave it.
-        role: role of the engine; BOTH if it is unknown.
+        role: role of the engine: PREFILL, DECODE, or BOTH if it is unknown.
         url: base URL of the HTTP endpoint; None if only the control channel is given.
         control: host and port of the control channel; None if a URL is given.
     """
@@ -53,7 +53,7 @@ class ExaminedEngine:
 
     Attributes:
         name: address as the user or a router gave it.
-        role: role of the engine; BOTH if it is unknown.
+        role: role of the engine: PREFILL, DECODE, or BOTH if it is unknown.
         findings: findings in the order of the checks.
         identity: description that the engine's control channel sent; None if the channel could not be
             reached.
@@ -75,7 +75,7 @@ def parse_target(text: str, role: Role = Role.BOTH) -> Target:
 
     Args:
         text: HTTP URL, or host and port of the control channel, with or without ``kvferry://``.
-        role: role of the engine; BOTH if it is unknown.
+        role: role of the engine: PREFILL, DECODE, or BOTH if it is unknown.
 
     Raises:
         ConfigError: the text is not an address.

@@ -82,7 +82,7 @@ def _check_machine(
     """Check this machine, and time READs between two of its processes.
 
     Args:
-        configs: settings of the checked configuration; empty if no configuration is checked.
+        configs: settings of each connector in the checked configuration; empty if none is checked.
         progress: function that is called with a short text before each slow step.
 
     Returns:
@@ -125,7 +125,7 @@ def _check_config(configs: tuple[ConnectorConfig, ...], timed: ReadTimings | Non
     """Check on this machine what configurations refer to: listening addresses, costs files and tiers.
 
     Args:
-        configs: settings of the checked configuration.
+        configs: settings of each connector in the checked configuration.
         timed: measured times of READs on this machine; None if there are none.
     """
     found: list[Finding] = []

@@ -178,7 +178,7 @@ def _is_engine(answer: HttpReply, seen: UrlFindings) -> bool:
 
     Args:
         answer: answer of the server to ``/version``.
-        seen: result of the examination. Mutated.
+        seen: result of the examination so far. Mutated.
     """
     body = answer.json
     version = body.get("version") if isinstance(body, dict) else None
@@ -205,7 +205,7 @@ def _check_metrics(answer: HttpReply, seen: UrlFindings) -> int:
 
     Args:
         answer: answer of the engine to ``/metrics``.
-        seen: result of the examination. Mutated.
+        seen: result of the examination so far. Mutated.
 
     Returns:
         Number of data-parallel ranks with metrics; 1 if it is unknown.
@@ -232,7 +232,7 @@ async def _request_kv(ask: _Ask, seen: UrlFindings, engines: int) -> None:
 
     Args:
         ask: function that sends an HTTP request to the engine.
-        seen: result of the examination. Mutated.
+        seen: result of the examination so far. Mutated.
         engines: number of data-parallel ranks.
     """
     listed = await ask("/v1/models")

@@ -59,7 +59,7 @@ class IdentifyError(KVFerryError):
     """Raised if a control channel cannot be reached, or if the answer is not the expected one.
 
     Attributes:
-        advice: what the user can do about the error.
+        advice: text that tells the user what to do about the error.
     """
 
     def __init__(self, found: str, advice: str) -> None:

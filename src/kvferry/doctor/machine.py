@@ -122,11 +122,13 @@ def _threads_of(user: int) -> int:
 
 
 def shared_memory(path: str = "/dev/shm", stat: Callable[[str], os.statvfs_result] = os.statvfs) -> Finding:  # noqa: S108
-    """Check whether shared memory has room for the queues of vLLM and UCX. The host tier does not use it.
+    """Check whether the file system for shared memory has room for the queues of vLLM and UCX.
+
+    The memory of the host tier is not in this file system.
 
     Args:
         path: path of the file system for shared memory.
-        stat: function that returns the state of a file system.
+        stat: function that takes a path, and returns the size and free space of its file system.
     """
     subject = path
     try:

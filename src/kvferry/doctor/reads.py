@@ -109,7 +109,8 @@ def check(
 
     Args:
         environment: environment variables. If ``UCX_TLS`` is set, READs are timed only once, with this value.
-        start: function that times READs with a value of ``UCX_TLS``.
+        start: function that times READs in another process, and returns the result of this process. It takes
+            a value for ``UCX_TLS``, or None to leave the variable as it is.
 
     Yields:
         Findings, and the times of READs with all transports.

@@ -117,7 +117,7 @@ def weights_cache(path: Path | None, digests: int) -> Finding:
 
 
 def copies(kernel: bool = copy_kernel.KERNEL is not None, why: str = copy_kernel.WHY_NO_KERNEL) -> Finding:
-    """Report whether cells (runs of tokens) in host memory are copied by the native kernel or by numpy.
+    """Report whether parts of KV blocks in host memory are copied by the native kernel or by numpy.
 
     Args:
         kernel: whether this installation has the native kernel.

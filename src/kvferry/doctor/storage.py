@@ -56,8 +56,8 @@ def host(settings: HostSettings, room: Callable[[], tuple[int, str] | None] = av
 
     Args:
         settings: settings of the host tier.
-        room: function that returns the number of available bytes and a text that says where they are, or
-            None if the number is unknown.
+        room: function that returns (number of available bytes, text that names the limit), or None if the
+            number is unknown.
     """
     subject = "host memory"
     found = room()

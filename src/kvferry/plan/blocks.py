@@ -99,9 +99,10 @@ def block_sizes(
 ) -> tuple[dict[LayerCache, int], str]:
     """Return the number of tokens per block for each kind of layer.
 
-    A page holds one block in one layer. If the largest page is a multiple of a smaller page, vLLM
-    (`unify_kv_cache_spec_page_size`) puts that many times more tokens into the smaller page's block.
-    Otherwise vLLM pads the smaller page.
+    A page holds one block in one layer. If blocks are the outermost axis of the layout, pages may differ in
+    size. Otherwise vLLM (`unify_kv_cache_spec_page_size`) makes all pages equal in size. If the largest page
+    is a multiple of a smaller page, a block of the layers with the smaller page gets that many times more
+    tokens. If it is not a multiple, vLLM pads the smaller page.
 
     Args:
         caches: KV cache of each layer. Layers with equal caches are of the same kind.
@@ -143,12 +144,15 @@ def group_counts(
 ) -> dict[LayerCache, int]:
     """Return the number of KV cache groups over which vLLM distributes the layers of each kind.
 
-    If all layers need the same tokens of a prompt, vLLM uses one block table for all layers, and every kind
-    is one group. Otherwise each group has as many layers as the rarest kind. But if the most frequent kind
-    has less than 1.5 times as many layers as the rarest kind, each group has as many layers as the most
-    frequent kind (`_get_kv_cache_groups_uniform_page_size`). If blocks are the outermost axis of the layout
-    and pages differ in size, the rule in `_packed_group_counts` applies (vLLM's
-    `_get_packed_kv_cache_groups`).
+    There are three cases:
+
+    - All layers can share a block table: they need the same tokens of a prompt, and have the same block size.
+      The number is then 1 for every kind.
+    - Blocks are the outermost axis of the layout, and pages differ in size. `_packed_group_counts` has the
+      rule for this case (vLLM's `_get_packed_kv_cache_groups`).
+    - Otherwise each group has as many layers as the rarest kind. But if the most frequent kind has less than
+      1.5 times as many layers as the rarest kind, each group has as many layers as the most frequent kind
+      (`_get_kv_cache_groups_uniform_page_size`).
 
     Args:
         layers: KV cache of each layer. Layers with equal caches are of the same kind.

@@ -58,11 +58,11 @@ def resolve_layout(name: str, reading: ModelReading) -> str:
 
     The default is the layout that an engine with kvferry's connector uses for the model:
 
-    - BHLNC, with blocks as the outermost axis, if all layers have equal caches.
-    - BLHNC if layers have different caches, because the axis of heads cannot then be outside of the axis of
-      layers. Also BLHNC for compressed latents (DeepSeek V4), which require blocks as the outermost axis.
-    - LBNHC for other models with MLA, because vLLM's MLA backends do not declare support for blocks as the
+    - Models with compressed latents (DeepSeek V4): BLHNC, because they require blocks as the outermost axis.
+    - Other models with MLA: LBNHC, because vLLM's MLA backends do not declare support for blocks as the
       outermost axis.
+    - Models without MLA: BHLNC if all layers have equal caches. Otherwise BLHNC, because the axis of heads
+      cannot then be outside of the axis of layers.
 
     Args:
         name: name of a layout, or `AUTO`. A name other than `AUTO` is returned without a check.
