@@ -286,7 +286,8 @@ def _fetch_image(route: Route, gap_bytes: int, region_starts: Sequence[int]) -> 
     Args:
         route: layers to transfer from one rank to another.
         gap_bytes: length in bytes of the longest gap that is read instead of skipped. This limit is reduced
-            until no read is longer than the distance between blocks, because reading other blocks never pays.
+            until no read is longer than the distance between blocks, because it is never worth reading other
+            blocks.
         region_starts: first address of each registered region of the source. No read may cross these
             addresses.
     """

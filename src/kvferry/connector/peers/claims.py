@@ -112,7 +112,7 @@ class Claims:
         return answer
 
     def step(self) -> None:
-        """Reset the waiting time of `answer` to `STEP_WAIT_SECONDS`. Call this once per engine step."""
+        """Reset the time that `answer` may still wait to `STEP_WAIT_SECONDS`. Called once per engine step."""
         self._wait_seconds = STEP_WAIT_SECONDS
 
     def end(self, claim: Claim) -> None:

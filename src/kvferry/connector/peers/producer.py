@@ -135,7 +135,7 @@ class Producer:
 
     @property
     def keeps_turns(self) -> Address | None:
-        """Address (host, port) at which peers ask for KV of earlier turns; None if this engine keeps none.
+        """Address (host, port) at which peers ask for KV of earlier turns; None if no such KV is kept.
 
         An engine may keep a finished request's KV for the next turn of its conversation.
         """
@@ -217,7 +217,7 @@ class Producer:
 
         Args:
             events: queue of messages from engines that read from this engine. The queue is emptied.
-            orders: orders of the coming step. The leases that end are added.
+            orders: orders of the coming step. Orders to end these leases are added.
         """
         while events:
             event = events.popleft()
@@ -247,7 +247,7 @@ class Producer:
         """End leases that no engine has claimed yet, if requests of this engine wait for blocks.
 
         Args:
-            orders: orders of the coming step. The leases that end are added.
+            orders: orders of the coming step. Orders to end these leases are added.
         """
         leases = self._ended(self._book.end(self._unclaimed.leases_to_end()), expired=True)
         for name in leases:

@@ -316,8 +316,8 @@ class PeerSource:
     def ended(self, load: Load, report: Report) -> None:
         """Exclude the peer from serving a request whose load has failed. Do nothing if the load succeeded.
 
-        If the workers lost the peer or the load was late, also forget the handshake with the peer, because
-        the peer may be gone or restarted.
+        If the workers lost the connection to the peer or the load missed its deadline, also forget the
+        handshake with the peer, because the peer may be gone or restarted.
 
         Args:
             load: load that has ended.
@@ -352,7 +352,7 @@ class PeerSource:
             self._client.release(pull.address, pull.ticket)  # a kept turn has a grant, but no claim
 
     def finished(self, request_id: str) -> None:
-        """Forget a request that has ended. Answers of peers that are still expected for it are ignored."""
+        """Forget a request that has ended. Ignore answers about it that peers have not sent yet."""
         self._turns.drop(request_id)
         self._asking.pop(request_id, None)
         self._pulls.pop(request_id, None)

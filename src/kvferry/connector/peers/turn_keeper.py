@@ -75,7 +75,7 @@ class TurnKeeper:
 
         Args:
             engine: properties of the engine, such as its KV cache groups and the size of its block pool.
-            book: record that grants leases.
+            book: object that grants and records leases.
             names: object that computes digests of token content. Peers find turns by these digests.
             wanted: object that returns the number of blocks that waiting requests need.
             events: stream that receives an event for each granted lease.
@@ -259,9 +259,9 @@ class TurnKeeper:
     def _shortest_usable_prefix(self, tables: Sequence[Sequence[int]], tokens: int) -> int | None:
         """Return the length in tokens of the shortest prefix of a finished request that a peer can use.
 
-        Shorter prefixes need KV that the engine has freed already: blocks that lie before the attention
-        window of the request's end, or the recurrent state at an earlier position. Return None if no prefix
-        can be used.
+        Shorter prefixes need KV that the engine has freed already: blocks before the attention window at the
+        end of the request, or the recurrent state at an earlier position. Return None if no prefix can be
+        used.
 
         Args:
             tables: block ids of the request for each KV cache group, in token order; `NULL_BLOCK` for freed

@@ -26,7 +26,7 @@ class TurnNames:
     """
 
     def __init__(self, adapters: Adapters, *, prompts_only: bool = False) -> None:
-        """Prepare to compute the names of one engine's content.
+        """Create an object that computes the names of one engine's content.
 
         Args:
             adapters: the engine's LoRA adapters.

@@ -30,7 +30,7 @@ class UnclaimedLeases:
         """Create an object that knows no leases yet.
 
         Args:
-            book: record that grants leases and knows which of them are unclaimed.
+            book: object that grants leases and records which of them are unclaimed.
             wanted: counter of the blocks that requests of this engine wait for.
         """
         self.seconds = book.seconds / 4
