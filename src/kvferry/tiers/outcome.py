@@ -105,10 +105,11 @@ class OutcomeCounter:
             return self._gets[what] == 1
 
     def add(self, **counts: int) -> None:
-        """Increase counts of events other than puts and gets, for example ``add(evicted=1)``.
+        """Add to the counts of events other than puts and gets, for example ``add(evicted=1)``.
 
         Args:
-            counts: number to add to each count. The names are integer fields of `TierStats`.
+            counts: number to add to each count. The names of the arguments are those of integer fields of
+                `TierStats`.
         """
         with self._lock:
             self._sums.update(counts)

@@ -205,7 +205,7 @@ def find_same_directory(path: str, others: Iterable[str]) -> str | None:
 
 @cache
 def boot_id() -> str:
-    """Return the kernel's id of the current boot, in hex; without such an id, the host name in hex."""
+    """Return the kernel's id of the current boot, in hex; the host name in hex if there is no such id."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
     except OSError:
@@ -315,7 +315,8 @@ def _stat(
         entry: directory entry of the file.
         kind: purpose of the file.
         namespace: digest of the namespace, 64 hex digits; empty if the file belongs to none.
-        found: match of a temporary file's name, with its reserved bytes and boot id; unused for other kinds.
+        found: regular-expression match of a temporary file's name, which contains the reserved bytes and the
+            boot id; unused for other kinds of files.
     """
     try:
         status = entry.stat(follow_symlinks=False)

@@ -33,7 +33,7 @@ def parse_size(size: int | str) -> int:
     (1610612736, 20000000, 4096)
 
     Raises:
-        ConfigError: `size` is not a size.
+        ConfigError: the text is not a number with a known unit.
     """
     if isinstance(size, int):
         return size

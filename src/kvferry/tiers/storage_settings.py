@@ -53,12 +53,12 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     and `medium`, and implements all methods.
 
     Attributes:
-        kind: value of ``type``, and name of the tier in messages and metrics.
-        medium: medium under which the engine counts the tokens loaded from this tier.
-        write: write mode. ``through`` writes a chunk as soon as it is in host memory, ``back`` when host
-            memory fills up, or at shutdown.
-        load_weight: value of each token that this tier offers to load. Source policy ``weight`` multiplies
-            the number of offered tokens by it; other policies ignore it.
+        kind: value of the configuration key ``type``. Messages and metrics use it as the name of the tier.
+        medium: kind of storage under which the engine counts the tokens loaded from this tier.
+        write: write mode. ``through`` writes a chunk to the tier as soon as the chunk is in host memory.
+            ``back`` writes it only when host memory fills up or the engine shuts down.
+        load_weight: factor by which the source policy ``weight`` (it decides which source KV is loaded from)
+            multiplies the number of tokens that this tier offers to load. Other source policies ignore it.
     """
 
     kind: ClassVar[str]
@@ -91,9 +91,9 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         Args:
             namespace: namespace (scope of chunk keys) of the chunks.
             table: hash table of the chunk keys of all tiers of a cache.
-            earlier: settings of the storage tiers before this one in the configuration, to refuse a storage
-                that one of them uses. Their locations differ, but a link or a mount can lead to the same
-                storage.
+            earlier: settings of the storage tiers before this one in the configuration. A storage that one of
+                them uses is refused. The configured locations differ, but links or mounts can lead to the
+                same storage.
 
         Raises:
             ConfigError: the storage cannot be used; the engine continues without this tier.
@@ -106,7 +106,7 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         raise NotImplementedError
 
     def try_out(self) -> TrialResult:
-        """Write a small object to the storage, remove it, and return the result, for `kvferry doctor`.
+        """Try the storage out: write a small object and remove it. Return the result, for `kvferry doctor`.
 
         Raises:
             ConfigError: the storage cannot be used with these settings.

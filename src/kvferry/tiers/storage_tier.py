@@ -22,7 +22,7 @@ from kvferry.tiers.outcome import GetOutcome, PutOutcome, TierStats
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """The usage of a tier's storage, and a hint why the tier's own namespace (scope of chunk keys) is empty.
+    """The usage of a tier's storage, with a hint if the tier's own namespace (scope of chunk keys) is empty.
 
     Attributes:
         used, capacity: bytes in use and maximum bytes, of all namespaces together; None if unknown.
@@ -57,7 +57,7 @@ class StorageTier(Protocol):
         return False
 
     def contains(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Return a mask of the keys whose chunks can be fetched: bool of shape (len(keys),).
+        """Return a mask of the keys whose chunks the tier is believed to have: bool of shape (len(keys),).
 
         The answer comes from memory, without access to the storage. While the tier is paused after failures,
         the mask is all False.
@@ -72,10 +72,14 @@ class StorageTier(Protocol):
             group: description of the content: KV cache group, number of tokens and sections.
             body: writable memory with the sections of the chunk, each at a multiple of 4096 bytes. `put` sets
                 the padding after each section to zero. The sections must not change during the call.
-                Page-aligned memory is not copied.
+                Page-aligned memory avoids a copy.
+
+        Returns:
+            STORED, PRESENT if the tier had the chunk already, or the reason why the chunk was not stored.
 
         Raises:
-            ChunkError: `key` or `body` has a wrong length, or `group` has too many units; nothing was stored.
+            ChunkError: `key` or `body` has a wrong length, or `group` has more units (parts with digests of
+                their own) than fit into the header of a chunk; nothing was stored.
         """
         ...
 
@@ -88,8 +92,11 @@ class StorageTier(Protocol):
             key: key of the chunk, 16 to 32 bytes.
             group: description of the expected content: KV cache group, number of tokens and sections. A
                 stored chunk with another description is a miss.
-            into: writable memory of the size of the chunk's content. The bytes are valid only after a hit.
-                Storage is read directly into page-aligned memory.
+            into: writable memory of the size of the chunk's content. The bytes are valid only if HIT is
+                returned. Page-aligned memory avoids a copy.
+
+        Returns:
+            HIT, or the reason why the chunk was not fetched.
 
         Raises:
             ChunkError: the length of `into` is not that of the chunk's body; nothing was read.
@@ -97,13 +104,13 @@ class StorageTier(Protocol):
         ...
 
     def mark_used(self, keys: Sequence[bytes]) -> None:
-        """Record that chunks were used, so that a tier that evicts the least recently used chunks keeps them.
+        """Record that chunks were used now, so that a tier evicts less recently used chunks before them.
 
         The call blocks.
 
         Args:
-            keys: keys of the chunks, the chunk to evict first at the beginning. Keys that the tier does not
-                have are skipped.
+            keys: keys of the chunks, in the order in which they should be evicted. Keys that the tier does
+                not have are skipped.
         """
         del keys
 

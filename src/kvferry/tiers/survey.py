@@ -29,7 +29,8 @@ class NamespaceUsage:
         namespace: digest of the namespace, 64 hex digits.
         name: name of the model, from the file that describes the namespace (its note); empty if there is no
             valid note.
-        facts: facts about model and format that the namespace was made from; empty if there is no valid note.
+        facts: properties of model and format that define the namespace, by name, as the note records them;
+            empty if there is no valid note.
         chunks: number of chunk files.
         tokens: sum of the tokens of all chunks. If a chunk contains several KV cache groups, only the group
             with the most tokens counts.
@@ -52,7 +53,7 @@ class NamespaceUsage:
 
 @dataclass(frozen=True)
 class CacheTotals:
-    """The content of a cache, in numbers of files and bytes.
+    """The numbers of files and bytes in a cache, in total and for each kind of file.
 
     Attributes:
         path: path of the directory, or the URL.
@@ -60,7 +61,7 @@ class CacheTotals:
         charged: bytes in use, as recorded by the cache; None if unknown.
         free: free bytes on the disk; None if unknown.
         total_bytes: bytes of all kvferry files.
-        namespaces: number of namespaces (scopes of chunk keys) with a file.
+        namespaces: number of namespaces (scopes of chunk keys) with at least one file.
         chunks, chunk_bytes: number and bytes of chunk files.
         temporary, temporary_bytes: number and bytes of files that are being written or were abandoned.
         quarantined, quarantined_bytes: number and bytes of bad chunks in quarantine.

@@ -106,7 +106,7 @@ class Slabs:
         """Return the slabs (parts of the arena) that could be emptied to get slots of `stride` bytes.
 
         A slab is returned if it has slots of another size, at least one of them is free, and the free slots
-        of that size in all slabs have at least the size of a slab together. The time is proportional to the
+        of that size in all slabs add up to at least the size of a slab. The time is proportional to the
         number of slabs that have free slots.
 
         Returns:
@@ -173,7 +173,7 @@ class Slabs:
         self._idle[stride] += len(free)
 
     def _retire(self, slab: int) -> None:
-        """Return a slab (part of the arena) to the unused slabs, so that it can get slots of another size.
+        """Put a slab (part of the arena) back among the unused slabs, which can get slots of any size.
 
         Args:
             slab: index of the slab, whose slots must all be free.

@@ -213,8 +213,8 @@ class SlotTable:
 
         A *slab* is a part of the arena whose slots have one size. An empty slab can be divided into slots of
         another size. A slab is chosen under three conditions: its slots have another size than the group's
-        chunks, no chunk in it has a hold, and the free slots of its size in all slabs have at least the size
-        of a slab together.
+        chunks, no chunk in it has a hold, and the free slots of its size in all slabs add up to at least the
+        size of a slab.
 
         Args:
             group: index of the KV cache group that needs a slot.

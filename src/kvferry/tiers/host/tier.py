@@ -223,8 +223,8 @@ class HostTier:
         Stop earlier if all remaining chunks are held, or if too many bytes were evicted in this call.
 
         The eviction policy may choose chunks of another size. Their slots cannot hold a chunk of this group.
-        When the free slots of that size have the size of a slab (part of the arena with slots of one size)
-        together, all chunks of one such slab are evicted. Then the slab can be divided into slots for this
+        When the free slots of that size add up to the size of a slab (part of the arena with slots of one
+        size), all chunks of one such slab are evicted. Then the slab can be divided into slots for this
         group.
 
         Args:

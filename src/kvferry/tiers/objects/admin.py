@@ -81,12 +81,13 @@ class BucketAdmin(CacheAdmin):
         return SpaceUsage()
 
     def collect(self, capacity: int | None = None) -> CollectResult:
-        """Remove chunks and quarantined objects until at most `capacity` bytes remain, the oldest first.
+        """Remove chunks and quarantined objects, the oldest first, until at most `capacity` bytes remain.
 
-        The oldest object is the one that was stored first; object storage does not record uses.
+        The oldest object is the one that was stored first, because object storage does not record uses.
 
         Args:
-            capacity: maximum bytes of all kvferry objects that remain. It must not be None.
+            capacity: maximum bytes of all kvferry objects that remain. Object storage has no capacity of its
+                own, so None is an error.
 
         Raises:
             ConfigError: `capacity` is None, or the store cannot be used.

@@ -37,8 +37,8 @@ class BucketIndex:
         bucket: bucket to list.
         namespace: namespace (scope of chunk keys) of the chunks to list.
         listed: known keys, which the listings update.
-        distrusted: objects that failed a check; a listing does not add their keys.
-        valid_seconds: time after a complete listing until the next one is due.
+        distrusted: record of the objects that failed a check. Their keys are not added to the known keys.
+        valid_seconds: time after a complete listing at which the next listing is due.
         clock: function that returns monotonic seconds.
     """
 
@@ -64,13 +64,13 @@ class BucketIndex:
 
     @property
     def due(self) -> bool:
-        """Return whether it is time for a new listing, because the last one is too old or incomplete."""
+        """Return whether a new listing is needed, because the last one is too old or incomplete."""
         return self._clock() >= self._due_at
 
     def list(self, seconds: float = MAX_LISTING_SECONDS) -> int:
         """List the chunks of the namespace, and update the known keys.
 
-        Do nothing if another thread is already doing this. If the listing fails, no exception is raised.
+        Do nothing if another thread is listing the chunks now. A failure of the listing raises no exception.
 
         Args:
             seconds: approximate time after which the listing stops, even if it is incomplete.
@@ -91,7 +91,7 @@ class BucketIndex:
     def _list(self, seconds: float) -> None:
         """List the chunks of the namespace, and update the known keys.
 
-        If the listing is complete and shows no note (object that describes the namespace), write the note.
+        If the listing is complete and includes no note (object that describes the namespace), write the note.
 
         Args:
             seconds: approximate time after which the listing stops, even if it is incomplete.

@@ -83,7 +83,8 @@ class BucketClient:
         url: URL of scheme s3, gs, az or file. Paths of objects are relative to it.
         options: settings of the client, by option name of the obstore library (see `objects.options`).
         timeout_seconds: time limit for a call, for each page of a listing, and for each of the two steps of
-            `move`. A single request has half of this time, so that a request that fails early can be retried.
+            `move`. Each attempt of a request may take half of this time, so that there is time for a second
+            attempt.
 
     Attributes:
         url: URL without a slash at its end.
@@ -217,12 +218,12 @@ class BucketClient:
                     obstore.delete(self._store, path)
 
     def _release_buffers(self, views: Sequence[memoryview]) -> None:
-        """Wait until no other thread reads the buffers of a request, and release them.
+        """Wait until no other thread reads the buffers of a request, then release the views of the buffers.
 
-        After a request has timed out, a thread of the client may still send the buffers, usually for less
-        than a millisecond. The wait ends after the time limit of a single request in any case. If the buffers
-        are then still being sent, the store may receive changed bytes as part of an object. No store keeps
-        such a partial object, and no reader accepts it.
+        After a request has timed out, a thread of the client library may still be sending the buffers,
+        usually for less than a millisecond. The wait is limited to the time limit of a single attempt of a
+        request. If the library is still sending after that, the store may receive bytes that the caller has
+        changed. This does no harm: no store keeps a partial object, and no reader accepts it.
 
         Args:
             views: views of the buffers.
@@ -320,10 +321,7 @@ def _redacted_message(error: Exception, options: Mapping[str, str]) -> str:
 
 
 def _try_release(view: memoryview) -> bool:
-    """Release a view of a buffer.
-
-    Return False if that is not possible because another thread still uses the view.
-    """
+    """Release a view of a buffer, and return True. Return False if another thread still uses the view."""
     try:
         view.release()
     except BufferError:
@@ -341,8 +339,8 @@ def _etag(etag: str | None) -> str:
 
 @cache
 def _first_user() -> int:
-    """Return the id of the process that first used object storage.
+    """Return the id of the process in which object storage was first used.
 
-    It is the id of this process, or of an ancestor if this process was forked after the first use.
+    This is the current process, or the process that it was forked from if that one had used object storage.
     """
     return os.getpid()

@@ -7,9 +7,9 @@ from threading import Lock
 
 
 class DistrustedObjects:
-    """The keys of chunks whose stored objects failed a check, with the ETags (content tags) of the objects.
+    """A record of the chunks whose stored objects failed a check: chunk key and ETag (content tag) of each.
 
-    A key is trusted again when its object has another ETag, because then the object has other content.
+    A key is trusted again when its object has another ETag, because a new ETag means new content.
 
     Any thread may use it.
 
@@ -40,7 +40,7 @@ class DistrustedObjects:
             self._etags.pop(key, None)
 
     def trusted(self, page: Iterable[tuple[bytes, str]]) -> list[bytes]:
-        """Return the trusted keys on a page of a listing.
+        """Return the keys on a page of a listing whose objects are trusted.
 
         If the ETag of a key has changed, trust the key again.
 

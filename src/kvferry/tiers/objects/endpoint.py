@@ -50,7 +50,7 @@ class StoreEndpoint:
 
     @property
     def is_here(self) -> bool:
-        """Return whether the server is this machine, by a loopback address or the name ``localhost``."""
+        """Return whether the host is this machine: a loopback address, or the name ``localhost``."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -87,10 +87,11 @@ def endpoint_of(scheme: str, variables: str, options: Mapping[str, str]) -> Stor
 def restrict_to_endpoint(
     endpoint: StoreEndpoint, scheme: str, variables: str, options: Mapping[str, str]
 ) -> Mapping[str, str]:
-    """Return connection settings that make requests to other servers than the configured one fail.
+    """Return connection settings with which the client can only reach the configured server.
 
-    The settings direct such requests to a proxy that does not exist. The result is empty, so that all servers
-    can be reached, if the client must get its credentials from another server or if a proxy is configured.
+    The settings send all other requests to a proxy that does not exist, so they fail. In two cases the result
+    is empty, so that the client can reach all servers: if no credentials are configured, because then the
+    client must request them from another server, and if a proxy is configured.
 
     Args:
         endpoint: configured server.

@@ -53,7 +53,7 @@ _ADVICE = {
 
 
 class Unavailable(OSError):
-    """An error for a request to object storage that failed for another reason than a missing object.
+    """An error that is raised if a request to object storage fails, except if an object is missing.
 
     Args:
         fault: reason of the failure.
@@ -78,16 +78,18 @@ def unavailable(error: Exception) -> Unavailable:
 
 
 def is_of_the_bucket(missing: FileNotFoundError) -> bool:
-    """Return whether an error says that the whole bucket is missing, and not only an object."""
+    """Return whether a FileNotFoundError means that the whole bucket is missing, and not only an object."""
     return re.search(r"NoSuchBucket|ContainerNotFound|bucket does not exist", str(missing)) is not None
 
 
 def _fault(said: str, debug: str) -> Fault:
-    """Return the reason of a failed request.
+    """Return the reason of a failed request, derived from the text of an error of the obstore library.
+
+    The text consists of a message and of debug details.
 
     Args:
-        said: message of the error that the obstore library raised, without its debug part.
-        debug: debug part of the error's text.
+        said: message.
+        debug: debug details.
     """
     if re.search(_NO_CREDENTIALS, said + debug):
         return Fault.DENIED
@@ -112,11 +114,14 @@ def _fault_of_status(status: int) -> Fault:
 
 
 def _detail(said: str, debug: str) -> str:
-    """Return the detail of an error for a message: the HTTP status with the store's error code, or the cause.
+    """Return the detail of a failed request for a message: HTTP status with the store's error code, or cause.
+
+    The detail is derived from the text of an error of the obstore library, which consists of a message and of
+    debug details.
 
     Args:
-        said: message of the error that the obstore library raised, without its debug part.
-        debug: debug part of the error's text.
+        said: message.
+        debug: debug details.
 
     Returns:
         A short text; empty if the error has no known detail.
@@ -128,12 +133,12 @@ def _detail(said: str, debug: str) -> str:
 
 
 def _reason(said: str) -> str:
-    """Return the end of an error message of the obstore library, without the description of the request.
+    """Return the last part of an error message of the obstore library: the cause without the request.
 
     Queries of URLs are removed, because they may contain a signature. The text has at most 200 characters.
 
     Args:
-        said: message of the error, without its debug part.
+        said: message of the error, without the debug details that follow it.
     """
     return printable(re.sub(r"\?\S*", "", " ".join(said.rpartition(" - ")[2].split()))[:200])
 

@@ -104,9 +104,8 @@ def store_settings(url: str, options: Mapping[str, str]) -> StoreSettings:
         options: settings of the client, by option name of the obstore library.
 
     Raises:
-        ConfigError: the URL has an unknown form or contains credentials. Or an option is unknown; the message
-            names the most similar option. Or connections are not encrypted, and `options` does not allow
-            that.
+        ConfigError: the URL has an unknown form or contains credentials, an option is unknown (the message
+            names the most similar one), or connections are not encrypted and `options` does not allow that.
     """
     parts = urlsplit(url)
     known = _SCHEMES.get(parts.scheme)

@@ -22,7 +22,7 @@ class ObjectSettings(StorageSettings, frozen=True):
     """Settings of an object tier, which keeps chunks in object storage that several engines may share.
 
     Attributes:
-        url: URL above all objects of the tier, such as ``s3://bucket/prefix``.
+        url: URL under which all objects of the tier are stored, such as ``s3://bucket/prefix``.
         options: settings of the client, by option name of the obstore library. Credentials usually come from
             the environment.
         timeout_seconds: time limit for fetching one chunk. Storing a chunk may take twice as long.
@@ -78,12 +78,12 @@ class ObjectSettings(StorageSettings, frozen=True):
     def trial_seconds(self) -> float:
         """Time limit for a trial write (`try_out`), in seconds.
 
-        It allows for three requests and for connecting.
+        It allows for connecting and for three requests.
         """
         return 4 * self.timeout_seconds
 
     def try_out(self) -> TrialResult:
-        """List objects in the store, write a small object, remove it, and return the result.
+        """Try the store out: list objects, write a small object and remove it. Return the result.
 
         Raises:
             ConfigError: URL or options cannot be used.

@@ -64,10 +64,10 @@ class ObjectTier(StorageTier):
         options: settings of the client, by option name of the obstore library, such as endpoint, region and
             allow_http. Settings that are not given, such as credentials, are read from the environment.
         timeout_seconds: time limit for a fetch. Storing a chunk may take twice as long, because the object is
-            looked up first. A single request has half of the limit, to the end of its answer. So large chunks
-            on a slow network need a higher limit.
-        pause_seconds: time for which fetches are refused after three of them in a row have failed; the same
-            for stores.
+            looked up first. Each attempt of a request must be complete within half of the limit, so large
+            chunks on a slow network need a higher limit.
+        pause_seconds: time for which fetches are refused after three consecutive fetches have failed. Storing
+            is refused in the same way after three consecutive failures.
         listing_seconds: time from one listing to the next. Listing many chunks takes many requests.
         clock: function that returns monotonic seconds.
         table: hash table of chunk keys that the tiers of a cache share; None for a separate table.
@@ -146,8 +146,12 @@ class ObjectTier(StorageTier):
             body: writable memory with the sections of the chunk, each at a multiple of 4096 bytes. The
                 padding after each section is set to zero.
 
+        Returns:
+            STORED, PRESENT if the tier had the chunk already, or IO_ERROR if a request failed or was refused.
+
         Raises:
-            ChunkError: `key` or `body` has a wrong length, or `group` has too many units; nothing was stored.
+            ChunkError: `key` or `body` has a wrong length, or `group` has more units (parts with digests of
+                their own) than fit into the header of an object; nothing was stored.
         """
         chunk = Chunk(self._namespace, key, (group,))
         check_size(chunk, body)
@@ -164,7 +168,11 @@ class ObjectTier(StorageTier):
         Args:
             key: key of the chunk, 16 to 32 bytes.
             group: description of the expected content: KV cache group, number of tokens and sections.
-            into: writable memory of the size of the chunk's content. The bytes are valid only after a hit.
+            into: writable memory of the size of the chunk's content. The bytes are valid only if HIT is
+                returned.
+
+        Returns:
+            HIT, or the reason why the chunk was not fetched.
 
         Raises:
             ChunkError: the length of `into` is not that of the chunk's body; nothing was read.
@@ -231,7 +239,7 @@ class ObjectTier(StorageTier):
             into: writable memory, as long as the chunk's body.
 
         Returns:
-            The outcome, and a description of the object's defect, which is empty after a hit.
+            The outcome, and a text that says what is wrong with the object. The text is empty after a hit.
 
         Raises:
             FileNotFoundError: the object does not exist.
@@ -279,8 +287,9 @@ def _read(chunk: Chunk, found: OpenObject, into: memoryview) -> str:
         into: writable memory, as long as the chunk's body.
 
     Returns:
-        An empty string if the object is the expected chunk. If the object is a chunk of the same key with
-        other KV cache groups, tokens or sections, a description of the difference; its body is not read then.
+        An empty string if the object is the expected chunk. Otherwise the object is a chunk of the same key
+        with other KV cache groups, tokens or sections. Then the result describes the difference, and the body
+        is not read.
 
     Raises:
         ChunkError: the object is damaged, or is another chunk.
