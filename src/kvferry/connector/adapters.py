@@ -157,7 +157,7 @@ class Adapters:
     def _read(self, lora: LoraAdapter, file_stats: _FileStats) -> _Adapter:
         """Start a thread that computes the digest of an adapter's files, and return the adapter's record.
 
-        Wait a few milliseconds for the thread, which is enough if the digest is cached. Only one such thread
+        Wait a few milliseconds for the thread: this is enough if the digest is cached. Only one such thread
         reads at a time.
 
         Args:

@@ -84,7 +84,7 @@ class Composition:
     ) -> PeerSource:
         """Create the source that loads KV from peers (other engines).
 
-        A *turn* is a finished request's KV, which an engine keeps for the next turn of its conversation.
+        A *turn* is the KV of a finished request that an engine keeps for the next turn of the conversation.
 
         Args:
             client: control channel to the peers that offer KV.

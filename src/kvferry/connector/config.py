@@ -34,8 +34,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             port.
         advertise_host: host name or address to advertise to peers; None for `host`.
         secret_file: path of the file with the secret that engines share. The keys of their channels derive
-            from this secret. None for the key that this user's engines share on this machine, which is
-            created on first use.
+            from this secret. None for a file of this user on this machine, which is created on first use and
+            which all engines of the user share.
         peers: host names, addresses and networks of the machines that may be peers. This engine connects only
             to these machines and accepts connections only from them. None for this machine if `host` is
             loopback, else for all machines. A peer's host name is resolved only if it is in this list, or
@@ -56,8 +56,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             use that strategy wherever possible.
         staging_mib: memory for packing short runs of bytes, in MiB per direction and worker; 0 for none.
         lanes: number of threads per worker that read from peers. Several threads share a large read.
-        costs: path of the file with the measured costs of transfers, which ``kvferry bench calibrate``
-            writes. None for the user's file on this machine, or built-in costs if there is none.
+        costs: path of the file with measured costs of transfers that ``kvferry bench calibrate`` has written.
+            None for the user's file on this machine, or for built-in costs if that file does not exist.
         host_buffer: True to transfer through host memory with the engine's copy operation; None to do so only
             if the engine is configured for it (``kv_buffer_device``).
         tiers: list of the tiers that keep chunks, in the form that `tier_config` describes; ``default`` for

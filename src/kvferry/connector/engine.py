@@ -63,7 +63,7 @@ class Block(Protocol):
 
 
 class BlockPool(Protocol):
-    """The engine's block pool, which counts references to blocks.
+    """The engine's pool of KV blocks. It counts the references to each block.
 
     Attributes:
         blocks: all blocks, by block id. Block 0 is the null block, which is never allocated.
@@ -152,7 +152,7 @@ class Request(Protocol):
         num_computed_tokens: number of tokens whose KV will be in the request's blocks when all steps
             scheduled so far are done. During `SchedulerHalf.orders` this number does not include the tokens
             of the coming step.
-        num_preemptions: number of times that the request was preempted, which frees its blocks.
+        num_preemptions: number of times that the request was preempted. A preemption frees its blocks.
         prompt_token_ids: token ids of the prompt; None if the prompt contains embeddings.
         all_token_ids: token ids of the prompt and of the answer so far.
         adapter: the request's LoRA adapter; None without one.

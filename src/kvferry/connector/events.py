@@ -237,8 +237,9 @@ class LeaseGranted:
         at: time of the event, monotonic seconds.
         tokens: number of tokens offered.
         seconds: seconds without a heartbeat after which the lease expires.
-        turn: True if a finished request's blocks are kept for the next turn of its conversation, which any
-            peer may read; False if a prompt's blocks are kept for the engine that continues the request.
+        turn: True if a finished request's blocks are kept, so that any peer may read them for the next turn
+            of the conversation; False if a prompt's blocks are kept for the engine that continues the
+            request.
     """
 
     request_id: str

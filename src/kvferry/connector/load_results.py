@@ -93,7 +93,7 @@ def _merged(ours: tuple[str, ...], theirs: tuple[str, ...]) -> tuple[str, ...]:
 
     Args:
         ours: names of one worker's strategies, per KV cache group; empty if it planned no read.
-        theirs: names of the other worker's strategies, in the same form.
+        theirs: names of the other worker's strategies, per KV cache group; empty if it planned no read.
     """
     if not ours or not theirs:
         return ours or theirs

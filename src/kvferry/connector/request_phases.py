@@ -74,7 +74,7 @@ class RequestState(Generic[PlanT]):
 
     Attributes:
         bidding: excluded sources and remaining attempts of the request.
-        phase: phase of the request, which changes as its loads begin and end.
+        phase: current phase of the request. It changes as the loads begin and end.
         taken: plan last proposed to the engine, and the number of the request's tokens that were then in the
             engine's prefix cache; None if no plan is proposed.
         crowded: True if too few blocks were free for `taken`.

@@ -105,7 +105,7 @@ class SchedulerHalf:
         Args:
             workers: descriptions of all workers, sorted by rank.
             pool: the engine's block pool.
-            facts: facts about the engine, which peers compare at the handshake.
+            facts: facts about the engine that peers compare at the handshake.
             namespace: function that takes the format in which chunks are stored, and returns the namespace
                 (scope) of the chunk keys.
 
@@ -146,7 +146,7 @@ class SchedulerHalf:
             composition: builder of the source.
             keys: secret keys of the channel.
             ranks: descriptions of all ranks of this engine, for peers.
-            facts: facts about this engine, which peers compare at the handshake.
+            facts: facts about this engine that peers compare at the handshake.
         """
         config, peers = self._config, peers_allowed(self._config)
         port = config.port + self._engine.port_offset if config.port else 0
@@ -168,7 +168,7 @@ class SchedulerHalf:
 
     @property
     def admission(self) -> Admission:
-        """The admission, which chooses sources for requests; available after `start`."""
+        """The admission (object that chooses a source of KV for each request); available after `start`."""
         assert self._admission is not None
         return self._admission
 

@@ -69,7 +69,8 @@ class ChunkKeys:
     """The keys of one request's chunks, extended as the request grows. Not thread-safe.
 
     A chunk is a fixed number of tokens. A chunk's key is a digest of all tokens up to the end of the chunk
-    and of everything else that decides their KV. The object keeps the keys and the token ids (4 bytes each).
+    and of everything else that determines their KV. The object keeps the keys and the token ids (4 bytes
+    each).
     Tokens can only be appended. If tokens of a request change, create a new object.
 
     >>> keys = ChunkKeys(4, range(6))
@@ -211,7 +212,7 @@ def _encode_count(number: int) -> bytes:
 
 
 def _encode_text(text: str) -> bytes:
-    """Encode a text as its length in bytes and its UTF-8 bytes. Lone surrogates (from JSON) are allowed."""
+    """Encode text as its length in bytes followed by its UTF-8 bytes. Lone surrogates are allowed."""
     data = text.encode("utf-8", "surrogatepass")
     return _encode_count(len(data)) + data
 

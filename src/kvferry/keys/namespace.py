@@ -32,7 +32,7 @@ _DEEPEST = 32
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """The scope of chunk keys: all facts about model and format that decide the bytes of chunks.
+    """The scope of chunk keys: all facts about model and format that determine the bytes of chunks.
 
     Create it from facts with `of`, or with `read` from the note (small JSON file) that a tier stores.
 
@@ -114,7 +114,7 @@ class Namespace:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Facts about model and format that decide the bytes of chunks, as a new dict of JSON types."""
+        """Facts about model and format that determine the bytes of chunks, as a new dict of JSON types."""
         found: dict[str, Any] = json.loads(self.text)
         return found
 
@@ -261,17 +261,17 @@ def _check_key(where: str, key: Any) -> str:
 
 
 def _check_encodable(where: str, text: str) -> str:
-    """Check that a text has no surrogates, and return the text unchanged.
+    """Check that a string has no surrogates, and return the string unchanged.
 
-    A pair of surrogates has the same JSON as the character that the pair encodes, so two different texts
+    A pair of surrogates has the same JSON as the character that the pair encodes, so two different strings
     would have equal digests.
 
     Args:
-        where: dotted path of the text in the facts, for messages.
-        text: text to check.
+        where: dotted path of the string in the facts, for messages.
+        text: string to check.
 
     Raises:
-        Unnameable: the text has a surrogate.
+        Unnameable: the string has a surrogate.
     """
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise Unnameable(f"namespace: {where} has half a character (a surrogate) in it; give whole ones")

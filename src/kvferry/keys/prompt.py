@@ -14,12 +14,12 @@ import numpy as np
 
 
 def prompt_digest(tokens: Sequence[int], extras: Sequence[str] = ()) -> str:
-    """Return the digest of token ids and of other inputs that decide the KV: BLAKE2b, 32 hex digits.
+    """Return the digest of token ids and of other inputs that determine the KV: BLAKE2b, 32 hex digits.
 
     Args:
         tokens: token ids of the prompt, in order.
-        extras: texts of the other inputs, such as LoRA adapter, multimodal hashes or cache salt. Their order
-            affects the digest.
+        extras: the other inputs as strings, such as LoRA adapter, multimodal hashes or cache salt. Their
+            order affects the digest.
 
     >>> prompt_digest([1, 2, 3]) == prompt_digest((1, 2, 3))
     True

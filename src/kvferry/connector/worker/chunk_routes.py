@@ -59,7 +59,7 @@ class ChunkRoutes:
         rank_coordinates: tuple[int, int],
         memory: npt.NDArray[uint8],
     ) -> None:
-        """Compute the copies between this rank's KV blocks and the arena (host memory that holds chunks).
+        """Prepare the copies between this rank's KV blocks and the arena (host memory that holds chunks).
 
         Args:
             canonical: format in which chunks are stored.

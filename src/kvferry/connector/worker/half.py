@@ -196,7 +196,7 @@ class WorkerHalf:
     def ended(self) -> EndedRequests:
         """Return the requests whose transfers have ended since the last call.
 
-        Also record the reports of these transfers, which `take_reports` returns.
+        Also record the reports of these transfers for `take_reports`.
         """
         self._take_results()
         if not (self._orders or self._sent):

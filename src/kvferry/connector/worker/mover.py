@@ -56,7 +56,7 @@ class ChunkMover:
         self._thread.start()
 
     def load(self, orders: ChunkOrders) -> None:
-        """Queue the copies of a step's loads, from host memory to KV blocks.
+        """Queue the copies from host memory to KV blocks that a step's orders contain.
 
         If the orders describe the host memory that holds chunks (the arena), attach this memory first.
 
@@ -71,7 +71,7 @@ class ChunkMover:
             self._put(_LOAD, partial(self._end, end))
 
     def store(self, orders: ChunkOrders, computed: Callable[[], None]) -> None:
-        """Queue the copies of a step's stores, from KV blocks to host memory.
+        """Queue the copies from KV blocks to host memory that a step's orders contain.
 
         Args:
             orders: orders of the step.
@@ -145,7 +145,9 @@ class ChunkMover:
         self._ended_loads.append(LoadEnd(end.key, end.failure or failure))
 
     def _copy(self, key: str, what: Callable[[ChunkRoutes], tuple[int, ...]]) -> str | None:
-        """Copy the chunks of an order and record a report. Return the reason if the copy failed, else None.
+        """Copy the chunks of an order and record a report.
+
+        Return the reason for a failure, or None if the copy succeeded.
 
         Args:
             key: unique name of the order.

@@ -19,7 +19,7 @@ class Piece:
     """A chunk (fixed number of tokens of one KV cache group), and its position in host memory.
 
     Attributes:
-        group: index of the KV cache group in the storage format.
+        group: index of the KV cache group in the storage format (`CanonicalForm.groups`).
         number: index of the chunk in the prompt.
         offset: byte offset of the chunk in the arena, the host memory that holds chunks.
     """
@@ -102,9 +102,9 @@ class ChunkOrders:
 
     Attributes:
         arena: description of the arena, sent with the first orders; None afterwards.
-        stores: orders to copy chunks from KV blocks to the arena, in the order in which they are carried out.
-            All `parts` come before them.
-        parts: orders to copy chunks from the arena to KV blocks, in the order in which they are carried out.
+        stores: orders to copy chunks from KV blocks to the arena. They are carried out in this order, after
+            all `parts`.
+        parts: orders to copy chunks from the arena to KV blocks. They are carried out in this order.
         ends: messages that a load is complete or has failed, carried out after `parts`.
     """
 
@@ -125,7 +125,7 @@ class CopyReport:
     No copy of the order is under way any more.
 
     Attributes:
-        key: name of the order: of a store, or of one part of a load.
+        key: unique name of the order, which stores chunks or loads one part of a load.
         failure: reason for the failure; None if the order was carried out.
         bytes_by_group: number of bytes that this rank copied, per KV cache group of the storage format.
         seconds: seconds that the copy took.
@@ -142,7 +142,7 @@ class MergedCopyReport:
     """The merged reports of several ranks about the same order to copy chunks.
 
     Attributes:
-        key: name of the order: of a store, or of one part of a load.
+        key: unique name of the order, which stores chunks or loads one part of a load.
         failure: reason for the failure of one of the ranks; None if all of them have carried out the order.
         bytes_by_group: number of bytes that these ranks copied together, per KV cache group of the storage
             format.
