@@ -75,7 +75,7 @@ class MetricsDelta:
             self.samples[series] += seen
 
     def plain(self) -> dict[str, Any]:
-        """Return the delta as values that can be written as JSON.
+        """Return the delta as a JSON-serializable dict.
 
         Returns:
             Dict with the keys ``counters``, ``gauges`` and ``samples``. Each value is a list of triples: the

@@ -78,7 +78,7 @@ def encode_trace(trace: RequestTrace) -> bytes:
 
 
 def trace_to_dict(trace: RequestTrace) -> dict[str, Any]:
-    """Return the trace of a request as values that can be written as JSON."""
+    """Return the trace of a request as a JSON-serializable dict."""
     plain: dict[str, Any] = msgspec.to_builtins(_named(trace))
     return plain
 

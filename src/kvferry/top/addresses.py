@@ -72,7 +72,7 @@ class PolledAddress:
     def failed(self, at: float, why: str) -> PolledAddress:
         """Return a copy of this address after a failed reading.
 
-        The attribute `silence` gets the new error. Its time is that of the first failure in succession.
+        The attribute `silence` gets the new error, with the time of the first failure since the last success.
 
         Args:
             at: time of the failed reading, in seconds since 1970.

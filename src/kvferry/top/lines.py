@@ -174,7 +174,7 @@ def _named(engine: EngineRow) -> str:
 
 
 def _silent(engine: EngineRow, at: float, width: int, *, whole: bool) -> list[str]:
-    """Return the lines about an engine that does not answer: its name, since what time, and the error.
+    """Return the lines about an engine that does not answer: its name, when this began, and the error.
 
     Args:
         engine: row of the engine.

@@ -28,7 +28,8 @@ class Window:
     def added(cls, windows: list[Window]) -> Window:
         """Return the sums of several engines' values and rates.
 
-        An engine that was read only once has no rates, so the sum of the rates does not include it.
+        An engine that was read only once has no rates, so the sum of the rates does not include it. The sum
+        of the rates is None if no engine has rates.
         """
         rates = [window.rates for window in windows if window.rates is not None]
         return cls(Values.added(window.now for window in windows), Values.added(rates) if rates else None)

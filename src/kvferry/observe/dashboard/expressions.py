@@ -107,10 +107,11 @@ def quantile(q: float, selector: str, over: str, *by: str) -> str:
 
 
 def minus(what: str, part: str) -> str:
-    """Return a PromQL expression for `what` minus `part`, where each series is paired by its labels.
+    """Return a PromQL expression that subtracts, from each series of `what`, the series of `part` it matches.
 
     Args:
         what: PromQL expression to subtract from.
-        part: PromQL expression to subtract. A series of `what` without a counterpart in `part` is unchanged.
+        part: PromQL expression to subtract. Series match if their labels are equal. A series of `what` that
+            matches none is unchanged.
     """
     return f"({what} - ({part} or 0 * {what}))"

@@ -19,7 +19,7 @@ _ALWAYS = "vllm:num_requests_running"
 
 
 def dashboard() -> dict[str, Any]:
-    """Return the Grafana dashboard for kvferry's metrics, as values that can be written as JSON."""
+    """Return the Grafana dashboard for kvferry's metrics, as a JSON-serializable dict."""
     panels: list[dict[str, Any]] = []
     number, y = 1, 0
     for each in _ROWS:

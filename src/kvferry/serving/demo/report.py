@@ -117,7 +117,7 @@ def _cells(row: RequestRow, *, wide: bool) -> Iterator[str]:
 
 
 def _groups(load: Transfer, *, wide: bool) -> Iterator[str]:
-    """Yield lines of text with the bytes that a KV load moved.
+    """Yield lines of text that state how many bytes a KV load moved.
 
     Args:
         load: KV load of a request.

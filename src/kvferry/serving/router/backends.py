@@ -82,7 +82,7 @@ class Pool:
 
         Args:
             tried: engines to skip, because this request was already sent to them.
-            even_down: True to choose an engine that is down if none that is up is left.
+            even_down: True to choose from the engines that are down if no engine that is up is left.
         """
         left = [backend for backend in self.backends if backend not in tried]
         choice = [backend for backend in left if backend.up] or (left if even_down else [])

@@ -104,7 +104,7 @@ class RouterEndpoint:
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read one HTTP request, and run the handler to answer it (the call that ASGI defines).
+        """Serve one HTTP request (entry point of ASGI): read the request, and run the handler to answer it.
 
         The client gets an error if the request has already passed through this router, if its body is too
         large, or if the router stops before the answer is complete.
@@ -149,7 +149,7 @@ def _request_id(scope: Scope) -> bytes:
 
 
 class _Answer:
-    """A wrapper of an ASGI `send` function that records whether the answer has begun and is complete."""
+    """A wrapper of an ASGI `send` function that records whether the answer has begun and has ended."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

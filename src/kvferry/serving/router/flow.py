@@ -56,7 +56,7 @@ class Completion:
 
 
 class CompletionFlow:
-    """Serves completions with a pool of prefill engines and a pool of decode engines."""
+    """Handler of completion requests, which uses a pool of prefill engines and a pool of decode engines."""
 
     def __init__(
         self, settings: RouterSettings, prefill: Pool, decode: Pool, client: httpx.AsyncClient
