@@ -40,8 +40,7 @@ class ChunkCache:
     Attributes:
         counts: numbers of stored, failed, fetched and missed chunks since the start.
         writing: queued and running writes of each slow tier, the fastest tier first.
-        reading: reads from the slow tiers, and the loads that wait for them. To start a load, call its method
-            `fetch`.
+        reading: reads from the slow tiers, and the loads that wait for them. `reading.fetch` starts a load.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class ChunkCache:
             slow_tiers: slow tiers, the fastest first. From now on, only the cache may use them.
 
         Raises:
-            ValueError: the tiers do not share one key table.
+            ValueError: the tiers do not share one key table (record of which tier has which chunks).
         """
         if any(one.queue.tier.keys.table is not host.keys.table for one in slow_tiers):
             raise ValueError("the tiers of one cache must share one key table; open them together")
@@ -77,17 +76,18 @@ class ChunkCache:
 
     @property
     def events(self) -> int:
-        """Number of calls and results so far that may have changed `counts`.
+        """Counter that increases whenever the values in `counts` may have changed.
 
-        If it is the same as before, the values in `counts` are the same too, and need not be read again.
+        While it stays the same, `counts` need not be read again.
         """
         return self._events + self.reading.events
 
     @property
     def busy(self) -> bool:
-        """True if a load waits for chunks, or chunks are due to be written or being written.
+        """True if a load waits for chunks, or chunks are being written or should be written now.
 
-        Reads that only a cancelled load needed do not make the cache busy, although they still run.
+        Writes to a tier that hangs do not count. Neither do reads that are still running although all loads
+        that needed them were cancelled.
         """
         return bool(self.reading.fetches) or any(writing.due or writing.under_way for writing in self.writing)
 
@@ -99,8 +99,8 @@ class ChunkCache:
     def miss_reason(self, key: bytes) -> HostMissReason:
         """Return the reason why a chunk could not be found in any tier.
 
-        FILLING means that the chunk is being copied to host memory. EVICTED means that host memory or a slow
-        tier had the chunk recently. ABSENT means that no tier had the chunk recently.
+        FILLING means that the chunk is being copied to host memory, and cannot be read yet. EVICTED means
+        that host memory or a slow tier evicted the chunk recently. ABSENT means neither.
 
         Args:
             key: key of the chunk.
@@ -114,11 +114,11 @@ class ChunkCache:
 
     @property
     def same_name_namespace(self) -> str:
-        """Digest, in hex, of another namespace in a slow tier that belongs to a model of the same name.
+        """Digest, in hex, of a slow tier's other namespace for a model of the same name; empty if none.
 
-        A namespace is the scope of chunk keys: model, weights and format. The value is set only if a tier has
-        no chunks in this engine's namespace but has some in the other one, which suggests that the engines
-        are configured differently. Otherwise it is empty.
+        A namespace is the scope of chunk keys: model, weights and format. The digest is set only if a tier
+        has chunks in the other namespace but none in this engine's namespace. This suggests that the chunks
+        were stored by an engine with other settings.
         """
         return next(
             (queue.usage.same_name_namespace for queue in self._queues if queue.usage.same_name_namespace),
@@ -142,7 +142,8 @@ class ChunkCache:
     def reserve(self, key: bytes, group: int) -> Slot | None:
         """Reserve a slot (memory of one chunk in host memory) for a chunk that ranks will fill.
 
-        Return None, and count a dropped chunk, if host memory has the chunk already or has no room for it.
+        Return None if host memory has the chunk already or has no room for it. The host tier then counts the
+        chunk as dropped.
 
         Args:
             key: key of the chunk.
@@ -152,10 +153,10 @@ class ChunkCache:
         return self._host.reserve(key, group)
 
     def filled(self, slot: Slot, tokens: int, failure: str | None) -> None:
-        """Make a chunk readable after the ranks have filled its slot. If the ranks failed, free the slot.
+        """Make a chunk available for loads after the ranks have filled its slot.
 
-        A readable chunk can be loaded, and is queued for writing to every slow tier. Call this method only
-        when no rank uses the slot any more.
+        The chunk is also queued for writing to every slow tier. If the ranks failed, the slot is freed
+        instead. Call this method only when no rank uses the slot any more.
 
         Args:
             slot: slot (memory of one chunk) that `reserve` returned.
@@ -189,7 +190,7 @@ class ChunkCache:
             queue.mark_used(keys)
 
     def poll(self) -> None:
-        """Collect the results of finished reads and writes, and start more.
+        """Collect the results of reads and writes that have ended, and start more reads and writes.
 
         The engine calls this once per step.
         """
@@ -227,8 +228,8 @@ class ChunkCache:
         """Write all queued chunks to the slow tiers, and end the threads that read and write these tiers.
 
         Args:
-            patience_seconds: approximate longest time to block. Reads and writes that have not ended by then
-                are abandoned, with a warning.
+            patience_seconds: approximate longest time to wait. Reads and writes that have not ended by then
+                are abandoned, and a warning is logged.
         """
         for writing in self.writing:
             writing.flush()

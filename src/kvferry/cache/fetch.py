@@ -39,12 +39,12 @@ class Fetch:
         reading: chunks that are being read, by key.
         ready: chunks in host memory, each with its slot (memory of one chunk). The chunk is not evicted until
             the load closes the slot.
-        tiers: names of the tiers that chunks have come from.
+        tiers: names of the tiers, host memory included, that have provided chunks of this load so far.
         failed: names of the tiers in which a read for this load had an I/O error. A tier that merely no
             longer has a chunk is not included.
         failure: reason why the fetch cannot continue; None if it can. Chunks in `ready` stay ready.
         miss: outcome for the chunk that caused the failure, e.g. ABSENT if no tier has it any more; None if
-            there is no failure, or if the failure is a reset of the cache.
+            there is no failure, or if the fetch failed because the cache was reset.
     """
 
     remaining: deque[WantedChunk] = field(default_factory=deque)

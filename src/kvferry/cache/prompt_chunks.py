@@ -69,7 +69,8 @@ class PromptChunks:
     def all_keys(self, prompt: int) -> list[bytes]:
         """Return the keys of all chunks of the request in all KV cache groups, the first chunk first.
 
-        If a prefix may end with a tail (an incomplete chunk), the keys of the prompt's tail are included.
+        These are the whole chunks of the request so far, and the tail (incomplete last chunk) of its prompt.
+        There is no tail if the prompt consists of whole chunks or if `has_tail` is False.
 
         Args:
             prompt: number of tokens in the prompt.
@@ -84,9 +85,9 @@ class PromptChunks:
         """Return the key of one chunk of a prompt, which may be the incomplete chunk (tail) at its end.
 
         Args:
-            chunked: the prompt, as cut into chunks.
+            chunked: number of tokens of the prompt, and number of tokens per chunk.
             group: index of the KV cache group.
-            number: index of the chunk; the last one may be the tail.
+            number: index of the chunk in the prompt.
         """
         whole = (number + 1) * chunked.chunk_tokens <= chunked.tokens
         return self.key(group, number) if whole else self.tail(group, chunked.tokens)
@@ -107,8 +108,8 @@ class PromptChunks:
             tier_numbers: function that returns, for the tags (last 8 bytes of keys) of chunks, the number
                 that identifies each chunk's tier: 0 for host memory, n for the n-th slow tier, `NO_TIER` for
                 none.
-            in_full: True to look up the chunks of all `tokens` tokens. False to look up only whole chunks
-                that do not contain the last of these tokens, which the engine then computes itself.
+            in_full: True if a prefix of all `tokens` tokens may be loaded. False if the engine must compute
+                the last of these tokens itself: only whole chunks before this token are looked up.
         """
         whole, rest = divmod(tokens if in_full else tokens - 1, self.keys.chunk_tokens)
         ends_inside = in_full and rest > 0 and self.has_tail
@@ -122,7 +123,7 @@ class PromptChunks:
         return coverage(self._groups, chunked, tier_numbers(tags.ravel()).reshape(tags.shape))
 
     def wanted_chunks(self, found: Coverage, span: LoadSpan) -> Iterator[WantedChunk]:
-        """Yield the chunks that are needed to load a prefix or a part of it, in the order of the prompt.
+        """Yield the chunks that are needed to load some tokens, in the order of the prompt.
 
         Args:
             found: result of `look_up`.
@@ -143,7 +144,7 @@ class PromptChunks:
         """Return the tags (last 8 bytes) of the keys of a prompt's chunks in all KV cache groups.
 
         Args:
-            chunked: the prompt, as cut into chunks.
+            chunked: number of tokens of the prompt, and number of tokens per chunk.
 
         Returns:
             Tags, uint64 of shape (groups, chunks).
@@ -170,10 +171,10 @@ _BUT_LAST = np.uint64(1 << 8 * (TAG_BYTES - 1)) - np.uint64(1)
 
 
 def _group_key(key: bytes, group: int) -> bytes:
-    """Return the key of a chunk in a KV cache group: the common key with the group in its last byte.
+    """Return the key of a chunk in a KV cache group: `key` with its last byte replaced by the group's index.
 
     Args:
-        key: common key of the chunk, from which its keys in all groups are made.
+        key: key of the chunk's tokens, which is common to all groups.
         group: index of the KV cache group, below 256.
     """
     return key[:-1] + bytes((group,))

@@ -32,7 +32,7 @@ class _Incoming:
         slot: slot (memory of one chunk) in host memory that the read fills.
         group: description of the content: KV cache group, number of tokens and layout.
         source: index of the slow tier that the chunk is read from.
-        others: indices of the slow tiers to try after a miss, the fastest first.
+        others: indices of the slow tiers to try if this read fails, the fastest first.
         waiting: fetches (sets of chunks that one load needs) that wait for the chunk.
     """
 
@@ -49,9 +49,8 @@ class Reading:
     Attributes:
         incoming: chunks that are being read, by key.
         fetches: fetches in progress. A fetch is the set of chunks that one load needs.
-        events: number of calls so far that may have changed the cache's statistics; if it is unchanged, they
-            need not be collected again. It does not include calls of `on_read_ended`, which the caller counts
-            itself.
+        events: counter that increases when the cache's statistics may have changed. The exception is
+            `on_read_ended`, which changes statistics but not this counter.
     """
 
     def __init__(
@@ -90,9 +89,9 @@ class Reading:
     def tier_numbers(self, tags: Tags, without: Iterable[str] = ()) -> TierNumbers:
         """Return, for each chunk, the number that identifies the tier from which it would be read now.
 
-        The number is 0 for host memory, n for the n-th slow tier, and `NO_TIER` for none. A chunk that is
-        already being read for another load has the number of the tier being read, or `NO_TIER` if that tier
-        hangs or is excluded.
+        The number is 0 for host memory, n for the n-th slow tier, and `NO_TIER` for none. If the chunk is
+        already being read for another load, the number is that of the slow tier from which it is being read,
+        or `NO_TIER` if that tier hangs or is excluded.
 
         Args:
             tags: tags (last 8 bytes) of the chunks' keys, uint64, as `tags_of` returns them.
@@ -112,9 +111,9 @@ class Reading:
     def fetch(self, wanted_chunks: Iterable[WantedChunk], without: Iterable[str] = ()) -> Fetch:
         """Start to read chunks into host memory for a load. `advance` continues the returned fetch.
 
-        A chunk that has arrived is held (not evicted) until the load closes the chunk's slot (memory of one
-        chunk). Chunks that are already in host memory are held first, so that they are not evicted to make
-        room for others.
+        A chunk in host memory is held (not evicted) until the load closes the chunk's slot (memory of one
+        chunk). Chunks that are in host memory already are held before any read starts, so that they are not
+        evicted to make room.
 
         Args:
             wanted_chunks: chunks that the load needs, in the order in which to read them.
@@ -167,8 +166,8 @@ class Reading:
     def on_read_ended(self, key: bytes, what: GetOutcome) -> None:
         """Process the end of a read from a slow tier.
 
-        After a hit, the chunk becomes ready for the loads that wait for it. After a miss, the chunk is read
-        from the next slow tier that should have it. If there is no such tier, the loads fail.
+        After a hit, the chunk becomes ready for the loads that wait for it. After any other outcome, the
+        chunk is read from the next slow tier that lists it. If there is no such tier, the loads fail.
 
         Args:
             key: key of the chunk.
@@ -205,8 +204,8 @@ class Reading:
     def _fastest_tier_table(self, allowed: tuple[bool, ...]) -> TierNumbers:
         """Return a table that maps a set of tiers to the number of the fastest allowed tier in the set.
 
-        The index into the table is the set as a bit mask, with one bit per tier as in the key table. The
-        table is int64 of shape (1 << MAX_TIERS,). An entry is `NO_TIER` if no tier of its set is allowed.
+        The table is int64 of shape (1 << MAX_TIERS,). It is indexed by a bit mask of the tiers in the set,
+        with the bits that the key table uses. An entry is `NO_TIER` if no tier of its set is allowed.
 
         Args:
             allowed: whether each tier may be read, by tier number: host memory first, then the slow tiers.
@@ -340,11 +339,11 @@ class Reading:
     def _fail(self, incoming: _Incoming, why: str, what: GetOutcome | None = None) -> None:
         """Record the failure of every load that waits for a chunk that could not be read.
 
-        A load that has failed already keeps its first reason.
+        If a load has failed already, its first reason is kept.
 
         Args:
             incoming: chunk that could not be read.
-            why: reason, for messages.
+            why: reason of the failure, for messages.
             what: outcome of the read; None if the chunk was read but the cache was reset meanwhile.
         """
         for fetch in incoming.waiting:

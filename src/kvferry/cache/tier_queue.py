@@ -74,7 +74,7 @@ class TierQueue:
     Attributes:
         name: name of the tier, unique within an engine.
         tier: the storage tier.
-        usage: usage of the tier's storage, as a background thread last read it.
+        usage: usage (capacity and fill) of the tier's storage, as a background thread last read it.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class TierQueue:
 
     @property
     def stuck(self) -> bool:
-        """True if the tier hangs: its reads, or its writes, have had no result for `STUCK_SECONDS`."""
+        """True if the tier hangs when reading (`stuck_for_reading`) or when writing (`stuck_for_writing`)."""
         return self._reading.stuck or self._writing.stuck
 
     @property
@@ -156,7 +156,7 @@ class TierQueue:
         return self.writing < self._most_writes and not self._writing.stuck
 
     def read(self, key: bytes, group: ChunkGroup, into: memoryview) -> None:
-        """Queue a read of a chunk. The memory `into` must stay reserved until `done` returns the read.
+        """Queue a read of a chunk. The memory `into` must stay reserved until `done` returns the result.
 
         Args:
             key: key of the chunk.
@@ -167,7 +167,7 @@ class TierQueue:
         self._reads.put(partial(self._read, key, group, into))
 
     def write(self, key: bytes, group: ChunkGroup, body: memoryview) -> None:
-        """Queue a write of a chunk. The memory `body` must not change until `done` returns the write.
+        """Queue a write of a chunk. The memory `body` must not change until `done` returns the result.
 
         Args:
             key: key of the chunk.
@@ -272,9 +272,9 @@ class TierQueue:
     def _record_uses(self) -> None:
         """Tell the tier which chunks were used since the last call, so that it evicts them late.
 
-        `used` has queued the keys prompt by prompt. The tier evicts chunks in the order in which it is told
-        of them, so the last chunk of a prompt is reported first. A chunk that several prompts used is
-        reported once, at its last use.
+        `mark_used` has queued the keys of each prompt. The tier evicts chunks in the order in which they are
+        reported to it, so the last chunk of a prompt is reported first. A chunk that several prompts used is
+        reported once, with the prompt that used it last.
         """
         order: dict[bytes, None] = {}
         while self._uses:
@@ -289,7 +289,7 @@ class TierQueue:
 
 
 class _Operations:
-    """The reads (or the writes) of a tier whose results the engine's thread has not collected yet.
+    """The reads, or the writes, of a tier: how many are in flight, and the results to collect.
 
     Worker threads call `end`. The engine's thread calls the other methods.
 
@@ -297,7 +297,7 @@ class _Operations:
         clock: function that returns monotonic seconds.
 
     Attributes:
-        count: number of operations that have begun and that `done` has not returned.
+        count: number of reads or writes that have begun and whose results `done` has not returned yet.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -358,7 +358,7 @@ class _Threads:
         self._jobs.put(job)
 
     def close(self, ends: float) -> bool:
-        """Run all queued jobs, then end the threads. Wait for the threads until a deadline.
+        """Tell the threads to end after all queued jobs, and wait for them until a deadline.
 
         Args:
             ends: deadline, in seconds of `time.monotonic`.

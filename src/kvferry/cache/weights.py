@@ -41,7 +41,7 @@ _MOST_FILES = 4096
 def weights_of(model: Path) -> str | None:
     """Return the digest of the weights of a checkpoint, 32 hex digits; None if it has no weight files.
 
-    The files are digested in the order of their names. The names themselves do not affect the digest.
+    The digest depends on the content of the files and the order of their names, but not on the names.
 
     Args:
         model: directory of the checkpoint, or path of its only file.
@@ -62,8 +62,8 @@ def digest_of_files(
         files: paths of the files.
         digest_file: path of the JSON file that caches digests; None for the one in the user's cache
             directory.
-        now: function that returns the time of the file system's clock, in seconds since 1970. The digest of a
-            file that changed only a short time ago is not cached.
+        now: function that returns the current time in seconds since 1970, by the clock of the file system.
+            The digest of a file that changed in the last seconds is not cached.
 
     Raises:
         ConfigError: a file cannot be read, or changes while it is read.
@@ -124,7 +124,7 @@ class _Progress:
         self._read = 0
 
     def add(self, count: int) -> None:
-        """Count `count` more bytes, and log a message when it is due."""
+        """Add `count` bytes to the number of bytes read, and log a message when one is due."""
         before, self._read = self._read, self._read + count
         if before // _PROGRESS_BYTES != self._read // _PROGRESS_BYTES:
             logger.info("hashing %s, once: %.1f GB so far", self._of, self._read / 1e9)

@@ -82,7 +82,7 @@ class Writing:
         return bool(self._held) and not self.slow_tier.queue.stuck_for_writing
 
     def pump(self) -> int:
-        """Start as many writes as the tier accepts, and return the number of chunks that left the queue.
+        """Start as many writes as the tier and the write mode allow; return how many chunks left the queue.
 
         A queued chunk that host memory has evicted leaves the queue too, and counts as lost.
         """

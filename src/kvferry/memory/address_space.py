@@ -54,8 +54,8 @@ class AddressSpace:
     def view(self, copy: StridedCopy, side: str, stride: int, count: int, word: int) -> torch.Tensor:
         """Return a view of the bytes that a strided copy reads or writes, in several blocks or packed cells.
 
-        A packed cell is the KV of a few tokens in contiguous memory. The strided copy is repeated for each
-        block or packed cell, at equal distances.
+        A packed cell is the KV of a few tokens in contiguous memory. The view repeats the copy for each block
+        or packed cell, at equal distances.
 
         Args:
             copy: strided copy (nested loops over contiguous runs of bytes). On `side` it has the absolute
@@ -140,7 +140,7 @@ class AddressSpace:
         The region must be in host memory.
 
         Returns:
-            (array that shares the region's memory, uint8 of shape (length,); byte offset).
+            (array, byte offset). The array shares the memory of the region, uint8 of shape (length,).
         """
         at = max(bisect.bisect_right(self._starts, address) - 1, 0)
         return self._flat(at, 1).numpy(), address - self._starts[at]
@@ -151,13 +151,13 @@ class AddressSpace:
 
 
 def largest_word(copy: StridedCopy, *offsets: Any) -> int:
-    """Return the largest element size (8, 4, 2 or 1 bytes) with which tensors can run a strided copy.
+    """Return the largest element size, in bytes, of tensors that can run a strided copy: 8, 4, 2 or 1.
 
-    The size divides the length of the copy's runs, the copy's strides, and all `offsets`.
+    The length of the copy's runs, its strides and all `offsets` are multiples of this size.
 
     Args:
         copy: strided copy (nested loops over contiguous runs of bytes).
-        offsets: further distances in bytes that must be multiples of the result.
+        offsets: further distances in bytes that must be multiples of the result, e.g. between cells.
     """
     numbers = [copy.run, *offsets]
     numbers += [n for loop in copy.loops for n in (loop.src, loop.dst)]

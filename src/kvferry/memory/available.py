@@ -40,7 +40,7 @@ def read(path: str) -> str | None:
 
 
 def available_memory(read: Read = read) -> tuple[int, str] | None:
-    """Return (bytes that this process can still allocate, text that names the limit); None if unknown.
+    """Return (bytes that this process can still allocate, text that says what limits them); None if unknown.
 
     Args:
         read: function that returns the text of a file, or None if it cannot be read.
@@ -74,6 +74,6 @@ def _cached(stat: str, prefix: str) -> int:
 
     Args:
         stat: text of the group's ``memory.stat``.
-        prefix: prefix of the names of the fields to read.
+        prefix: prefix of the fields that include child groups: ``total_`` for cgroup version 1, else empty.
     """
     return sum(int(size) for size in re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", stat, re.MULTILINE))

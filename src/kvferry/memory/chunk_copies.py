@@ -29,16 +29,17 @@ from kvferry.planning.template import Route
 class ChunkCopies:
     """Copies cells between one rank's KV blocks and chunks in host memory, for the layers of one route.
 
-    A cell is the run of tokens that is copied as one unit. Blocks and chunks consist of whole cells. A route
-    is a set of layers with the same strided copies. Every method returns when its copies are complete, also
-    on a GPU. Until then, the caller must not reuse the blocks and chunks.
+    A cell is a run of tokens that is copied as one unit. Blocks and chunks consist of whole cells. A route is
+    a set of layers with the same strided copies. Every method returns when its copies are complete, also on a
+    GPU. Until it returns, nothing else may write to these blocks and chunks.
     """
 
     def __init__(self, route: Route, side: str, engine: AddressSpace, memory: npt.NDArray[np.uint8]) -> None:
         """Create tensor views of the rank's KV blocks.
 
         Args:
-            route: layers with the same strided copies, between a rank and a pool of chunks at address 0.
+            route: layers to copy, with their strided copies between the rank and a pool of chunks. The pool
+                is described with address 0, so its addresses are byte offsets in host memory.
             side: side of the route that is the rank: "src" to store chunks, "dst" to load them.
             engine: registered memory of the rank.
             memory: host memory that holds the chunks (the arena), uint8 of shape (bytes,).
@@ -79,7 +80,7 @@ class ChunkCopies:
         """Zero cells of one chunk in host memory. A cell is a run of tokens that is copied as one unit.
 
         Args:
-            cells: cells to zero. Their block ids are ignored.
+            cells: cells to zero. Only their indices in the prompt are used, not their block ids.
             offset: byte offset of the chunk in the host memory that holds the chunks.
         """
         for part, chunk_cells in zip(self._pool.parts, self._chunk_cells, strict=True):
@@ -88,7 +89,7 @@ class ChunkCopies:
                     packed_cell(view, self._memory, at)[...] = 0
 
     def clear(self, blocks: Int64s) -> None:
-        """Zero the bytes in these KV blocks that belong to the layers of the route (layers copied together).
+        """Zero the KV of these blocks in all layers of the route (layers that are copied together).
 
         Args:
             blocks: block ids, int64 of shape (n,).
@@ -110,13 +111,13 @@ class ChunkCopies:
         self._pool.wait()
 
     def _engine_side(self, part: CellCopy) -> PoolCopies:
-        """Return the strided copies of a cell (run of tokens) for use with the rank's block pool.
+        """Return the strided copies of one part of the route, in the form that `PoolCells` takes.
 
         Copies with negative strides are replaced by equivalent ones without, because tensor views do not
         allow negative strides.
 
         Args:
-            part: strided copies of a cell, and the offsets of the cells of a block.
+            part: strided copies of a cell (run of tokens), and the offsets of the cells of a block.
         """
         at = part.src_offsets if self._storing else part.dst_offsets
         return PoolCopies(at, tuple(copy for one in part.copies for copy in one.ascending()))
@@ -130,8 +131,8 @@ def _offsets(chunk_cells: Int64s, chunks: Int64s | int, number: Int64s) -> Int64
     Args:
         chunk_cells: byte offset of every cell of a chunk, from the start of the chunk.
         chunks: byte offset in the arena of each cell's chunk, or of the one chunk that holds all cells.
-        number: index of each cell, counted in cells from the start of the prompt, int64 of shape (n,). It
-            determines the cell's position in its chunk.
+        number: index of each cell, counted from the start of the prompt, int64 of shape (n,). It determines
+            the cell's position in its chunk.
     """
     return chunks + chunk_cells[number % len(chunk_cells)]
 
@@ -139,7 +140,7 @@ def _offsets(chunk_cells: Int64s, chunks: Int64s | int, number: Int64s) -> Int64
 def offsets_of(offsets: Sequence[int]) -> Int64s:
     """Return the byte offsets of chunks as the array that `ChunkCopies.store` and `load` take.
 
-    The array is int64 of shape (len(offsets) + 1,). The first chunk has index 1, and index 0 is unused,
-    because block id 0 means "no block".
+    The array is int64 of shape (len(offsets) + 1,). The first chunk has index 1. Index 0 is unused: these
+    indices take the place of block ids, and block id 0 means "no block".
     """
     return np.array((0, *offsets), np.int64)

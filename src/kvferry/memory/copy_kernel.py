@@ -29,10 +29,13 @@ MAX_LOOPS = 16
 
 
 def load_kernel(library: Path) -> CopyKernel:
-    """Load the kernel from a shared library.
+    """Load the native kernel that copies cells in host memory.
+
+    Args:
+        library: path of the shared library with the kernel.
 
     Raises:
-        OSError: the library is missing, or it is not for this machine.
+        OSError: the library is missing, or was built for another kind of machine.
     """
     function = ctypes.CDLL(str(library)).kvferry_copy_cells
     function.restype = None

@@ -58,7 +58,7 @@ def guard(view: torch.Tensor) -> torch.Tensor:
 
 
 def _refuse_copy(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Check that an operation on a guarded view does not copy the memory.
+    """Check that an operation on a guarded view returns a view, and not a copy of the memory.
 
     The operation is tried on a meta tensor (tensor without memory) of the same shape and strides.
 
@@ -90,7 +90,7 @@ def _silent_copy(name: str, view: torch.Tensor) -> SilentCopy:
 
 
 def _rewrap(result: Any, views: Sequence[torch.Tensor]) -> Any:
-    """Return the result of an operation, with guards around tensors that share memory with a guarded view.
+    """Return the result of an operation. Tensors in it that share memory with a guarded view are guarded too.
 
     A guarded view is a tensor that raises `SilentCopy` where torch would silently copy.
 

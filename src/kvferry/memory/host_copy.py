@@ -28,10 +28,13 @@ runs are faster with the C library's own copy."""
 
 
 def copy_cells(view: CopyView, places: Int64s, memory: npt.NDArray[np.uint8], offsets: Int64s) -> None:
-    """Run one strided copy for several cells, out of the block pool or into it.
+    """Copy cells between a block pool and packed cells, both in host memory, by one strided copy.
+
+    A cell is a run of tokens that is copied as one unit. A packed cell is a cell in contiguous memory. The
+    attribute `view.storing` decides the direction.
 
     Args:
-        view: strided copy with its view of the block pool, in host memory.
+        view: strided copy with its view of the block pool.
         places: index of each cell on the first axis of `view.elements`, int64 of shape (n,).
         memory: host memory that holds the packed cells, uint8 of shape (bytes,).
         offsets: byte offset in `memory` of each packed cell, int64 of shape (n,).
@@ -65,8 +68,10 @@ def copy_cells(view: CopyView, places: Int64s, memory: npt.NDArray[np.uint8], of
 def packed_cell(view: CopyView, memory: npt.NDArray[np.uint8], offset: int) -> npt.NDArray[Any]:
     """Return a view of the bytes of a packed cell that a strided copy reads or writes.
 
+    A packed cell is a run of tokens, copied as one unit, in contiguous memory.
+
     Args:
-        view: strided copy, which determines shape and strides.
+        view: strided copy with the shape and strides of the packed side.
         memory: host memory that holds the packed cell, uint8 of shape (bytes,).
         offset: byte offset of the cell in `memory`.
     """

@@ -41,8 +41,8 @@ def request_huge_pages(region: Region, *, touched: bool) -> None:
 
     Args:
         region: memory to back with huge pages. Nothing is done for GPU memory.
-        touched: True if the memory is already in use. Then a region of at most `COLLAPSE_BYTES` is moved to
-            huge pages at once, which takes about as long as writing to all of it.
+        touched: True if the memory has been written to already. Then a region of at most `COLLAPSE_BYTES` is
+            moved to huge pages at once. This takes about as long as writing to the whole region.
     """
     first = -(-region.address // _PAGE) * _PAGE
     length = (region.address + region.length - first) // _PAGE * _PAGE
@@ -56,7 +56,7 @@ def map_shared(fd: int, size: int) -> tuple[mmap.mmap, int]:
     """Map a shared memory file at an address that is a multiple of the size of a huge page.
 
     Args:
-        fd: file descriptor.
+        fd: file descriptor of the shared memory file.
         size: size of the file in bytes.
 
     Returns:
@@ -85,7 +85,7 @@ def map_shared(fd: int, size: int) -> tuple[mmap.mmap, int]:
 
 
 class HugePageCollapser:
-    """A thread that moves memory in use to huge pages, which takes seconds per GiB."""
+    """A thread that moves memory in use to huge pages. It runs in the background, at seconds per GiB."""
 
     def __init__(self, region: Region) -> None:
         """Start the thread that moves the memory to huge pages.

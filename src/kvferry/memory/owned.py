@@ -26,7 +26,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnedCache:
-    """The KV cache of one rank, allocated by kvferry.
+    """The KV cache of one rank in a buffer that `allocate` has created.
 
     Attributes:
         buffer: memory of the cache, uint8 of shape (bytes,), initially zero. Views keep it allocated.
@@ -44,8 +44,8 @@ class OwnedCache:
 
         The axes are ``(blocks, heads, tokens, content)``. If a block consists of several kernel blocks
         (blocks as the attention kernel addresses them), the first axis counts kernel blocks. The content axis
-        holds the fields (K, V, scales) side by side. If their elements differ in size, as with fp8 and
-        scales, use uint8.
+        holds all fields (K, V, scales) side by side. Use uint8 if the elements of the fields differ in size,
+        e.g. fp8 KV with float32 scales.
 
         Args:
             dtype: dtype of the views' elements; uint8 to view bytes.
@@ -75,10 +75,11 @@ class OwnedCache:
     ) -> dict[str, dict[str, torch.Tensor]]:
         """Return a view of every field of every recurrent layer, by layer name and field name.
 
-        The axes are ``(blocks, heads, *inner)``. A field without a head axis gets one head.
+        The axes are ``(blocks, heads, *inner)``. If a field has no head axis, the length of this axis is 1.
 
         Args:
-            dtypes: dtype of fields, by field name. Other fields are viewed as integers of their element size.
+            dtypes: dtype of each field, by field name. A field without an entry is viewed as integers of its
+                element size.
             guarded: True for guarded views. They raise SilentCopy where torch would silently copy.
 
         Raises:
@@ -137,7 +138,7 @@ def allocate(model: ModelCache, engine: EngineShape, rank: int, device: torch.de
         device: torch device, such as ``cpu`` or ``cuda:0``.
 
     Raises:
-        GeometryError: the engine cannot hold the cache of this model. The message gives the reason.
+        GeometryError: an engine with these settings cannot serve this model. The message gives the reason.
     """
     size = lay_out_rank(model, engine, rank, 0).geometry.regions[0].length
     buffer = torch.zeros(size, dtype=torch.uint8, device=device)

@@ -25,21 +25,22 @@ from kvferry.planning.strided_copy import StridedCopy
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyView:
-    """A view of a block pool for one strided copy. It covers every place at which a cell may start.
+    """A view of a block pool through which one strided copy can be run for any cell.
 
     A cell is a run of tokens that is copied as one unit. A strided copy consists of nested loops over
     contiguous runs of bytes. One side of the copy is a cell in the pool. The other side is the same cell in
-    contiguous memory, or in a chunk in host memory.
+    contiguous memory, or in a chunk in host memory. A place is a position in the pool at which a cell may
+    start.
 
     Attributes:
-        copy: strided copy to run.
+        copy: strided copy of a cell.
         storing: True if the pool is the source of the copy, False if it is the destination.
         loops: loops of the copy, outermost first, int64 of shape (loops, 3): count, source stride, and
             destination stride in bytes.
         word: size in bytes of an element of `elements`.
         elements: view of the pool, of shape (places, count of every loop, elements of a run). It is a numpy
             array for host memory, and a tensor for GPU memory.
-        offset: byte offset of the first run within the other side.
+        offset: byte offset of the first run from the start of the cell on the other side.
         shape: shape of the view of the other side: (count of every loop, elements of a run).
         strides: strides of the view of the other side, in bytes.
         extent: bytes from the start of the first run to the end of the last one on the other side.
@@ -66,13 +67,13 @@ class CellViews:
     """Views of a block pool for all cells that are copied by the same strided copies.
 
     A cell is a run of tokens that is copied as one unit. A strided copy consists of nested loops over
-    contiguous runs of bytes. A place is a position in the pool at which a cell may start. Places have equal
-    distances.
+    contiguous runs of bytes. A place is a position in the pool at which a cell may start. Places are
+    numbered, and lie at equal distances.
 
     Attributes:
-        block_places: distance from one block to the next, in places.
-        cell_places: distance from the start of a block to each of its cells, in places, int64 of shape
-            (cells,).
+        block_places: number of places from the start of one block to the start of the next.
+        cell_places: number of places from the start of a block to each of its cells, int64 of shape
+            (cells per block,).
         copies: view of the block pool for each strided copy.
     """
 
@@ -88,8 +89,8 @@ class CellViews:
 
         Args:
             blocks: block id of each cell, int64.
-            numbers: index of each cell, counted in cells from the start of the prompt, int64. It determines
-                the cell's position in its block. Its shape is broadcast with that of `blocks`.
+            numbers: index of each cell, counted from the start of the prompt, int64. It determines the cell's
+                position in its block. The shape is broadcast with that of `blocks`.
 
         Returns:
             Indices, int64 of the broadcast shape.
@@ -101,7 +102,7 @@ class PoolCells:
     """Views of all cells (runs of tokens that are copied as one unit) of a block pool, created once.
 
     Attributes:
-        parts: views of the cells, one entry for each entry of the argument `parts`, in the same order.
+        parts: views of the cells, for each entry of the constructor's argument `parts`, in the same order.
     """
 
     def __init__(
@@ -117,16 +118,16 @@ class PoolCells:
         """Create the views of the block pool.
 
         Args:
-            parts: strided copies that together copy a cell (run of tokens that is copied as one unit). On the
-                pool's side they have the absolute addresses of block 0. On the other side they have offsets
-                in a packed cell (cell in contiguous memory) or a chunk.
+            parts: strided copies that together copy a cell (run of tokens that is copied as one unit). Their
+                addresses in the pool are those of block 0. On the other side, they are byte offsets in a
+                packed cell (cell in contiguous memory) or in a chunk.
             pool: registered memory that holds the blocks.
             side: side of the copies that is the pool, "src" or "dst".
             stride: bytes from one block to the next.
             blocks: number of blocks.
-            alignments: for each part, number of bytes that divides every distance between two cells on the
-                side that is not the pool. The element size of the copies divides this number. Empty if that
-                side does not limit the element size.
+            alignments: for each part, a number of bytes of which all distances between cells are multiples,
+                on the side that is not the pool. It limits the element size of the copies. Empty if that side
+                sets no limit.
 
         Raises:
             TransferError: the copies exceed the pool's memory.
@@ -137,7 +138,7 @@ class PoolCells:
     def clear(self, blocks: Int64s) -> None:
         """Zero the bytes of these blocks that belong to the pool's cells, and wait until this is done.
 
-        Other bytes of the blocks, which no strided copy of a cell reads or writes, stay as they are.
+        Bytes that no strided copy of a cell reads or writes stay as they are.
 
         Args:
             blocks: block ids, int64 of shape (n,).
@@ -166,14 +167,15 @@ class PoolCells:
         return CellViews(self._stride // unit, np.array(part.at, np.int64) // unit, views)
 
     def _view(self, copy: StridedCopy, places: tuple[int, int], alignment: int) -> CopyView:
-        """Return a view of the block pool for one strided copy, with all places at which a cell may start.
+        """Return a view of the block pool through which one strided copy can be run for any cell.
 
-        A cell is a run of tokens that is copied as one unit.
+        A cell is a run of tokens that is copied as one unit. A place is a position in the pool at which a
+        cell may start.
 
         Args:
             copy: strided copy for a cell at the first place.
             places: (bytes from one place to the next, number of places).
-            alignment: number of bytes that divides the distances between cells on both sides of the copy.
+            alignment: number of bytes of which all distances between cells are multiples, on both sides.
         """
         storing = self._side == "src"
         address, offset = (copy.src, copy.dst) if storing else (copy.dst, copy.src)

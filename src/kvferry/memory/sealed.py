@@ -10,16 +10,16 @@ from kvferry.units import format_bytes
 
 
 def sealed_file(name: str, size: int) -> int:
-    """Create a memory file whose size can no longer change, and return its file descriptor.
+    """Create a memory file (memfd) whose size is sealed, and return its file descriptor.
 
-    Processes that map the file can rely on its size.
+    No process can change the size any more, so processes that map the file can rely on it.
 
     Args:
         name: name of the file, as ``/proc`` shows it.
         size: size of the file in bytes.
 
     Raises:
-        ConfigError: the kernel, a limit of this process, or the seccomp filter of the container forbids it.
+        ConfigError: the kernel, a limit of this process, or the container's seccomp filter forbids the file.
     """
     try:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -23,7 +23,8 @@ from kvferry.planning.descriptors import Int64s
 class StagedImages:
     """Images (cells packed into contiguous memory) in staging memory, at equal distances.
 
-    A cell is a run of tokens that is copied as one unit. Image ``i`` starts at ``address + i * stride``.
+    A cell is a run of tokens that is copied as one unit. The image with index ``i`` starts at
+    ``address + i * stride``.
 
     Attributes:
         space: staging memory that holds the images.
@@ -49,11 +50,11 @@ class StagingCopies:
         """Create the views of the block pool.
 
         Args:
-            parts: strided copies of a cell (run of tokens that is copied as one unit). On the pool's side
-                they have the absolute addresses of block 0. On the other side they have offsets in an image
-                (cell packed into contiguous memory).
+            parts: strided copies of a cell (run of tokens that is copied as one unit). Their addresses in the
+                pool are those of block 0. On the other side, they are byte offsets in an image (cell packed
+                into contiguous memory).
             pool: registered memory that holds the blocks.
-            side: side of the copies that is the pool: "src" to gather, "dst" to scatter.
+            side: side of the copies that is the pool: "src" for `gather`, "dst" for `scatter`.
             stride: bytes from one block to the next.
             blocks: number of blocks.
 
@@ -67,7 +68,7 @@ class StagingCopies:
 
         Args:
             blocks: block id of each cell, int64 of shape (n,).
-            cells: index of each cell, counted in cells from the start of the prompt, int64 of shape (n,). It
+            cells: index of each cell, counted from the start of the prompt, int64 of shape (n,). It
                 determines the cell's position in its block.
             staged: images in staging memory.
             first: index of the image of the first cell; the other images follow it.
@@ -82,7 +83,7 @@ class StagingCopies:
 
         Args:
             blocks: block id of each cell, int64 of shape (n,).
-            cells: index of each cell, counted in cells from the start of the prompt, int64 of shape (n,). It
+            cells: index of each cell, counted from the start of the prompt, int64 of shape (n,). It
                 determines the cell's position in its block.
             staged: images in staging memory.
             first: index of the image of the first cell; the other images follow it.
@@ -115,11 +116,11 @@ class StagingCopies:
         self._pool.wait()
 
     def _copy_on_device(self, view: CopyView, places: Int64s, staged: StagedImages, first: int) -> None:
-        """Copy cells on a GPU.
+        """Copy cells (runs of tokens) between the block pool and staging memory on a GPU.
 
         Args:
-            view: strided copy with its view of the block pool.
-            places: index of each cell on the first axis of that view, int64 of shape (n,).
+            view: strided copy with its view of the block pool. It decides the direction.
+            places: index of each cell on the first axis of `view.elements`, int64 of shape (n,).
             staged: images (packed cells) in staging memory.
             first: index of the image of the first cell.
         """
