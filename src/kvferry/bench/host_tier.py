@@ -71,8 +71,8 @@ def tier_cases(stack: ExitStack, ranks: RankPair, depths: Sequence[int]) -> list
 def verify_copies(cases: Sequence[TierCase], ranks: RankPair) -> None:
     """Check that the benchmark cases of the host tier copy the right bytes.
 
-    For each depth (number of threads), clear the host memory and the loading rank's memory, store
-    and load all chunks, and compare the loaded KV with the stored KV.
+    For each depth (number of threads), clear the host memory and the loading rank's memory, store and load
+    all chunks, and compare the loaded KV with the stored KV.
 
     Args:
         cases: cases as returned by `tier_cases`: for each depth, a storing case and then a loading case.

@@ -90,7 +90,7 @@ def examine_url(url: str, seconds: float, environment: Mapping[str, str] = os.en
 
     Args:
         url: base URL without a trailing slash.
-        seconds: longest time for each answer.
+        seconds: time limit for each answer.
         environment: environment variables. The value of ``VLLM_API_KEY`` is sent as the API key if it is set.
     """
     key = environment.get("VLLM_API_KEY")
@@ -102,7 +102,7 @@ async def _examine(url: str, seconds: float, headers: Mapping[str, str]) -> UrlF
 
     Args:
         url: base URL without a trailing slash.
-        seconds: longest time for each answer.
+        seconds: time limit for each answer.
         headers: HTTP headers to send with every request.
     """
     seen = UrlFindings()

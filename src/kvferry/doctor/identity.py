@@ -90,7 +90,7 @@ def identify(address: Address, keys: security.Keys | None, seconds: float) -> En
     Args:
         address: host and port of the engine's control channel.
         keys: CURVE keys, which encrypt the control channel; None if this machine has none.
-        seconds: longest time for all answers.
+        seconds: time limit for all answers.
 
     Raises:
         IdentifyError: no engine answers at the address, or the engine has a different key.
@@ -144,7 +144,7 @@ def _connected(
     Args:
         address: host and port of the control channel.
         keys: CURVE keys, which encrypt the control channel.
-        linger_milliseconds: longest time to wait at the end until all messages are sent.
+        linger_milliseconds: time limit, at the end, for sending the messages that are still queued.
 
     Raises:
         IdentifyError: the address is malformed, or the socket fails.
@@ -201,7 +201,7 @@ def _mechanism(address: Address, seconds: float) -> str:
 
     Args:
         address: host and port of the server.
-        seconds: longest time for the connection and the answer.
+        seconds: time limit for the connection and the answer.
 
     Raises:
         IdentifyError: no process listens at the address, or the server does not speak ZeroMQ.

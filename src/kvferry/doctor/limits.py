@@ -38,7 +38,7 @@ def run_within(seconds: float, call: Callable[[], T]) -> T:
     A thread cannot be ended from outside, so a function that misses the deadline continues in its thread.
 
     Args:
-        seconds: longest time for the function.
+        seconds: time limit for the function.
         call: function to run.
 
     Raises:
@@ -58,7 +58,7 @@ def run_all_within(seconds: float, calls: Sequence[Callable[[], T]]) -> list[T |
     CheckTimeout, and the function continues in its thread.
 
     Args:
-        seconds: longest time for all functions together.
+        seconds: time limit for all functions together.
         calls: functions to run.
     """
     answers: queue.SimpleQueue[tuple[int, T | BaseException]] = queue.SimpleQueue()
@@ -88,7 +88,7 @@ def run_check(subject: str, seconds: float, check: Callable[[], Iterable[Finding
 
     Args:
         subject: subject of the finding about a timeout or an exception.
-        seconds: longest time for the check.
+        seconds: time limit for the check.
         check: function that returns the findings.
     """
     try:
@@ -144,7 +144,7 @@ def run_python(
 
     Args:
         arguments: arguments of the interpreter, such as ``["-m", module]``.
-        seconds: longest time for the process.
+        seconds: time limit for the process.
         environment: environment variables, added to those of this process; None to add none.
     """
     process = subprocess.Popen(

@@ -52,7 +52,7 @@ def check(version: str | None, probe: Callable[[], ProcessResult] = _start_plugi
 
 
 def _check_exit(ended: ProcessResult, libraries: bool) -> Finding:
-    """Check that a process that used NIXL did not crash at its exit. Some RDMA libraries cause this.
+    """Check that a process that used NIXL did not crash at its exit. Some RDMA libraries cause such crashes.
 
     Args:
         ended: result of the process.

@@ -91,6 +91,8 @@ def check(engines: Sequence[ExaminedEngine], costs: Costs, local: str = "") -> l
 def _without_direction(findings: Sequence[Finding]) -> set[tuple[str, State, str]]:
     """Return the findings about two engines in a form that is equal for both directions of transfer.
 
+    In the findings, “there” is the engine that has the KV, and “here” is the engine that reads it.
+
     >>> one, other = "dtype: a there, b here", "dtype: b there, a here"
     >>> _without_direction([note("x", one)]) == _without_direction([note("x", other)])
     True

@@ -74,7 +74,7 @@ def _sockets(process: int) -> Iterator[tuple[str, int, str]]:
 
 
 def engine_of(port: int) -> dict[int, str]:
-    """Return the command lines of the processes of the engine that listens on a port, by process id.
+    """Return, by process id, the command lines of the processes of the engine that listens on a port.
 
     The result is empty if no process that this user can inspect listens there.
 

@@ -46,8 +46,8 @@ def base_tokens(caches: Iterable[LayerCache], tp: int, configured: int | None) -
         configured: configured number of tokens per block; None for vLLM's choice.
 
     Returns:
-        The number of tokens per block, and the reason as a sentence. The reason is empty if the number is
-        the configured number, vLLM's ordinary number, or fixed by the model.
+        The number of tokens per block, and the reason as a sentence. The reason is empty if the number was
+        configured, is vLLM's usual number (16), or is fixed by the model.
 
     Raises:
         GeometryError: the heads cannot be distributed evenly over the ranks.
@@ -81,8 +81,8 @@ def _kernel_block_tokens(caches: Iterable[LayerCache], configured: int | None) -
         configured: configured number of tokens per block; None for vLLM's choice.
 
     Returns:
-        The number of tokens per block, and the reason as a sentence. The reason is empty if the number is
-        the configured number or vLLM's ordinary number.
+        The number of tokens per block, and the reason as a sentence. The reason is empty if the number was
+        configured, or is vLLM's usual number (16).
     """
     if configured is not None:
         return configured, ""
@@ -179,12 +179,12 @@ def _packed_group_counts(
     This is vLLM's rule for models whose pages (one block in one layer) differ in size. A *bucket* contains
     all layers that need the same tokens and have the same block size. There are two cases:
 
-    - Some buckets contain several kinds of layers in equal numbers. Each of these buckets is one group. The
-      layers of a bucket with a single kind are distributed over groups that each have room for at least as
-      many layers as any kind in these buckets has (`_layers_per_group`).
+    - Some buckets contain several kinds of layers in equal numbers. Each of these buckets is one group. Each
+      bucket with a single kind is distributed over groups of equal size (`_layers_per_group`). This size is
+      at least the number of layers of any kind in the former buckets.
     - There is no such bucket. Only sliding-window layers are distributed: each group gets as many of them as
-      fit into a block. The size of a block is that of the largest bucket, whose size is the sum of its
-      layers' pages, with only one layer for each sliding-window kind.
+      fit into a block. A block is as large as the largest bucket. The size of a bucket is the sum of its
+      layers' pages, and all layers of a sliding-window kind count as one layer.
 
     Every other kind of layer is in one group.
 

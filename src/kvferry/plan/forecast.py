@@ -70,14 +70,14 @@ class Forecast:
 
     @property
     def token_bytes(self) -> int:
-        """Number of KV cache bytes per token, over all layers. Copies on several ranks count once."""
+        """Number of KV cache bytes per token, over all layers. KV that several ranks hold counts once."""
         return sum(row.layers * row.cache.bytes_of(1) for row in self.rows if not row.is_state)
 
     @property
     def state_bytes(self) -> int:
         """Number of bytes of recurrent state per sequence, over all layers.
 
-        Copies on several ranks count once.
+        State that several ranks hold counts once.
         """
         return sum(row.layers * row.cache.whole_bytes for row in self.rows if row.is_state)
 

@@ -89,7 +89,7 @@ def block_tokens(reading: ModelReading, side: EngineSide) -> tuple[int, str]:
 
     Returns:
         The number of tokens per block, and the reason as a text. The reason is empty if all layers have the
-        requested or the ordinary block size.
+        requested block size, or vLLM's usual size (16).
 
     Raises:
         GeometryError: the heads cannot be distributed evenly over the tensor-parallel ranks, or the layout

@@ -71,7 +71,7 @@ class SnapshotSteps:
         return max(self.step_tokens // self.block_tokens, 1) * self.block_tokens
 
     def positions(self, prompt: int) -> Iterator[int]:
-        """Yield, in ascending order, the positions of the snapshots that vLLM takes and retains.
+        """Yield, in ascending order, the positions in a prompt at which vLLM takes and retains a snapshot.
 
         Args:
             prompt: length of the prompt in tokens.
