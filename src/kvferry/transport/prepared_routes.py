@@ -161,13 +161,13 @@ class PreparedMethod:
         return self.method.image.stride if self.method.image else 0
 
     def segment_cells(self, cells: int) -> int:
-        """Return the number of cells (parts of blocks) that move together in one step: a segment.
+        """Return how many cells (parts of blocks) to move together in one step, which is called a segment.
 
         A segment takes at most a quarter of each staging area that the method uses, so that several segments
         can be in progress at a time.
 
         Args:
-            cells: total number of cells to move.
+            cells: total number of cells in the transfer.
         """
         areas = [self.src.blocks] if self.announced_route >= 0 else []
         areas += [self.dst.blocks] if self.scatter is not None else []
@@ -221,10 +221,10 @@ class PreparedRoute:
         return next((p for p in self.methods if p.method.strategy is Strategy.DIRECT), None)
 
     def direct_indices(self, cells: Cells) -> DescriptorIndices:
-        """Return the indices of the descriptors that read these cells (parts of blocks) into blocks.
+        """Return the indices of the descriptors to read cells (parts of blocks) straight into KV blocks.
 
-        The indices refer to the descriptor lists of the source and of this worker. There must be a method
-        that reads cells without packing (`direct`).
+        The indices refer to the prepared descriptor lists of the source and of this worker. The route must
+        have a method that reads cells without packing (`direct`).
         """
         assert self.direct is not None  # noqa: S101 - callers check that it exists
         return self.direct.indices(cells, 0, 0)
@@ -328,13 +328,14 @@ class RoutePreparation:
         return self._card.outgoing is not None and method.image.stride <= room and few
 
     def _drop_largest(self, found: list[_Prepared]) -> list[_Prepared]:
-        """Return the methods that fit in the descriptor lists, without those that need the most descriptors.
+        """Drop transfer methods until the descriptors of the others fit in the lists; return the others.
 
-        At least one method is kept, even if it does not fit.
+        Methods that need the most descriptors are dropped first. One method is always kept, even if its
+        descriptors do not fit.
 
         Args:
-            found: methods that can move the same layers, each with its descriptor rows of the source and of
-                this rank.
+            found: methods that can move the same layers: (method, its descriptors in the source's memory, its
+                descriptors in this rank's memory).
         """
         while len(found) > 1 and any(
             so_far.entries + sum(rows[side].entries for _, *rows in found) > MAX_DESCRIPTORS
@@ -347,14 +348,14 @@ class RoutePreparation:
     def _descriptor_rows(
         self, route: Route, method: TransferMethod
     ) -> tuple[_DescriptorRows, _DescriptorRows]:
-        """Return the rows that generate the descriptors of a transfer method.
+        """Return, in compact form, all descriptors that a transfer method may need.
 
         Args:
             route: set of layers that are copied alike.
             method: transfer method of the route.
 
         Returns:
-            (rows for the source's memory, rows for this rank's memory).
+            (descriptors in the source's memory, descriptors in this rank's memory).
         """
         image = method.image
         pools = (route.src_stride, route.src_blocks), (route.dst_stride, route.dst_blocks)
@@ -429,11 +430,14 @@ def _clearing(route: Route, space: AddressSpace) -> StagingCopies:
 
 
 def page_clearings(rank: RankGeometry) -> tuple[tuple[int, StagingCopies], ...]:
-    """Return operations that zero all bytes of a block, for each KV cache group of a rank.
+    """Return operations that zero all bytes of given blocks, for each KV cache group of a rank.
+
+    Args:
+        rank: geometry of the rank.
 
     Returns:
-        (index of the KV cache group, operation that zeroes the bytes of some layers in a block of the group).
-        Together the operations of a group cover all its layers.
+        One or more operations for each group, as (index of the group, operation). An operation zeroes the
+        bytes of some layers in given blocks. Together the operations of a group cover all its layers.
     """
     space = AddressSpace(rank.regions)
     (itself,) = build_templates([rank], rank)

@@ -18,15 +18,16 @@ from kvferry.transport.lease import LeaseWord
 class Share:
     """The share of a read order that one lane (reading thread) reads.
 
-    Every cell (part of a block) is in exactly one share. All cells of a route in one destination block are
-    in the same share, so the lane that reads into a block also zeroes what the read leaves out.
+    Every cell (part of a block) is in exactly one share. A route is a set of layers that are copied alike.
+    For each route, a destination block is filled by one lane only, which also zeroes the bytes of the block
+    that the read does not fill.
 
     Attributes:
-        number: index of the share, from 0. It is not the index of the lane: with every order, the shares go
-            to the lanes in a different rotation.
+        number: index of the share, from 0. It differs from the index of the lane: the lane that gets share 0
+            changes from order to order, so that the load is even.
         lanes: number of lanes, which is the number of shares.
-        least_bytes: minimum bytes of a share of a route (set of layers that are copied alike).
-            Fewer lanes read a route that is too small for all of them.
+        least_bytes: minimum number of bytes that a share contains of a route. If a route has too few bytes
+            for all lanes, fewer lanes read it.
     """
 
     number: int = 0
@@ -58,14 +59,14 @@ class Share:
 
 
 def _cut(blocks: Int64s, part: int, parts: int) -> int:
-    """Return the index of the first cell (part of a block) of a share, when cells are split into shares.
+    """Split cells (parts of blocks) into about equal shares; return the index of the first cell of one share.
 
-    A share always starts with the first cell of a destination block. If no destination block starts in or
-    after the share, return the number of cells.
+    A share always starts with the first cell of a destination block. So a share can be empty; its index is
+    then that of the next share, or the number of cells.
 
     Args:
-        blocks: destination block id of each cell, int64 of shape (n,).
-        part: index of the share, from 0. With `parts`, the end of the last share is returned.
+        blocks: destination block id of each cell, int64 of shape (n,); equal ids are adjacent.
+        part: index of the share, from 0. If `part` equals `parts`, the result is the number of cells.
         parts: number of shares.
     """
     at = len(blocks) * part // parts

@@ -55,8 +55,8 @@ class ReadPlan:
 
     Attributes:
         ranks: part of the read for each rank of the peer that supplies anything.
-        clears: (operation that zeroes bytes of a block, block ids) for blocks that the read fills only in
-            part or not at all. They are zeroed before the read.
+        clears: pairs (operation that zeroes bytes of given blocks, int64 ids of the blocks), for blocks that
+            the read does not fill completely. They are zeroed before the read.
         bytes_by_group: number of bytes of KV to read, for each KV cache group of this engine. Gaps that are
             read too do not count.
         strategy_by_group: names of the transfer strategies, joined by "+", for each KV cache group of this
@@ -73,7 +73,7 @@ class ReadPlan:
     seconds: float
 
     def clear(self) -> None:
-        """Zero the blocks that the read fills only in part or not at all, because they hold stale bytes."""
+        """Zero the blocks that the read does not fill completely, because they hold stale bytes."""
         for loops, blocks in self.clears:
             loops.clear(blocks)
 
@@ -109,7 +109,7 @@ class SourceRank:
 
 
 def join_plans(plans: Sequence[ReadPlan]) -> ReadPlan:
-    """Join the plans of several lanes (reading threads) for the same order into one plan.
+    """Join the plans of several lanes (reading threads), which share one read order, into one plan.
 
     The planning time of the joined plan (`seconds`) is that of the slowest lane.
     """

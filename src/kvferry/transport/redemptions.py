@@ -21,12 +21,12 @@ SILENT = "it did not answer within {seconds:g} s (handshake_seconds) when a tick
 
 @dataclass(slots=True)
 class _PendingRedemption:
-    """A redemption that has not been ended: the exchange of a ticket for block tables and a lease.
+    """A request to exchange a ticket for block tables and a lease, from `begin` until `end` of `Redemptions`.
 
     Attributes:
         address: (host, port) of the producer's control channel.
         message: request to the producer, with the ticket (random id that names the lease).
-        deadline: time until which the producer must reply, in seconds of the clock.
+        deadline: time until which the producer must reply, in seconds of the clock of `Redemptions`.
         answer: reply of the producer; None if it has not arrived.
     """
 
@@ -62,15 +62,16 @@ class Redemptions:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def begin(self, address: Address, ticket: bytes, tokens: int, content: PromptContent) -> Redeem:
-        """Begin to exchange a ticket for block tables and a lease, and return the request to send.
-
-        The `number` of the request is the id of the exchange in the other methods.
+        """Create a request to exchange a ticket for block tables and a lease. The caller must send it.
 
         Args:
             address: (host, port) of the producer's control channel.
             ticket: random id that names the lease.
             tokens: number of tokens whose KV the producer has offered.
             content: digests of the first `tokens` tokens of this engine's prompt.
+
+        Returns:
+            The request. The other methods take its attribute `number`.
         """
         message = Redeem(next(self._numbers), self._consumer, ticket, tokens, content)
         self._asked[message.number] = _PendingRedemption(
@@ -79,15 +80,15 @@ class Redemptions:
         return message
 
     def answer(self, number: int, wait_seconds: float = 0.0) -> Redeemed | Unusable | Pending:
-        """Return the producer's reply to the exchange of a ticket (random id) for block tables and a lease.
+        """Return the producer's reply to a request to exchange a ticket for block tables and a lease.
 
         Args:
             number: id of the request, from `begin`.
             wait_seconds: maximum time in seconds to wait for the reply.
 
         Returns:
-            Redeemed if the producer granted the exchange. Unusable if the producer refused, or has not
-            replied in time. Pending while the reply may still arrive.
+            Redeemed, with block tables and lease, if the producer accepted the ticket. Unusable, with the
+            reason, if the producer refused or has not replied in time. Otherwise Pending.
         """
         asked = self._asked[number]
         if asked.answer is None and wait_seconds > 0:
@@ -102,7 +103,7 @@ class Redemptions:
         return Pending()
 
     def silent_producer(self, number: int) -> Address | None:
-        """Return the address of the producer if the producer has not replied to a request for a lease yet.
+        """Return the producer to which a request was sent, if that producer has not replied yet.
 
         Args:
             number: id of the request, from `begin`.
@@ -114,29 +115,31 @@ class Redemptions:
         return asked.address if asked.answer is None else None
 
     def end(self, number: int) -> bool:
-        """Forget the exchange of a ticket (random id) for block tables and a lease. Ignore later replies.
+        """Forget a request to exchange a ticket for block tables and a lease. Ignore later replies.
 
         Args:
             number: id of the request, from `begin`.
 
         Returns:
-            True if the producer may hold the lease for this engine; False if the producer has refused.
+            False if the producer refused the ticket. True if it accepted the ticket or has not replied: then
+            it may be keeping the KV for this engine.
         """
         return not isinstance(self._asked.pop(number).answer, NotRedeemed)
 
     # -- the channel's thread -----------------------------------------------------------------------------
 
     def handle_reply(self, address: Address, answer: Redeemed | NotRedeemed) -> bytes | None:
-        """Store a producer's reply to the exchange of a ticket (random id) for block tables and a lease.
+        """Store a producer's reply to a request to exchange a ticket for block tables and a lease.
 
-        Ignore the reply if another peer sent it, if the exchange has ended, or if there is a reply already.
+        Ignore the reply if it does not come from the producer that was asked, if `end` was called for the
+        request, or if there is a reply already.
 
         Args:
             address: (host, port) of the peer that sent the reply.
             answer: reply.
 
         Returns:
-            The ticket if the reply is stored and grants the exchange; otherwise None.
+            The ticket if the reply was stored and the producer accepted the ticket; otherwise None.
         """
         asked = self._asked.get(answer.number)
         if asked is None or asked.address != address or asked.answer is not None:

@@ -46,7 +46,7 @@ class AddressNotAllowed(KVFerryError):
 
 @dataclass(slots=True)
 class _Name:
-    """The latest results of resolving a host name. Times are seconds of the clock.
+    """The latest results of resolving a host name. Times are in seconds of the clock of `PeerResolver`.
 
     Attributes:
         addresses: IP addresses that were found; empty if none were found or they are too old.
@@ -169,7 +169,10 @@ class PeerResolver:
         return entry.asked_at is not None and self._clock() - entry.asked_at < PATIENCE_SECONDS
 
     def _ask(self, name: str, entry: _Name, seconds: float) -> None:
-        """Start to resolve a host name, unless its addresses are recent or the last attempt failed lately.
+        """Start to resolve a host name in the background, unless that is not necessary or not useful now.
+
+        It is not if a look-up is in progress, if the addresses are recent, or if the last look-up failed a
+        short time ago.
 
         Args:
             name: host name.

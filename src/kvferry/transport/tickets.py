@@ -128,16 +128,16 @@ class TicketBook:
     # -- the thread of the control channel ----------------------------------------------------------------
 
     def redeem(self, asked: Redeem) -> Redeemed | NotRedeemed:
-        """Exchange a ticket (random id that names a lease) for block tables and a claim on the lease.
+        """Handle a consumer's request to exchange a ticket for block tables and a claim on the lease.
 
-        A consumer that redeems a ticket twice gets the same reply, because the first reply may have been
+        A consumer that repeats its request gets the same reply again, because the first reply may have been
         lost.
 
         Args:
-            asked: request of the consumer.
+            asked: request of the consumer, with the ticket (random id that names the lease).
 
         Returns:
-            Redeemed with the block tables. NotRedeemed with the reason if the request is refused.
+            Reply to send: Redeemed, with the block tables, or NotRedeemed, with the reason of the refusal.
         """
         with self._lock:
             if (found := self._open.get(asked.ticket)) is None:
@@ -148,7 +148,7 @@ class TicketBook:
             return Redeemed(asked.number, self._incarnation, found.grant)
 
     def claimed(self, consumer: int, tickets: Iterable[bytes]) -> list[str]:
-        """Return the leases that a consumer has claimed, among those that some tickets name.
+        """Return those of the leases with these tickets that a consumer has claimed and not released.
 
         Args:
             consumer: incarnation of the consumer (random number that identifies its run).

@@ -63,9 +63,9 @@ class Transfers:
                 that protect the staging area are appended.
             settings: settings of transfers; None for the defaults.
             make_agent: function that creates the agent that peers read from, and the agent of each lane.
-            in_flight: maximum number of orders that a lane reads at a time; further orders are queued.
-            validator: object that decides whether a peer's transport metadata may be loaded; None to decide
-                by trying the metadata in a child process.
+            in_flight: maximum number of orders that a lane executes at the same time; further orders wait.
+            validator: object that decides whether a peer's transport metadata may be loaded. None for a
+                `SandboxValidator`, which first loads the metadata in a child process.
 
         Raises:
             ConfigError: NIXL cannot be used, or the memory cannot be registered.
@@ -103,7 +103,10 @@ class Transfers:
         self.card: RankCard = self._exposed.card
 
     def warm_up(self) -> None:
-        """Start the child process that tries transport metadata, so that the first peer need not wait."""
+        """Start the child process that validates peers' transport metadata.
+
+        Without this call, it starts when the first peer is connected, and that peer has to wait.
+        """
         self._validator.warm_up()
 
     def connect(self, peer: str, cards: Sequence[RankCard]) -> None:
@@ -124,9 +127,12 @@ class Transfers:
             lane.disconnect(peer)
 
     def submit(self, order: ReadOrder) -> None:
-        """Split an order to read KV over all lanes (reading threads), and queue one share for each lane.
+        """Split an order to read KV into one share for each lane (reading thread), and queue the shares.
 
-        With every order, the first share goes to the next lane in turn, so that all lanes get the same load.
+        The lane that gets the first share changes from order to order, so that all lanes get the same load.
+
+        Args:
+            order: order to read the KV blocks of one request; its attribute `share` is ignored.
         """
         turn, lanes = next(self._turns), len(self._lanes)
         self._parts[order.key] = []

@@ -50,10 +50,10 @@ class TurnContent:
     items: tuple[int, ...] = ()
 
     def begins_with(self, other: TurnContent) -> bool:
-        """Return whether all of another content is a prefix of this content; False if this is not certain.
+        """Return whether this content starts with all of another content; False if this is not certain.
 
-        It is not certain if `other` has a multi-modal item (such as an image) after its last whole chunk,
-        because only token ids can be compared there.
+        After the last whole chunk of `other`, only token ids can be compared. So it is not certain if `other`
+        has a multi-modal item (such as an image) there.
 
         Args:
             other: content to look for at the start of this content.
@@ -137,10 +137,10 @@ class TurnIndex:
                 self._by_key.pop((number, key), None)
 
     def leases(self, tickets: Iterable[bytes]) -> list[str]:
-        """Return the names of the leases on finished requests whose KV this engine keeps.
+        """Return the names of the leases with these tickets (random ids), in this engine.
 
         Args:
-            tickets: tickets (random ids) of the leases. Tickets of other leases are ignored.
+            tickets: tickets of leases on turns in the index. Other tickets are ignored.
         """
         known = [self._turns.get(ticket) for ticket in dict.fromkeys(tickets)]
         return [found[2] for found in known if found is not None]
@@ -174,9 +174,9 @@ class _TurnQuery:
     """A query that asks several peers for earlier turns of a conversation.
 
     Attributes:
-        waiting: incarnation (random number that identifies a run) of each peer that has not replied yet, by
-            address.
-        began: time at which the query began, in seconds of the clock.
+        waiting: peers that have not replied yet: maps the address of a peer to its incarnation (random number
+            that identifies its run).
+        began: time at which the query began, in seconds of the clock of `TurnQueries`.
         answers: (address of the peer, turn) for all turns in the replies so far.
     """
 
@@ -191,8 +191,8 @@ class _Silence:
 
     Attributes:
         run: incarnation of the peer (random number that identifies its run).
-        until: end of the pause, in seconds of the clock.
-        seconds: length of the pause.
+        until: end of the pause, in seconds of the clock of `TurnQueries`.
+        seconds: length of the pause, from which the length of the next pause follows.
     """
 
     run: int
@@ -226,12 +226,12 @@ class TurnQueries:
         """Begin a query for earlier turns of a conversation. The caller must send it to the returned peers.
 
         Args:
-            peers: incarnation (random number that identifies a run) of each peer that may be asked, by
-                address.
+            peers: peers that may be asked: maps the address of a peer to its incarnation (random number that
+                identifies its run).
 
         Returns:
-            Id of the query, and addresses of the peers to ask. Peers that did not reply in time lately
-            are left out.
+            (id of the query, addresses of the peers to ask). Peers that recently failed to reply in time are
+            left out.
         """
         now, number = self._clock(), next(self._numbers)
         for gone in self._silent.keys() - peers.keys():
@@ -251,8 +251,12 @@ class TurnQueries:
     def handle_reply(self, address: Address, turns: Turns) -> None:
         """Add the turns (finished requests of a conversation) in a peer's reply to the query.
 
-        A reply that no query waits for any more is ignored. But it shows that the peer is alive, so a pause
-        in which the peer is not asked is reset to the shortest one: `SILENT_SECONDS` from now.
+        If the reply is too late, its turns are ignored. But it shows that the peer is alive, so if the peer
+        is currently not asked, it may be asked again after `SILENT_SECONDS`, the shortest pause.
+
+        Args:
+            address: (host, port) of the peer.
+            turns: reply of the peer, which contains the id of the query.
         """
         question = self._open.get(turns.number)
         if question is not None and address in question.waiting:
@@ -265,14 +269,14 @@ class TurnQueries:
     def answers(self, number: int) -> list[tuple[Address, KeptTurn]] | None:
         """Return the earlier turns of a conversation that a query found, and end the query.
 
-        Return None while peers may still reply in time. When the time is up, peers that have not replied are
-        not asked for a while.
+        The query takes at most `ASK_SECONDS`. Peers that have not replied by then are not asked for a while.
 
         Args:
             number: id of the query, from `begin`.
 
         Returns:
-            (address of the peer, description of the turn) for each turn found.
+            (address of the peer, description of the turn) for each turn found; empty if none was found. None
+            while peers may still reply; the query then goes on.
         """
         question, now = self._open[number], self._clock()
         if question.waiting and now < question.began + ASK_SECONDS:
@@ -298,14 +302,14 @@ class TurnQueries:
         """Return the pause during which a peer is not asked, because it has not replied to a query in time.
 
         The first pause takes `SILENT_SECONDS`. Each further pause takes twice as long as the one before, at
-        most `MAX_SILENT_SECONDS`. If a pause began while this query was open, that pause is returned: the
-        same silence must not count twice.
+        most `MAX_SILENT_SECONDS`. If another query has started a pause since this query began, that pause is
+        returned, because both queries met the same silence.
 
         Args:
-            address: address of the peer.
+            address: (host, port) of the peer.
             run: incarnation of the peer (random number that identifies its run).
-            asked: time of the query, in seconds of the clock.
-            now: current time, in seconds of the clock.
+            asked: time at which the query began, in seconds.
+            now: current time, in seconds of the same clock.
         """
         before = self._silent.get(address)
         if before is None or before.run != run:
