@@ -42,7 +42,8 @@ class Bid:
     Attributes:
         source: name of the source that makes the offer: a peer's name, or ``tiers``.
         parts: number of offered tokens from each place, including the tokens of `head`.
-        looking: True while the source is still looking up how much KV it has. `parts` are then upper bounds.
+        looking: True while the source is still looking up how much KV it has. The numbers in `parts` are then
+            upper bounds.
         head: bid of another source for the start of the prefix, if two sources load one prefix together.
             `parts` begins with the parts of that bid. None if `source` loads everything.
     """
@@ -82,7 +83,7 @@ class Bid:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of the sources that make this bid, in the order of the prompt's parts that they load."""
+        """Names of the sources that make this bid. The source that loads the prompt's start comes first."""
         return (self.source,) if self.head is None else (*self.head.sources, self.source)
 
     def has_same_sources(self, other: Bid | None) -> bool:

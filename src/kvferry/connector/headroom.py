@@ -116,7 +116,7 @@ class Headroom:
         )
 
     def _blocks_to_resume(self, tokens_after_load: int, tokens: int) -> int:
-        """Return the number of further blocks that a request must be able to get after its load.
+        """Return the number of additional blocks that a request needs to continue after its load.
 
         These are the blocks of its next step. For groups that attend to all tokens, they also include the
         blocks of all later steps of the prompt.

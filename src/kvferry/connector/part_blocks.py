@@ -142,15 +142,15 @@ class PartBlocks:
         return found
 
     def end_pass(self) -> None:
-        """End a scheduling pass of the engine: evict the partly loaded blocks that the pass has cached."""
+        """End a scheduling pass: evict the partly loaded blocks that the engine cached during the pass."""
         self._looked = False
         self.evict()
         self._looked = False
 
     def on_resumed(self, request_id: str) -> None:
-        """Record that a request goes on after its load, and evict its partly loaded blocks.
+        """Record that a request continues after its load, and evict its partly loaded blocks from the cache.
 
-        By then the engine has put all full blocks of the load into its prefix cache.
+        At this time the engine has put all full blocks of the load into its prefix cache.
         """
         if request_id in self._loading:
             self._evict(self._loading)

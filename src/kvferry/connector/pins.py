@@ -109,7 +109,7 @@ class Pins(Generic[BlockT]):
 
         Args:
             key: unique name of the load.
-            workers: number of these workers.
+            workers: number of workers on which the load's transfers have ended and that this call reports.
 
         Returns:
             The blocks whose references the caller must drop now: all blocks of the load if these were the

@@ -207,7 +207,8 @@ def _to_json(plain: Any) -> str:
 def _to_builtin(where: str, value: Any, depth: int) -> Any:
     """Return the value of a fact, converted to built-in types that JSON can hold exactly.
 
-    Subclasses of built-in scalar types are refused: an instance can compare equal and mean something else.
+    Subclasses of built-in scalar types are refused: an instance may equal a built-in value but mean something
+    else.
 
     Args:
         where: dotted path of the value in the facts, for messages.
