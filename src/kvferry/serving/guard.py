@@ -50,8 +50,8 @@ def main(arguments: list[str]) -> int:
     this function returns.
 
     Args:
-        arguments: file descriptor of the lifeline (pipe that closes when the launcher ends), grace period in
-            seconds, then the words of the command.
+        arguments: command-line arguments: the file descriptor of a pipe that closes when the launcher ends,
+            the time in seconds from SIGTERM to SIGKILL, and then the engine's command.
 
     Returns:
         Exit code of the command; 128 + n if signal n ended it.

@@ -178,7 +178,7 @@ class Fleet:
             self._temporary = None
 
     def __enter__(self) -> Self:
-        """Start all engines and return the fleet. If an engine cannot be started, kill the others."""
+        """Start all engines, and return the fleet. If a start fails, kill all engines and raise the error."""
         try:
             self.start()
         except BaseException:

@@ -47,7 +47,7 @@ def screen(fleet: FleetView, width: int, height: int, *, chosen: int | None, eve
         fleet: state of all engines.
         width, height: size of the screen, in terminal cells.
         chosen: index of the engine to show in detail; None to show all engines combined.
-        every: time between readings, in seconds.
+        every: time between two readings of the metrics, in seconds.
     """
     engines = engine_list(fleet, width, chosen)
     about = fleet.together if chosen is None else fleet.engines[chosen].figures
@@ -73,7 +73,7 @@ def text(fleet: FleetView, width: int, every: float) -> str:
     Args:
         fleet: state of all engines.
         width: maximum width of a line, in terminal cells.
-        every: time between readings, in seconds.
+        every: time between two readings of the metrics, in seconds.
     """
     lines = [title(fleet, width, every), *map(TextLine, broken(_about(fleet, None), width))]
     if fleet.together is not None:
@@ -93,7 +93,7 @@ def title(fleet: FleetView, width: int, every: float) -> TextLine:
     Args:
         fleet: state of all engines.
         width: width of the line, in terminal cells.
-        every: time between readings, in seconds.
+        every: time between two readings of the metrics, in seconds.
     """
     heading = f"kvferry top  {fleet.answering} of {len(fleet.engines)} engines answer, read every {every:g} s"
     clock = time.strftime("%H:%M:%S", time.localtime(fleet.at))
@@ -101,7 +101,7 @@ def title(fleet: FleetView, width: int, every: float) -> TextLine:
 
 
 def about_line(fleet: FleetView, chosen: int | None, width: int) -> TextLine:
-    """Return the line that names the engine that is shown in detail, or all engines and their models.
+    """Return the line that names the engine shown in detail and its model, or all engines and their models.
 
     Args:
         fleet: state of all engines.

@@ -107,11 +107,11 @@ def quantile(q: float, selector: str, over: str, *by: str) -> str:
 
 
 def minus(what: str, part: str) -> str:
-    """Return a PromQL expression that subtracts, from each series of `what`, the series of `part` it matches.
+    """Return a PromQL expression that subtracts `part` from `what`, series by series.
 
     Args:
         what: PromQL expression to subtract from.
-        part: PromQL expression to subtract. Series match if their labels are equal. A series of `what` that
-            matches none is unchanged.
+        part: PromQL expression to subtract. Each of its series is subtracted from the series of `what` with
+            equal labels. A series of `what` without such a counterpart is unchanged.
     """
     return f"({what} - ({part} or 0 * {what}))"
