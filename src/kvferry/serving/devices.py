@@ -22,7 +22,7 @@ class Devices:
 
     Attributes:
         gpus: indices or UUIDs of the CUDA devices, in the form of ``CUDA_VISIBLE_DEVICES``; empty for a
-            machine without GPUs.
+            CPU build of vLLM or a machine without GPUs.
         cores: ids of the CPU cores that the engines may use.
     """
 
