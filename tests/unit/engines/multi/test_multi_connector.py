@@ -23,7 +23,7 @@ from kvferry.engines.vllm.multi.stats import MultiStats
 from kvferry.engines.vllm.scheduler import sorted_cards
 from kvferry.errors import ConfigError
 from kvferry.observe.metrics_delta import MetricsDelta
-from kvferry.top.derive import figures
+from kvferry.top.derive import compute_figures
 from kvferry.top.exposition import parse_page
 from kvferry.top.window import window
 from support.tiny_connectors import Tally
@@ -423,7 +423,7 @@ def test_what_two_children_say_of_a_directory_that_they_share_is_not_added_up() 
         sent["children"][name] = [["x", "y"], counted.plain()]
     metrics.observe(sent, 0)
     page = parse_page(generate_latest(REGISTRY).decode(), 0.0)
-    levels = figures([window(None, page, "0")]).levels
+    levels = compute_figures([window(None, page, "0")]).levels
     assert {tier: (room.used, room.capacity) for tier, room in levels.tiers.items()} == {
         "host": (40, 100),
         "file": (610, 1000),
