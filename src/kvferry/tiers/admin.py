@@ -94,7 +94,7 @@ class CacheAdmin(Protocol):
         ...
 
     def opened(self, entry: CacheEntry) -> AbstractContextManager[StoredFile]:
-        """Return a context manager that opens a file of the cache, given its entry, for reading.
+        """Return a context manager that opens the file of an entry for reading.
 
         Entering the context raises FileNotFoundError if the file is gone, or another OSError.
         """

@@ -26,7 +26,8 @@ class Location:
 
     Attributes:
         text: description of the location, for messages.
-        key: location in a form to compare. Two tiers of one kind with equal keys use the same storage.
+        key: location in a form that can be compared. Two tiers of one kind with equal keys use the same
+            storage.
     """
 
     text: str
@@ -57,7 +58,7 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         medium: kind of storage under which the engine counts the tokens loaded from this tier.
         write: write mode. ``through`` writes a chunk to the tier as soon as the chunk is in host memory.
             ``back`` writes it only when host memory fills up or the engine shuts down.
-        load_weight: factor by which the source policy ``weight`` (it decides which source KV is loaded from)
+        load_weight: factor by which the source policy ``weight`` (it chooses the source to load KV from)
             multiplies the number of tokens that this tier offers to load. Other source policies ignore it.
     """
 

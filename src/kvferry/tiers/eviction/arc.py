@@ -37,7 +37,9 @@ class ARC(EvictionPolicy):
         super().__init__(capacity_bytes, resident, ghosts)
 
     def touch(self, key: bytes) -> None:
-        """Record that the chunk of a key was used: move the key to the newest end of the queue `frequent`.
+        """Record that the chunk of a key was used.
+
+        The key becomes the newest key in the queue of keys that were used more than once.
 
         Raises:
             KeyError: the key is not admitted.

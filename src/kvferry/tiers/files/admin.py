@@ -56,7 +56,7 @@ class DirectoryAdmin(CacheAdmin):
 
     @contextmanager
     def opened(self, entry: CacheEntry) -> Iterator[StoredFile]:
-        """Return a context manager that opens a file of the directory for reading.
+        """Return a context manager that opens the file of an entry for reading.
 
         Entering the context raises FileNotFoundError if the file is gone, or another OSError.
         """

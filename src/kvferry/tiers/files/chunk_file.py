@@ -144,8 +144,8 @@ class _ProgressiveRead:
     def _begin(self) -> tuple[int, int]:
         """Read the header and the first piece of the body, and choose the size of the other pieces.
 
-        The other pieces are larger if the first bytes arrived so slowly that they came from storage, and not
-        from the page cache.
+        The other pieces are larger if the first bytes arrived so slowly that they must have come from
+        storage, and not from the page cache.
 
         Returns:
             The number of bytes read, and the number of bytes requested.

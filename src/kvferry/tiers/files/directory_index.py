@@ -71,7 +71,7 @@ class DirectoryIndex:
             return len(changed)
 
     def _changed(self) -> dict[int, int]:
-        """Return the chunk folders that changed since they were read. Forget the keys of missing folders.
+        """Find the folders that changed since they were last read, and forget the keys of missing folders.
 
         Returns:
             The modification time of each changed folder, in nanoseconds. The dictionary's key identifies the

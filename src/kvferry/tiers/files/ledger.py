@@ -106,7 +106,7 @@ class Ledger:
             this value.
         after_loss: callback that runs after this object has replaced a missing or damaged ledger file. Its
             argument is the new ledger, whose lock is held.
-        after_swap: callback that runs when the directory at `root` is another one than before. It may raise
+        after_swap: callback that runs when another directory has replaced the one at `root`. It may raise
             OSError, so that the new directory is not used.
     """
 

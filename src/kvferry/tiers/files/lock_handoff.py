@@ -52,9 +52,9 @@ class _WaitingThreads(Generic[T]):
 class LockHandoff(Generic[T]):
     """A lock that excludes other processes and threads. Threads of one process can hand it to one another.
 
-    To take the lock from another process is slow. So a thread that is done hands the lock to a waiting thread
-    of the same process. After 20 ms, the process releases the lock, so that other processes can take it. Any
-    thread may use the object.
+    Taking over the lock from another process is slow. So a thread that is done hands the lock to a waiting
+    thread of the same process. After 20 ms, the process releases the lock, so that other processes can take
+    it. Any thread may use the object.
 
         free ─acquire─▶ used ─another thread waits─▶ handed over ─▶ used
         used ─no thread waits, or after 20 ms─▶ free

@@ -89,8 +89,8 @@ def open_directory(
             callbacks.
         space: object that evicts files of the directory to make room.
         namespace: namespace (scope of chunk keys) that the caller will use.
-        capacity: maximum bytes of all kvferry files of all processes. None keeps the current capacity; a new
-            directory then gets a tenth of the free space.
+        capacity: maximum bytes of all kvferry files of all processes. If None, the current capacity is kept,
+            and a new directory gets a tenth of the free space.
 
     Raises:
         ConfigError: the directory cannot be used, or the capacity is too small, or larger than the disk
@@ -132,11 +132,12 @@ def _capacity(root: str, held_ledger: HeldLedger, requested: int | None) -> int:
     Args:
         root: path of the directory.
         held_ledger: ledger (capacity and bytes in use) of the directory.
-        requested: capacity to set, in bytes. None keeps the current capacity; a new directory then gets a
-            tenth of the sum of the disk's free bytes and the bytes in use.
+        requested: capacity to set, in bytes. If None, the current capacity is kept, and a new directory gets
+            a tenth of the sum of the disk's free bytes and the bytes in use.
 
     Raises:
-        ConfigError: the requested capacity is larger than that sum.
+        ConfigError: the requested capacity is larger than the sum of the disk's free bytes and the bytes in
+            use.
     """
     disk = os.statvfs(root)
     free = disk.f_bavail * disk.f_frsize
@@ -194,8 +195,13 @@ def _recreate_missing_files(
 ) -> None:
     """Create the missing folders, marker and note again, after an operator has cleared a directory in use.
 
-    Errors are ignored, because chunks can be stored without a marker and a note. The arguments are those of
-    `_create_missing_files`.
+    Errors are ignored, because chunks can be stored without a marker and a note.
+
+    Args:
+        root: path of the directory.
+        namespace: namespace (scope of chunk keys) whose folder and note are created.
+        held_ledger: ledger (capacity and bytes in use) of the directory.
+        space: object that evicts files of the directory to make room for the marker and the note.
     """
     # Notes are only for people. If one cannot be written, chunks are still stored.
     with suppress(ConfigError, OSError):

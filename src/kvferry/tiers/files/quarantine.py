@@ -15,7 +15,7 @@ def quarantine_file(root: str, ledger: Ledger, found: os.stat_result, path: str)
     """Move a bad file to quarantine, where its bytes still count against the capacity.
 
     As long as a file has the name of a chunk, no process stores the chunk. So the bad file is removed if it
-    cannot be moved because something else than a folder has the name of the quarantine folder.
+    cannot be moved because the quarantine folder's name is taken by something other than a folder.
 
     Args:
         root: directory of the tier.

@@ -96,7 +96,7 @@ def make_folder(root: str, folder: str) -> None:
         folder: path of the folder to create.
 
     Raises:
-        NotRegular: at the place of one of the folders is a link, a file or a device.
+        NotRegular: the name of one of the folders is taken by a link, a file or a device.
         OSError: a folder cannot be created, or `root` is missing.
     """
     if len(above := os.path.dirname(folder)) > len(root):

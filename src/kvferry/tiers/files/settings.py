@@ -25,8 +25,8 @@ class FileSettings(StorageSettings, frozen=True):
         path: path of the directory, which must exist; None for the default directory, which is created in the
             user's cache directory.
         capacity: maximum size of all kvferry files in the directory: a number of bytes, or a text such as
-            ``50GiB``. None for the current capacity of the directory; a new directory gets a tenth of the
-            free space.
+            ``50GiB``. If None, the current capacity of the directory is kept, and a new directory gets a
+            tenth of the free space.
         durable: whether to flush every chunk to the disk before it counts as stored.
     """
 
@@ -72,7 +72,11 @@ class FileSettings(StorageSettings, frozen=True):
     def open(self, namespace: Namespace, table: KeyTable, earlier: Sequence[StorageSettings]) -> FileTier:
         """Open the directory, and return the file tier. Create the default directory if it is missing.
 
-        The arguments are those of `StorageSettings.open`.
+        Args:
+            namespace: namespace (scope of chunk keys) of the chunks.
+            table: hash table of the chunk keys of all tiers of a cache.
+            earlier: settings of the storage tiers before this one in the configuration. A directory that one
+                of them uses is refused.
 
         Raises:
             ConfigError: the directory cannot be used, or an earlier tier uses the same directory.

@@ -75,7 +75,7 @@ class DirectorySpace:
     Args:
         root: path of the directory.
         ledger: ledger of the directory: a file with its capacity and its bytes in use, and a lock.
-        counter: counter that counts evicted files and removed temporary files.
+        counter: object that counts evicted files and removed temporary files.
         on_evicted: callback that gets the path of every evicted file.
         clock: function that returns seconds since 1970.
     """
@@ -190,8 +190,8 @@ class DirectorySpace:
     def make_room(self, held_ledger: HeldLedger, size: int = 0) -> bool:
         """Evict files until another `size` bytes fit into the capacity; return whether they fit.
 
-        The files to evict come from a list, which the last walk over the directory made. When the list is
-        used up, the directory is walked again.
+        The files are taken from a list that the last walk over the directory produced. When the list is used
+        up, the directory is walked again.
 
         Args:
             held_ledger: ledger (capacity and bytes in use) of the directory, whose lock the caller holds.

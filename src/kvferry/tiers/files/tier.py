@@ -74,8 +74,8 @@ class FileTier(StorageTier):
         namespace: namespace of the chunks. If the file that describes the namespace is missing, it is
             written.
         capacity: maximum bytes of all kvferry files under `path`. It replaces the current capacity of the
-            directory for all processes. None keeps the current capacity; a new directory gets a tenth of the
-            free space.
+            directory for all processes. If None, the current capacity is kept, and a new directory gets a
+            tenth of the free space.
         durable: whether to flush every chunk and its folder to the disk before it counts as stored.
         clock: function that returns seconds since 1970, for times of use.
         lock_seconds: maximum time for which `put` waits for the lock of the ledger (file with the capacity
@@ -83,8 +83,8 @@ class FileTier(StorageTier):
         table: hash table of chunk keys that the tiers of a cache share; None for a separate table.
 
     Raises:
-        ConfigError: the path is missing, cannot be written or has another version, or the capacity is more
-            than the disk has.
+        ConfigError: the directory is missing or cannot be written, its layout has another version, or the
+            capacity is larger than the disk allows.
     """
 
     def __init__(

@@ -31,8 +31,8 @@ class UsageReader:
         """Return the current usage of the directory. If a value cannot be read, return its last known value.
 
         Args:
-            empty: whether the namespace (scope of chunk keys) of this process has no chunks. If so, another
-                namespace with the same model name is looked for, and the result names it.
+            empty: whether the namespace (scope of chunk keys) of this process has no chunks. If so, the
+                method looks for another namespace with the same model name, and the result names it.
         """
         capacity, used = read_ledger(self._root) or (self._last.capacity, self._last.used)
         self._last = StoreUsage(used, capacity, self._same_name_namespace() if empty else "")

@@ -15,7 +15,7 @@ _APART_NS = 1000
 
 
 def mark_files_used(root: str, paths: Iterable[str], clock: Callable[[], float]) -> None:
-    """Set the modification times (times of last use) of files to now, in increasing order.
+    """Set the modification times (times of last use) of files to now, each later than the last.
 
     To save writes on a shared mount, a file is not changed if its time is within 10 s of now and later than
     the times of the previous files. Files whose time cannot be read or set, for example missing files, are
@@ -33,7 +33,7 @@ def mark_files_used(root: str, paths: Iterable[str], clock: Callable[[], float])
 
 
 def _mark_used(root: str, path: str, latest: int, now: int) -> int:
-    """Set the modification time (time of last use) of a file to now, but later than `latest`.
+    """Set the modification time (time of last use) of a file to now, or just after `latest` if that is later.
 
     If the file's time is within 10 s of now and later than `latest`, the file is not changed.
 

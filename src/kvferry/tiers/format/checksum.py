@@ -57,6 +57,7 @@ def digest_of(pieces: Iterable[Buffer]) -> bytes:
 def header_digest(data: Buffer) -> bytes:
     """Return the BLAKE3 digest of a chunk file's header, 32 bytes.
 
-    `data` is the content of the header before the place of the digest.
+    Args:
+        data: content of the header that precedes its digest.
     """
     return blake3(data).digest(HEADER_DIGEST_BYTES)

@@ -129,7 +129,7 @@ class Slabs:
             slab: index of the slab.
 
         Returns:
-            The offsets in the arena; empty if the slab is not cut into slots.
+            The offsets in the arena; empty if the slab is not divided into slots.
         """
         stride = self._stride.get(slab)
         first = slab * self.slab_bytes

@@ -199,8 +199,8 @@ class SlotTable:
     def clear(self) -> int:
         """Evict all chunks, including those that are being filled. Return the number of chunks being filled.
 
-        A slot without holds becomes FREE. Another slot is in the state EVICTED until its last hold is
-        released, and then becomes FREE. Reads and fills have holds.
+        A slot without holds becomes FREE. If a read or a fill has a hold on a slot, the slot is EVICTED until
+        the last hold is released. Then it becomes FREE.
         """
         for key in list(self.ready):
             self.evict(key)

@@ -89,7 +89,8 @@ class HostTier:
     def reserve(self, key: bytes, group: int, *, counted: bool = True) -> Slot | None:
         """Reserve a slot (memory of one chunk) for a new chunk. Evict other chunks if there is no free slot.
 
-        Return None if the chunk is present or being filled, or if too few chunks can be evicted.
+        Return None if the tier has the chunk already, if the chunk is being filled, or if too few other
+        chunks can be evicted.
 
         Args:
             key: key of the chunk.
@@ -190,7 +191,7 @@ class HostTier:
     def clear(self) -> None:
         """Remove all chunks from the tier, including those being filled.
 
-        Call this when the stored KV is no longer valid: no chunk can be opened afterwards. The memory of a
+        Call this when the stored KV is no longer valid: afterwards, none of it can be opened. The memory of a
         chunk that is being read or filled is reused only after `close`, `commit` or `abort`.
         """
         self.counters.dropped[HostDropReason.CLEARED] += self._slots.clear()

@@ -30,15 +30,16 @@ class CircuitBreaker:
 
     Any thread may use the object. The breaker is in one of three states:
 
-    - CLOSED: all requests are admitted. After `failures` consecutive failures, the state becomes OPEN.
-    - OPEN: all requests are refused for `pause_seconds`. The first request after that is admitted, and the
+    - CLOSED: all requests are admitted. After `failures` consecutive failures, the state becomes OPEN. -
+    OPEN: all requests are refused for `pause_seconds`. The first request after that is admitted, and the
       state becomes HALF_OPEN.
     - HALF_OPEN: all other requests are refused until that request ends. If it succeeded, the state becomes
       CLOSED, else OPEN again.
 
-    An admitted request gets a *ticket* (number of state changes so far), and must return it with the outcome
-    of the request. The outcome is ignored if the state has changed since the ticket was given. So if many
-    requests wait for a store that does not answer, those that fail last do not prolong the pause.
+    When a request is admitted, its caller gets a *ticket* (number of state changes so far), and must return
+    it with the outcome of the request. The outcome is ignored if the state has changed since the ticket was
+    given. So if many requests wait for a store that does not answer, those that fail last do not prolong the
+    pause.
 
     Args:
         failures: number of consecutive failures that opens the breaker.

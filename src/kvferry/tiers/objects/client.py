@@ -341,6 +341,7 @@ def _etag(etag: str | None) -> str:
 def _first_user() -> int:
     """Return the id of the process in which object storage was first used.
 
-    This is the current process, or the process that it was forked from if that one had used object storage.
+    This is an ancestor of the current process if it was forked from a process that had used object storage.
+    Otherwise it is the current process.
     """
     return os.getpid()

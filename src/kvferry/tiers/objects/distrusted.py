@@ -40,7 +40,7 @@ class DistrustedObjects:
             self._etags.pop(key, None)
 
     def trusted(self, page: Iterable[tuple[bytes, str]]) -> list[bytes]:
-        """Return the keys on a page of a listing whose objects are trusted.
+        """Return those keys on a page of a listing that are trusted.
 
         If the ETag of a key has changed, trust the key again.
 

@@ -87,7 +87,7 @@ def endpoint_of(scheme: str, variables: str, options: Mapping[str, str]) -> Stor
 def restrict_to_endpoint(
     endpoint: StoreEndpoint, scheme: str, variables: str, options: Mapping[str, str]
 ) -> Mapping[str, str]:
-    """Return connection settings with which the client can only reach the configured server.
+    """Return connection settings that prevent the client from reaching servers other than the configured one.
 
     The settings send all other requests to a proxy that does not exist, so they fail. In two cases the result
     is empty, so that the client can reach all servers: if no credentials are configured, because then the

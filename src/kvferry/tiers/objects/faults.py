@@ -85,11 +85,11 @@ def is_of_the_bucket(missing: FileNotFoundError) -> bool:
 def _fault(said: str, debug: str) -> Fault:
     """Return the reason of a failed request, derived from the text of an error of the obstore library.
 
-    The text consists of a message and of debug details.
+    The text consists of two parts: a message and debug details.
 
     Args:
-        said: message.
-        debug: debug details.
+        said: message part of the text.
+        debug: debug part of the text.
     """
     if re.search(_NO_CREDENTIALS, said + debug):
         return Fault.DENIED
@@ -116,12 +116,12 @@ def _fault_of_status(status: int) -> Fault:
 def _detail(said: str, debug: str) -> str:
     """Return the detail of a failed request for a message: HTTP status with the store's error code, or cause.
 
-    The detail is derived from the text of an error of the obstore library, which consists of a message and of
-    debug details.
+    The detail is derived from the text of an error of the obstore library. The text consists of two parts: a
+    message and debug details.
 
     Args:
-        said: message.
-        debug: debug details.
+        said: message part of the text.
+        debug: debug part of the text.
 
     Returns:
         A short text; empty if the error has no known detail.
@@ -133,7 +133,7 @@ def _detail(said: str, debug: str) -> str:
 
 
 def _reason(said: str) -> str:
-    """Return the last part of an error message of the obstore library: the cause without the request.
+    """Return the cause in an error message of the obstore library, without the description of the request.
 
     Queries of URLs are removed, because they may contain a signature. The text has at most 200 characters.
 

@@ -61,7 +61,10 @@ class ObjectSettings(StorageSettings, frozen=True):
     def open(self, namespace: Namespace, table: KeyTable, earlier: Sequence[StorageSettings]) -> ObjectTier:
         """Connect to the store, and return the object tier.
 
-        The arguments are those of `StorageSettings.open`; `earlier` is not used.
+        Args:
+            namespace: namespace (scope of chunk keys) of the chunks.
+            table: hash table of the chunk keys of all tiers of a cache.
+            earlier: settings of the storage tiers before this one in the configuration; not used.
 
         Raises:
             ConfigError: the URL or an option cannot be used.

@@ -216,6 +216,9 @@ class ObjectTier(StorageTier):
 
         An object that failed a check earlier is replaced in any case.
 
+        Returns:
+            STORED, or PRESENT if the store has the object already.
+
         Raises:
             Unavailable: a request failed.
         """
@@ -262,7 +265,7 @@ class ObjectTier(StorageTier):
         return done, why
 
     def _quarantine(self, key: bytes, found: OpenObject) -> None:
-        """Move a bad object to quarantine. If that fails, the next store of the chunk replaces the object.
+        """Move a bad object to quarantine. If that fails, the next `put` of the chunk replaces the object.
 
         If the store now reports another length or ETag (content tag) for the object than `found` has, the
         object is not moved: a proxy returned the bad content, or another engine has replaced the object.
