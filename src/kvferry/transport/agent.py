@@ -121,7 +121,7 @@ class Agent:
         return name
 
     def drop_peer(self, name: str) -> None:
-        """Undo one `add_peer` call for a peer. The call that undoes the last one removes the peer from NIXL.
+        """Undo one `add_peer` call for a peer. When all of them are undone, the peer is removed from NIXL.
 
         No READ (one-sided read) from the peer may be in flight when the peer is removed.
 
@@ -141,8 +141,8 @@ class Agent:
                 descriptors of the list, even if other regions contain their addresses.
             rows: int64 of shape (n, 4). Each row stands for evenly spaced descriptors of the same length. The
                 columns are: address of the first descriptor, length in bytes, distance in bytes from the
-                start of one descriptor to the start of the next, number of descriptors. The index of a
-                descriptor counts the descriptors of all rows in order.
+                start of one descriptor to the start of the next, number of descriptors. The descriptors are
+                numbered from 0, row after row.
 
         Returns:
             NIXL's handle of the list, for `read` and `release_list`.

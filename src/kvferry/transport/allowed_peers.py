@@ -94,9 +94,9 @@ def parse_allowed_peers(entries: Sequence[str] | None, host: str, advertised: st
             set. Then an engine that listens on loopback accepts loopback addresses only, and any other engine
             accepts all addresses.
         host: address that the engine listens on.
-        advertised: host name or IP address under which peers reach this engine; None if not set. If it is a
-            name, `entries` is None and `host` is not loopback, this name is an allowed name: other engines on
-            the same machine may use it too.
+        advertised: host name or IP address under which peers reach this engine; None if not set. A host name
+            is added to the allowed names if `entries` is None and `host` is not loopback, because other
+            engines on this machine may be reached under the same name.
 
     Raises:
         ConfigError: an entry is malformed, the list is empty, or it has more than `MAX_ENTRIES` entries.

@@ -32,6 +32,9 @@ _MEMORIES = ("DRAM", "VRAM")
 def check_ranks(cards: Sequence[RankCard]) -> None:
     """Check a peer's descriptions of its ranks: all sizes must be within limits, and all ranks must agree.
 
+    Args:
+        cards: descriptions of all ranks of the peer.
+
     Raises:
         ProtocolError: a size or an address is out of bounds, a rank is missing, or two ranks contradict each
             other.

@@ -227,7 +227,7 @@ class ControlClient:
         Args:
             peers: peers to ask: maps the (host, port) of a peer's control channel to the peer's incarnation,
                 a random number that identifies its run. Peers that recently failed to reply are not asked.
-            content: content of the prompt: chunk keys and token ids.
+            content: content of the prompt: token ids, and chunk keys (digests of the content).
 
         Returns:
             Id of the query, for `turns` and `drop_question`; None if no peer is asked.

@@ -192,7 +192,7 @@ class Handshakes:
 
     @property
     def deadlines(self) -> list[float]:
-        """Deadlines of all handshakes under way, in seconds of the clock."""
+        """Deadlines of all handshakes under way, in seconds of the constructor's `clock`."""
         return [one.began + self._patience(one) for one in list(self._running.values())]
 
     def open(self, address: Address) -> Hello:

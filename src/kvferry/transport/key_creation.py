@@ -50,8 +50,8 @@ def write_secret(path: Path) -> None:
 def private_directory(folder: Path, *, make: bool) -> Iterator[int]:
     """Open the directory that holds the machine's key, and yield its file descriptor.
 
-    The machine's key is the secret that all engines of a user on a machine share. Only this user may have
-    access to the directory, which is checked.
+    The machine's key is the secret that all engines of a user on a machine share. Check that only this user
+    has access to the directory.
 
     Args:
         folder: path of the directory.

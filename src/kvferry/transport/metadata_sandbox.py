@@ -122,11 +122,11 @@ class MetadataSandbox:
 
         Args:
             card: description of the worker.
-            seconds: timeout of the trial.
+            seconds: maximum time in seconds to wait for the child's reply.
 
         Returns:
-            Reason why the metadata cannot be used; empty if it can be used. After a failed trial the child
-            may be damaged, so the caller must `kill` it.
+            Empty if the metadata can be used, otherwise the reason why not. In this case the child may be
+            damaged, so the caller must `kill` it.
         """
         try:
             self._connection.send_bytes(encode_trial(card))

@@ -186,7 +186,7 @@ class PackedRead:
 
         Args:
             resources: resources that all packed reads of the lane (reading thread) share.
-            lists: prepared descriptor lists of the peer's rank.
+            lists: prepared descriptor lists for reading from the peer's rank.
             client: client for requests that ask the peer's rank to pack cells; None if the rank is not asked.
             route: prepared route (set of layers that are copied alike) of the cells.
             method: method that moves the cells: over-read (the reader fetches gaps too) or staged (the source

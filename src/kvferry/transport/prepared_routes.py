@@ -51,10 +51,10 @@ MAX_DESCRIPTORS = 1 << 26
 class _DescriptorRows:
     """Compact form of all descriptors that a transfer method may need in the memory of one side.
 
-    The side is the source or the destination. A cell is the part of a block that moves as one unit. A *row*
-    is one contiguous run of bytes of the first cell. The same run of the other cells lies at regular
-    distances, so a row stands for one descriptor per cell: of every block, if the cells lie in KV blocks, or
-    of every image, if they are packed (an image is one packed cell).
+    The side is the source or the destination. A cell is the part of a block that moves as one unit. An image
+    is a cell packed into contiguous memory. A *row* is one contiguous run of bytes of the first cell. Every
+    other cell, in every block or image, has the same run at another address. So a row stands for as many
+    descriptors as there are cells.
 
     Attributes:
         parts: rows, in sets that share the cell offsets. Each set is (address of each row in block 0 or

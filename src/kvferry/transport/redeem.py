@@ -191,7 +191,7 @@ class NotRedeemed(msgspec.Struct, frozen=True, tag="not-redeemed"):
     Attributes:
         number: id of the request.
         incarnation: random number that identifies the producer's run.
-        reason: cause, as a sentence.
+        reason: why the ticket is not accepted, as a text.
     """
 
     number: Number

@@ -37,7 +37,7 @@ class _PendingRedemption:
 
 
 class Redemptions:
-    """The redemptions of a consumer: exchanges of a ticket (random id) for block tables and a lease.
+    """A consumer's requests to exchange tickets (random ids) for block tables and leases, with the replies.
 
     The engine's thread begins, polls and ends redemptions. The thread of the control channel stores the
     replies.
@@ -46,7 +46,7 @@ class Redemptions:
     def __init__(
         self, consumer: int, patience_seconds: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Create an empty collection of redemptions (exchanges of a ticket for block tables and a lease).
+        """Create an empty collection of requests.
 
         Args:
             consumer: incarnation of this engine (random number that identifies its run), sent in every
