@@ -161,7 +161,7 @@ class RawNixlMover:
 
         Args:
             name: name of the mover in reports.
-            reads: NIXL agent that reads.
+            reads: NIXL agent that executes the READs.
             lists: prepared descriptor lists of both sides, and the descriptors in them to read.
         """
         self.name, self.bytes = name, lists.bytes

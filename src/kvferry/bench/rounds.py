@@ -75,7 +75,7 @@ def compare(
     """Move a request's KV with kvferry, with NIXL alone, and with memcpy, and return the times.
 
     Args:
-        reader: rank that reads.
+        reader: simulated engine rank that reads.
         source: engine to read from.
         repeats: number of counted rounds. One warm-up round before them is not counted.
         progress: function that is called with a line of text before each round.

@@ -103,7 +103,7 @@ def chunks_per_move(depth: int) -> int:
 def open_queue(tier: StorageTier, name: str) -> Iterator[TierQueue]:
     """Yield a queue that reads from and writes to a tier. Close the queue at the end.
 
-    The queue has as many threads as in a connector.
+    The queue has as many threads as the queue of a tier in a connector.
 
     Args:
         tier: tier to read from and write to.

@@ -17,7 +17,7 @@ from kvferry.plan.side import EngineSide
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiersJob:
-    """The tiers that `kvferry bench tiers` measures, and its settings.
+    """The tiers that `kvferry bench tiers` measures, and the settings of the measurement.
 
     Attributes:
         reading: description of the KV cache of a model whose layers are all alike.

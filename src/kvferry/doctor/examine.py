@@ -27,7 +27,7 @@ _LONG_SECONDS = 240.0
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """The scope of a run of `kvferry doctor`.
+    """The things that a run of `kvferry doctor` checks, and the keys that it uses.
 
     Attributes:
         targets: engines and routers to check.
@@ -49,7 +49,7 @@ def examine(job: Examination, progress: Callable[[str], None]) -> list[ReportSec
     The checks run one after the other, because other work would disturb the timed checks.
 
     Args:
-        job: scope of the run.
+        job: engines, routers and files to check.
         progress: function that is called with a short text before each slow step.
 
     Raises:

@@ -159,7 +159,7 @@ def shared_memory(path: str = "/dev/shm", stat: Callable[[str], os.statvfs_resul
 
 
 def file_size(limit: int | None = None) -> Finding:
-    """Check that the size of files is unlimited.
+    """Check that the operating system does not limit the size of files that a process writes.
 
     A limit would apply not only to chunk files, but also to the host tier's memory and UCX's queues, which
     are files in memory.

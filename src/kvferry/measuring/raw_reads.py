@@ -170,8 +170,8 @@ class RawReads:
 class WaitLimit:
     """A time limit and a health check for a loop that polls another process.
 
-    `check` is cheap enough to be called in every iteration. The time limit is `MOVE_SECONDS` from the
-    creation of this object.
+    The method `check` is cheap enough to be called in every iteration of the loop. The time limit is
+    `MOVE_SECONDS` from the creation of this object.
 
     Args:
         check: function that raises TransferError if the other process has died.

@@ -111,8 +111,8 @@ def block_sizes(
         tokens: number of tokens per block, from `base_tokens`.
 
     Returns:
-        The number of tokens per block for each kind of layer, and the reason as a sentence why some blocks
-        have more than `tokens` tokens. The reason is empty if no block has more.
+        The number of tokens per block for each kind of layer, and a sentence that gives the reason why some
+        blocks have more than `tokens` tokens. The sentence is empty if no block has more.
 
     Raises:
         GeometryError: the layout does not suit this model.
@@ -256,7 +256,7 @@ def _attention_pattern(cache: LayerCache) -> tuple[GroupKind, int]:
     """Return the properties of a layer that decide which tokens of a prompt the layer needs.
 
     Returns:
-        The kind of the layer's cache, with MLA as full attention, and the attention span in tokens.
+        (kind of the layer's cache, attention span in tokens). MLA counts as full attention.
     """
     return GroupKind.FULL if cache.kind is GroupKind.MLA else cache.kind, cache.attention_span
 

@@ -79,7 +79,7 @@ def parse_strategy(name: str) -> Strategy | None:
         name: name of a strategy, or `AUTO`.
 
     Returns:
-        The strategy; None, which stands for the cheapest strategy, if `name` is `AUTO`.
+        The strategy; None if `name` is `AUTO`. The planner then chooses the cheapest strategy.
 
     Raises:
         ConfigError: no strategy has this name.

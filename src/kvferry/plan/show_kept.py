@@ -66,7 +66,7 @@ def _group(one: KeptGroup, chunk_tokens: int) -> Iterator[str]:
 
 
 def _choices(kept: TierForecast) -> Table:
-    """Return a table of the storage that the prompt takes, with one row per combination of settings.
+    """Return a table of the storage that a prompt's KV takes, with one row per combination of settings.
 
     The first row is for the requested settings, and the other rows are for alternative settings.
     """

@@ -99,7 +99,7 @@ def parse_retention(text: str) -> int | None:
         text: number of tokens, or "None".
 
     Returns:
-        The number of tokens; None, with which the engine retains all snapshots, for "None" or an empty text.
+        The number of tokens; None for "None" or an empty text. The engine then retains all snapshots.
 
     Raises:
         ConfigError: the text is neither a number of tokens nor "None".

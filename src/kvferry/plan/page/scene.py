@@ -55,9 +55,9 @@ class Scene:
 def scene(setting: PlannedTransfer, group: int, *, one_layer: bool) -> Scene | None:
     """Return the content of the picture that shows the copies of one KV cache group.
 
-    At most `MAX_RANKS` ranks are drawn per side. If the source groups layers differently, the picture shows
-    only layers that share a block table on both sides. Layers are left out if the picture would have more
-    than `MAX_STRIPS` strips (contiguous pieces of memory).
+    At most `MAX_RANKS` ranks are drawn per side. If the KV cache groups of the two engines contain different
+    layers, the picture shows only layers that share a block table on both sides. Layers are left out if the
+    picture would have more than `MAX_STRIPS` strips (contiguous pieces of memory).
 
     Args:
         setting: both engines, and the request to transfer.
