@@ -122,7 +122,7 @@ class StorageTier(Protocol):
         return StoreUsage()
 
     def refresh(self) -> int:
-        """Update `keys` with chunks that other processes stored or evicted.
+        """Update the known keys (`keys`) with the chunks that other processes stored or evicted.
 
         The method blocks. A background thread calls it every few seconds.
 
@@ -138,5 +138,5 @@ class StorageTier(Protocol):
         ...
 
     def close(self) -> None:
-        """Release open resources. Idempotent. No other method may be running, or be called later."""
+        """Release open resources. Idempotent. No other method may run during this call or after it."""
         ...

@@ -15,7 +15,7 @@ _APART_NS = 1000
 
 
 def mark_files_used(root: str, paths: Iterable[str], clock: Callable[[], float]) -> None:
-    """Set the modification times (times of last use) of files to now, each later than the last.
+    """Set the modification times (times of last use) of files to about now, in the order of `paths`.
 
     To save writes on a shared mount, a file is not changed if its time is within 10 s of now and later than
     the times of the previous files. Files whose time cannot be read or set, for example missing files, are

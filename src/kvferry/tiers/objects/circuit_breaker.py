@@ -30,8 +30,8 @@ class CircuitBreaker:
 
     Any thread may use the object. The breaker is in one of three states:
 
-    - CLOSED: all requests are admitted. After `failures` consecutive failures, the state becomes OPEN. -
-    OPEN: all requests are refused for `pause_seconds`. The first request after that is admitted, and the
+    - CLOSED: all requests are admitted. After `failures` consecutive failures, the state becomes OPEN.
+    - OPEN: all requests are refused for `pause_seconds`. The first request after that is admitted, and the
       state becomes HALF_OPEN.
     - HALF_OPEN: all other requests are refused until that request ends. If it succeeded, the state becomes
       CLOSED, else OPEN again.
