@@ -15,11 +15,11 @@ from kvferry.engines.vllm.compat.contract import (
 
 @dataclass(frozen=True, slots=True)
 class WorkerCard(KVConnectorHandshakeMetadata):
-    """Handshake that a worker sends to the connector's scheduler half when the engine starts.
+    """Handshake with which a worker describes itself to the connector's scheduler half at the engine's start.
 
     Attributes:
         info: memory layout, address and settings of the worker's rank.
-        built: facts about the models that the worker has built.
+        built: properties of the model that the worker has built, to compare with those of other engines.
     """
 
     info: WorkerInfo
@@ -44,7 +44,7 @@ class WorkerMeta(KVConnectorWorkerMetadata):
     """Message from the connector's worker halves to its scheduler half, once per step.
 
     Attributes:
-        reports: merged reports of all worker halves.
+        reports: reports of a worker half, or of all worker halves after vLLM has merged them.
     """
 
     reports: StepReports = field(default_factory=StepReports)

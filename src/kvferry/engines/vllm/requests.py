@@ -42,7 +42,7 @@ class VLLMItem:
 
     @property
     def is_ambiguous(self) -> bool:
-        """True if items with the same identifier have, or may have, had other content."""
+        """True if an item with other content has, or may have, used the same identifier as this item."""
         return items.is_uncertain(self.feature)
 
     def name(self) -> str:
@@ -60,7 +60,8 @@ class VLLMRequest:
 
     Attributes:
         raw: vLLM's request.
-        hash_block_tokens: number of tokens per block hash of vLLM; None or 0 without prefix caching.
+        hash_block_tokens: number of tokens that each of vLLM's block hashes covers; None or 0 without prefix
+            caching.
         sampled_below: number of token ids that the engine can sample; 0 without a draft model. Used by
             `trim_prompt`.
     """
@@ -86,7 +87,7 @@ class VLLMRequest:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Number of tokens whose KV is in the request's blocks when all scheduled steps are done."""
+        """Number of tokens whose KV is in the request's blocks once all steps scheduled so far are done."""
         return int(self.raw.num_computed_tokens)
 
     @property
@@ -96,10 +97,9 @@ class VLLMRequest:
 
     @property
     def prompt_token_ids(self) -> Sequence[int] | None:
-        """Token ids of the prompt; None if the prompt is not made of token ids.
+        """Token ids of the prompt; None if the prompt consists of embeddings.
 
-        The result is also None for a prompt of embeddings that has token ids, because these are only
-        placeholders.
+        vLLM's request may have token ids for such a prompt, but they are only placeholders.
         """
         ids: Sequence[int] | None = self.raw.prompt_token_ids
         return ids if getattr(self.raw, "prompt_embeds", None) is None else None
@@ -112,7 +112,7 @@ class VLLMRequest:
 
     @property
     def adapter(self) -> LoraAdapter | None:
-        """LoRA adapter that the request uses; None without an adapter."""
+        """LoRA adapter that the request uses; None if it uses none."""
         adapter: LoraAdapter | None = self.raw.lora_request
         return adapter
 
@@ -123,7 +123,7 @@ class VLLMRequest:
 
     @property
     def cache_salt(self) -> str | None:
-        """Text that separates the request's KV from that of equal prompts; None without one."""
+        """Salt of the request's cache keys; None without one. Only requests with the same salt share KV."""
         salt: str | None = self.raw.cache_salt
         return salt
 
@@ -183,14 +183,18 @@ class VLLMRequest:
 
 
 class VLLMRequests:
-    """Factory that wraps vLLM's requests of one engine for kvferry's connector."""
+    """Wraps the requests of one vLLM engine as `VLLMRequest` objects for kvferry's connector."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._hash_block_tokens: int | None = kv_cache_config.hash_block_size
         self._sampled_below = vocabulary_size(vllm_config) if reads_ahead(vllm_config) else 0
 
     def wrap(self, raw: Any) -> VLLMRequest:
-        """Return one of vLLM's requests with the interface that kvferry's connector expects."""
+        """Return one of vLLM's requests with the interface that kvferry's connector expects.
+
+        Args:
+            raw: vLLM's request.
+        """
         return VLLMRequest(raw, self._hash_block_tokens, self._sampled_below)
 
 
@@ -212,14 +216,19 @@ class VLLMStep:
 
     @property
     def snapshots(self) -> Mapping[str, Iterable[tuple[int, int, int]]]:
-        """Snapshots (recurrent state at one position) that the step leaves in blocks, by request id.
+        """Snapshots (recurrent state at one position) that the blocks contain after the step, by request id.
 
-        Each snapshot is (index of the KV cache group, block id, number of tokens that the state has seen).
+        Each snapshot is (index of the KV cache group, id of the block with the state, number of tokens that
+        the state includes).
         """
         state = self.output.kv_connector_block_state
         return state.boundary_state_offloads if state else {}
 
     def block_ids(self, request_id: str) -> BlockIds:
-        """Return a request's block ids for each KV cache group, including blocks that the step writes."""
+        """Return the ids of a request's blocks for each KV cache group, including blocks that the step fills.
+
+        Args:
+            request_id: id of the request.
+        """
         ids: BlockIds = self.output.kv_connector_block_state.resolve_block_ids(request_id)
         return ids

@@ -30,16 +30,17 @@ _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 
 
 class VLLMScheduler:
-    """Part of the connector in vLLM's scheduler, which wraps kvferry's engine-independent scheduler half.
+    """Adapter between vLLM's scheduler and kvferry's scheduler half, which does not depend on the engine.
 
-    Forwards vLLM's hooks to the scheduler half, and turns its events into metrics, traces and logs.
+    The scheduler half decides what is loaded and stored. This class passes vLLM's calls on to it, and turns
+    its events into metrics, traces and logs.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
         """Create the scheduler half, and the listeners that turn its events into metrics, traces and logs.
 
         Args:
-            vllm_config, kv_cache_config: vLLM's configurations.
+            vllm_config, kv_cache_config: vLLM's configurations of the engine and of its KV cache.
             config: the connector's settings.
 
         Raises:
@@ -69,7 +70,7 @@ class VLLMScheduler:
         self._pool: Any = None
 
     def bind_pool(self, pool: Any) -> None:
-        """Store the engine's block pool. `start` passes the pool to the scheduler half."""
+        """Store the engine's block pool, which `start` passes to the scheduler half."""
         self._pool = pool
 
     def start(self, cards: tuple[WorkerCard, ...]) -> None:
@@ -79,8 +80,8 @@ class VLLMScheduler:
             cards: handshakes of all workers, sorted by (pp_rank, tp_rank).
 
         Raises:
-            ConfigError: the workers belong to another connector, the transfer log cannot be opened, or the
-                scheduler half refuses the workers.
+            ConfigError: the handshakes are of workers with other settings, the transfer log cannot be opened,
+                or the scheduler half refuses the workers.
         """
         if any(card.info.settings != self._config.without_host for card in cards):
             raise ConfigError(f"the workers' handshake is that of another KVFerryConnector: {ONE_HANDSHAKE}")
@@ -100,7 +101,7 @@ class VLLMScheduler:
         self._explaining.start()
 
     def on_new_request(self, request: Any) -> None:
-        """Handle a request that vLLM's scheduler has received.
+        """Pass a new request of vLLM's scheduler on to the scheduler half.
 
         Also records the identifiers of the request's images and other items, to detect identifiers that are
         reused for other content.
@@ -142,7 +143,7 @@ class VLLMScheduler:
         return self.half.finished(self._requests.wrap(request), block_ids)
 
     def build_meta(self, scheduler_output: Any) -> SchedulerMeta:
-        """Return the message that orders loads, stores and other work from the workers for the coming step.
+        """Return the message that tells the workers which loads, stores and other work the coming step needs.
 
         Args:
             scheduler_output: vLLM's SchedulerOutput of the step.
@@ -161,10 +162,10 @@ class VLLMScheduler:
             self.half.sent(output.finished_sending)
 
     def take_stats(self) -> FerryStats | None:
-        """Return the metric counts since the last call, and clear them; None if there are none.
+        """Mark the end of a step, and return the metric counts since the last call; None if there are none.
 
-        vLLM calls this once at the end of each step, so this also tells the scheduler half that the step is
-        done.
+        vLLM calls this exactly once at the end of each step. So the scheduler half is told here that the step
+        is done.
         """
         self.half.step_done()
         counted = self._fold.take()
@@ -185,7 +186,7 @@ def sorted_cards(metadata: dict[tuple[int, int], Any]) -> tuple[WorkerCard, ...]
         metadata: handshake of each worker, by (pp_rank, tp_rank).
 
     Raises:
-        ConfigError: the handshakes belong to another connector.
+        ConfigError: a handshake comes from a connector of another class.
     """
     cards = [metadata[place] for place in sorted(metadata)]
     for card in cards:

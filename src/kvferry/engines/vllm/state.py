@@ -34,10 +34,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Tensor-parallel rank that holds a page of recurrent state, and the memory order of convolution states.
+    """Tensor-parallel rank that holds recurrent state, and the order of the axes of its convolution states.
 
     Attributes:
-        rank, ranks: index of the rank, and number of ranks.
+        rank: index of the rank.
+        ranks: number of ranks.
         channels_first: True if the engine stores convolution states in vLLM's ``DS`` order (channels,
             window), False for ``SD`` (window, channels).
     """
@@ -48,7 +49,10 @@ class Rank:
 
 
 def page_of_state(layer: Any, name: str, spec: Any, device: str, rank: Rank) -> PageFormat:
-    """Describe a page of recurrent state: as fields whose positions are proved, or as opaque bytes.
+    """Describe the pages of a recurrent layer (a page holds the layer's state at one position).
+
+    The pages are described as fields, if the layer's weight loaders confirm which part of each field this
+    rank holds. Other pages are described as opaque bytes, which can only move whole.
 
     Args:
         layer: the engine's recurrent layer, for its dimensions and weight loaders.
@@ -77,7 +81,7 @@ def page_of_state(layer: Any, name: str, spec: Any, device: str, rank: Rank) -> 
 
 
 def _fields(layer: Any, kind: str, spec: Any, rank: Rank) -> tuple[tuple[Field, ...], str]:
-    """Find the fields of a page of recurrent state, and check them against the layer's weight loaders.
+    """Return the fields of a page of recurrent state, checked against the layer's weight loaders.
 
     Args:
         layer: the engine's recurrent layer.
@@ -86,8 +90,8 @@ def _fields(layer: Any, kind: str, spec: Any, rank: Rank) -> tuple[tuple[Field, 
         rank: rank that holds the page.
 
     Returns:
-        Fields and an empty string. If the fields are not proved, the second element is the reason, and the
-            fields must not be used.
+        Fields of the page, and an empty string. If the fields cannot be determined or the check fails, the
+        second element is the reason, and the fields must not be used.
     """
     if kind not in FORMATS:
         return (), "its mamba type is not known"
@@ -106,9 +110,10 @@ def _fields(layer: Any, kind: str, spec: Any, rank: Rank) -> tuple[tuple[Field, 
 
 
 def _columns(state: StateFormat, spec: Any, rank: Rank) -> int | None:
-    """Return the number of inputs per channel that a convolution's state has room for.
+    """Return the number of inputs per channel (columns) that the state of a convolution has room for.
 
-    The state has more room than the convolution needs if vLLM adds scratch columns for speculative decoding.
+    This is the number of inputs that the convolution needs, or more if vLLM adds columns as scratch space for
+    speculative decoding.
 
     Args:
         state: format of the layer's state over all ranks.
@@ -116,7 +121,7 @@ def _columns(state: StateFormat, spec: Any, rank: Rank) -> int | None:
         rank: rank that holds the state.
 
     Returns:
-        Number of inputs (columns); None if the shapes in `spec` do not fit the format.
+        Number of columns; None if the shapes in `spec` do not fit the format.
     """
     declared = tuple(tuple(shape) for shape in spec.shapes)
     for columns in (state.window, state.window + int(spec.num_speculative_blocks)):
@@ -131,8 +136,8 @@ def fields_of(state: StateFormat, columns: int, item_bytes: list[int], rank: Ran
     Args:
         state: format of the layer's state over all ranks.
         columns: number of inputs per channel that the convolution's state has room for.
-        item_bytes: bytes per element of each state that exists: first the convolution, then the recurrent
-            state.
+        item_bytes: bytes per element of the convolution's state and of the recurrent state, in this order. A
+            layer that has only one of the two has a single entry.
         rank: rank that holds the page.
     """
     convolution = _convolution(state, columns, item_bytes[0], rank) if state.segments else ()

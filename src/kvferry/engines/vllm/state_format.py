@@ -39,7 +39,7 @@ class Segment:
 
     @property
     def copied(self) -> bool:
-        """True if every rank has all channels of the segment: it has a single unit."""
+        """True if every rank has all channels of the segment, because the segment has a single unit."""
         return self.units == 1
 
     def channels_per_rank(self, ranks: int) -> int:
@@ -55,10 +55,10 @@ class StateFormat:
     missing.
 
     Attributes:
-        window: number of inputs that the convolution remembers per channel, which is its kernel size less
-            one; 0 without a convolution.
-        segments: groups of the convolution's channels, one per projection, in the order of vLLM and of
-            checkpoints.
+        window: number of last inputs per channel that the convolution needs: its kernel size less one. 0
+            without a convolution.
+        segments: groups of the convolution's channels, one per projection, in the order in which vLLM and
+            checkpoints store them. Empty without a convolution.
         recurrent: (name, count) of each axis of the recurrent state. The first axis is sharded, and the last
             axis varies fastest. Empty without a recurrent state.
     """
@@ -95,7 +95,7 @@ class StateFormat:
 def mamba1(layer: Any) -> StateFormat:
     """Return the state format of a Mamba 1 layer (`MambaMixer`).
 
-    There are one convolution channel and one row of recurrent state per inner channel.
+    Each inner channel has one channel of the convolution and one row of recurrent state.
     """
     channels = layer.intermediate_size
     recurrent = (("channel", channels), ("state", layer.ssm_state_size))
@@ -103,10 +103,11 @@ def mamba1(layer: Any) -> StateFormat:
 
 
 def mamba2(layer: Any) -> StateFormat:
-    """Return the state format of a Mamba 2 layer (`MambaMixer2`). x is sharded by heads, B and C by groups.
+    """Return the state format of a Mamba 2 layer (`MambaMixer2`).
 
-    A single group is copied to every rank. `layer.n_groups` is then the number of ranks, because vLLM counts
-    each copy (`extra_groups_for_head_shards`). So the number of groups is read from the layer's norm.
+    Ranks share x by heads, and B and C by groups. If there is a single group, every rank has a copy of it.
+    vLLM then counts each copy in `layer.n_groups` (`extra_groups_for_head_shards`). So the number of groups
+    is read from `layer.norm`, which counts the group once.
     """
     segments = (
         Segment("conv.x", layer.num_heads, layer.head_dim),
@@ -118,10 +119,10 @@ def mamba2(layer: Any) -> StateFormat:
 
 
 def gated_delta(layer: Any) -> StateFormat:
-    """Return the state format of a gated delta net or of Kimi delta attention.
+    """Return the state format of a gated delta net layer or a Kimi delta attention layer.
 
-    A gated delta net shards q and k by key heads, and v by value heads. In Kimi delta attention, q, k and v
-    have the same heads.
+    In a gated delta net, the channels of q and k are sharded by key heads, and those of v by value heads. In
+    Kimi delta attention, q, k and v have the same number of heads.
     """
     if not hasattr(layer, "num_k_heads"):
         heads, width = layer.num_heads, layer.head_dim

@@ -20,14 +20,17 @@ from kvferry.geometry import Field
 
 
 def find_mismatch(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
-    """Return the reason why the fields of a rank's recurrent state are wrong; empty if they are right.
+    """Check that this rank holds the channels and heads of a recurrent layer that the fields describe.
 
-    The layer's weight loaders show which channels and heads the rank has.
+    The check calls the layer's weight loaders, which keep the weights of this rank's channels and heads.
 
     Args:
-        layer: the engine's recurrent layer.
+        layer: the engine's recurrent layer; not changed.
         state: format of the layer's state over all ranks.
         fields: fields of this rank's page.
+
+    Returns:
+        Reason why the fields are wrong; empty if they are right.
     """
     try:
         if state.segments and (why := _channel_mismatch(layer, state, fields)):
@@ -42,8 +45,8 @@ def find_mismatch(layer: Any, state: StateFormat, fields: Sequence[Field]) -> st
 def _channel_mismatch(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
     """Check that this rank has the convolution channels that the fields describe.
 
-    The convolution's weight loader gets a weight in which every element is the index of its channel. The
-    loader keeps the channels of this rank, and the check compares their indices with the fields.
+    The check calls the convolution's weight loader with a weight in which every element is the index of its
+    channel. The loader keeps only the channels of this rank. Their indices must be those in the fields.
 
     Args:
         layer: the engine's recurrent layer.
@@ -79,9 +82,9 @@ def _channel_mismatch(layer: Any, state: StateFormat, fields: Sequence[Field]) -
 def _head_mismatch(layer: Any, field: Field) -> str:
     """Check that this rank has the heads that the field of the recurrent state describes.
 
-    A weight loader of the layer gets a weight in which every element is the index of its row. The weight has
-    a fixed number of rows per head. The loader keeps the rows of this rank, and the check compares their
-    indices with the field. Lightning attention has no such weight, so the check compares the slopes
+    The check calls the loader of a weight that has a fixed number of elements per head. It passes a weight in
+    which every element is its own index. The loader keeps only the elements of this rank's heads, and their
+    indices must match the field. Lightning attention has no such weight, so the check compares the slopes
     (one decay rate per head) instead.
 
     Args:
@@ -108,9 +111,10 @@ def _head_mismatch(layer: Any, field: Field) -> str:
 
 
 def _scratch(weight: Any, shape: tuple[int, ...]) -> Any:
-    """Return a new parameter for a weight loader to fill, with the class and attributes of another one.
+    """Return a new parameter for a weight loader to fill, in place of a parameter of the layer.
 
-    Its elements are -1, which is no valid index, so elements that the loader does not fill are noticed.
+    It has the same class and attributes. Its elements are -1, which is not a valid index, to notice elements
+    that the loader does not fill.
 
     Args:
         weight: parameter of the layer; not changed.
@@ -140,9 +144,9 @@ def _weight_of(indices: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def _loads_in_parts(loader: Any) -> bool:
-    """Return True if each call of a weight loader loads the channels of one projection.
+    """Return True if a weight loader loads the channels of one projection per call.
 
-    Such a loader requires the index of the projection as an argument.
+    Such a loader requires the index of the projection as its argument `loaded_shard_id`.
     """
     part = inspect.signature(loader).parameters.get("loaded_shard_id")
     return part is not None and part.default is inspect.Parameter.empty

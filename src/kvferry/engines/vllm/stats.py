@@ -19,7 +19,7 @@ from kvferry.observe.metrics_delta import MetricsDelta
 
 
 class FerryStats(KVConnectorStats):
-    """Metric counts since the last report, in the form in which vLLM sends them to its API server.
+    """Metric counts of the connector since its last report, as vLLM sends them to its API server.
 
     Attributes:
         data: counts as plain values, as `MetricsDelta.plain` returns them.
@@ -109,8 +109,8 @@ def create_metric(metric: Metric, types: Mapping[type, Any], labels: Sequence[st
 
     Args:
         metric: definition of the metric.
-        types: class to use in place of each `prometheus_client` class, such as `Counter`.
-        labels: names of the engine's labels. They precede the metric's own labels.
+        types: class to use for each class of `prometheus_client` (`Counter`, `Gauge` and `Histogram`).
+        labels: names of the labels that identify an engine. The metric's own labels follow them.
     """
     of: dict[str, Any] = {
         "name": f"{PREFIX}{metric.name}",
@@ -126,9 +126,9 @@ def create_metric(metric: Metric, types: Mapping[type, Any], labels: Sequence[st
 
 
 def unregister(names: Collection[str]) -> None:
-    """Remove metrics with these names from the Prometheus registry.
+    """Remove metrics with these names from the Prometheus registry, so that they can be registered again.
 
-    An earlier engine in this process may have left them. vLLM does the same with its own metrics.
+    An engine that ran earlier in this process may have registered them. Names without a metric are ignored.
     """
     for collector in list(REGISTRY._collector_to_names):
         if getattr(collector, "_name", "") in names:

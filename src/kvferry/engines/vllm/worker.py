@@ -21,18 +21,22 @@ logger = logging.getLogger(__name__)
 
 
 class VLLMWorker:
-    """Part of the connector in one vLLM worker, which wraps kvferry's engine-independent worker half.
+    """Adapter between a vLLM worker and kvferry's worker half, which does not depend on the engine.
 
-    Describes the rank's KV cache to the worker half, and forwards vLLM's hooks to it.
+    The worker half runs the loads, stores and transfers of the rank. This class describes the rank's KV cache
+    to it, and passes vLLM's calls on to it.
 
     Attributes:
         engine_id: id of the engine.
         layout: memory layout of the cache, such as ``BHLNC``; ``unknown`` before `start`.
-        half: worker half, which runs the rank's loads and transfers.
+        half: the worker half.
     """
 
     def __init__(self, vllm_config: Any, caches: dict[str, Any]) -> None:
-        """Store the engine's cache tensors, and hook into calls that change weights or release the cache.
+        """Store the engine's cache tensors, and patch the vLLM worker.
+
+        The worker then reports changes of the weights to the worker half, and refuses calls that would
+        release the memory of the KV cache.
 
         Args:
             vllm_config: the engine's configuration.
@@ -51,7 +55,7 @@ class VLLMWorker:
         keep_memory(vllm_config)
 
     def set_copy(self, copy: CopyBlocks) -> None:
-        """Set the engine's operation that copies blocks between the device and the host buffer."""
+        """Store vLLM's operation for copying blocks between the device's KV cache and the host buffer."""
         self._copy = copy
 
     def start(self, kv_cache_config: Any) -> WorkerCard:
@@ -97,7 +101,8 @@ class VLLMWorker:
     def results(self) -> KVConnectorTransferResults:
         """Return the ids of requests whose transfers have ended since the last call.
 
-        Sent, received and failed requests are listed separately.
+        There is a set for requests whose KV was sent, one for those whose load has ended (received), and one
+        for those of the latter whose load has failed.
         """
         ended = self.half.ended()
         return KVConnectorTransferResults(set(ended.sent), set(ended.received), set(ended.failed))

@@ -27,12 +27,15 @@ def path_of(cls: type) -> ClassPath:
 
 
 class MultiStats(KVConnectorStats):
-    """Stats of a step, from one worker or from the scheduler, for the engine's /metrics.
+    """Stats of a `FerryMultiConnector` and its children for one step, on their way to the engine's /metrics.
+
+    A worker has stats of the children only. The scheduler also counts how children are chosen.
 
     Attributes:
-        data: three entries. ``children``: (path of the connector's class, its stats), by name of the child
-            connector. ``more``: [metric, name of the child, outcome, increment] of each counter. ``pending``:
-            number of asynchronous loads in flight, by name of the child.
+        data: dictionary with three entries. ``children``: by name of the child connector, (module and name
+            of the connector's class, stats of the child). ``more``: list of [metric, name of the child,
+            outcome, increment], one per counter. ``pending``: number of asynchronous loads in flight, by name
+            of the child.
     """
 
     data: dict[str, Any]
@@ -44,7 +47,7 @@ class MultiStats(KVConnectorStats):
 
     @classmethod
     def read(cls, data: Mapping[str, Any] | None) -> MultiStats:
-        """Create stats from plain values, in the same process or in another one.
+        """Restore stats from the plain values in which vLLM sends them between processes.
 
         Args:
             data: plain values, as `to_dict` returns them; None or empty for no stats.
@@ -62,11 +65,11 @@ class MultiStats(KVConnectorStats):
     def of(
         cls, children: Mapping[str, tuple[ClassPath, KVConnectorStats]], counts: Counts | None
     ) -> MultiStats:
-        """Combine the stats of the child connectors with the counts of the choice between the children.
+        """Combine the stats of the child connectors with the counts of how often each child was chosen.
 
         Args:
-            children: (path of the connector's class, its stats), by name of the child.
-            counts: counts of the choice, whose increments are cleared; None on a worker.
+            children: by name of the child, (module and name of the connector's class, stats of the child).
+            counts: counts of the choices; None on a worker. Their increments are taken, and so are cleared.
         """
         more = counts.take() if counts is not None else {}
         pending = dict(counts.pending) if counts is not None and more else {}
@@ -111,10 +114,10 @@ class MultiStats(KVConnectorStats):
 
 
 def _restore(path: ClassPath, data: Any) -> KVConnectorStats | None:
-    """Create the stats of a child connector from plain values; None if the connector's class has no stats.
+    """Restore the stats of a child connector from plain values; None if the connector's class has no stats.
 
     Args:
-        path: module and qualified name of the connector's class.
+        path: module and qualified name of the connector's class, which restores the stats.
         data: plain values of the stats.
     """
     module, name = path

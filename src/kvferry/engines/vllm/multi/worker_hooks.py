@@ -19,15 +19,15 @@ from kvferry.errors import ConfigError
 
 
 class WorkerHooks(KVConnectorBase_V1):
-    """Base class of `FerryMultiConnector`, with the hooks that vLLM calls on a worker.
+    """Base class of `FerryMultiConnector` with the connector methods that vLLM calls on a worker.
 
-    The class creates the child connectors, and forwards each hook to all of them.
+    It creates the child connectors and forwards each call to all of them.
     """
 
     def __init__(
         self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any, children: Sequence[Child]
     ) -> None:
-        """Create the child connectors. This happens in the scheduler and on each worker.
+        """Create the child connectors, in the scheduler's process and on each worker.
 
         Args:
             vllm_config, role, kv_cache_config: arguments that vLLM gives to a connector.
