@@ -61,7 +61,8 @@ class EngineShape:
     Attributes:
         tp: number of tensor-parallel ranks.
         stages: number of layers with a cache on each pipeline rank.
-        block_tokens: number of tokens per block, for layers whose block size the model does not determine.
+        block_tokens: number of tokens per block, for layers whose block size is set by neither the model nor
+            `groups`.
         layout: order of the axes in memory, one of `LAYOUTS`, e.g. ``LBHNC``.
         num_blocks: number of blocks in each rank's pool, the null block included.
         kernel_tokens: number of tokens per kernel block (block as the attention kernel addresses it) if a
@@ -120,7 +121,7 @@ class EngineShape:
 def split_stages(layers: int, pp: int) -> tuple[int, ...]:
     """Return the number of layers on each pipeline rank, as vLLM distributes them.
 
-    If the division leaves a remainder, the ranks just before the last one get one more layer each.
+    If the layers cannot be divided evenly, the ranks just before the last one get one more layer each.
 
     >>> split_stages(30, 4), split_stages(5, 2)
     ((7, 8, 8, 7), (3, 2))
@@ -209,7 +210,7 @@ def lay_out(
     Args:
         model: caches of all layers.
         engine: settings of the engine.
-        addresses: address of each rank's block pool; None to invent addresses, if no memory is allocated.
+        addresses: address of each rank's block pool; None for arbitrary ones, if no memory is used.
 
     Raises:
         GeometryError: an engine with these settings cannot serve this model, or the number of addresses is
@@ -351,7 +352,9 @@ class _Pool:
 
 
 def _slot_bytes(engine: EngineShape, interiors: Sequence[PageInterior]) -> int:
-    """Return the size in bytes of a slot: the space for one layer's page, which fits the page of any group.
+    """Return the size of a slot in bytes.
+
+    A slot is the space for one layer's page, and must be large enough for the pages of all groups.
 
     Args:
         engine: settings of the engine.

@@ -48,7 +48,7 @@ class Axis:
     Attributes:
         name: name of the axis, the same in every engine.
         loops: (count, stride in bytes) of each loop, outermost first; the product of the counts is `count`.
-        start: global index of the first element on this rank.
+        start: index of this rank's first element, counted over all ranks.
         total: number of elements over all ranks. If it is given as 0, it becomes `start` + `count`: this
             rank's last element is then the last element of the axis.
     """

@@ -19,7 +19,7 @@ AXES = "LBHNC"
 
 
 def is_compact(layout: str) -> bool:
-    """Return True if pages are contiguous, because L (layer) and B (block) are the two outermost axes.
+    """Return whether pages are contiguous: True if L (layer) and B (block) are the two outermost axes.
 
     Args:
         layout: order of the axes in memory, one of `LAYOUTS`.

@@ -40,7 +40,7 @@ class StoredField:
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of the field for one head: per token, or for a whole snapshot of recurrent state."""
+        """Bytes of one head of the field, per token; for recurrent state, per snapshot."""
         return self.item_bytes * prod(count for _, count in self.inner)
 
 
@@ -81,8 +81,9 @@ class LayerCache:
     def bytes_of(self, tokens: int) -> int:
         """Return the bytes that the layer stores for `tokens` tokens, over all heads.
 
-        If an entry stands for several tokens, its bytes are shared out among them, and the result is rounded
-        up to a whole byte. For recurrent state, return the bytes of one snapshot, whatever `tokens` is.
+        If several tokens share one stored entry, each of them counts for its part of the entry, and the sum
+        is rounded up to a whole byte. For recurrent state, the result is the size of one snapshot, whatever
+        `tokens` is.
         """
         if self.kind is GroupKind.STATE:
             return self.whole_bytes

@@ -226,10 +226,10 @@ class CanonicalForm:
         return {group.label: number for number, group in enumerate(self.groups)}[label]
 
     def describe(self) -> Iterator[str]:
-        """Yield lines of text that state the order, sizes and quantisation scales of everything in a chunk.
+        """Yield lines of text that describe the byte format: order, sizes and scales of a chunk's fields.
 
-        Equal lines mean equal byte formats, except for the dtypes: the lines contain element sizes only, so a
-        caller that compares models must also compare their dtypes.
+        Two forms with equal lines have the same byte format, but their dtypes may differ: the lines contain
+        only the sizes of elements. A caller that compares models must also compare their dtypes.
         """
         yield f"kvferry canonical form {FORMAT}, chunks of {self.chunk_tokens} tokens"
         for group in self.groups:

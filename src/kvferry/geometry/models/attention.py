@@ -37,7 +37,7 @@ class AttentionReader:
     """Derives the caches of attention layers from a model's configuration.
 
     Attributes:
-        config: keys of the model's ``config.json``.
+        config: content of the model's ``config.json``.
         family: properties of the model family, with defaults for absent keys.
         cache_dtype: element type of the KV cache, one of `CACHE_DTYPES`.
         model_dtype: element type that the model computes in, a key of `FLOATS`.
@@ -163,7 +163,7 @@ def query_heads(config: ModelConfig) -> int:
 
 
 def without_attention(config: ModelConfig) -> set[int]:
-    """Return the indices of the layers that skip attention (Nemotron-NAS).
+    """Return the indices of the layers that have no attention, as in Nemotron-NAS.
 
     Raises:
         ConfigError: a layer has a kind of attention whose cache is unknown.
@@ -191,13 +191,13 @@ def _nested_object(block: Any, name: str) -> Mapping[str, Any]:
 
 
 def _of_step(config: ModelConfig, heads: int, k_width: int, v_width: int) -> tuple[int, int, int]:
-    """Return the number of KV heads, and the elements per head of K and V, of a sliding-window layer.
+    """Return (number of KV heads, elements per head of K, elements per head of V) of a sliding-window layer.
 
-    In Step 3.5, ``config.json`` may have other values for sliding-window layers than for the other layers. If
-    it has none, the arguments are returned unchanged.
+    In Step 3.5, these may differ from the other layers. If ``config.json`` has no special values for
+    sliding-window layers, the arguments are returned unchanged.
 
     Args:
-        config: keys of the model's ``config.json``.
+        config: content of the model's ``config.json``.
         heads: number of KV heads in the other layers.
         k_width, v_width: elements per head of K and of V in the other layers.
     """

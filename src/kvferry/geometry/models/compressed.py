@@ -31,7 +31,7 @@ def compressed_stores(config: ModelConfig, layer: int, cache_dtype: str) -> tupl
     is 4, the layer's indexer also has these two caches.
 
     Args:
-        config: keys of the model's ``config.json``.
+        config: content of the model's ``config.json``.
         layer: index of the layer.
         cache_dtype: requested element type of the KV cache: ``auto``, ``fp8`` or `PACKED_LATENT`. All three
             select the packed format, which is the only one.

@@ -158,7 +158,7 @@ def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     configuration is added. The configuration of a text-only model is returned unchanged.
 
     Args:
-        config: keys and values of the model's ``config.json``.
+        config: content of the model's ``config.json``.
     """
     outer = config
     known = ("model_type", *DTYPES, "quantization_config")

@@ -28,7 +28,7 @@ def token_indexer(config: ModelConfig, layer: int) -> tuple[LayerCache, ...]:
     ``deepseek_v32/attention.py``, and the key ``indexer_types`` must agree.
 
     Args:
-        config: keys of the model's ``config.json``.
+        config: content of the model's ``config.json``.
         layer: index of the layer.
 
     Raises:
@@ -68,7 +68,7 @@ def block_indexer(config: ModelConfig, layer: int, model_dtype: str) -> tuple[La
     dense attention.
 
     Args:
-        config: keys of the model's ``config.json``.
+        config: content of the model's ``config.json``.
         layer: index of the layer.
         model_dtype: element type of the keys, a key of `FLOATS`.
 

@@ -57,7 +57,7 @@ def check_layer_overrides(config: ModelConfig, layers: Sequence[Sequence[Mixer]]
     """Check that the settings in ``per_layer_config`` are valid, and that none is for a recurrent layer.
 
     Args:
-        config: keys of the model's ``config.json``.
+        config: content of the model's ``config.json``.
         layers: mixers (kinds of attention or recurrence) of each layer.
 
     Raises:

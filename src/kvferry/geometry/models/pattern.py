@@ -67,7 +67,7 @@ def mixers(config: ModelConfig, family: ModelFamily) -> list[Mixers]:
     attention: sliding windows if the file gives a window and does not disable it, otherwise full attention.
 
     Args:
-        config: keys of the model's ``config.json``.
+        config: content of the model's ``config.json``.
         family: properties of the model family.
 
     Raises:

@@ -19,7 +19,7 @@ def quantized_cache(config: ModelConfig, dtype: str) -> tuple[str, list[str]]:
     `resolve_kv_cache_dtype_string` decides in the same way.
 
     Args:
-        config: keys of the model's ``config.json``.
+        config: content of the model's ``config.json``.
         dtype: requested element type.
 
     Raises:

@@ -55,7 +55,7 @@ def read_model(
     [128, 128]
 
     Args:
-        config: keys and values of the model's ``config.json``.
+        config: content of the model's ``config.json``.
         dtype: element type of the KV cache, one of `dtypes.CACHE_DTYPES`. A floating-point type also replaces
             the model's element type. With ``auto``, the file decides.
         name: display name of the model; empty for the model type.
@@ -107,7 +107,7 @@ def _mark_unused_keys(config: ModelConfig, used: set[Mixer]) -> None:
     Otherwise, the check for unread keys would reject the file, because such keys usually affect the KV cache.
 
     Args:
-        config: keys of the model's ``config.json``.
+        config: content of the model's ``config.json``.
         used: kinds of attention and recurrence that the layers have.
     """
     if used <= RECURRENT:
@@ -122,7 +122,7 @@ def _stores(
     """Return the caches of each layer.
 
     Args:
-        config: keys of the model's ``config.json``.
+        config: content of the model's ``config.json``.
         family: properties of the model family.
         layers: mixers (kinds of attention or recurrence) of each layer, draft layers included.
         dtypes: element types of the KV cache and of the model.
@@ -147,9 +147,12 @@ def _stores(
 def _model_dtype(config: ModelConfig, dtype: str) -> tuple[str, list[str]]:
     """Return (element type that the model computes in, notes for the user).
 
+    A float32 checkpoint gives ``bfloat16``, in which vLLM serves it by default.
+
     Args:
-        config: keys of the model's ``config.json``.
-        dtype: requested element type of the KV cache. A floating-point type also replaces the model's type.
+        config: content of the model's ``config.json``.
+        dtype: requested element type of the KV cache. If it is a floating-point type such as ``bfloat16``, it
+            is the result too.
     """
     if dtype in FLOATS:
         return dtype, []
@@ -169,7 +172,7 @@ def _ssm_dtype(config: ModelConfig, family: ModelFamily, model_dtype: str) -> st
     model.
 
     Args:
-        config: keys of the model's ``config.json``.
+        config: content of the model's ``config.json``.
         family: properties of the model family.
         model_dtype: element type that the model computes in.
     """
@@ -183,11 +186,11 @@ def _unknown(config: ModelConfig) -> str:
     """Return a note which tells the user that an unknown model is treated as one with ordinary attention.
 
     Args:
-        config: keys of the model's ``config.json``.
+        config: content of the model's ``config.json``.
 
     Raises:
-        ConfigError: a key suggests that layers cache more than K and V or latents, or the file does not give
-            the number of attention heads.
+        ConfigError: a key suggests that layers cache something besides K and V or a latent, or the file does
+            not give the number of attention heads.
     """
     name = config.model_type or "unknown"
     for key in ("index_head_dim", "compress_ratios", "sparse_attention_config", "block_configs"):
@@ -206,7 +209,7 @@ def _without_shared(config: ModelConfig, layers: list[Mixers]) -> list[Mixers]:
     The last layers of Gemma 3n and Gemma 4 have no cache: they reuse K and V of earlier layers.
 
     Args:
-        config: keys of the model's ``config.json``.
+        config: content of the model's ``config.json``.
         layers: mixers of each layer.
 
     Raises:
@@ -228,7 +231,7 @@ def _draft_layers(config: ModelConfig, layers: list[Mixers]) -> list[Mixers]:
     Each of these layers has the mixers of the model's last attention layer.
 
     Args:
-        config: keys of the model's ``config.json``.
+        config: content of the model's ``config.json``.
         layers: mixers of the model's layers.
 
     Raises:

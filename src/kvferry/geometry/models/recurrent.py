@@ -23,7 +23,7 @@ def recurrent_store(config: ModelConfig, mixer: Mixer, model_dtype: str, ssm_dty
     """Return the cache of one recurrent layer.
 
     Args:
-        config: keys of the model's ``config.json``.
+        config: content of the model's ``config.json``.
         mixer: kind of recurrence, e.g. MAMBA2.
         model_dtype: element type of the convolution's inputs, a key of `FLOATS`.
         ssm_dtype: element type of the recurrent state, a key of `FLOATS`.

@@ -101,7 +101,7 @@ def check_unread(config: ModelConfig) -> list[str]:
     other keys. It is empty if there are none.
 
     Args:
-        config: keys of the file, after the KV cache has been derived from them.
+        config: content of the file, after the KV cache has been derived from them.
 
     Raises:
         ConfigError: the name of an unread key suggests that it affects the KV cache.
@@ -124,12 +124,12 @@ def check_nested(config: ModelConfig, name: str, harmless: Iterable[str]) -> Non
     """Check that every key of a nested object in ``config.json`` was read or is known to be harmless.
 
     Args:
-        config: keys of the nested object.
+        config: content of the nested object.
         name: name of the nested object, for the error message.
         harmless: names of keys that are known not to affect the KV cache, and are never read.
 
     Raises:
-        ConfigError: a key is neither.
+        ConfigError: a key was not read and is not in `harmless`.
     """
     unknown = [key for key in config.values if key not in config.read_keys and key not in harmless]
     if unknown:
