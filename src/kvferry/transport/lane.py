@@ -246,7 +246,7 @@ class Lane:
         return taken
 
     def stop(self) -> None:
-        """Tell the lane's thread to end when the reads in progress have ended. Do not wait for that."""
+        """Tell the lane's thread to end after the reads in progress. `join` waits until it has ended."""
         self._stop = True
         self._wake.set()
 
@@ -328,8 +328,8 @@ class Lane:
     def _start(self, agent: Agent, order: ReadOrder) -> None:
         """Plan an order and start to read its KV.
 
-        While the peer's metadata is being checked, set the order aside for later. If the order cannot be
-        planned or its peer is not connected, the order fails: add a `ReadResult` with the reason.
+        If the peer's transport metadata is still being validated, keep the order until that is done. If the
+        peer is not connected, or the order cannot be planned, queue a `ReadResult` with the failure.
 
         Args:
             agent: NIXL agent of this lane (reading thread).

@@ -238,7 +238,7 @@ class PreparedRoute:
 
         Args:
             cells: number of cells to move.
-            costs: measured costs of this machine.
+            costs: measured transfer costs of this machine.
             strategy: strategy that the method must have; None for any. Ignored if the route has no method of
                 this strategy.
         """
@@ -282,8 +282,8 @@ class RoutePreparation:
             own_geometry: geometry of this rank.
             landing: staging area into which images (packed cells) are read.
             card: description of the peer's rank.
-            costs: measured costs of this machine. They decide whether the bytes between two runs are read
-                too, or each run is read by a descriptor of its own.
+            costs: measured transfer costs of this machine. They decide whether two runs of bytes are read
+                with one descriptor, together with the bytes between them, or with one descriptor each.
         """
         self.src, self.dst = DescriptorList(), DescriptorList()
         self.gathers: list[GatherRoute] = []

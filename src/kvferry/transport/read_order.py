@@ -90,7 +90,7 @@ class ReadOrder:
             KV cache group, in the order of the tokens.
         lease: word (integer in the peer's memory) that shows whether the producer's lease on its blocks is
             valid.
-        strategy: only transfer strategy to use; None for the strategy in the settings.
+        strategy: transfer strategy to use; None for the strategy in `TransferSettings`.
         share: share of the order that one lane (reading thread) reads.
     """
 

@@ -169,10 +169,10 @@ class PeerResolver:
         return entry.asked_at is not None and self._clock() - entry.asked_at < PATIENCE_SECONDS
 
     def _ask(self, name: str, entry: _Name, seconds: float) -> None:
-        """Start to resolve a host name in the background, unless that is not necessary or not useful now.
+        """Start to resolve a host name in the background.
 
-        It is not if a look-up is in progress, if the addresses are recent, or if the last look-up failed a
-        short time ago.
+        Do nothing if a look-up is in progress, the addresses are recent, or the last look-up failed a short
+        time ago.
 
         Args:
             name: host name.

@@ -16,8 +16,8 @@ class TransferSettings:
     Over the gather channel, readers ask this worker to pack cells (parts of blocks) into staging memory.
 
     Attributes:
-        strategy: only transfer strategy to use; None to choose the cheapest for each read.
-        costs: measured costs of this machine.
+        strategy: transfer strategy to use for all reads; None to choose the cheapest for each read.
+        costs: measured transfer costs of this machine, by which the cheapest strategy is chosen.
         staging_bytes: size in bytes of each of the two staging areas: one to read into, and one that others
             read from. 0 for no staging areas.
         host: address that the gather channel listens on.
@@ -25,8 +25,8 @@ class TransferSettings:
         keys: CURVE keys of the gather channel; random by default.
         peers: machines that may connect to the gather channel.
         lanes: number of lanes (reading threads), at least 1.
-        lane_bytes: minimum bytes that one lane reads of a route (set of layers that are read with the same
-            copies).
+        lane_bytes: minimum number of bytes that one lane reads of a route (set of layers that are copied
+            alike). Fewer lanes share a route that is too small for all of them.
     """
 
     strategy: Strategy | None = None

@@ -54,7 +54,7 @@ class Transfers:
         in_flight: int = MAX_IN_FLIGHT,
         validator: MetadataValidator | None = None,
     ) -> None:
-        """Start the lanes (reading threads) and register the memory. Block until both are done.
+        """Start the lanes (reading threads), and register this worker's memory. Block until both are done.
 
         Args:
             name: name of the NIXL agent that peers read from, unique among all ranks of all engines.
