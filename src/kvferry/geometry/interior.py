@@ -87,7 +87,7 @@ class PlacedField:
         return Field(self.stored.name, self.stored.item_bytes, self.offset, (*axes, *inner))
 
     def entries(self, count: int, stride: int) -> Field:
-        """Return the axes and strides of this field in a page that stores one entry for several tokens.
+        """Return the axes and strides of this field in a page where each entry stands for several tokens.
 
         Args:
             count: number of entries in the page.

@@ -47,8 +47,8 @@ class PageMap:
     Attributes:
         address: address of the first byte of layer 0, block 0.
         counts: number of layers, blocks, heads, tokens and content bytes. If a block consists of several
-            kernel blocks (blocks as the attention kernel addresses them), kernel blocks are counted. A group
-            of recurrent state has one head and one token, and the content is the whole snapshot.
+            kernel blocks (blocks as the attention kernel addresses them), the second number counts these. A
+            group of recurrent state has one head and one token, and the content is the whole snapshot.
         strides: bytes between neighbours along each of these five axes.
         kernels: number of kernel blocks per block. Block ``b`` consists of the kernel blocks
             ``[b·kernels, (b+1)·kernels)``.
@@ -129,7 +129,7 @@ def page_map(
         layout: order of the axes in memory, one of `LAYOUTS`.
         address: address of the first byte of layer 0, block 0.
         counts: number of layers, blocks, heads, tokens and content bytes. If a block consists of several
-            kernel blocks (blocks as the attention kernel addresses them), kernel blocks are counted.
+            kernel blocks (blocks as the attention kernel addresses them), the second number counts these.
         kernels: number of kernel blocks per block.
         room: space that the pool reserves for the group's pages; by default exactly their size.
 

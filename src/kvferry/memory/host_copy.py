@@ -30,8 +30,8 @@ runs are faster with the C library's own copy."""
 def copy_cells(view: CopyView, places: Int64s, memory: npt.NDArray[np.uint8], offsets: Int64s) -> None:
     """Copy cells between a block pool and packed cells, both in host memory, by one strided copy.
 
-    A cell is a run of tokens that is copied as one unit. A packed cell is a cell in contiguous memory. The
-    attribute `view.storing` decides the direction.
+    A cell is a run of tokens that is copied as one unit. A packed cell is a cell in contiguous memory. Cells
+    are copied out of the pool if `view.storing` is True, and into the pool otherwise.
 
     Args:
         view: strided copy with its view of the block pool.

@@ -85,7 +85,7 @@ def map_shared(fd: int, size: int) -> tuple[mmap.mmap, int]:
 
 
 class HugePageCollapser:
-    """A thread that moves memory in use to huge pages. It runs in the background, at seconds per GiB."""
+    """A thread that moves memory in use to huge pages. This takes seconds per GiB, in the background."""
 
     def __init__(self, region: Region) -> None:
         """Start the thread that moves the memory to huge pages.

@@ -52,7 +52,7 @@ class OwnedCache:
             guarded: True for guarded views. They raise SilentCopy where torch would silently copy.
 
         Raises:
-            GeometryError: the elements of a layer have another size than `dtype`.
+            GeometryError: `dtype` is not uint8, and its size differs from that of a layer's elements.
         """
         found = {}
         for where, group, slot, layer in self._layers():
@@ -83,7 +83,8 @@ class OwnedCache:
             guarded: True for guarded views. They raise SilentCopy where torch would silently copy.
 
         Raises:
-            GeometryError: the elements of a field have another size than its dtype.
+            GeometryError: the elements of a field differ in size from its dtype, or no integer dtype has
+                their size.
         """
         found = {}
         for _, group, _, layer in self._layers():
@@ -110,7 +111,7 @@ class OwnedCache:
             dtype: dtype of the elements; None for integers of the size of the elements.
 
         Raises:
-            GeometryError: the elements of the field have another size than `dtype`, or no integer dtype has
+            GeometryError: the elements of the field differ in size from `dtype`, or no integer dtype has
                 their size.
         """
         dtype = dtype or _BITS.get(field.item_bytes)

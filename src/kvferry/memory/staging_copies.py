@@ -119,7 +119,8 @@ class StagingCopies:
         """Copy cells (runs of tokens) between the block pool and staging memory on a GPU.
 
         Args:
-            view: strided copy with its view of the block pool. It decides the direction.
+            view: strided copy with its view of the block pool. Cells are copied out of the pool if
+                `view.storing` is True, and into the pool otherwise.
             places: index of each cell on the first axis of `view.elements`, int64 of shape (n,).
             staged: images (packed cells) in staging memory.
             first: index of the image of the first cell.

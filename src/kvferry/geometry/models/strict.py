@@ -101,7 +101,7 @@ def check_unread(config: ModelConfig) -> list[str]:
     other keys. It is empty if there are none.
 
     Args:
-        config: content of the file, after the KV cache has been derived from them.
+        config: content of the file, after the KV cache has been derived from it.
 
     Raises:
         ConfigError: the name of an unread key suggests that it affects the KV cache.
