@@ -21,7 +21,7 @@ def check_fixed_memory(
         environment: environment variables of the process.
 
     Raises:
-        ConfigError: the engine may sleep (release this memory). Or `transfers` is True, and torch uses
+        ConfigError: the engine may sleep (release this memory); or `transfers` is True and torch uses
             expandable segments, whose memory cannot be registered reliably.
     """
     if sleeps(vllm_config):

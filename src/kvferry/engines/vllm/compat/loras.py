@@ -30,7 +30,7 @@ def hook_adapter_loads(listener: _Listener) -> None:
     An engine may then take one of its own adapters for reloaded, and no longer store KV of this adapter.
 
     Args:
-        listener: object to notify, such as the scheduler half of the connector.
+        listener: object whose method `on_load` is called.
     """
     _LISTENERS.add(listener)
     if hasattr(Executor.add_lora, "__wrapped__"):

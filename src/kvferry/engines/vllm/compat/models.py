@@ -38,7 +38,7 @@ class Models:
 def built_models(vllm_config: VllmConfig) -> Models:
     """Return the target model and the draft model that the worker in this process has built.
 
-    The first call searches all objects that Python's garbage collector knows for the worker, and must precede
+    The first call looks for the worker among all objects of Python's garbage collector, and must precede
     vLLM's warm-up. On a GPU, the warm-up hides existing objects from the garbage collector (`gc.freeze`).
 
     Args:
@@ -55,7 +55,7 @@ def built_models(vllm_config: VllmConfig) -> Models:
 def worker_of(vllm_config: VllmConfig) -> WorkerBase:
     """Return the worker in this process that belongs to the engine with this configuration.
 
-    The first call searches all objects that Python's garbage collector knows for the worker, and must precede
+    The first call looks for the worker among all objects of Python's garbage collector, and must precede
     vLLM's warm-up. On a GPU, the warm-up hides existing objects from the garbage collector (`gc.freeze`).
 
     Raises:

@@ -21,9 +21,10 @@ these, and trainers call them in a worker."""
 
 
 def hook_weight_changes(vllm_config: VllmConfig, changed: Callable[[], None]) -> None:
-    """Make a worker call a function before each of its methods that change weights; mutates the worker.
+    """Make a worker call a function each time before it changes the model's weights; mutates the worker.
 
-    Other code that writes to the model's parameters directly is not detected.
+    The function patches the worker's and the model's methods that change weights. Code that writes to the
+    model's parameters directly is not detected.
 
     Args:
         vllm_config: the engine's configuration.

@@ -126,7 +126,7 @@ def whole_page(
 def _proved(
     layer: Any, spec: Any, tensor: torch.Tensor, num_blocks: int, shard: Shard
 ) -> tuple[tuple[Field, ...], str]:
-    """Return the first description of a layer's pages that writes to a scratch cache confirm.
+    """Return the first description of a layer's pages that is confirmed by writes to a scratch cache.
 
     The function tries the descriptions that kvferry has for the layer's backend, in order. If none is
     confirmed, it tries a page of cells (the contiguous bytes of one head and token).

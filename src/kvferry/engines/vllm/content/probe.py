@@ -119,8 +119,8 @@ def _probe_writes(s: Strides, *, dynamic: bool) -> Iterator[tuple[str, int, bool
     """Yield the writes that are needed to check where a cache-write operation puts each value.
 
     In each write, the value of an element encodes one base-5 digit of the element's index along one axis.
-    There is one write for each axis and digit. If the operation computes scales from its input, a second
-    write is needed for each:
+    There is one write for each axis and digit. If the operation computes scales from its input, there are two
+    for each:
 
     - Without anchors, all elements of a vector may be equal. Their value then determines only the vector's
       scale, so this write checks the positions of the scales.
@@ -145,8 +145,8 @@ def _factor(layer: Any, written: WrittenField) -> torch.Tensor:
     """Return the factor that converts decoded elements of a field to the values that were meant to be stored.
 
     Values are multiplied by the layer's scale before they are written (`scaled`). If the cache-write
-    operation divides them by the scale again, the factor is 1. If it does not, as for a field whose `scaled`
-    is False, the factor is the inverse of the scale.
+    operation divides them by the scale again, the factor is 1. Otherwise (`written.scaled` is False), the
+    factor is the inverse of the scale.
 
     Args:
         layer: the engine's attention layer.

@@ -60,10 +60,10 @@ class BlockHolders:
         return any(held)
 
     def take_new(self) -> dict[str, frozenset[int]]:
-        """Return what was recorded since the last call, and clear the record.
+        """Return the block holders that were recorded since the last call of this method.
 
         Returns:
-            Indices of the child connectors that keep blocks of an ended request, by request id.
+            Indices of the child connectors that keep blocks of an ended request, by id of the request.
         """
         holders, self._holders = self._holders, {}
         return {request_id: frozenset(child_indices) for request_id, child_indices in holders.items()}

@@ -45,7 +45,7 @@ class _Plan:
 
 @dataclass(slots=True)
 class _Load:
-    """Load of a request's KV by a child connector, which has started.
+    """Load that a child connector has started for a request.
 
     Attributes:
         plan: the child, and what it loads.
@@ -77,7 +77,10 @@ class _RequestState(RequestState[_Plan]):
 
 
 class ChildAdmission:
-    """Chooses the child connector that loads each request. Only the engine's thread may use it.
+    """Chooses the child connector that loads the KV of each request.
+
+    A child connector is one of the connectors that a `FerryMultiConnector` runs. Only the engine's thread may
+    use this class.
 
     Attributes:
         counts: counts of choices and of ended loads, for each child.

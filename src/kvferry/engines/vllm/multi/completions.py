@@ -41,7 +41,8 @@ class Completions:
     def join(self, reports: Iterable[KVConnectorTransferResults]) -> KVConnectorTransferResults:
         """Merge the reports of all child connectors about a step into one report for vLLM.
 
-        Reports of a child about requests that it neither loads nor keeps blocks of are dropped.
+        A child's report about a request is dropped if the child neither loads the request nor keeps its
+        blocks.
 
         Args:
             reports: ids of sent, received and failed requests of each child, in the order of the children.

@@ -24,7 +24,10 @@ class Counts:
     pending: Counter[str] = field(default_factory=Counter)
 
     def admitted(self, answers: Iterable[tuple[str, int | None]], loader: str | None, tokens: int) -> None:
-        """Count, for an admitted request, a hit, a miss or an offer not taken of each child connector.
+        """Count the result of a request's admission for each child connector: a hit, a miss or a lost offer.
+
+        The child that loads the request has a hit. Other children have a lost offer if they offered any
+        tokens, and a miss otherwise.
 
         Args:
             answers: (name, number of tokens offered) of each child. The number is None for a child that was

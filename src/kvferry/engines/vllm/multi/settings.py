@@ -58,7 +58,7 @@ class MultiSettings(msgspec.Struct, frozen=True):
         children: settings of each child connector. If two offers are equally good, the child that is listed
             first loads.
         source_policy: name of the policy that chooses the child that loads a request.
-        patience_seconds: maximum seconds that a request waits for a child that is still looking for KV.
+        patience_seconds: maximum time that a request waits for a child that is still looking for KV.
         attempts: maximum number of loads that are tried for one request. After that, the request is computed.
     """
 

@@ -69,7 +69,7 @@ class MultiStats(KVConnectorStats):
 
         Args:
             children: by name of the child, (module and name of the connector's class, stats of the child).
-            counts: counts of the choices; None on a worker. Their increments are taken, and so are cleared.
+            counts: counts of the choices, whose increments are cleared; None on a worker.
         """
         more = counts.take() if counts is not None else {}
         pending = dict(counts.pending) if counts is not None and more else {}
