@@ -101,8 +101,8 @@ class VLLMWorker:
     def results(self) -> KVConnectorTransferResults:
         """Return the ids of requests whose transfers have ended since the last call.
 
-        There is a set for requests whose KV was sent, one for those whose load has ended (received), and one
-        for those of the latter whose load has failed.
+        The result has one set of ids for requests whose KV was sent, one for requests whose load has ended
+        (received), and one for those whose load has failed.
         """
         ended = self.half.ended()
         return KVConnectorTransferResults(set(ended.sent), set(ended.received), set(ended.failed))

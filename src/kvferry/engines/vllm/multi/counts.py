@@ -24,10 +24,10 @@ class Counts:
     pending: Counter[str] = field(default_factory=Counter)
 
     def admitted(self, answers: Iterable[tuple[str, int | None]], loader: str | None, tokens: int) -> None:
-        """Count the result of a request's admission for each child connector: a hit, a miss or a lost offer.
+        """Count what the admission of a request means for each child connector: a hit, a miss or passed over.
 
-        The child that loads the request has a hit. Other children have a lost offer if they offered any
-        tokens, and a miss otherwise.
+        The child that loads the request has a hit. Any other child is counted as passed over if it offered
+        tokens, and as a miss otherwise.
 
         Args:
             answers: (name, number of tokens offered) of each child. The number is None for a child that was
