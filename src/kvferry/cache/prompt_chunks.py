@@ -103,7 +103,7 @@ class PromptChunks:
         """Look up the request's chunks in the tiers, and return which of its prefixes could be loaded.
 
         Args:
-            tokens: number of tokens of the request to look up; `keys` must have at least as many.
+            tokens: number of tokens of the request to look up; `keys` must cover at least these tokens.
             local_tokens: number of tokens at the start of the request whose KV the engine already has.
             tier_numbers: function that returns, for the tags (last 8 bytes of keys) of chunks, the number
                 that identifies each chunk's tier: 0 for host memory, n for the n-th slow tier, `NO_TIER` for
@@ -123,7 +123,7 @@ class PromptChunks:
         return coverage(self._groups, chunked, tier_numbers(tags.ravel()).reshape(tags.shape))
 
     def wanted_chunks(self, found: Coverage, span: LoadSpan) -> Iterator[WantedChunk]:
-        """Yield the chunks that are needed to load some tokens, in the order of the prompt.
+        """Yield the chunks that a load of the tokens in `span` needs, in the order of the prompt.
 
         Args:
             found: result of `look_up`.

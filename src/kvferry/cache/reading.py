@@ -256,8 +256,8 @@ class Reading:
     def _advance_chunk(self, fetch: Fetch, want: WantedChunk) -> bool:
         """Bring one chunk of a fetch towards host memory.
 
-        A chunk in host memory is held (not evicted). A chunk that another load is already reading is waited
-        for. For any other chunk, a read is started. If no tier has the chunk any more, the fetch fails.
+        A chunk in host memory is held (not evicted). If another load is already reading the chunk, the fetch
+        waits for this read. Otherwise a read is started. If no tier has the chunk any more, the fetch fails.
 
         Args:
             fetch: set of chunks that one load needs.

@@ -340,8 +340,8 @@ class _Pool:
     def room(self, interior: PageInterior) -> PoolRoom:
         """Return the space that the pool reserves for the pages of one KV cache group.
 
-        `slot_bytes` of the result is the part of a slot for one kernel block (block as the attention kernel
-        addresses it).
+        `slot_bytes` of the result is the number of bytes per kernel block (block as the attention kernel
+        addresses it). A slot of this pool has space for all kernel blocks of a block.
 
         Args:
             interior: inner structure of a page of the group.

@@ -48,7 +48,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Quantisation scales of a layer's KV cache that are stored outside of the cache.
+    """Quantisation scales of the K or V of one layer, which are not stored in the KV cache itself.
 
     Two engines with different scales cannot exchange quantised KV, because the same quantised value stands
     for different numbers in each.

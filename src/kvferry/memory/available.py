@@ -52,7 +52,9 @@ def available_memory(read: Read = read) -> tuple[int, str] | None:
 
 
 def _left_to_groups(read: Read) -> Iterator[int]:
-    """Yield the free bytes of each control group with a limit, from this process's group up to the root.
+    """Yield the bytes that are left of each control group's memory limit, from this process's group up.
+
+    Groups without a limit are skipped.
 
     Args:
         read: function that returns the text of a file, or None if it cannot be read.

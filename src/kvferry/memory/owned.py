@@ -52,7 +52,7 @@ class OwnedCache:
             guarded: True for guarded views. They raise SilentCopy where torch would silently copy.
 
         Raises:
-            GeometryError: `dtype` is not uint8, and its size differs from that of a layer's elements.
+            GeometryError: `dtype` has more than one byte, and a layer's elements differ from it in size.
         """
         found = {}
         for where, group, slot, layer in self._layers():

@@ -59,7 +59,7 @@ class AttentionReader:
             layer: index of the layer in the model.
 
         Raises:
-            ConfigError: a size is missing or invalid, or the element type does not fit this attention.
+            ConfigError: a size is missing or invalid, or this attention does not support the element type.
         """
         if self.config.get("compress_ratios") is not None:
             return compressed_stores(self.config, layer, self.cache_dtype)

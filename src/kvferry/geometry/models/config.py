@@ -45,7 +45,7 @@ class ModelConfig:
     def layers(self) -> int:
         """Number of decoder layers.
 
-        If no key gives this number, it is the length of a list or string with one entry per layer.
+        If no key gives this number, the length of a list or string with one entry per layer is used.
         """
         if self.get(*_LAYER_COUNTS) is None:
             lists = (self.get(name) for name in PER_LAYER)

@@ -23,7 +23,7 @@ _ENCODER_DECODERS = frozenset((
 
 
 def check_decoder(config: ModelConfig) -> None:
-    """Check that the model is a decoder, whose KV cache can be transferred.
+    """Check that the model is a decoder. The KV caches of other models are not supported.
 
     Raises:
         ConfigError: the model is an encoder without a KV cache, or an encoder-decoder.

@@ -89,8 +89,8 @@ def _mamba2(config: ModelConfig, item: int, ssm_item: int) -> tuple[StoredField,
 def _mamba2_channels(config: ModelConfig) -> int | None:
     """Return the number of channels of the convolution's input ``x`` in a Mamba2 layer.
 
-    Return None if ``config.json`` does not give the number. In this case, it is the number of heads times
-    their width.
+    Return None if ``config.json`` does not give the number. The number is then that of the heads times their
+    width.
     """
     if config.model_type == "nemotron_h":
         config.mark_read("expand")
