@@ -86,7 +86,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """True if this engine hands over KV to other engines; False if it only caches KV in tiers.
+        """True if this engine hands KV over to other engines; False, for example, if it only has tiers.
 
         If True, vLLM recomputes a request that is preempted before its KV was handed over. This is not
         needed for tiers, because KV that is missing in a tier can be computed again.

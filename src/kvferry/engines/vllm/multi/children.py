@@ -53,8 +53,8 @@ class Child:
     def hands_over(self) -> bool:
         """True if the child connector hands KV to other engines.
 
-        This is the case for kvferry's connector unless its setting `transfer` is False, and for the
-        connectors of vLLM that `_HAND_OVER` lists.
+        This is the case for the connectors of vLLM that `_HAND_OVER` lists, and for kvferry's connector if it
+        exchanges KV with other engines (`ConnectorConfig.transfers`).
         """
         if self.is_kvferry:
             return read_settings(self.config).transfers
