@@ -59,7 +59,9 @@ class RankPair:
     """
 
     def __init__(self, reading: ModelReading, side: EngineSide, chunks: int) -> None:
-        """Allocate the memory of both ranks and of the arena: three times the size of all chunks.
+        """Allocate the KV caches of both ranks and the arena, and fill the first rank's cache.
+
+        Each of the three holds all chunks once, so they need three times the size of the chunks in total.
 
         Args:
             reading: description of the model's KV cache.
@@ -67,7 +69,7 @@ class RankPair:
             chunks: number of chunks of the prompt.
 
         Raises:
-            ConfigError: there is not enough memory.
+            ConfigError: this machine has too little memory for the caches and the arena.
         """
         engine = simulate_engine("holder", reading, side, chunks * CHUNK_TOKENS)
         self.layout, self.chunks = side.layout, chunks

@@ -343,7 +343,7 @@ class Reading:
 
         Args:
             incoming: chunk that could not be read.
-            why: reason of the failure, for messages.
+            why: reason for the failure, for messages.
             what: outcome of the read; None if the chunk was read but the cache was reset meanwhile.
         """
         for fetch in incoming.waiting:

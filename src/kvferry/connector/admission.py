@@ -247,12 +247,12 @@ class Admission:
         self._events.scheduled(requests)
 
     def hand_over(self, orders: StepOrders) -> None:
-        """Fill in the workers' orders for the coming step: which loads to begin, and which to give up.
+        """Tell the workers which loads to begin in the coming step, and which loads to give up.
 
-        Each source then adds orders of its own.
+        After that, each source adds its own work.
 
         Args:
-            orders: orders for the workers. Mutated.
+            orders: message to the workers for the coming step. This object is mutated.
         """
         self._parts.end_pass()
         orders.loads, self._begun = self._begun, []

@@ -24,11 +24,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PlaceTokens:
-    """The tokens of a source's offer that come from one place.
+    """The number of tokens whose KV a source (a peer or the tiers) offers to load from one place.
 
     Attributes:
-        place: name of the place that holds the tokens: ``peer``, or the name of a tier.
-        tokens: number of tokens.
+        place: name of the place that holds the KV: ``peer``, or the name of a tier.
+        tokens: number of tokens whose KV is loaded from this place.
     """
 
     place: str

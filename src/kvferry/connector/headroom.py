@@ -42,7 +42,7 @@ class Headroom:
 
     @classmethod
     def of(cls, groups: Sequence[CacheGroup], step_tokens: int, pool: BlockPool) -> Headroom:
-        """Create the object for an engine. It accepts every load if no group has an attention window.
+        """Return a headroom check for an engine. It accepts every load if no group has an attention window.
 
         Args:
             groups: the engine's KV cache groups.

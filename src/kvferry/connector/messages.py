@@ -38,7 +38,7 @@ class WorkerInfo:
 
 @dataclass(slots=True, kw_only=True)
 class StepOrders:
-    """Orders of the scheduler half to the worker halves, for one step.
+    """Message of the connector's scheduler half to its worker halves: the work of one engine step.
 
     Each lease has a slot: the index of its lease word, an integer in registered memory. A worker *raises* the
     word when the lease ends, so that a peer that is still reading notices that the blocks may be reused.

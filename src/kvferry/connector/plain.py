@@ -11,7 +11,7 @@ from kvferry.connector.engine import BlockIds, LoraAdapter, PromptItem
 
 @dataclass(slots=True, kw_only=True)
 class PlainRequest:
-    """A request as a data class. It implements `Request`, which documents the attributes.
+    """A plain data class that implements `Request`. The attributes are explained there.
 
     >>> request = PlainRequest(request_id="r", prompt_token_ids=[1, 2, 3])
     >>> request.num_tokens, request.trim_prompt(), request.num_tokens

@@ -189,7 +189,7 @@ class SchedulerHalf:
         return self._producer.holds_blocks or (self._tiering is not None and self._tiering.holds_blocks)
 
     def on_new_request(self, request: Request) -> None:
-        """Handle a new request: ask which sources can load its KV, and prepare to offer and to store it."""
+        """Add a new request: ask which sources can load its KV, and prepare to offer and to store it."""
         if self._config.transfers:
             self._producer.on_new_request(request)
         self.admission.on_new_request(request)
@@ -197,7 +197,7 @@ class SchedulerHalf:
             self._tiering.on_new_request(request)
 
     def finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
-        """Handle the end of a request: store its last chunks, and offer or keep its KV for peers.
+        """End a request: store its last chunks, and offer or keep its KV for peers.
 
         Args:
             request: the request.
@@ -215,7 +215,7 @@ class SchedulerHalf:
         return self._producer.finished(request, whole) if self._config.transfers else (False, None)
 
     def orders(self, step: Step) -> StepOrders:
-        """Return the orders for all workers for the engine's coming step.
+        """Return the message that tells all workers what to load, store and send in the coming step.
 
         Args:
             step: the coming step, as scheduled by the engine.

@@ -95,7 +95,9 @@ class Source(Protocol):
         """
 
     def begin(self, load: Load, request: Request) -> None:
-        """Begin a load of this source. The workers receive `load` with their next orders.
+        """Begin to load KV from this source.
+
+        The workers are told of `load` in the scheduler's message for the next engine step.
 
         Args:
             load: the load.
@@ -132,7 +134,7 @@ class Source(Protocol):
         """
 
     def ended(self, load: Load, report: Report) -> None:
-        """Handle a load that all workers have reported as ended.
+        """Take note of a load that all workers have reported as ended.
 
         If the load has failed, exclude its peer, or the tiers that were too slow, from further loads of the
         same request.
@@ -169,4 +171,8 @@ class Source(Protocol):
         """Forget a request that has ended."""
 
     def hand_over(self, orders: StepOrders) -> None:
-        """Add this source's orders to the workers' orders for the coming step. Mutates `orders`."""
+        """Add the work of this source to the message that tells the workers what to do in the coming step.
+
+        Args:
+            orders: message to the workers. This object is mutated.
+        """

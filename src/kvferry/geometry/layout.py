@@ -303,8 +303,9 @@ def _page_interior(store: LayerCache, tokens: int, engine: EngineShape, tp_rank:
 class _Pool:
     """Sizes of the block pool that all KV cache groups of a rank share.
 
-    A block consists of slots. A slot has space for one layer's page. Layer ``j`` of every group uses slot
-    ``j``: groups can share slots because a block belongs to only one group at a time.
+    A block is usually divided into slots. Each slot has space for the page (memory in one block) of one
+    layer. Layer ``j`` of every group uses slot ``j``: groups can share slots because a block belongs to only
+    one group at a time.
 
     Attributes:
         slots: number of slots per block: the number of layers of the largest group on this rank.

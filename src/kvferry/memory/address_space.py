@@ -95,7 +95,12 @@ class AddressSpace:
         return flat.as_strided(shape, strides, (first - low) // word)
 
     def _region_of(self, low: int, high: int) -> int | None:
-        """Return the index of the region that contains all bytes ``[low, high)``; None if no region does."""
+        """Return the index of the region that contains a whole range of addresses; None if no region does.
+
+        Args:
+            low: first address of the range.
+            high: address after the last byte of the range.
+        """
         at = bisect.bisect_right(self._starts, low) - 1
         holds = at >= 0 and high <= self._starts[at] + self._regions[at].length
         return at if holds else None

@@ -31,7 +31,7 @@ class _RequestCounts:
     Attributes:
         sources: names of the sources that may serve the request.
         asked: last event with the sources' answers for the request; None before the first such event.
-        failed: reason of the last failed load, by source; without sources that had no failed load.
+        failed: reason why the last failed load failed, by source. Sources without a failed load are absent.
         until: token position at which the last load of an attempt ends (exclusive), by attempt.
         lost: largest `until` of the attempts that failed because of a source, by source. The tokens before
             this position would not be computed if no load had failed. Cleared when the request is scheduled.

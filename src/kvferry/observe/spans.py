@@ -38,7 +38,7 @@ class TraceSpan:
         parent: W3C trace headers of the parent span; empty if the request has none.
         begin, end: start time and end time of the operation, in monotonic seconds.
         attributes: attributes of the span, by name.
-        failure: reason of the failure; empty if the operation succeeded.
+        failure: reason for the failure; empty if the operation succeeded.
     """
 
     name: str
@@ -169,7 +169,7 @@ class SpanListener:
             name: name of the span.
             began, ended: events of the start and the end of the operation.
             attributes: attributes of the span, by name.
-            failure: reason of the failure; empty if the operation succeeded.
+            failure: reason for the failure; empty if the operation succeeded.
         """
         parent = self._parents.get(began.request_id, ())
         self._emit(

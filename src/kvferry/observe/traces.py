@@ -42,7 +42,7 @@ class StoredChunks:
         size: number of bytes that were copied.
         first: time when the first copy was started, in monotonic seconds.
         last: time when the last copy ended, in monotonic seconds; 0 if none has ended.
-        failure: reason of the last failed copy; empty if no copy failed.
+        failure: reason why the last failed copy failed; empty if no copy failed.
     """
 
     group: str

@@ -127,12 +127,16 @@ class PlannedTransfer:
     span: LoadSpan
 
     def templates(self, number: int) -> tuple[Template, ...]:
-        """Return the templates (copies computed in advance) by which one destination rank reads.
+        """Return the templates by which one destination rank reads from the source ranks.
 
-        There is one template per source rank.
+        A template is a precomputed set of copy operations from one source rank to one destination rank. A
+        transfer only adds the block ids.
 
         Args:
             number: index of the destination rank.
+
+        Returns:
+            One template per source rank, in the order of `srcs`.
 
         Raises:
             Incompatible: the two engines cannot exchange this model's KV.

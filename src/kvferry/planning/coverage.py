@@ -138,7 +138,8 @@ class Coverage:
         slowest: one array per group, int64 of shape (`chunked.chunks`,): for each boundary, the number of the
             slowest tier that the group must read if the prefix ends there; `NO_TIER` if the group lacks a
             chunk.
-        slowest_overall: maximum of `slowest` over all groups, int64 of shape (`chunked.chunks`,).
+        slowest_overall: for each boundary, the largest of the numbers that the groups have in `slowest`;
+            int64 of shape (`chunked.chunks`,).
     """
 
     groups: Sequence[GroupPattern]

@@ -104,7 +104,7 @@ def needed_tokens(kind: GroupKind, attention_span: int, span: LoadSpan) -> tuple
     Args:
         kind: kind of the KV cache group's layers.
         attention_span: length of the sliding window or attention chunk in tokens; 0 for other kinds.
-        span: tokens that the load transfers, over all groups.
+        span: range of the prompt's tokens that the load covers, the same for all groups of the model.
 
     >>> needed_tokens(GroupKind.SLIDING, 24, LoadSpan(0, total=64, prompt=64))   # next: 63, sees 40..63
     (40, 64)
@@ -322,7 +322,7 @@ def blocks_needed(
         kind: kind of the KV cache group's layers.
         attention_span: length of the sliding window or attention chunk in tokens; 0 for other kinds.
         block_tokens: number of tokens per block of the group.
-        span: tokens that the load transfers, over all groups.
+        span: range of the prompt's tokens that the load covers, the same for all groups of the model.
         table: block ids of the group by position, int64; for a state group, the one block with the snapshot
             (recurrent state at one position).
     """
@@ -346,7 +346,7 @@ def unwritten_blocks_needed(
         kind: kind of the KV cache group's layers.
         attention_span: length of the sliding window or attention chunk in tokens; 0 for other kinds.
         block_tokens: number of tokens per block of the group.
-        span: tokens that the load transfers, over all groups.
+        span: range of the prompt's tokens that the load covers, the same for all groups of the model.
         table: block ids of the group by position, int64; for a state group, the one block with the snapshot
             (recurrent state at one position).
     """
@@ -368,7 +368,7 @@ def writable_blocks(kind: GroupKind, block_tokens: int, span: LoadSpan) -> slice
     Args:
         kind: kind of the KV cache group's layers.
         block_tokens: number of tokens per block of the group.
-        span: tokens that the load transfers, over all groups.
+        span: range of the prompt's tokens that the load covers, the same for all groups of the model.
 
     >>> head = LoadSpan(local_tokens=16, total=64, prompt=64, part=(16, 48))
     >>> writable_blocks(GroupKind.FULL, 16, head), writable_blocks(GroupKind.SLIDING, 16, head)
@@ -392,7 +392,7 @@ def max_writable_blocks(kind: GroupKind, attention_span: int, block_tokens: int,
         kind: kind of the KV cache group's layers.
         attention_span: length of the sliding window or attention chunk in tokens; 0 for other kinds.
         block_tokens: number of tokens per block of the group.
-        span: tokens that the load transfers, over all groups.
+        span: range of the prompt's tokens that the load covers, the same for all groups of the model.
 
     >>> span = LoadSpan(local_tokens=16, total=64, prompt=65)
     >>> max_writable_blocks(GroupKind.FULL, 0, 16, span), max_writable_blocks(GroupKind.SLIDING, 20, 16, span)

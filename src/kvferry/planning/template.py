@@ -88,7 +88,9 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """All copies from one rank of the peer to this rank, computed once per handshake.
+    """A precomputed set of all copy operations from one rank of the peer to this rank.
+
+    It is computed once per handshake. Each transfer only adds the block ids.
 
     Attributes:
         src_rank: (pp_rank, tp_rank) of the peer's rank.

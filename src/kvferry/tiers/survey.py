@@ -87,7 +87,7 @@ class BadChunk:
 
     Attributes:
         path: path or URL of the file.
-        why: reason of the failure, in one sentence.
+        why: reason why the check failed, in one sentence.
         moved: whether the file was moved to quarantine.
     """
 

@@ -89,7 +89,7 @@ class MissCount:
 
     Attributes:
         source: name of the source.
-        reason: reason of the misses, one of `MissReason`.
+        reason: reason for the misses, one of `MissReason`.
         group: label of the KV cache group that lacked KV; empty if the reason does not concern a group.
         count: number of misses, in total or per second.
     """

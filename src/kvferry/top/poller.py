@@ -92,7 +92,9 @@ class Poller:
                     group.start_soon(self._read, url)
 
     async def keep_reading(self, every: float, group: TaskGroup) -> None:
-        """Read the metrics of all addresses periodically until cancelled, including those that routers list.
+        """Read the metrics of all addresses periodically, until the task is cancelled.
+
+        If an address belongs to a router, the metrics of the engines that the router lists are read too.
 
         Args:
             every: time between two readings of an address, in seconds.

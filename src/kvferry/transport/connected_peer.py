@@ -100,15 +100,17 @@ class ConnectedPeer:
     def plan(self, order: ReadOrder) -> ReadPlan:
         """Plan how to read the KV of one request from the peer.
 
-        The plan says which cells (parts of blocks) to read from which rank of the peer, by which method, with
-        which descriptors, and which bytes of this rank's blocks to zero.
+        For each rank of the peer, the plan contains the cells (parts of blocks) to read, the method, and the
+        descriptors (address ranges) to read with. It also contains the bytes of this rank's blocks to set to
+        zero.
 
         Args:
-            order: request's tokens, block tables of both sides, and lease.
+            order: what to read: range of the prompt's tokens, block tables of the peer and of this engine,
+                and the peer's lease on its blocks.
 
         Raises:
-            TransferError: the block tables do not match the KV cache groups, contain an invalid block id, or
-                belong to a lease slot that the peer does not have.
+            TransferError: the block tables do not match the KV cache groups, a block id is invalid, or the
+                peer does not have the lease slot that the order names.
         """
         started = time.perf_counter()
         self._check(order)

@@ -83,7 +83,7 @@ class ReadResult:
 
     Attributes:
         key: unique name of the order (`ReadOrder.key`).
-        failure: reason of the failure; None if all bytes arrived and are valid.
+        failure: reason for the failure; None if all bytes arrived and are valid.
         plan: plan of the read; None if the order failed before its read was started.
         transfer_seconds: duration from the start of the read until the KV has arrived; until the failure, if
             the read failed earlier.
@@ -132,7 +132,7 @@ class _Read:
         packed: reads of packed cells in progress, one per route (set of layers that are read with the same
             copies).
         words: True once the lease words are being read.
-        failure: reason of the failure; None if there is none so far.
+        failure: reason for the failure; None if there is none so far.
         peer_lost: True if the transport failed.
         started: start of the read, in seconds of `time.perf_counter`.
         data_done: time at which all KV had arrived, by the same clock; 0 while KV is still missing.

@@ -42,11 +42,11 @@ Peers keep a connection for each trial until the child ends.
 
 @dataclass(slots=True)
 class ValidationResult:
-    """The result of a validation of a peer's transport metadata. The validator's thread sets it.
+    """The result of validating a peer's transport metadata. A background thread fills it in.
 
     Attributes:
-        reason: reason why the peer is refused; empty if the metadata has passed; None while the validation
-            runs.
+        reason: None until the validation has ended; then the reason why the peer is refused, or an empty
+            string if its metadata has passed.
     """
 
     reason: str | None = None
@@ -56,11 +56,16 @@ class MetadataValidator(Protocol):
     """An object that decides whether peers' transport metadata may be loaded."""
 
     def validate(self, cards: Sequence[RankCard], wake: Callable[[], None]) -> ValidationResult:
-        """Start to validate the transport metadata of all ranks of a peer. Return a result that is set later.
+        """Start to validate the transport metadata of all ranks of a peer, in another thread.
+
+        Return at once.
 
         Args:
-            cards: descriptions of all ranks of the peer.
-            wake: function that another thread calls when the result is set.
+            cards: descriptions of all ranks of the peer, which contain the metadata.
+            wake: function that the other thread calls when the validation has ended.
+
+        Returns:
+            Result object. Its attribute `reason` is None until the validation has ended.
         """
 
     def warm_up(self) -> None:
@@ -76,8 +81,8 @@ class _ValidationRequest:
 
     Attributes:
         cards: descriptions of all ranks of the peer. If empty, the thread only starts the child process.
-        verdict: result that the thread sets.
-        wake: function that the thread calls when it has set the result.
+        verdict: result object that the thread fills in.
+        wake: function that the thread calls when it has filled in the result.
     """
 
     cards: tuple[RankCard, ...]
@@ -110,11 +115,16 @@ class SandboxValidator:
         self._thread.start()
 
     def validate(self, cards: Sequence[RankCard], wake: Callable[[], None]) -> ValidationResult:
-        """Start to validate the transport metadata of all ranks of a peer. Return a result that is set later.
+        """Start to validate the transport metadata of all ranks of a peer, in a background thread.
+
+        Return at once.
 
         Args:
-            cards: descriptions of all ranks of the peer.
-            wake: function that the thread calls when the result is set.
+            cards: descriptions of all ranks of the peer, which contain the metadata.
+            wake: function that the background thread calls when the validation has ended.
+
+        Returns:
+            Result object. Its attribute `reason` is None until the validation has ended.
         """
         request = _ValidationRequest(tuple(cards), ValidationResult(), wake)
         self._requests.put(request)

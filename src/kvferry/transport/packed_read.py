@@ -165,7 +165,7 @@ class PackedRead:
     Only the lane's thread uses this object.
 
     Attributes:
-        failure: reason of the failure; None if the read has not failed.
+        failure: reason for the failure; None if the read has not failed.
         peer_lost: True if the transport failed, so the peer may be gone.
     """
 

@@ -84,7 +84,7 @@ class PeerConnections:
             make: function that takes the descriptions of a peer's ranks and returns a connection. It raises
                 an exception if it cannot connect.
             validate: function that takes the descriptions of a peer's ranks, and starts to validate their
-                transport metadata. It returns a result that is set later.
+                transport metadata. It returns at once; the result is filled in when the validation has ended.
             in_use: function that returns the connections that reads in progress use.
             clock: function that returns the current time in seconds.
         """

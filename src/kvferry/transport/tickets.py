@@ -137,7 +137,7 @@ class TicketBook:
             asked: request of the consumer, with the ticket (random id that names the lease).
 
         Returns:
-            Reply to send: Redeemed, with the block tables, or NotRedeemed, with the reason of the refusal.
+            Reply to send: Redeemed, with the block tables, or NotRedeemed, with the reason for the refusal.
         """
         with self._lock:
             if (found := self._open.get(asked.ticket)) is None:

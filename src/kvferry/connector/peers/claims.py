@@ -65,7 +65,7 @@ class Claims:
     """
 
     def __init__(self, client: ControlClient) -> None:
-        """Create an object that holds no claims yet.
+        """Create an empty collection of claims.
 
         Args:
             client: control channel to the producers.
@@ -112,7 +112,7 @@ class Claims:
         return answer
 
     def step(self) -> None:
-        """Reset the time that `answer` may still wait to `STEP_WAIT_SECONDS`. Called once per engine step."""
+        """Begin an engine step, in which all calls of `answer` together may wait for `STEP_WAIT_SECONDS`."""
         self._wait_seconds = STEP_WAIT_SECONDS
 
     def end(self, claim: Claim) -> None:

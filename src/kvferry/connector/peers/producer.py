@@ -210,14 +210,14 @@ class Producer:
         return True, params
 
     def take_events(self, events: FairQueue[LeasesClaimed | LeasesReleased], orders: StepOrders) -> None:
-        """Process the messages of other engines, and order the workers to end leases.
+        """Process the messages of other engines, and tell the workers which leases to end.
 
         A lease ends if its readers have released it, if it has expired or was withdrawn, or if no engine has
         claimed it and requests wait for blocks. Mutates `events` and `orders`.
 
         Args:
             events: queue of messages from engines that read from this engine. The queue is emptied.
-            orders: orders of the coming step. Orders to end these leases are added.
+            orders: message to the workers for the coming step. The leases to end are added to it.
         """
         while events:
             event = events.popleft()
@@ -247,7 +247,7 @@ class Producer:
         """End leases that no engine has claimed yet, if requests of this engine wait for blocks.
 
         Args:
-            orders: orders of the coming step. Orders to end these leases are added.
+            orders: message to the workers for the coming step. The leases to end are added to it.
         """
         leases = self._ended(self._book.end(self._unclaimed.leases_to_end()), expired=True)
         for name in leases:

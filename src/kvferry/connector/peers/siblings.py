@@ -20,11 +20,11 @@ class Siblings:
     """
 
     def __init__(self, parent_of: Callable[[str], str | None]) -> None:
-        """Create an object that holds no offers yet.
+        """Create an empty collection of offers.
 
         Args:
             parent_of: function that takes a request id and returns the id that all samples of its prompt
-                share. It returns None for a request that is not one of several samples.
+                share. It returns None for a request whose prompt is sampled only once.
         """
         self._parent_of = parent_of
         self._offers: dict[str, tuple[str, dict[str, Any]]] = {}

@@ -82,7 +82,7 @@ class PeerSource:
         turns: TurnFinder,
         adapters: Adapters,
     ) -> None:
-        """Create a source that knows no requests yet.
+        """Create the source. It has no requests yet.
 
         Args:
             client: control channel to the peers that offer KV.
@@ -243,10 +243,10 @@ class PeerSource:
         return may_hold(bid.source, blocks, self._held(), self._most_held)
 
     def begin(self, load: Load, request: Request) -> None:
-        """Order all workers to read the KV of a load from its peer.
+        """Make all workers read the KV of a load from its peer, from the coming engine step on.
 
-        If the workers are not connected to the peer yet, they are ordered to connect first. `hand_over`
-        passes the orders to the workers with the coming step.
+        If the workers are not connected to the peer yet, they connect first. `hand_over` adds this work to
+        the message that the workers receive for the step.
 
         Args:
             load: load to begin, with its tokens and destination blocks.
@@ -377,13 +377,12 @@ class PeerSource:
         self._stopped = why
 
     def hand_over(self, orders: StepOrders) -> None:
-        """Add this source's orders to the orders of the coming step.
+        """Tell the workers which peers to connect to and what to read from peers in the coming step.
 
-        The workers connect to new peers, read the KV of new loads, and disconnect peers that have not been
-        used for `UNUSED_SECONDS`.
+        The workers also disconnect peers that have not been used for `UNUSED_SECONDS`.
 
         Args:
-            orders: orders of the coming step to all workers. This object is mutated.
+            orders: message to all workers for the coming step. This object is mutated.
         """
         self._claims.step()
         orders.connects = {name: known.ranks for name, known in self._connects.items()}

@@ -26,7 +26,7 @@ class TurnNames:
     """
 
     def __init__(self, adapters: Adapters, *, prompts_only: bool = False) -> None:
-        """Create an object that computes the names of one engine's content.
+        """Prepare to compute names for the content of one engine's requests.
 
         Args:
             adapters: the engine's LoRA adapters.

@@ -27,7 +27,7 @@ class UnclaimedLeases:
     """
 
     def __init__(self, book: LeaseBook, wanted: BlocksWanted) -> None:
-        """Create an object that knows no leases yet.
+        """Create an empty collection of leases. `granted` adds a lease.
 
         Args:
             book: object that grants leases and records which of them are unclaimed.

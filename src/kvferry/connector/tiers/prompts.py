@@ -27,7 +27,7 @@ class Prompts:
     """
 
     def __init__(self, canonical: CanonicalForm, adapters: Adapters, *, prompts_only: bool = False) -> None:
-        """Create an object that knows no requests yet.
+        """Create an empty collection of chunk keys.
 
         Args:
             canonical: format in which chunks are stored.

@@ -124,7 +124,7 @@ class TierSource:
         *,
         bid_per_tier: bool = False,
     ) -> None:
-        """Create a source that knows no requests yet.
+        """Create the source. It has no requests yet.
 
         Args:
             cache: chunks in host memory and in the slower tiers.
@@ -291,7 +291,7 @@ class TierSource:
     def begin(self, load: Load, request: Request) -> None:
         """Start to fetch the chunks of a load into host memory.
 
-        As chunks arrive, `hand_over` orders the ranks to copy them to KV blocks.
+        As chunks arrive, `hand_over` tells the ranks to copy them to KV blocks.
 
         Args:
             load: load to begin, with its tokens and destination blocks.
@@ -344,10 +344,10 @@ class TierSource:
         return MissReason.DEADLINE if report.late else self._records[load.key].miss
 
     def ended(self, load: Load, report: Report) -> None:
-        """Log the reason of a failed load. Do nothing if the load did not fail.
+        """If a load has failed, log the reason, and exclude tiers that were too late.
 
-        If some chunks had not arrived by the load's deadline, the tiers from which these chunks were
-        requested are not used for this request again.
+        A tier was too late if chunks that were requested from it had not arrived by the load's deadline. It
+        is not used for this request again. If the load has succeeded, this method does nothing.
 
         Args:
             load: load that has ended.
@@ -385,10 +385,10 @@ class TierSource:
         del self._requests[request_id]
 
     def hand_over(self, orders: StepOrders) -> None:
-        """Order the ranks to copy the chunks that have arrived, and to end the loads that are complete.
+        """Tell the ranks to copy the chunks that have arrived, and to end the loads that are complete.
 
         Args:
-            orders: orders of the coming step to all ranks. This object is mutated.
+            orders: message to all ranks for the coming step. This object is mutated.
         """
         chunks = orders.chunks
         for loading in list(self._loading.values()):

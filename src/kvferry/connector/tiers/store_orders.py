@@ -42,7 +42,7 @@ class _Store:
 
 
 class StoreOrders:
-    """Orders and completes stores: copies of chunks from the engine's KV blocks to host memory.
+    """Requests stores from the ranks and completes them. A store copies chunks from KV blocks to host memory.
 
     Only the engine's thread calls the methods.
 
@@ -54,9 +54,9 @@ class StoreOrders:
     def __init__(
         self, cache: ChunkCache, pool: BlockPool, labels: Sequence[str], events: EventStream
     ) -> None:
-        """Create an object without stores under way.
+        """Create an empty collection of stores.
 
-        A store copies chunks from the engine's KV blocks to host memory.
+        A store is a copy of chunks from the engine's KV blocks to host memory.
 
         Args:
             cache: cache of chunks in host memory and in the slower tiers.

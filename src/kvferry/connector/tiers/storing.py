@@ -41,7 +41,7 @@ Resolve = Callable[[str], BlockIds]
 
 
 class Storing:
-    """Selects the chunks of running requests to store in the tiers, and orders the ranks to store them.
+    """Selects the chunks of running requests to store in the tiers, and has the ranks store them.
 
     A chunk is a fixed number of tokens of a KV cache group. Only the engine's thread calls the methods.
     """
@@ -56,7 +56,7 @@ class Storing:
         orders: StoreOrders,
         snapshot_tokens: int,
     ) -> None:
-        """Create an object that knows no requests yet.
+        """Prepare to store the chunks of one engine. No request is recorded yet.
 
         Args:
             cache: chunks in host memory and in the slower tiers.
@@ -64,7 +64,7 @@ class Storing:
             canonical: format in which chunks are stored.
             groups: the engine's KV cache groups, as one rank describes them.
             parts: record of the blocks that loads fill only in part. These blocks are not stored.
-            orders: object that orders the ranks to copy chunks to host memory.
+            orders: object that has the ranks copy chunks to host memory.
             snapshot_tokens: distance in tokens between the positions at which windows and snapshots
                 (recurrent states at one position) are stored, a multiple of the number of tokens per chunk.
         """

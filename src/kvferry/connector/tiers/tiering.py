@@ -146,12 +146,12 @@ class Tiering:
             self._storing.on_new_request(request)
 
     def schedule(self, step: Step, orders: StepOrders) -> None:
-        """Collect finished reads and writes, and order the ranks to store chunks in the coming step.
+        """Collect finished reads and writes, and tell the ranks which chunks to store in the coming step.
 
         Args:
             step: tokens and blocks of the requests that the coming step computes.
-            orders: orders of the coming step to all ranks. This method adds the orders to store chunks.
-                `TierSource.hand_over` adds those to load chunks.
+            orders: message to all ranks for the coming step. This method adds the chunks to store;
+                `TierSource.hand_over` adds the chunks to load.
         """
         self._cache.poll()
         orders.chunks.arena, self._card = self._card, None

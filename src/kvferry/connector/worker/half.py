@@ -57,7 +57,7 @@ class CacheMirror(Protocol):
 
 
 class WorkerHalf:
-    """The half of the connector that runs on one rank and carries out the orders of the scheduler half.
+    """The half of the connector that runs on one rank and does the work that the scheduler half sends it.
 
     Only the engine's thread calls it.
     """
@@ -134,13 +134,13 @@ class WorkerHalf:
             self._transfers.words.invalidate_all()
 
     def begin(self, orders: StepOrders) -> None:
-        """Begin to carry out the orders of a step, before the forward pass.
+        """Begin the work that the scheduler half wants done in a step, before the step's forward pass.
 
-        Orders that copy KV computed by this step (stores of chunks, and copies of prompts to the host buffer)
-        are left to `save`.
+        `save` does the work that needs the KV computed by this step: it stores chunks, and copies prompts to
+        the host buffer.
 
         Args:
-            orders: orders of the step.
+            orders: the scheduler half's message for the step.
         """
         if orders.writes_cache:
             self._stale.on_step(orders.epoch)
@@ -179,7 +179,7 @@ class WorkerHalf:
         Called after the step's forward pass, because both read the KV that it has computed.
 
         Args:
-            orders: orders of the step.
+            orders: the scheduler half's message for the step.
             mark: function that records an event on the device after the work submitted so far. It returns a
                 function that waits for this event, in any thread.
         """

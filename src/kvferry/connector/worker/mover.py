@@ -56,12 +56,12 @@ class ChunkMover:
         self._thread.start()
 
     def load(self, orders: ChunkOrders) -> None:
-        """Queue the copies from host memory to KV blocks that a step's orders contain.
+        """Queue one step's copies of chunks from host memory to KV blocks.
 
-        If the orders describe the host memory that holds chunks (the arena), attach this memory first.
+        If `orders` describes the host memory that holds chunks (the arena), attach this memory first.
 
         Args:
-            orders: orders of the step.
+            orders: copies that the scheduler half wants done in the step.
         """
         if orders.arena is not None:
             self._put(_FIRST, partial(self._attach, orders.arena))
@@ -71,10 +71,10 @@ class ChunkMover:
             self._put(_LOAD, partial(self._end, end))
 
     def store(self, orders: ChunkOrders, computed: Callable[[], None]) -> None:
-        """Queue the copies from KV blocks to host memory that a step's orders contain.
+        """Queue one step's copies of chunks from KV blocks to host memory.
 
         Args:
-            orders: orders of the step.
+            orders: copies that the scheduler half wants done in the step.
             computed: function that waits until the step's forward pass has written the blocks.
         """
         for order in orders.stores:
@@ -84,15 +84,15 @@ class ChunkMover:
         """Report every store of a step as failed, without copying anything.
 
         Args:
-            orders: orders of the step.
-            why: reason to report as the failure.
+            orders: copies that the scheduler half wants done in the step.
+            why: reason to report for the failure.
         """
         self._copy_reports.extend(CopyReport(order.key, why, (), 0.0) for order in orders.stores)
 
     def take_copy_reports(self) -> list[CopyReport]:
-        """Return the reports on the copy orders that have finished since the last call, and clear them.
+        """Return the reports on the copies that have finished since the last call, and clear them.
 
-        There is one report per order.
+        There is one report per entry in `ChunkOrders.stores` or `ChunkOrders.parts`.
         """
         return _take_all(self._copy_reports)
 

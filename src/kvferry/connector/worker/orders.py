@@ -98,10 +98,12 @@ class LoadEnd:
 
 @dataclass(slots=True)
 class ChunkOrders:
-    """All orders of one step to copy chunks between KV blocks and the arena (host memory that holds chunks).
+    """All copies of chunks that the ranks make in one step, between KV blocks and the arena.
+
+    The arena is the host memory that holds chunks. The scheduler half sends this object to every rank.
 
     Attributes:
-        arena: description of the arena, sent with the first orders; None afterwards.
+        arena: description of the arena, sent once, before the first copies; None afterwards.
         stores: orders to copy chunks from KV blocks to the arena. They are carried out in this order, after
             all `parts`.
         parts: orders to copy chunks from the arena to KV blocks. They are carried out in this order.

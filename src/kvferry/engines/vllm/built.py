@@ -81,9 +81,13 @@ class Built:
 
 
 def built_of(vllm_config: Any) -> Built:
-    """Collect the properties of the target model that the worker in this process has built.
+    """Collect the properties of this worker's target model that may affect its KV.
 
-    They are the model's configuration, and the attributes and buffers of its modules that affect its KV.
+    They are the model's configuration, and some attributes and buffers of the modules of the built model. A
+    draft model for speculative decoding is not included.
+
+    Args:
+        vllm_config: vLLM's VllmConfig.
 
     Raises:
         ConfigError: the model is not in this process.

@@ -20,17 +20,20 @@ from kvferry.geometry import Field
 
 
 def find_mismatch(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
-    """Check that this rank holds the channels and heads of a recurrent layer that the fields describe.
+    """Check that `fields` names the channels and heads of a recurrent layer whose state this rank holds.
 
-    The check calls the layer's weight loaders, which keep the weights of this rank's channels and heads.
+    A rank holds the state of exactly those channels and heads whose weights it loads. So the check gives the
+    layer's weight loaders artificial weights, whose elements are the indices of their channels or rows. Each
+    loader keeps this rank's part of the weight. The indices in that part must agree with the fields.
 
     Args:
         layer: the engine's recurrent layer; not changed.
         state: format of the layer's state over all ranks.
-        fields: fields of this rank's page.
+        fields: fields of this rank's page (memory of one layer in one block). Each field states which
+            channels or heads it contains.
 
     Returns:
-        Reason why the fields are wrong; empty if they are right.
+        Reason why the fields are wrong, or why the check could not be made; empty if the fields are right.
     """
     try:
         if state.segments and (why := _channel_mismatch(layer, state, fields)):

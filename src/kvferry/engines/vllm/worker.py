@@ -83,7 +83,7 @@ class VLLMWorker:
         return WorkerCard(info, self._built)
 
     def begin(self, meta: SchedulerMeta) -> None:
-        """Execute the orders in a step's message, except stores. Call this before vLLM computes the step.
+        """Start the work that a step's message asks for, except stores. Call this before the forward pass.
 
         Args:
             meta: message of the scheduler half for the step.
@@ -91,7 +91,7 @@ class VLLMWorker:
         self.half.begin(meta.orders)
 
     def save(self, meta: SchedulerMeta) -> None:
-        """Start the stores that a step's message orders. Call this after the step's forward pass is queued.
+        """Start the stores that a step's message asks for. Call this after the step's forward pass is queued.
 
         Args:
             meta: message of the scheduler half for the step.

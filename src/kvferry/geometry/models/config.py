@@ -19,8 +19,9 @@ PER_LAYER = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 class ModelConfig:
     """The part of a ``config.json`` that describes the language model.
 
-    A file may leave out keys for which its model family has defaults. A key whose value is null has no value.
-    The object records every key that is read, so that the keys that were never read can be checked later.
+    A file may leave out keys for which its model family has defaults. A key whose value is null counts as
+    absent, but the family's default is not used for it. The object records every key that is read. So keys
+    that were never read can be reported, because they might affect the KV cache.
 
     Attributes:
         values: keys and values of the file.

@@ -26,7 +26,7 @@ class Transfer(msgspec.Struct, frozen=True):
         total_seconds: time from the decode engine's first query about the request's KV until the loaded
             blocks are usable, in seconds.
         peer: name of the engine that the KV was read from.
-        reason: reason of the failure; None if the load succeeded.
+        reason: reason for the failure; None if the load succeeded.
     """
 
     request_id: str

@@ -52,7 +52,11 @@ class ByteQueue:
         return key, size
 
     def remove(self, key: bytes) -> int:
-        """Remove a key, pinned or not. Return the size of its chunk in bytes."""
+        """Remove a key, pinned or not. Return the size of its chunk in bytes.
+
+        Raises:
+            KeyError: the queue does not have the key.
+        """
         size = self._unpinned.pop(key) if key in self._unpinned else self._pinned.pop(key)
         self.total -= size
         return size

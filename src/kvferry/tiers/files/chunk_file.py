@@ -148,7 +148,8 @@ class _ProgressiveRead:
         storage, and not from the page cache.
 
         Returns:
-            The number of bytes read, and the number of bytes requested.
+            The number of bytes read, and the number of bytes that this first read requested. The first number
+            is smaller only if the file ends early.
         """
         began, piece = time.perf_counter(), self._into[:PIECE_BYTES]
         read = read_all(self._fd, (self.header, piece))

@@ -138,7 +138,7 @@ class Ledger:
             seconds: maximum time to wait for the lock; None for the `lock_seconds` of the constructor.
 
         Raises:
-            LockTimeout: other threads or processes held the ledger for that long.
+            LockTimeout: other threads or processes held the lock for that long.
             OSError: the ledger cannot be opened or written, or its version is unknown; ESTALE if the
                 directory is now on another disk than at its first use.
         """

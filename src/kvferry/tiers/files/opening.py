@@ -193,9 +193,11 @@ def _check_again(root: str) -> None:
 def _recreate_missing_files(
     root: str, namespace: Namespace, held_ledger: HeldLedger, space: DirectorySpace
 ) -> None:
-    """Create the missing folders, marker and note again, after an operator has cleared a directory in use.
+    """Recreate missing folders and small files, for example because an operator has cleared the directory.
 
-    Errors are ignored, because chunks can be stored without a marker and a note.
+    The small files are the marker (version of the directory's layout) and the note (text that describes the
+    namespace). Errors are ignored, because chunks can be stored without these files. The caller holds the
+    lock of the ledger.
 
     Args:
         root: path of the directory.

@@ -20,7 +20,7 @@ _NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV)
 
 
 class NotRegular(OSError):
-    """An error that is raised for a path that is not a plain file or folder, for example for a link."""
+    """Raised if something else is found where a regular file or a directory is expected, such as a link."""
 
 
 def open_regular(path: str, flags: int) -> int:

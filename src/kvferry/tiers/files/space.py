@@ -111,7 +111,8 @@ class DirectorySpace:
 
         Raises:
             DirectoryFull: nothing is left to evict, or the file is larger than the capacity.
-            LockTimeout: other threads or processes held the ledger for too long.
+            LockTimeout: other threads or processes held the lock on the ledger (file that records the used
+                space) for too long.
             OSError: the file cannot be created.
         """
         with self._ledger.held() as held_ledger:
@@ -148,7 +149,8 @@ class DirectorySpace:
             is removed, and its bytes are subtracted from the bytes in use.
 
         Raises:
-            LockTimeout: other threads or processes held the ledger for too long. The file still exists.
+            LockTimeout: other threads or processes held the lock on the ledger (file that records the used
+                space) for too long. The file still exists.
             OSError: the file cannot be renamed or removed. The file still exists.
         """
         with self._ledger.held() as held_ledger:

@@ -230,7 +230,8 @@ class FileTier(StorageTier):
             STORED; or PRESENT if the file existed before, or another process created it during the call.
 
         Raises:
-            LockTimeout: other threads or processes held the ledger (file with the bytes in use) for too long.
+            LockTimeout: other threads or processes held the lock on the ledger (file that records the used
+                space) for too long.
             DirectoryFull: there is no room for the file.
             OSError: the file cannot be written.
         """

@@ -173,7 +173,9 @@ class Slabs:
         self._idle[stride] += len(free)
 
     def _retire(self, slab: int) -> None:
-        """Put a slab (part of the arena) back among the unused slabs, which can get slots of any size.
+        """Return an empty slab (part of the arena) to the unused slabs.
+
+        When an unused slab is taken again, it can be divided into slots of another size.
 
         Args:
             slab: index of the slab, whose slots must all be free.

@@ -130,8 +130,16 @@ class BucketIndex:
     def _pages(self, bucket: BucketClient) -> Iterator[Sequence[ListedObject]]:
         """List the objects of the namespace (scope of chunk keys), and yield the pages of the listing.
 
-        If the obstore library cannot read the name of an object, the listing fails. Then list each of the 256
-        chunk folders separately, and skip the rest of a folder that contains such a name.
+        If the obstore library cannot read the name of an object, the listing stops with an error. In that
+        case, this method falls back to listing the 256 chunk folders one by one, and skips the rest of a
+        folder whose listing stops in the same way. Objects that were yielded before may be yielded again.
+
+        Args:
+            bucket: client of the bucket.
+
+        Raises:
+            Unavailable: a request failed for another reason.
+            FileNotFoundError: the store reports that the folder is missing.
         """
         folder = self._namespace.digest.hex()
         try:

@@ -56,11 +56,11 @@ class Unavailable(OSError):
     """An error that is raised if a request to object storage fails, except if an object is missing.
 
     Args:
-        fault: reason of the failure.
+        fault: reason for the failure.
         detail: detail for the message, such as an HTTP status; empty if there is none.
 
     Attributes:
-        fault: reason of the failure.
+        fault: reason for the failure.
     """
 
     def __init__(self, fault: Fault, detail: str = "") -> None:
@@ -83,7 +83,7 @@ def is_of_the_bucket(missing: FileNotFoundError) -> bool:
 
 
 def _fault(said: str, debug: str) -> Fault:
-    """Return the reason of a failed request, derived from the text of an error of the obstore library.
+    """Return the reason why a request failed, derived from the text of an error of the obstore library.
 
     The text consists of two parts: a message and debug details.
 
@@ -101,7 +101,7 @@ def _fault(said: str, debug: str) -> Fault:
 
 
 def _fault_of_status(status: int) -> Fault:
-    """Return the reason of a failed request, derived from the HTTP status of the answer."""
+    """Return the reason why a request failed, derived from the HTTP status of the answer."""
     if status in (401, 403):
         return Fault.DENIED
     if 300 <= status < 400:

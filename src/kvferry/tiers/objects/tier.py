@@ -53,14 +53,16 @@ _ADVICE = {
 class ObjectTier(StorageTier):
     """A storage tier with the chunks of one namespace (scope of chunk keys) under a URL of object storage.
 
-    Other namespaces and other processes may use the same URL. A forked process must not use the tier. The
-    constructor lists the store for about `timeout_seconds`. It raises no exception if the store does not
-    answer.
+    Other namespaces and other processes may use the same URL. A forked process must not use the tier.
+
+    The constructor lists the chunks in the store for at most about `timeout_seconds`. If it cannot list all
+    of them in this time, `refresh` lists them again with a longer limit. It raises no exception if the store
+    does not answer.
 
     Args:
         url: URL such as s3://bucket/path, gs://bucket/path, az://container/path or file:///path.
-        namespace: namespace of the chunks. If the object that describes the namespace is missing, it is
-            written.
+        namespace: namespace of the chunks. A small object (the note) beside the chunks describes it. If a
+            complete listing finds no note, the tier tries once to write it.
         options: settings of the client, by option name of the obstore library, such as endpoint, region and
             allow_http. Settings that are not given, such as credentials, are read from the environment.
         timeout_seconds: time limit for a fetch. Storing a chunk may take twice as long, because the object is

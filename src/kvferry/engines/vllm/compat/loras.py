@@ -14,7 +14,11 @@ class _Listener(Protocol):
     """Object whose method `on_load` is called before each load of a LoRA adapter."""
 
     def on_load(self, lora: LoRARequest) -> None:
-        """Handle the load of a LoRA adapter, which the engine starts right after this call."""
+        """Note that the engine is about to load a LoRA adapter. Called just before each load.
+
+        Args:
+            lora: the adapter, with its name, id and path.
+        """
 
 
 _LISTENERS = WeakSet[_Listener]()

@@ -22,14 +22,19 @@ from kvferry.geometry import Axis, Field
 def cell_field(s: Strides, shard: Shard, name: str) -> Field | None:
     """Return a field that describes a page made of cells (contiguous bytes of one head and token).
 
+    A cell holds everything that the layer caches for one head and one token: K, and also V if the layer has
+    V. A layer without V (such as MLA) caches one vector per token for all heads, so its field has no head
+    axis.
+
     Args:
         s: shape and strides of the layer's cache tensor.
         shard: range of the layer's KV heads that this rank holds.
         name: name to give to the field.
 
     Returns:
-        Field whose elements are single bytes, with axes for heads (if the layer has V), tokens and the bytes
-        of a cell. None if the head axis of the cache tensor does not have one entry per KV head.
+        Field whose elements are single bytes, with axes for heads (if the layer has V), tokens, and the bytes
+        of a cell. None if the head axis of the cache tensor does not have exactly one entry per KV head, for
+        example because K and V have entries of their own.
     """
     if s.slots != s.heads:
         return None

@@ -92,11 +92,13 @@ def unclaimed(layer: Any, tensor: torch.Tensor, s: Strides, fields: tuple[Any, .
 
 
 def scaled(layer: Any, tensor: torch.Tensor, inputs: scratch.Inputs) -> scratch.Inputs:
-    """Prepare values of K and V for a layer's cache-write operation, so that the cache will hold the values.
+    """Compute the inputs of a layer's cache-write operation for which the cache will hold the given values.
 
-    The cache-write operation of a quantised cache divides its inputs by the layer's scales of K and V. So
-    the values are multiplied by these scales first. Values for a quantised cache are also multiplied by
-    1 + 1/64. The stored codes are then the same whether the operation rounds or truncates (as on CPUs).
+    The values for a quantised cache are multiplied by the layer's scales of K and V, because the operation
+    divides its inputs by these scales. They are also made larger by 1/64. Otherwise, a rounding error could
+    make a quotient slightly too small, and an operation that truncates (as on CPUs) would store the next
+    smaller number. If a value is exact in the cache's element type, the operation stores this value whether
+    it rounds or truncates.
 
     Args:
         layer: the engine's attention layer.
