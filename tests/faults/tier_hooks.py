@@ -115,12 +115,12 @@ def fail_copies(engine: Any, times: int) -> None:
     """Let the next so many copies between blocks and host memory fail."""
     mover, hooks = engine.witness._worker._mover, engine.hooks
     hooks.armed["copy", ""] = times
-    inner = type(mover)._do
+    inner = type(mover)._copy
 
     def do(key: str, what: Any) -> Any:
         return inner(mover, key, _raise if hooks.take("copy") else what)
 
-    mover._do = do
+    mover._copy = do
 
 
 def _raise(_: Any) -> tuple[int, ...]:

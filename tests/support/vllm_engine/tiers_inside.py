@@ -73,13 +73,13 @@ def reset_all(engine: Any) -> bool:
 def slow_copies(engine: Any, seconds: float) -> None:
     """Let every order of the rank's mover take so much longer; 0 for as long as it takes."""
     mover = engine.witness._worker._mover
-    inner = type(mover)._do
+    inner = type(mover)._copy
 
     def slower(key: str, what: Any) -> Any:
         time.sleep(seconds)
         return inner(mover, key, what)
 
-    mover._do = slower if seconds else inner.__get__(mover)
+    mover._copy = slower if seconds else inner.__get__(mover)
 
 
 def slow_prompts(engine: Any, seconds: float) -> None:
