@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,28 @@ LIBRARY = "src/kvferry/memory/_strided_copy.so"
 class NativeCopies(BuildHookInterface[Any]):
     """Compiles `SOURCE` to `LIBRARY`, in wheels and in editable installations."""
 
-    def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002 - hatchling's signature
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile the kernel, and mark the wheel as one for this platform."""
         if self.target_name != "wheel":
             return
-        library = Path(self.root, LIBRARY)
+        if version == "editable":
+            library = Path(self.root, LIBRARY)
+        else:  # The source tree may be read-only, and an editable installation may be using its library.
+            self._folder = tempfile.TemporaryDirectory()
+            library = Path(self._folder.name, Path(LIBRARY).name)
         if why := compiled(Path(self.root, SOURCE), library):
             self.app.display_warning(f"kvferry copies with numpy instead of its native kernel: {why}")
             return
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform}"
-        build_data["artifacts"].append(LIBRARY)
+        if version != "editable":
+            build_data["force_include"][str(library)] = LIBRARY.removeprefix("src/")
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:  # noqa: ARG002
+        """Remove the compiled file, which the wheel now contains."""
+        if version != "editable":
+            self._folder.cleanup()
 
 
 def compiled(source: Path, library: Path) -> str:
@@ -42,8 +53,11 @@ def compiled(source: Path, library: Path) -> str:
     An older library is replaced in one step, because processes may be loading it. It is removed if the
     compilation fails.
     """
-    compiler = shlex.split(os.environ.get("CC") or "cc")
-    new = library.with_name(f"{library.name}.{os.getpid()}")
+    try:
+        compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    except ValueError as error:
+        return f"CC is {os.environ['CC']!r}: {error}"
+    new = library.with_name(f"{library.stem}.{os.getpid()}.so")  # `.gitignore` keeps it out of wheels
     if shutil.which(compiler[0]) is None:
         why = f"there is no C compiler ({compiler[0]})"
     else:

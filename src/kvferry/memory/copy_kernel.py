@@ -60,7 +60,7 @@ def _kernel_or_reason() -> tuple[CopyKernel | None, str]:
         return None, "it was not built, because the installation found no working C compiler"
     try:
         return load_kernel(library), ""
-    except OSError as error:
+    except (OSError, AttributeError) as error:  # AttributeError: a library without the function
         return None, f"it cannot be loaded: {error}"
 
 

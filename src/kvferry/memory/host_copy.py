@@ -44,6 +44,7 @@ def copy_cells(view: CopyView, places: Int64s, memory: npt.NDArray[np.uint8], of
     """
     if not len(places):
         return
+    _check_arrays(view, places, memory, offsets)
     _check("places of the block pool", places, 0, len(view.elements))
     _check("bytes of the packed memory", offsets + view.offset, 0, memory.size - view.extent + 1)
     kernel = copy_kernel.KERNEL
@@ -76,6 +77,19 @@ def packed_cell(view: CopyView, memory: npt.NDArray[np.uint8], offset: int) -> n
         offset: byte offset of the cell in `memory`.
     """
     return np.ndarray(view.shape, _WORDS[view.word], memory.data, offset + view.offset, view.strides)
+
+
+def _check_arrays(view: CopyView, places: Int64s, memory: npt.NDArray[np.uint8], offsets: Int64s) -> None:
+    """Raise `TransferError` for arrays that numpy would refuse. The kernel would access other memory."""
+    if not (places.dtype == offsets.dtype == np.int64 and places.shape == offsets.shape == (len(places),)):
+        raise TransferError(
+            f"a copy has {places.dtype} places of shape {places.shape} and {offsets.dtype} offsets of shape "
+            f"{offsets.shape}; expected int64, and one of each per cell"
+        )
+    if not memory.flags.c_contiguous or (view.storing and not memory.flags.writeable):
+        raise TransferError("packed memory has gaps or is read-only; expected contiguous, writable memory")
+    if min(view.strides) < 0:
+        raise TransferError(f"strides of a packed cell are {view.strides}; expected none below 0")
 
 
 def _check(what: str, values: Int64s, low: int, high: int) -> None:

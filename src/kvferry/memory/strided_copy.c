@@ -160,6 +160,8 @@ void kvferry_copy_cells(const int64_t *sources, const int64_t *destinations, int
     copy_run copy = copy_cached;
 #ifdef X86
     if (streamed && run >= STREAMED_RUN && __builtin_cpu_supports("avx2")) copy = copy_streamed;
+#else
+    (void)streamed;
 #endif
     if (row && column && row != column)
         for (int i = 0; i < count; i++)

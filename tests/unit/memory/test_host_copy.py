@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 import shutil
-from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -105,18 +104,45 @@ def test_cells_are_copied_run_by_run(kernel, monkeypatch, seed, streamed):
         assert (found == expected).all(), (copy, side)
 
 
-def test_the_cells_are_of_many_shapes():
-    copies = [cell(random.Random(number))[0] for number in range(400)]
-    transposed = [
-        copy
-        for copy in copies
-        if {loop.dst for loop in copy.loops} & {copy.run} and {loop.src for loop in copy.loops} & {copy.run}
-    ]
-    assert (
-        len({copy.run for copy in transposed if prod(loop.count for loop in copy.loops) > 64} & {1, 2, 4, 8})
-        == 4
-    )
-    assert {len(copy.loops) for copy in copies} == {0, 1, 2, 3}
+@pytest.mark.parametrize("run", [1, 2, 4, 8])
+@pytest.mark.parametrize(("rows", "columns"), [(16, 16), (8, 24), (19, 37)])
+def test_whole_tiles_are_transposed(kernel, run, rows, columns):
+    pool = np.frombuffer(random.Random(run).randbytes(rows * columns * run), np.uint8).copy()
+    packed = np.zeros_like(pool)
+    copy = StridedCopy(0, 0, run, (Loop(columns, run, rows * run), Loop(rows, columns * run, run)))
+    copy_cells(view_of(pool, copy, "src", pool.size), np.array([0]), packed, np.array([0]))
+    assert (packed == pool.reshape(rows, columns, run).transpose(1, 0, 2).reshape(-1)).all()
+
+
+@pytest.mark.parametrize(
+    ("places", "offsets", "what"),
+    [
+        (np.arange(2), np.arange(1), r"offsets of shape \(1,\)"),
+        (np.arange(2.0), np.arange(2), "float64 places"),
+        (np.arange(2, dtype=np.int32), np.arange(2), "int32 places"),
+        (np.zeros((2, 2), np.int64), np.zeros((2, 2), np.int64), r"places of shape \(2, 2\)"),
+    ],
+)
+def test_arrays_that_do_not_name_cells_are_refused(kernel, places, offsets, what):
+    pool, packed = np.arange(32, dtype=np.uint8), np.zeros(32, np.uint8)
+    view = view_of(pool, StridedCopy(0, 0, 8), "src", 8)
+    with pytest.raises(TransferError, match=what):
+        copy_cells(view, places, packed, offsets)
+    assert not packed.any()
+
+
+def test_memory_that_cannot_hold_packed_cells_is_refused(kernel):
+    pool, packed = np.arange(32, dtype=np.uint8), np.zeros(64, np.uint8)
+    view = view_of(pool, StridedCopy(0, 0, 8), "src", 8)
+    for memory in (packed[::2], packed[::-1]):
+        with pytest.raises(TransferError, match="contiguous, writable"):
+            copy_cells(view, np.array([0]), memory, np.array([0]))
+    packed.flags.writeable = False
+    with pytest.raises(TransferError, match="read-only"):
+        copy_cells(view, np.array([0]), packed, np.array([0]))
+    backwards = StridedCopy(0, 24, 8, (Loop(2, 8, -8),))
+    with pytest.raises(TransferError, match="none below 0"):
+        copy_cells(view_of(pool, backwards, "src", 32), np.array([0]), np.zeros(64, np.uint8), np.array([0]))
 
 
 @pytest.mark.parametrize(
@@ -168,6 +194,8 @@ def test_an_installation_without_a_compiler_says_so(tmp_path, monkeypatch):
     library = tmp_path / "found.so"
     monkeypatch.setenv("CC", "no-such-compiler -O2")
     assert hatch_build.compiled(SOURCE, library) == "there is no C compiler (no-such-compiler)"
+    monkeypatch.setenv("CC", '"cc')
+    assert hatch_build.compiled(SOURCE, library).startswith("CC is '\"cc'")
     monkeypatch.setenv("CC", "false")
     assert hatch_build.compiled(SOURCE, library).startswith("false failed")
     assert not library.exists()
