@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.bench_options import progress_line
+from kvferry.cli.bench_options import BlockSize, Dtype, HeadDim, KvHeads, Layers, Transports, progress_line
 from kvferry.cli.options import without_none
 
 
@@ -17,21 +17,13 @@ def overhead(
     ] = "Llama-3.1-8B",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the request that is planned.")] = 131_072,
     moved: Annotated[int, typer.Option(min=1, help="Tokens that are under way while hooks run.")] = 4096,
-    layers: Annotated[
-        int | None, typer.Option(min=1, help="Number of layers; by default the model's.")
-    ] = None,
-    kv_heads: Annotated[
-        int | None, typer.Option(min=1, help="Number of KV heads; by default the model's.")
-    ] = None,
-    head_dim: Annotated[
-        int | None, typer.Option(min=1, help="Elements per head; by default the model's.")
-    ] = None,
-    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens of a block; 16 by default.")] = None,
-    dtype: Annotated[str, typer.Option(help="Element type: auto, float32, bfloat16, fp8, ...")] = "auto",
+    layers: Layers = None,
+    kv_heads: KvHeads = None,
+    head_dim: HeadDim = None,
+    block_size: BlockSize = None,
+    dtype: Dtype = "auto",
     repeats: Annotated[int, typer.Option(min=7, help="Rounds of planning and of getting ready.")] = 9,
-    transports: Annotated[
-        str | None, typer.Option(help="UCX_TLS for both processes, e.g. tcp,self; by default unchanged.")
-    ] = None,
+    transports: Transports = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: all figures, in seconds.")] = False,
 ) -> None:
     """Measure what a request costs the decode side besides moving bytes.

@@ -8,7 +8,18 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.bench_options import REPEATS_HELP, parse_layouts, progress_line, work_folder
+from kvferry.cli.bench_options import (
+    REPEATS_HELP,
+    BlockSize,
+    Dtype,
+    HeadDim,
+    KvHeads,
+    Layers,
+    Transports,
+    parse_layouts,
+    progress_line,
+    work_folder,
+)
 from kvferry.cli.options import without_none
 from kvferry.cli.output import check_output
 from kvferry.errors import ConfigError
@@ -27,24 +38,16 @@ def transfer(
         str, typer.Option(help="Model whose KV cache to move, as `kvferry plan` takes it.")
     ] = "Llama-3.1-8B",
     tokens: Annotated[int, typer.Option(min=1, help="Length of the moved request, in tokens.")] = 4096,
-    layers: Annotated[
-        int | None, typer.Option(min=1, help="Number of layers; by default the model's.")
-    ] = None,
-    kv_heads: Annotated[
-        int | None, typer.Option(min=1, help="Number of KV heads; by default the model's.")
-    ] = None,
-    head_dim: Annotated[
-        int | None, typer.Option(min=1, help="Elements per head; by default the model's.")
-    ] = None,
-    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens per block; by default 16.")] = None,
-    dtype: Annotated[str, typer.Option(help="Element type: auto, float32, bfloat16, fp8, ...")] = "auto",
+    layers: Layers = None,
+    kv_heads: KvHeads = None,
+    head_dim: HeadDim = None,
+    block_size: BlockSize = None,
+    dtype: Dtype = "auto",
     order: Annotated[
         str, typer.Option(help="Order of block ids: scattered, as in a busy engine, or contiguous.")
     ] = "scattered",
     repeats: Annotated[int, typer.Option(min=7, help=REPEATS_HELP)] = 9,
-    transports: Annotated[
-        str | None, typer.Option(help="UCX_TLS for both processes, e.g. tcp,self; by default unchanged.")
-    ] = None,
+    transports: Transports = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: all rounds, in seconds and bytes.")
     ] = False,
@@ -97,7 +100,7 @@ def tiers(
     layouts: Annotated[
         str, typer.Option(help="Memory layouts to measure for the host tier, separated by commas.")
     ] = "LBNHC,BHLNC",
-    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens per block; by default 16.")] = None,
+    block_size: BlockSize = None,
     depths: Annotated[
         str, typer.Option(help="Numbers of chunks in flight to measure, separated by commas.")
     ] = "1,8,32",
@@ -148,9 +151,7 @@ def calibrate(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and print, but write nothing.")] = False,
     repeats: Annotated[int, typer.Option(min=7, help="Number of rounds; each measures every size once.")] = 9,
-    transports: Annotated[
-        str | None, typer.Option(help="UCX_TLS for both processes, e.g. tcp,self; by default unchanged.")
-    ] = None,
+    transports: Transports = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure this machine's costs, and store them for the planner.

@@ -6,8 +6,26 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Annotated, TypeAlias
+
+import typer
 
 from kvferry.errors import ConfigError
+
+Layers: TypeAlias = Annotated[
+    int | None, typer.Option(min=1, help="Number of layers; by default the model's.")
+]
+KvHeads: TypeAlias = Annotated[
+    int | None, typer.Option(min=1, help="Number of KV heads; by default the model's.")
+]
+HeadDim: TypeAlias = Annotated[
+    int | None, typer.Option(min=1, help="Elements per head; by default the model's.")
+]
+BlockSize: TypeAlias = Annotated[int | None, typer.Option(min=1, help="Tokens per block; by default 16.")]
+Dtype: TypeAlias = Annotated[str, typer.Option(help="Element type: auto, float32, bfloat16, fp8, ...")]
+Transports: TypeAlias = Annotated[
+    str | None, typer.Option(help="UCX_TLS for both processes, e.g. tcp,self; by default unchanged.")
+]
 
 REPEATS_HELP = "Number of rounds; each measures every method once."
 

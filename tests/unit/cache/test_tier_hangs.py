@@ -64,10 +64,10 @@ def test_a_mount_that_hangs_holds_up_no_step_and_no_end(tmp_path, what, at):
     ended = run(lambda: work(tmp_path, what), Fault(at, How.HELD))
     assert len(ended.calls) >= at, "nothing hung"
     said = ended.said
-    assert said["longest"] < 0.9, "a step waited until the tier counted as stuck"
+    assert said["longest"] < 0.6, "a step waited until the tier counted as stuck"
     assert said["stuck"] == [what == "read", what == "write"]
-    assert said["stuck_after"] > 0.9
+    assert 0.6 < said["stuck_after"] < 3.0
     assert said["known"] is (what == "write"), "a tier that hangs for reading is asked"
     assert max(said["under_way"]) <= 50
     assert said["more threads"] <= 0
-    assert said["closed"] < 5.0
+    assert said["closed"] < 3.0
