@@ -79,7 +79,7 @@ test: test-unit ## unit, transport and representative engine tests
 
 # HYPOTHESIS_PROFILE: a few examples of each property.
 test-fast: export HYPOTHESIS_PROFILE := fast
-test-fast: $(VENV)/.dev ## the quick unit tests, without engine, NIXL and tests marked slow: some three minutes of processor time
+test-fast: $(VENV)/.dev ## the quick unit tests, without engine, NIXL and tests marked slow: under two minutes on two cores
 	$(PYTHON) -m pytest -q -n $(WORKERS) -m "not family and not engine and not transport and not alone and not slow" tests/unit src
 
 test-unit: export KVFERRY_TEST_TRITON := $(CURDIR)/$(VENV)/triton

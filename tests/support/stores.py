@@ -60,6 +60,7 @@ def fetch(store: FileTier, number: int, group: ChunkGroup = GROUP) -> tuple[GetO
     """Fetch the chunk of a number: what became of it, and whether it is what was stored."""
     stored = body(number, group)
     into = whole_pages(len(stored))
+    into[:] = bytes(len(into))  # or it may be the memory of an earlier fetch, with the same bytes
     done = store.get(key(number), group, into)
     pairs = zip(*(sections(group, memory) for memory in (stored, into)), strict=True)
     return done, all(one == other for one, other in pairs)

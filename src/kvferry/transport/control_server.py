@@ -173,6 +173,7 @@ class ControlServer:
     def close(self) -> None:
         """Stop listening, and wait until the server's thread has ended."""
         self._stop.set()
+        self._listener.interrupt()
         self._thread.join()
 
     def _run(self) -> None:

@@ -169,6 +169,7 @@ class GatherServer:
     def close(self, patience_seconds: float = 2.0) -> None:
         """Stop the server's thread. Wait at most `patience_seconds` for it to finish a copy in progress."""
         self._stop.set()
+        self._listener.interrupt()
         self._thread.join(patience_seconds)
         if self._thread.is_alive():
             logger.warning("gather channel: still busy after %g s, left behind", patience_seconds)

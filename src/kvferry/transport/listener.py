@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import threading
 from typing import Any
 
 import zmq
@@ -25,7 +27,7 @@ class Listener:
     """A listening ZeroMQ socket that receives messages from peers and sends replies.
 
     Connections are encrypted and authenticated, and their number is limited. One thread at a time may use the
-    socket.
+    socket; any thread may call `interrupt`.
 
     Attributes:
         port: port that the socket listens on.
@@ -55,6 +57,8 @@ class Listener:
         Raises:
             ConfigError: the address cannot be bound.
         """
+        self._lock, self._closed = threading.Lock(), False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: zmq.Context[Any] = zmq.Context()
         self._door = Authenticator(self._context, keys, peers)
         self._socket = self._context.socket(zmq.ROUTER)
@@ -74,12 +78,14 @@ class Listener:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._connections.events, zmq.POLLIN)
+        self._poller.register(self._wake, zmq.POLLIN)
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most `seconds` for a message from a peer, and return whether one has arrived.
+        """Wait for a message from a peer, and return whether one has arrived.
 
-        Meanwhile, count the connections that open or close, and enforce the limit on their number.
+        Wait at most `seconds`, and not at all after `interrupt`. Meanwhile, count the connections that open
+        or close, and enforce the limit on their number.
         """
         heard = dict(self._poller.poll(int(seconds * 1000)))
         if self._connections.events in heard:
@@ -109,8 +115,17 @@ class Listener:
         """
         self._socket.send_multipart([to, message])
 
+    def interrupt(self) -> None:
+        """End the current call of `wait` and all later ones at once. Do nothing after `close`."""
+        with self._lock:  # after `close`, another file may have the descriptor's number
+            if not self._closed:
+                os.eventfd_write(self._wake, 1)
+
     def close(self) -> None:
         """Close the socket. Replies that have not been sent are dropped."""
+        with self._lock:
+            self._closed = True
+            os.close(self._wake)
         self._connections.close()
         self._socket.close()
         self._door.close()

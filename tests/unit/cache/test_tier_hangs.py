@@ -15,7 +15,10 @@ from support.chunk_files import key
 from support.stores import GROUP, body, keep, open_store
 from support.system_calls import Fault, How, counted, possible, run
 
-pytestmark = pytest.mark.skipif(not possible(), reason="processes cannot be traced here")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not possible(), reason="processes cannot be traced here"),
+]
 
 
 def work(path: Path, what: str) -> dict[str, object]:

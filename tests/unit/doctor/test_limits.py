@@ -9,6 +9,8 @@ import pytest
 from kvferry.doctor.finding import State, ok
 from kvferry.doctor.limits import CheckTimeout, run_all_within, run_check, run_python, run_within
 
+pytestmark = pytest.mark.slow
+
 FOREVER = "import time; time.sleep(600)"
 
 

@@ -19,6 +19,8 @@ from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.multi.connector import FerryMultiConnector
 from support.vllm_scheduler import Engine
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +43,6 @@ def take(engine: Engine, request: Request) -> None:
         engine.abort(request.request_id)
 
 
-@pytest.mark.slow
 def test_a_refused_request_with_the_id_of_another_ends_neither_it_nor_the_engine(
     tmp_path: Path,
 ) -> None:

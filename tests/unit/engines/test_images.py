@@ -14,6 +14,8 @@ from kvferry.engines.vllm.items import name_of
 from kvferry.transport.messages import compare_facts
 from support.vision import feature, model_config, paligemma
 
+pytestmark = pytest.mark.slow
+
 CAT, DOG = (
     Image.fromarray(np.random.default_rng(seed).integers(0, 255, (64, 48, 3), np.uint8)) for seed in (1, 2)
 )
@@ -24,7 +26,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return paligemma(tmp_path_factory.mktemp("vision"), tmp_path_factory.getbasetemp() / "tokenizers")
 
 
-@pytest.mark.slow
 def test_an_identifier_that_starts_anew_with_the_engine_is_no_name(model: Path) -> None:
     config, first = model_config(model), "renderer0-mm-1-image-0"
     cat, dog = feature(config, CAT, first), feature(config, DOG, first)
@@ -41,7 +42,6 @@ def test_an_image_has_one_name_under_any_path_of_the_model(model: Path, tmp_path
     assert name_of(here) == name_of(there)
 
 
-@pytest.mark.slow
 def test_what_the_processor_does_is_in_names_and_is_said_in_words(model: Path) -> None:
     plain, raw = model_config(model), model_config(model, mm_processor_kwargs={"do_normalize": False})
     assert name_of(feature(plain, CAT)) != name_of(feature(raw, CAT))

@@ -20,6 +20,8 @@ from kvferry.transport.control_server import LeasesClaimed, LeasesReleased
 from support.clock import Clock
 from support.vllm_scheduler import ATTEMPTS, BLOCK, PATIENCE, Engine, PlayedConnector
 
+pytestmark = pytest.mark.slow
+
 CLOCK = Clock()
 FOLDER = Path("/tmp")
 KINDS = [

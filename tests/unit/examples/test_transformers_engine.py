@@ -17,6 +17,8 @@ from examples.transformers_engine.engine import Engine, Request
 from examples.transformers_engine.tiers import ANSWER_TOKENS, CHUNK_TOKENS, damage, demonstrate, prompt
 from kvferry.serving.tiny import tiny_checkpoint
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 BLOCKS = 200
 
@@ -156,7 +158,6 @@ def test_a_load_holds_only_the_window_of_layers_that_have_one(start, tokens):
     assert windows <= 64 // 16 + 1
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_it_needs_no_vllm(checkpoint, tmp_path):
     code = (
@@ -171,7 +172,6 @@ def test_it_needs_no_vllm(checkpoint, tmp_path):
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)  # four processes, each of which imports torch and transformers
 def test_the_demonstration_is_as_it_says(checkpoint, tmp_path):
     said: list[str] = []

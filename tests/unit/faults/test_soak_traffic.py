@@ -19,6 +19,8 @@ from faults.soak_rest import HELD, held_at_rest
 from faults.soak_values import Soak
 from faults.traffic import Ask
 
+pytestmark = pytest.mark.slow
+
 SHORT = Ask("short", "/v1/completions", {})
 STREAM = Ask("stream", "/v1/completions", {"stream": True})
 LEAVES = Ask("leaves", "/v1/completions", {"stream": True}, leaves=2)

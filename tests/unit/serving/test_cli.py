@@ -16,6 +16,8 @@ from kvferry.cli.main import app
 from kvferry.connector.config import ConnectorConfig
 from kvferry.transport.key_file import read_keys
 
+pytestmark = pytest.mark.slow
+
 KVFERRY = [sys.executable, "-c", "from kvferry.cli.main import main; main()"]
 
 

@@ -1,5 +1,6 @@
 """Strangers who connect and say nothing: a listener has few of them, and serves those whom it knows."""
 
+import os
 import socket
 import threading
 import time
@@ -112,3 +113,22 @@ def test_a_listener_that_nobody_looks_at_accepts_a_thousand_and_closes(stack):
     closing.start()
     closing.join(20.0)
     assert not closing.is_alive()
+
+
+def test_a_listener_that_is_interrupted_waits_no_more(listener):
+    waits = threading.Thread(target=listener.wait, args=(30.0,), daemon=True)
+    waits.start()
+    listener.interrupt()
+    waits.join(10.0)
+    assert not waits.is_alive()
+    assert not listener.wait(30.0)
+
+
+def test_a_listener_that_is_closed_can_be_interrupted(stack):
+    listener = Listener("channel", HOST, 0, KEYS, 1 << 20, MOST)
+    listener.close()
+    other = os.eventfd(0, os.EFD_NONBLOCK)  # has the number of a descriptor that was closed
+    stack.callback(os.close, other)
+    listener.interrupt()
+    with pytest.raises(BlockingIOError):
+        os.eventfd_read(other)

@@ -35,6 +35,8 @@ from support.local_agent import LocalAgent, Trusting
 from support.oracle import expect, fill
 from transport.memory import place, scattered_tables
 
+pytestmark = pytest.mark.slow
+
 FULL = GroupKind.FULL
 KV = (Stored("k", 2, 4, (("content", 8),)), Stored("v", 2, 4, (("content", 8),)))
 DENSE = (Family(FULL, fields=KV),) * 3

@@ -17,6 +17,8 @@ from support.object_server import error, ill, response
 from support.objects import get, known, open_objects, put, warnings
 from support.stores import FILE_BYTES, GROUP, NAMESPACE
 
+pytestmark = pytest.mark.slow
+
 URL = "s3://bucket/path"
 FOLDER = f"path/{NAMESPACE.digest.hex()}"
 CODES = (

@@ -24,6 +24,8 @@ from support.object_server import Line, Server, error, ill, response
 from support.objects import get, known, open_objects, put, warnings
 from support.stores import FILE_BYTES, GROUP, body
 
+pytestmark = pytest.mark.slow
+
 CLOSED = Server(1)
 URL = "s3://bucket/path"
 HALF = response("200 OK", b"x" * 1000, length=FILE_BYTES)
