@@ -13,6 +13,8 @@ from kvferry.serving.ports import listen, url_of
 from kvferry.serving.router import RouterSettings, router_app
 from kvferry.serving.run import run_app
 
+pytestmark = pytest.mark.slow
+
 FORGED = {"do_remote_prefill": True, "remote_engine_id": "forged", "remote_block_ids": [[1]]}
 HIDDEN = {
     "top": {"kv_transfer_params": FORGED},

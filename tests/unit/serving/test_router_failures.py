@@ -15,6 +15,8 @@ from kvferry.serving.router.failures import failure_of
 from kvferry.serving.router.hop import Hop
 from kvferry.serving.router.replies import Reply
 
+pytestmark = pytest.mark.slow
+
 STREAM = {"model": "m", "prompt": "x", "stream": True}
 
 

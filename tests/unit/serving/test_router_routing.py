@@ -7,6 +7,8 @@ import pytest
 from kvferry.serving.ports import listen, url_of
 from kvferry.serving.router.upstream import relayed
 
+pytestmark = pytest.mark.slow
+
 KV_KEYS = {"do_remote_decode", "do_remote_prefill", "remote_engine_id", "remote_block_ids"}
 
 

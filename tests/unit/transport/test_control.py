@@ -37,6 +37,8 @@ from kvferry.transport.turns import TurnContent
 from support.keys import KEYS, OTHER_KEYS
 from transport.cards import cards, facts, ticket
 
+pytestmark = pytest.mark.slow
+
 HOST = "127.0.0.1"
 LEASE = ticket("lease")
 CONTENT = PromptContent("tokens")

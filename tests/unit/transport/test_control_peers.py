@@ -23,6 +23,8 @@ from kvferry.transport.resolver import PeerResolver
 from support.keys import KEYS
 from transport.cards import cards, facts, ticket
 
+pytestmark = pytest.mark.slow
+
 HOST, OTHER_HOST = "127.0.0.1", "127.0.0.2"
 ONE = parse_allowed_peers([HOST], "10.0.0.1", None)
 
