@@ -22,10 +22,6 @@ _WORDS = {8: np.int64, 4: np.int32, 2: np.int16, 1: np.uint8}
 STREAMED_BYTES = 1 << 18
 """Bytes from which a copy is written past the CPU's caches, which it would fill."""
 
-STREAMED_GATHER_RUN = 2048
-"""Length in bytes of the longest run that is written past the caches if the destination is contiguous. Longer
-runs are faster with the C library's own copy."""
-
 
 def copy_cells(view: CopyView, places: Int64s, memory: npt.NDArray[np.uint8], offsets: Int64s) -> None:
     """Copy cells between a block pool and packed cells, both in host memory, by one strided copy.
@@ -60,7 +56,6 @@ def copy_cells(view: CopyView, places: Int64s, memory: npt.NDArray[np.uint8], of
     packed = memory.ctypes.data + view.offset + offsets
     streamed = len(places) * view.copy.bytes >= STREAMED_BYTES
     if view.storing:
-        streamed = streamed and view.copy.run <= STREAMED_GATHER_RUN
         kernel(pool, packed, view.copy.run, view.loops, streamed)
     else:
         kernel(packed, pool, view.copy.run, view.loops, streamed)

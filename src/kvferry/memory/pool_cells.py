@@ -35,8 +35,8 @@ class CopyView:
     Attributes:
         copy: strided copy of a cell.
         storing: True if the pool is the source of the copy, False if it is the destination.
-        loops: loops of the copy, outermost first, int64 of shape (loops, 3): count, source stride, and
-            destination stride in bytes.
+        loops: loops of the copy, the one with the largest stride in the pool first, int64 of shape
+            (loops, 3): count, source stride, and destination stride in bytes.
         word: size in bytes of an element of `elements`.
         elements: view of the pool, of shape (places, count of every loop, elements of a run). It is a numpy
             array for host memory, and a tensor for GPU memory.
@@ -182,12 +182,12 @@ class PoolCells:
         word = largest_word(copy, alignment, offset, address - self._pool.base(address))
         elements = self._pool.view(copy, self._side, *places, word)
         distances = [loop.dst if storing else loop.src for loop in copy.loops]
+        # In the order of addresses in the pool, whose runs are far apart: CPUs read ahead in sequence only.
+        in_order = sorted(copy.loops, key=lambda loop: loop.src if storing else loop.dst, reverse=True)
         return CopyView(
             copy=copy,
             storing=storing,
-            loops=np.array([(loop.count, loop.src, loop.dst) for loop in copy.loops], np.int64).reshape(
-                -1, 3
-            ),
+            loops=np.array([(loop.count, loop.src, loop.dst) for loop in in_order], np.int64).reshape(-1, 3),
             word=word,
             elements=elements if elements.is_cuda else elements.numpy(),
             offset=offset,

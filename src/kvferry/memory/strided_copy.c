@@ -17,7 +17,11 @@ struct loop {
     int64_t count, src, dst;
 };
 
-enum { MAX_LOOPS = 16, LINE = 64, STREAMED_RUN = 4 * LINE };
+enum { MAX_LOOPS = 16, LINE = 64, STREAMED_RUN = 4 * LINE, LONGEST_COLUMN = 512, TRANSPOSED_BYTES = 40 << 10 };
+
+/* Rows that a transposition reads ahead, and the longest run of which the next one is read ahead. The CPU reads ahead
+ * itself inside of longer runs. */
+enum { ROWS_AHEAD = 16, RUN_AHEAD = 2048 };
 
 typedef void (*copy_run)(char *dst, const char *src, int64_t bytes);
 
@@ -28,6 +32,7 @@ static void copy_cached(char *dst, const char *src, int64_t bytes) { memcpy(dst,
  * whole lines, so the ends of a run are stored as usual. */
 __attribute__((target("avx2"))) static void copy_streamed(char *dst, const char *src, int64_t bytes) {
     int64_t head = -(intptr_t)dst & (LINE - 1);
+    if (head > bytes) head = bytes;
     memcpy(dst, src, (size_t)head);
     dst += head, src += head, bytes -= head;
     for (; bytes >= LINE; dst += LINE, src += LINE, bytes -= LINE) {
@@ -79,20 +84,47 @@ typedef void (*copy_tile)(const char *src, int64_t src_stride, char *dst, int64_
  *
  * whole: copies a whole tile of `tile` x `tile` elements; null for element by element.
  */
-static inline __attribute__((always_inline)) void copy_transposed(const char *src, int64_t src_stride, int64_t rows,
-                                                                  char *dst, int64_t dst_stride, int64_t columns,
-                                                                  int64_t size, int64_t tile, copy_tile whole) {
+static inline __attribute__((always_inline)) void copy_tiles(const char *src, int64_t src_stride, int64_t rows,
+                                                             char *dst, int64_t dst_stride, int64_t columns,
+                                                             int64_t size, int64_t tile, copy_tile whole) {
     for (int64_t i = 0; i < rows; i += tile)
         for (int64_t j = 0; j < columns; j += tile) {
             const char *from = src + i * src_stride + j * size;
             char *to = dst + j * dst_stride + i * size;
             int64_t high = rows - i < tile ? rows - i : tile, wide = columns - j < tile ? columns - j : tile;
+            if ((j * size & (LINE - 1)) == 0)
+                for (int64_t x = ROWS_AHEAD; x < ROWS_AHEAD + tile; x++) __builtin_prefetch(from + x * src_stride, 0, 0);
             if (whole && high == tile && wide == tile)
                 whole(from, src_stride, to, dst_stride);
             else
                 for (int64_t y = 0; y < wide; y++)
                     for (int64_t x = 0; x < high; x++)
                         memcpy(to + y * dst_stride + x * size, from + x * src_stride + y * size, (size_t)size);
+        }
+}
+
+/* Copy as `copy_tiles` does. If columns bypass the cache, transpose inside of the cache first: stores that bypass it
+ * must fill whole lines, one after another. */
+static inline __attribute__((always_inline)) void copy_transposed(const char *src, const struct loop *row, char *dst,
+                                                                  const struct loop *column, int64_t size, int64_t tile,
+                                                                  copy_tile whole, copy_run copy) {
+    if (copy == copy_cached) {
+        copy_tiles(src, row->src, row->count, dst, column->dst, column->count, size, tile, whole);
+        return;
+    }
+    char transposed[TRANSPOSED_BYTES] __attribute__((aligned(LINE)));
+    int64_t most_rows = row->count < LONGEST_COLUMN / size ? row->count : LONGEST_COLUMN / size;
+    int64_t length = most_rows * size, most_columns = TRANSPOSED_BYTES / length / tile * tile;
+    for (int64_t i = 0; i < row->count; i += most_rows)
+        for (int64_t j = 0; j < column->count; j += most_columns) {
+            int64_t rows = row->count - i < most_rows ? row->count - i : most_rows;
+            int64_t columns = column->count - j < most_columns ? column->count - j : most_columns;
+            char *to = dst + j * column->dst + i * size;
+            copy_tiles(src + i * row->src + j * size, row->src, rows, transposed, length, columns, size, tile, whole);
+            if (column->dst == length)
+                copy(to, transposed, columns * length);
+            else
+                for (int64_t y = 0; y < columns; y++) copy(to + y * column->dst, transposed + y * length, rows * size);
         }
 }
 
@@ -113,7 +145,11 @@ static void copy_runs(const struct loop *loop, const char *src, char *dst, int64
         FIXED(64);
         FIXED(128);
     default:
-        for (int64_t i = 0; i < count; i++) copy(dst + i * to, src + i * from, run);
+        for (int64_t i = 0; i < count; i++) {
+            if (run <= RUN_AHEAD)
+                for (int64_t b = 0; b < run; b += LINE) __builtin_prefetch(src + (i + 1) * from + b, 0, 0);
+            copy(dst + i * to, src + i * from, run);
+        }
     }
 }
 
@@ -128,17 +164,17 @@ static void copy_loops(const struct loop *loops, int count, const char *src, cha
 }
 
 static void transpose(const struct loop *loops, int count, const struct loop *row, const struct loop *column,
-                      const char *src, char *dst, int64_t run) {
+                      const char *src, char *dst, int64_t run, copy_run copy) {
     if (count > 0) {
         for (int64_t i = 0; i < loops->count; i++)
-            transpose(loops + 1, count - 1, row, column, src + i * loops->src, dst + i * loops->dst, run);
+            transpose(loops + 1, count - 1, row, column, src + i * loops->src, dst + i * loops->dst, run, copy);
         return;
     }
     switch (run) {
-    case 1: copy_transposed(src, row->src, row->count, dst, column->dst, column->count, 1, 16, 0); return;
-    case 2: copy_transposed(src, row->src, row->count, dst, column->dst, column->count, 2, 8, transpose_tile_2); return;
-    case 4: copy_transposed(src, row->src, row->count, dst, column->dst, column->count, 4, 4, transpose_tile_4); return;
-    default: copy_transposed(src, row->src, row->count, dst, column->dst, column->count, 8, 8, 0);
+    case 1: copy_transposed(src, row, dst, column, 1, 16, 0, copy); return;
+    case 2: copy_transposed(src, row, dst, column, 2, 8, transpose_tile_2, copy); return;
+    case 4: copy_transposed(src, row, dst, column, 4, 4, transpose_tile_4, copy); return;
+    default: copy_transposed(src, row, dst, column, 8, 8, 0, copy);
     }
 }
 
@@ -157,20 +193,21 @@ void kvferry_copy_cells(const int64_t *sources, const int64_t *destinations, int
             if (loops[i].dst == run) row = &loops[i];
             if (loops[i].src == run) column = &loops[i];
         }
+    int transposed = row && column && row != column;
     copy_run copy = copy_cached;
 #ifdef X86
-    if (streamed && run >= STREAMED_RUN && __builtin_cpu_supports("avx2")) copy = copy_streamed;
+    if (streamed && (transposed || run >= STREAMED_RUN) && __builtin_cpu_supports("avx2")) copy = copy_streamed;
 #else
     (void)streamed;
 #endif
-    if (row && column && row != column)
+    if (transposed)
         for (int i = 0; i < count; i++)
             if (&loops[i] != row && &loops[i] != column) others[left++] = loops[i];
     for (int64_t i = 0; i < cells; i++) {
         const char *src = (const char *)(intptr_t)sources[i];
         char *dst = (char *)(intptr_t)destinations[i];
-        if (row && column && row != column)
-            transpose(others, left, row, column, src, dst, run);
+        if (transposed)
+            transpose(others, left, row, column, src, dst, run, copy);
         else
             copy_loops(loops, (int)count, src, dst, run, copy);
     }

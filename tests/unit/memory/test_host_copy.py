@@ -105,13 +105,23 @@ def test_cells_are_copied_run_by_run(kernel, monkeypatch, seed, streamed):
 
 
 @pytest.mark.parametrize("run", [1, 2, 4, 8])
-@pytest.mark.parametrize(("rows", "columns"), [(16, 16), (8, 24), (19, 37)])
-def test_whole_tiles_are_transposed(kernel, run, rows, columns):
+@pytest.mark.parametrize(("rows", "columns"), [(16, 16), (8, 24), (19, 37), (600, 50), (70, 700)])
+@pytest.mark.parametrize("streamed", [False, True], ids=["cached", "streamed"])
+def test_whole_tiles_are_transposed(kernel, monkeypatch, run, rows, columns, streamed):
+    if streamed:
+        monkeypatch.setattr(host_copy, "STREAMED_BYTES", 0)
     pool = np.frombuffer(random.Random(run).randbytes(rows * columns * run), np.uint8).copy()
     packed = np.zeros_like(pool)
     copy = StridedCopy(0, 0, run, (Loop(columns, run, rows * run), Loop(rows, columns * run, run)))
     copy_cells(view_of(pool, copy, "src", pool.size), np.array([0]), packed, np.array([0]))
     assert (packed == pool.reshape(rows, columns, run).transpose(1, 0, 2).reshape(-1)).all()
+
+
+def test_runs_are_copied_in_the_order_of_the_pool(kernel):
+    pool, packed = np.zeros(4096, np.uint8), np.zeros(4096, np.uint8)
+    copy = StridedCopy(0, 0, 64, (Loop(4, 64, 1024), Loop(16, 256, 64)))
+    assert view_of(pool, copy, "src", 4096).loops.tolist() == [[16, 256, 64], [4, 64, 1024]]
+    assert view_of(packed, copy, "dst", 4096).loops.tolist() == [[4, 64, 1024], [16, 256, 64]]
 
 
 @pytest.mark.parametrize(
