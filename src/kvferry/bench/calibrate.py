@@ -72,7 +72,7 @@ class CalibrationJob:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationResult:
-    """The costs that a calibration measured, and the errors with which they predict the timings.
+    """The result of a calibration: the costs, and the errors of the fits that they come from.
 
     Attributes:
         costs: costs by which the planner chooses a transfer strategy.
@@ -90,8 +90,9 @@ class CalibrationResult:
 def calibrate(job: CalibrationJob, progress: Callable[[str], None]) -> CalibrationResult:
     """Measure READs and copies on this machine, and fit the transfer planner's costs to the timings.
 
-    The READs are from a second process, which this function starts. It is also asked for gathers (copies into
-    staging memory), to measure their latency. This function may set UCX_TLS in this process.
+    Start a second process, read from its memory, and measure how fast it answers gather requests. A gather is
+    a copy into staging memory. If `job.transports` is not None, it becomes the value of UCX_TLS in both
+    processes.
 
     Args:
         job: sizes to measure, and number of rounds.
@@ -154,7 +155,7 @@ def _lanes_gain(job: CalibrationJob, reader: Reader, agent: RawReads, run: int, 
         reader: rank into whose KV cache the lanes read.
         agent: NIXL agent of the first lane. A new agent is created for each other lane.
         run: size of a descriptor, in bytes.
-        room: size of the reader's memory, in bytes. No more is read at a time.
+        room: maximum number of bytes to read at a time.
 
     Returns:
         The speed of all lanes together, divided by the speed of a single lane. A value below 1 or above the
@@ -190,7 +191,7 @@ def _copies(job: CalibrationJob) -> Fit:
 
 
 class _Copy:
-    """A copy of cells between a pool of blocks and contiguous memory, for measuring its time.
+    """Copies cells between a pool of blocks and contiguous memory, and measures the time.
 
     A cell is the part of a block that is copied as one unit. In the pool, each cell consists of runs
     (contiguous ranges of bytes), and the gap between two runs is as long as a run. The cells are copied in
@@ -205,8 +206,7 @@ class _Copy:
 
         Args:
             run: length of a contiguous run, in bytes.
-            cell: size of a cell (the part of a block that is copied as one unit), in bytes; a multiple of
-                `run`.
+            cell: size of a cell, in bytes; a multiple of `run`.
             size: number of bytes to copy; rounded down to whole cells, but at least one cell.
             side: ``src`` to copy out of the pool (gather), ``dst`` to copy into the pool (scatter).
         """
@@ -231,7 +231,7 @@ class _Copy:
         self.work = (cells, cells * runs, cells * cell)
 
     def run(self) -> float:
-        """Copy all cells (parts of blocks that are copied as one unit) once. Return the time in seconds."""
+        """Copy all cells once, and return the time in seconds."""
         copy = self._loops.gather if self._gathers else self._loops.scatter
         started = time.perf_counter()
         copy(self._blocks, self._blocks, self._slots, 0)
@@ -266,16 +266,15 @@ class _GatherChannel:
         self._lease = reader.claim_lease("asking")
 
     def time_small(self) -> float:
-        """Request a gather (copy to contiguous memory) of 64 bytes. Return the seconds until the answer."""
+        """Request a gather of 64 bytes, and return the seconds until the answer."""
         return self._timed(0, lambda: None)
 
     def time_large(self, meanwhile: Callable[[], object] = lambda: None) -> float:
-        """Request a gather of many bytes, call `meanwhile`, and return the seconds until both have ended.
-
-        A gather copies parts of blocks to contiguous memory.
+        """Request a gather of many bytes, and return the seconds until the answer.
 
         Args:
-            meanwhile: function to call after the request is sent and before the answer is awaited.
+            meanwhile: function to call between sending the request and waiting for the answer. The returned
+                time includes this call.
         """
         return self._timed(1, meanwhile)
 

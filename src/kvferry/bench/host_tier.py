@@ -124,10 +124,10 @@ def _memcpy_call(ranks: RankPair, direction: str, share: range) -> Callable[[], 
 
 
 def _copy_runs_call(ranks: RankPair, direction: str, share: range) -> Callable[[], object]:
-    """Return a function that copies one thread's share of the chunks in runs (contiguous ranges of bytes).
+    """Return a function that copies one thread's share of the chunks in runs of `ranks.run_bytes` bytes.
 
-    The runs are as long as those that a store or load copies with the engine's memory layout. Runs that are
-    adjacent on one side of the copy are far apart on the other side.
+    A run is a contiguous range of bytes. Runs that are adjacent in the source memory are far apart in the
+    destination memory, and vice versa.
 
     Args:
         ranks: pair of ranks, and the host memory for chunks.

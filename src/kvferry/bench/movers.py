@@ -114,7 +114,7 @@ class KVFerryMover:
     def move(self) -> float:
         """Load the request's KV once, check the bytes, and return the seconds until the request may use them.
 
-        The seconds do not include the check of the bytes and the wait until the lease has ended.
+        The time includes neither the check of the bytes nor the wait until the lease has ended.
 
         Raises:
             TransferError: the load failed, or wrong bytes arrived.
@@ -162,7 +162,7 @@ class RawNixlMover:
         Args:
             name: name of the mover in reports.
             reads: NIXL agent that executes the READs.
-            lists: prepared descriptor lists of both sides, and the descriptors in them to read.
+            lists: prepared descriptor lists of both sides, and the indices of the descriptors to read.
         """
         self.name, self.bytes = name, lists.bytes
         self._reads, self._lists = reads, lists
@@ -179,7 +179,7 @@ class RawNixlMover:
 class MemcpyMover:
     """A mover (benchmarked method of moving bytes) that copies host memory with one thread of this process.
 
-    It copies as many bytes as the KV of the request has, into the memory of the reader's KV cache.
+    Each move copies as many bytes as a request's KV has (`Reader.bytes`) into the reader's KV cache.
     """
 
     name = "(c) memcpy"

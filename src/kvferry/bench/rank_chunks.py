@@ -54,14 +54,15 @@ class RankPair:
         destination: memory of the rank that loads the prompt's KV.
         arena: host memory for the chunks; chunk n is at byte ``n * chunk_bytes``.
         span: range of tokens to load: the whole prompt.
-        store_tables, load_tables: block table of the prompt for each KV cache group, in the format of a store
-            and in the format of a load. The block ids are the same on both ranks.
+        store_tables: block table of the prompt for each KV cache group, as a `TableSlice`, which a store
+            takes. The block ids are the same on both ranks.
+        load_tables: the same block tables as arrays, which a load takes.
     """
 
     def __init__(self, reading: ModelReading, side: EngineSide, chunks: int) -> None:
         """Allocate the KV caches of both ranks and the arena, and fill the first rank's cache.
 
-        Each of the three holds all chunks once, so they need three times the size of the chunks in total.
+        The two caches and the arena each hold all chunks once.
 
         Args:
             reading: description of the model's KV cache.

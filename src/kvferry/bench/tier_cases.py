@@ -20,7 +20,7 @@ class TierCase:
         depth: number of chunks in flight, or of threads for the host tier.
         target: speed that kvferry should reach, as a share of the speed of the fastest mover in `limits`.
         ours: mover that uses kvferry.
-        limits: movers without kvferry. The fastest of them is the one with which kvferry is compared.
+        limits: movers without kvferry. kvferry is compared with the fastest of them.
         controls: other movers without kvferry. Their speeds help to explain the result.
     """
 
@@ -43,8 +43,7 @@ class TierSpeed:
         depth: number of chunks in flight, or of threads for the host tier.
         target: speed that kvferry should reach, as a share of the speed of the fastest method in `limits`.
         ours: times of kvferry in all rounds.
-        limits: times of methods without kvferry. The fastest of them is the one with which kvferry is
-            compared.
+        limits: times of methods without kvferry. kvferry is compared with the fastest of them.
         controls: times of other methods without kvferry. They help to explain the result.
     """
 
@@ -58,10 +57,7 @@ class TierSpeed:
 
     @property
     def limit(self) -> MoverRounds:
-        """Return the times of the fastest method without kvferry: the one with which kvferry is compared.
-
-        The fastest method is the entry of `limits` with the highest median speed.
-        """
+        """Return the entry of `limits` with the highest median speed. kvferry is compared with it."""
         return max(self.limits, key=lambda series: series.gigabytes_per_second.median)
 
     @property

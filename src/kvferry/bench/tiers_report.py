@@ -90,9 +90,9 @@ def _speed_row(speed: TierSpeed) -> list[str]:
 def _show_notes(speeds: Sequence[TierSpeed], console: Console) -> None:
     """Print a table of figures that help to explain the results, with one row per tier and direction.
 
-    The first column of figures is kvferry's speed at each larger depth, as a multiple of its speed at the
-    smallest depth. The second is the speed at the smallest depth of the control methods (other methods
-    without kvferry), as a share of the speed of the method with which kvferry is compared.
+    The first column of figures shows kvferry's speed at each larger depth, as a multiple of its speed at the
+    smallest depth. The second column shows the speed of each method in `TierSpeed.controls` at the smallest
+    depth, as a share of the speed of `TierSpeed.limit`.
     """
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for title in ("tier", "direction"):

@@ -84,10 +84,10 @@ class ChunkCache:
 
     @property
     def busy(self) -> bool:
-        """True if a load waits for chunks, or chunks are being written or should be written now.
+        """True if a load waits for chunks, or if a write to a slow tier is in flight or due (`Writing.due`).
 
-        Writes to a tier that hangs do not count. Neither do reads that are still running although all loads
-        that needed them were cancelled.
+        Writes do not count while the tier's writes hang. Reads do not count after all their loads were
+        cancelled.
         """
         return bool(self.reading.fetches) or any(writing.due or writing.under_way for writing in self.writing)
 
@@ -114,11 +114,10 @@ class ChunkCache:
 
     @property
     def same_name_namespace(self) -> str:
-        """Digest, in hex, of a slow tier's other namespace for a model of the same name; empty if none.
+        """Digest, in hex, of another namespace whose model has the same name; empty if there is none.
 
-        A namespace is the scope of chunk keys: model, weights and format. The digest is set only if a tier
-        has chunks in the other namespace but none in this engine's namespace. This suggests that the chunks
-        were stored by an engine with other settings.
+        It is set only if a slow tier has no chunks in this engine's namespace, but its storage contains the
+        other namespace. An engine with other settings has probably stored the chunks.
         """
         return next(
             (queue.usage.same_name_namespace for queue in self._queues if queue.usage.same_name_namespace),
@@ -142,8 +141,8 @@ class ChunkCache:
     def reserve(self, key: bytes, group: int) -> Slot | None:
         """Reserve a slot (memory of one chunk in host memory) for a chunk that ranks will fill.
 
-        Return None if host memory has the chunk already or has no room for it. The host tier then counts the
-        chunk as dropped.
+        Return None if host memory has the chunk, is already being filled with it, or has no room for it. In
+        all three cases the host tier counts the chunk as dropped.
 
         Args:
             key: key of the chunk.

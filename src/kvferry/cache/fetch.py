@@ -58,7 +58,10 @@ class Fetch:
 
     @property
     def over(self) -> bool:
-        """True if no more chunks will become ready: all are, or the fetch has failed or was cancelled."""
+        """True if the load has no chunk left to wait for.
+
+        All chunks are ready or were taken, or the fetch has failed or was cancelled.
+        """
         return self.failure is not None or not (self.remaining or self.reading)
 
     def take(self) -> list[tuple[WantedChunk, Slot]]:

@@ -100,7 +100,7 @@ class PromptChunks:
         *,
         in_full: bool = True,
     ) -> Coverage:
-        """Look up the request's chunks in the tiers, and return which of its prefixes could be loaded.
+        """Look up the request's chunks in the tiers. Return which prefixes of the request can be loaded.
 
         Args:
             tokens: number of tokens of the request to look up; `keys` must cover at least these tokens.
@@ -158,10 +158,10 @@ class PromptChunks:
         return tags | self._numbers
 
     def _new_tags(self) -> Tags:
-        """Return the tags of the keys of chunks that were added since the last call.
+        """Return the tags of the whole chunks that `keys` has gained since the last call.
 
-        A tag is the last 8 bytes of a key. The last of these bytes holds the KV cache group; it is 0 here,
-        and the caller fills it in. The result is uint64 of shape (added chunks,).
+        A tag is the last 8 bytes of a chunk's key. Its last byte identifies the KV cache group. That byte is
+        0 in the result, and `_tags` sets it. The result is uint64 of shape (new chunks,).
         """
         return self.keys.digests(len(self._of_any)).view("<u8")[:, -1] & _BUT_LAST
 

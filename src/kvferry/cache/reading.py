@@ -49,8 +49,8 @@ class Reading:
     Attributes:
         incoming: chunks that are being read, by key.
         fetches: fetches in progress. A fetch is the set of chunks that one load needs.
-        events: counter that increases when the cache's statistics may have changed. The exception is
-            `on_read_ended`, which changes statistics but not this counter.
+        events: counter that `fetch` and `advance` increase, because they may change the cache's statistics.
+            `on_read_ended` changes statistics too, but leaves the counting to its caller.
     """
 
     def __init__(
@@ -204,8 +204,8 @@ class Reading:
     def _fastest_tier_table(self, allowed: tuple[bool, ...]) -> TierNumbers:
         """Return a table that maps a set of tiers to the number of the fastest allowed tier in the set.
 
-        The table is int64 of shape (1 << MAX_TIERS,). It is indexed by a bit mask of the tiers in the set,
-        with the bits that the key table uses. An entry is `NO_TIER` if no tier of its set is allowed.
+        The table is int64 of shape (1 << MAX_TIERS,). Its index is the bit mask of a set of tiers, as
+        `KeyTable.tier_bits` returns it. An entry is `NO_TIER` if no tier of its set is allowed.
 
         Args:
             allowed: whether each tier may be read, by tier number: host memory first, then the slow tiers.
@@ -329,7 +329,7 @@ class Reading:
         Args:
             fetch: set of chunks that one load needs.
             want: the chunk.
-            slot: slot (memory of one chunk) of the chunk, which is held (not evicted) for this fetch.
+            slot: host memory of the chunk, which is held (not evicted) for this fetch.
             name: name of the tier that the chunk came from.
         """
         fetch.ready.append((want, slot))

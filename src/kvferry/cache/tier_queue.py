@@ -37,7 +37,7 @@ REFRESH_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class WriteEnded:
-    """The result of a write that has ended. The memory that the write read from may be changed again.
+    """The result of a write that has ended. The caller may change the memory of the chunk again.
 
     Attributes:
         key: key of the chunk.
@@ -161,7 +161,7 @@ class TierQueue:
         Args:
             key: key of the chunk.
             group: description of the expected content: KV cache group, number of tokens and layout.
-            into: writable memory with exactly the size of the chunk's content as stored in host memory.
+            into: writable memory for the chunk's content, of exactly the size of the content.
         """
         self._reading.begin()
         self._reads.put(partial(self._read, key, group, into))

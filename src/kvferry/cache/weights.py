@@ -41,7 +41,7 @@ _MOST_FILES = 4096
 def weights_of(model: Path) -> str | None:
     """Return the digest of the weights of a checkpoint, 32 hex digits; None if it has no weight files.
 
-    The digest depends on the content of the files and the order of their names, but not on the names.
+    The files are digested in the order of their names. The names themselves are not part of the digest.
 
     Args:
         model: directory of the checkpoint, or path of its only file.
@@ -62,8 +62,8 @@ def digest_of_files(
         files: paths of the files.
         digest_file: path of the JSON file that caches digests; None for the one in the user's cache
             directory.
-        now: function that returns the current time in seconds since 1970, by the clock of the file system.
-            The digest of a file that changed in the last seconds is not cached.
+        now: function that returns the current time in seconds since 1970, to compare with file times. The
+            digest of a file that changed less than `_SETTLED_SECONDS` ago is not cached.
 
     Raises:
         ConfigError: a file cannot be read, or changes while it is read.
@@ -189,7 +189,7 @@ def _check(files: dict[str, str]) -> str:
 def _add_digests(digest_file: Path | None, news: dict[str, str]) -> None:
     """Add new digests to the digest file (JSON file that caches digests of weights).
 
-    The oldest digests beyond `_MOST_FILES` are dropped. If the file cannot be written, it stays as it is.
+    The file keeps only the newest `_MOST_FILES` digests. If it cannot be written, it stays as it is.
 
     Args:
         digest_file: path of the digest file; None for a user without a cache directory.

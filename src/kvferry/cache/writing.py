@@ -97,7 +97,7 @@ class Writing:
         self.host.close(self._held.pop(key))
 
     def flush(self) -> None:
-        """Start the writes of all queued chunks, even if the tier accepts fewer writes now."""
+        """Start the writes of all queued chunks now. Ignore the write mode and the tier's limit on writes."""
         while self._queued:
             self._write_next()
 

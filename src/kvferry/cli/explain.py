@@ -62,7 +62,7 @@ def _not_found_message(answers: AllAnswers, request_id: str | None) -> str:
 
     Args:
         answers: answers of all engines.
-        request_id: requested id; None if the last requests of all engines were requested.
+        request_id: id that the user asked for; None if the user asked for the last requests of all engines.
     """
     engines = [answer.engine for answer in answers.answers]
     if not engines:

@@ -46,9 +46,9 @@ class _Adapter:
         file_stats: (name, size in bytes, modification time in ns) of each file when a thread began to read
             the files.
         again: earliest time for another attempt to read the files, monotonic seconds.
-        done: event that is set when the thread has read the files or has failed to.
+        done: event that is set when the thread has ended, with or without a digest.
         digest: digest of the files; None if it is not known yet, or if the files could not be read.
-        absent: True if no weights were on disk. The engine then cannot have loaded any either.
+        absent: True if the thread found no weights on disk, so the engine cannot have loaded these weights.
     """
 
     file_stats: _FileStats
@@ -60,10 +60,10 @@ class _Adapter:
     def may_be_read_again(self, file_stats: _FileStats, now: float) -> bool:
         """Return whether to try again to read the adapter's files after a failed attempt.
 
-        Return False if the last attempt has not failed, or if it is too early to try again. Also return False
-        if the files have changed since then, because they may differ from those that the engine loaded.
-        Changes do not matter if the attempt found no weights on disk: the engine cannot have loaded any
-        either.
+        Return True if the last attempt failed, the time `again` has come, and the files have not changed
+        since that attempt. Changed files may differ from those that the engine loaded. If the attempt found
+        no weights (`absent`), the engine cannot have loaded them before the change, so the files may have
+        changed.
 
         Args:
             file_stats: (name, size in bytes, modification time in ns) of each file now.
@@ -109,9 +109,9 @@ class Adapters:
             self._read(lora, _stat_files(Path(lora.lora_path)))
 
     def is_current(self, lora: LoraAdapter | None) -> bool:
-        """Return whether the adapter's weights have never been replaced in place.
+        """Return False if the engine has replaced the adapter's weights in place, True otherwise.
 
-        Once they have been replaced, it is not known with which weights a request was computed.
+        After a replacement, it is not known which weights computed the KV of a request.
 
         Args:
             lora: the adapter; None for a request without an adapter, for which the result is True.

@@ -48,8 +48,7 @@ class _LoadState:
     Attributes:
         source: source of the load.
         load: the load as sent to the workers.
-        given_up: True if another load of the same attempt has failed, so the request does not wait for this
-            load.
+        given_up: True if this load was dropped because another load of the same attempt failed.
         reports: reports received so far. One report may combine several workers.
         reported: number of workers that have reported.
     """
@@ -249,7 +248,7 @@ class Admission:
     def hand_over(self, orders: StepOrders) -> None:
         """Tell the workers which loads to begin in the coming step, and which loads to give up.
 
-        After that, each source adds its own work.
+        Then let each source add its own orders to the same message.
 
         Args:
             orders: message to the workers for the coming step. This object is mutated.
@@ -357,8 +356,8 @@ class Admission:
     def _has_room(self, plan: LoadPlan, request: Request, local_tokens: int) -> bool:
         """Return whether the loads of a plan may begin now and leave enough free blocks for other requests.
 
-        Each source also limits the number of blocks that its loads hold together, because a load still holds
-        its blocks after its deadline.
+        Also ask each source of the plan whether its loads may hold this many more blocks. A source may limit
+        them, because a load holds its blocks even after its deadline.
 
         Args:
             plan: plan to load the request's prefix.

@@ -144,14 +144,14 @@ class Bidding:
         return self._left
 
     def on_succeeded(self) -> None:
-        """Record that an attempt to load KV has succeeded. `on_computed` restores it to the budget later."""
+        """Record that an attempt to load KV has succeeded. `on_computed` gives the attempt back later."""
         self._succeeded += 1
 
     def on_computed(self) -> None:
-        """Restore the request's budget of load attempts by the number of attempts that succeeded.
+        """Give back the attempts that succeeded, so that the request can use them again.
 
-        Call this when the engine computes tokens of the request. If the request is preempted later, it may
-        need these attempts to load its KV again.
+        Call this when the engine computes tokens of the request. After a preemption, the request may have to
+        load its KV again.
         """
         self._left, self._succeeded = self._left + self._succeeded, 0
 

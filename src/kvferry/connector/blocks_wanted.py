@@ -9,10 +9,10 @@ from kvferry.planning.select import attends_to_all
 
 
 class BlocksWanted:
-    """Counts the KV blocks that the engine's requests wait for. Only the engine's thread calls it."""
+    """Computes how many KV blocks the largest waiting request needs. Only the engine's thread calls it."""
 
     def __init__(self, groups: Sequence[CacheGroup], tokens_in_flight: int) -> None:
-        """Create a counter of the blocks that requests wait for. It has no requests yet.
+        """Create the record of the engine's requests. It has no requests yet.
 
         Args:
             groups: the engine's KV cache groups.
@@ -22,7 +22,7 @@ class BlocksWanted:
         self._requests: dict[str, Request] = {}
 
     def add(self, request: Request) -> None:
-        """Add a new request. It is counted while it waits for blocks."""
+        """Add a new request. `blocks` considers it while it waits for blocks (`Request.needs_blocks`)."""
         self._requests[request.request_id] = request
 
     def remove(self, request: Request) -> None:

@@ -27,9 +27,9 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The settings in ``kv_connector_extra_config`` of a `KVFerryConnector`.
 
     Attributes:
-        host: address on which this engine listens for peers: the control channel, and each worker's channel
-            for peers that ask it to pack KV. In an engine that spans several machines, ``node`` stands for
-            the address of each rank's machine.
+        host: address on which this engine listens for peers. The control channel uses it, and so does each
+            worker's gather channel, over which peers ask the worker to pack KV. ``node`` stands for the
+            address of each rank's own machine, for an engine that spans several machines.
         port: port of the control channel, to which the engine's data-parallel index is added; 0 for any free
             port.
         advertise_host: host name or address to advertise to peers; None for `host`.
@@ -38,16 +38,16 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             which all engines of the user share.
         peers: host names, addresses and networks of the machines that may be peers. This engine connects only
             to these machines and accepts connections only from them. None for this machine if `host` is
-            loopback, else for all machines. A peer's host name is resolved only if it is in this list, or
-            equal to `advertise_host` if there is no list.
+            loopback, else for all machines. The engine resolves only the host names in this list; without a
+            list, only `advertise_host`.
         lease_seconds: seconds for which blocks are kept for a consumer that sends no heartbeat. While other
             requests wait for blocks, a lease that no consumer has claimed ends after a quarter of this time.
         load_timeout_seconds: seconds after its start at which an unfinished load counts as failed.
         handshake_seconds: seconds to wait for a peer's answer in the handshake.
         attempts: maximum number of attempts to load one request's KV before this engine computes it.
-        late_blocks: maximum share of the block pool, above 0 and at most 1, that loads from peers hold,
-            including loads past their deadline. Loads from one peer hold at most half of the blocks that
-            other peers leave. A load may exceed both limits if no other load holds blocks.
+        late_blocks: maximum share of the block pool, above 0 and at most 1, that loads from all peers hold,
+            including loads past their deadline. Loads from one peer hold at most half of what the loads from
+            other peers leave of this share. A load may exceed both limits if no other load holds blocks.
         transfer_log: path of a file that gets one JSON line per finished load; None for no log.
         layout: memory layout to request from the engine. ``auto`` requests a layout with blocks outermost if
             the attention backend declares one. ``engine`` leaves the choice to vLLM. Any other value requires

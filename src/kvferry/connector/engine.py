@@ -259,9 +259,9 @@ class CacheGroup:
         kind: kind of the layers' attention or state. It determines which earlier tokens the next token needs.
         attention_span: size of the sliding window or attention chunk in tokens; 0 for other kinds.
         block_tokens: number of tokens per block.
-        state_block_tokens: number of tokens per block table entry, if the group keeps recurrent state and
-            each entry is a snapshot (state at one position). 0 if the table's only entry is the running
-            state, and for groups without recurrent state.
+        state_block_tokens: number of tokens per entry of the block table, if each entry is a snapshot
+            (recurrent state at one position). 0 if the first entry always holds the current state, and for
+            groups without recurrent state.
         snapshot_tokens: smallest distance in tokens between snapshots of recurrent state; 0 if the engine
             announces no snapshots; None for groups without recurrent state.
     """

@@ -50,9 +50,9 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class SourcesAsked:
-    """Event: the sources of KV were asked what they can load for a request, and the best was chosen.
+    """Event: for one request, admission chose a source's bid, or chose to compute the tokens.
 
-    Emitted again only if an answer has changed.
+    It is not emitted again while the bids and the choice stay the same.
 
     Attributes:
         request_id: the engine's id of the request.
@@ -86,7 +86,7 @@ class LoadBegan:
         at: time of the event, monotonic seconds.
         load: unique name of the load.
         source: name of the source: ``peer`` or ``tiers``.
-        peer: name of the peer; for tiers, the name of the source.
+        peer: name of the peer; ``tiers`` for a load from tiers.
         parts: number of tokens by place (``peer`` or the name of a tier), as offered.
         begin, end: range of the loaded tokens, half-open.
         attempt: name of the attempt to load the request's prefix. Two sources that load one prefix together
@@ -145,7 +145,7 @@ class SourceRefused:
     Attributes:
         request_id: the engine's id of the request.
         at: time of the event, monotonic seconds.
-        source: name of the peer, or of the source that failed.
+        source: name of the peer, ``tiers``, or ``its offer`` if the request came with an invalid offer.
         reason: reason as text for people.
     """
 
@@ -196,7 +196,7 @@ class StoreBegan:
         at: time of the event, monotonic seconds.
         store: unique name of the store operation.
         group: label (number and kind) of the KV cache group.
-        chunks: number of chunks, each a fixed number of tokens of the group.
+        chunks: number of chunks to copy.
     """
 
     request_id: str
@@ -269,10 +269,10 @@ class LeaseEnded:
     Attributes:
         request_id: the engine's id of the request whose blocks were kept.
         at: time of the event, monotonic seconds.
-        expired: True if a prompt's blocks were given up because no heartbeat arrived in time, or because
-            requests waited for blocks and no consumer had claimed these.
-        withdrawn: True if a prompt's blocks were withdrawn because the cache was reset, or because another
-            sample of the prompt was aborted.
+        expired: True if the lease ended because no heartbeat arrived in time, or because requests waited for
+            blocks and no consumer had claimed the lease. Always False for the lease of a turn.
+        withdrawn: True if the lease ended because the cache was reset, the engine stopped offering KV, or
+            another sample of the prompt was aborted. Always False for the lease of a turn.
     """
 
     request_id: str

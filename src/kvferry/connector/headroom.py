@@ -23,11 +23,11 @@ from kvferry.planning.select import STATE_BLOCKS, attends_to_all, first_attended
 
 @dataclass(slots=True)
 class Headroom:
-    """Decides whether a load may start, so that every request with a load can get its remaining blocks later.
+    """Decides whether a load may start: only if enough blocks stay free for requests that wait for loads.
 
-    A request that waits for its load holds only the blocks that the load fills, and needs more to go on. vLLM
-    keeps some blocks free for this, but too few if a KV cache group has an attention window. Without such a
-    group this class accepts every load. Only the engine's thread calls it.
+    A request that waits for its load holds only the blocks that the load fills. To continue, it needs more
+    blocks. vLLM keeps some blocks free for this, but too few if a KV cache group has an attention window.
+    Without such a group, this class accepts every load. Only the engine's thread calls it.
 
     Attributes:
         groups: the engine's KV cache groups; empty if no group has an attention window.
@@ -58,9 +58,10 @@ class Headroom:
         return len(self._needs)
 
     def fits(self, request_id: str, tokens_after_load: int, tokens: int) -> bool:
-        """Return whether a load leaves enough free blocks to continue any request that waits for a load.
+        """Return whether a new load leaves enough free blocks for any one waiting request to continue.
 
-        This includes the request of the new load. Return True if no other request waits for a load.
+        The waiting requests are those that wait for a load, including the request of the new load. Return
+        True if no other request waits for a load.
 
         Args:
             request_id: id of the load's request.

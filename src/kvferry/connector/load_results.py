@@ -7,7 +7,11 @@ from enum import StrEnum
 
 
 class LoadOutcome(StrEnum):
-    """The outcome of a load."""
+    """The outcome of a load.
+
+    READY: the load succeeded. FAILED: the load failed. EXPIRED: the load was reported as failed while it was
+    still in flight, usually because its deadline passed. DROPPED: the request no longer waits for the load.
+    """
 
     READY = "ready"
     FAILED = "failed"

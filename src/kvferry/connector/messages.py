@@ -125,8 +125,8 @@ class StepReports:
         reported: number of workers whose reports are merged in `reports`, by load key.
         released: number of workers on which no transfer of the load is in flight any more, by load key.
         copies: merged report of each order to copy chunks, by order key.
-        raised: number of workers that have raised (incremented) the lease word of each ended lease of a kept
-            turn, by lease name. Peers that read check this integer in registered memory.
+        raised: number of workers that have incremented the lease word (integer in registered memory that
+            reading peers check) of each ended lease of a kept turn, by lease name.
         stale: number of the last epoch in which the weights changed; None if they have not changed. An epoch
             is the time between two cache resets, numbered from 0.
     """

@@ -44,8 +44,8 @@ class _Watch:
 
     Attributes:
         request: the engine's request.
-        admission: number of the request's preemptions when the request was admitted. A higher number now
-            means that the blocks were freed.
+        admission: `request.num_preemptions` when the request was admitted. If the request has been preempted
+            since, its blocks were freed.
         parts: partly filled blocks that vLLM has not cached yet and that the request still attends to.
     """
 
@@ -131,9 +131,8 @@ class PartBlocks:
     def evict(self) -> bool:
         """Evict partly loaded blocks from the engine's prefix cache; return whether any was in the cache.
 
-        Called for every waiting request of a scheduling pass. The engine schedules its running requests first
-        and puts their blocks into the cache. So only the first call of a pass checks the blocks of running
-        requests.
+        Admission calls this for every waiting request of a scheduling pass. Blocks of running requests are
+        checked only in the first call of a pass: the engine has then scheduled all running requests already.
         """
         found = self._evict(self._loading)
         if not self._looked:

@@ -21,8 +21,8 @@ def may_hold(source: str, blocks: int, held: Mapping[str, int], most: int) -> bo
     """Return whether a load from a source may begin, given the blocks that all loads may still write.
 
     All sources together may hold at most `most` blocks. Each source may hold at most half of the blocks that
-    the others leave, so sources that hang always leave room for another source. If no other load holds
-    blocks, a load may be of any size. Otherwise a long prompt could never be loaded.
+    the others leave, so sources that hang always leave room for another source. While no other load holds
+    blocks, a load may be of any size, so that long prompts can be loaded too.
 
     >>> may_hold("a", 8, {}, 8), may_hold("a", 4, {"a": 1}, 8), may_hold("b", 2, {"a": 4}, 8)
     (True, False, True)

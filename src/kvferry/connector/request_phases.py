@@ -185,15 +185,15 @@ class RequestPhases:
         return None
 
     def admit(self, state: RequestState[PlanT], load_tokens: int) -> tuple[PlanT, int] | None:
-        """Record that the engine has allocated blocks to a request. Use up an attempt if it loads tokens.
+        """Record that the engine has allocated blocks to a request. A load uses up one of its attempts.
 
         Args:
             state: state of the request.
             load_tokens: number of tokens that the engine expects to be loaded; 0 for none.
 
         Returns:
-            The plan to begin, and the number of tokens that the engine had when the plan was proposed. None
-            to load nothing.
+            (plan, local_tokens): the plan to begin, and the number of the request's tokens that were in the
+            engine's prefix cache when the plan was proposed. None to load nothing.
         """
         taken, state.taken, state.failed = state.taken, None, False
         state.phase = RequestPhase.SERVED
@@ -232,8 +232,8 @@ class RequestPhases:
     def scheduled(self, requests: Container[str]) -> None:
         """Record that the engine's coming step computes tokens of these requests.
 
-        No blocks are kept free for these requests any more. Their successful attempts to load KV are restored
-        to their budgets.
+        No blocks are kept free for these requests any more. Each request gets back the attempts to load KV
+        that have succeeded.
 
         Args:
             requests: ids of all requests whose tokens the step computes.

@@ -66,7 +66,7 @@ class SchedulerHalf:
             events: stream that receives the events.
 
         Raises:
-            ConfigError: a setting cannot be used.
+            ConfigError: the setting ``tiers`` is invalid, or the secret key cannot be read or created.
         """
         self._engine, self._config, self._tiers = engine, config, read_tiers(config.tiers)
         self._keys = scheduler_keys(config)
@@ -111,7 +111,8 @@ class SchedulerHalf:
 
         Raises:
             ConfigError: the control channel cannot listen at its address, no chunk could ever be stored in
-                the tiers, or a worker has a different key.
+                the tiers, their memory cannot be allocated, the setting ``peers`` is malformed, or a worker's
+                secret key differs from the scheduler's.
         """
         geometries = [worker.geometry for worker in workers]
         composition = Composition(

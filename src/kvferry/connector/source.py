@@ -34,10 +34,10 @@ class Source(Protocol):
         """
 
     def declined(self, request: Request) -> SourceMiss | None:
-        """Return why this source cannot serve a request; None if the request did not ask for this source.
+        """Return why this source cannot serve a request; None if there is no reason to report.
 
         Args:
-            request: the request.
+            request: request for which `arrived` returned False.
         """
 
     def bids(self, request: Request, local_tokens: int) -> Sequence[Bid]:

@@ -107,8 +107,9 @@ def examine_engines(
         keys: CURVE keys, which encrypt control channels; None if this machine has none.
 
     Returns:
-        The sections of the report about targets and the routers' engines, and the engines whose
-        examination ended in time.
+        (sections, engines). `sections` are the report's sections about the targets and the routers' engines.
+        `engines` are the examined engines, without those whose examination raised an error or took longer
+        than `_ENGINE_SECONDS`.
     """
     found, seen = list[ReportSection](), list[ExaminedEngine]()
     known: set[tuple[str, str]] = set()
@@ -268,7 +269,10 @@ def _check_ranks(
 
 
 def _rank_differences(one: EngineIdentity, other: EngineIdentity) -> str:
-    """Return the differences between two data-parallel ranks as text; empty if they are alike."""
+    """Return the differences between two data-parallel ranks as text; empty if there are none.
+
+    Compare the properties in `Facts.must_agree`, TP and PP sizes, KV cache groups and block sizes.
+    """
     facts = compare_facts(one.facts.must_agree, other.facts.must_agree)
     shapes = [
         [(card.geometry.tp_size, card.geometry.pp_size, *_groups(card.geometry)) for card in identity.ranks]
@@ -284,7 +288,8 @@ def _groups(geometry: RankGeometry) -> list[tuple[str, int]]:
 def _check_advertised(url: str, control: Address) -> list[Finding]:
     """Check that peers can reach the control address that an engine advertises.
 
-    The result is a note if the engine advertises a loopback address, but its URL has none; empty otherwise.
+    Return a note if the advertised address is a loopback address, but the host in `url` is not one. Return an
+    empty list otherwise.
 
     Args:
         url: URL of the engine's HTTP endpoint.

@@ -53,7 +53,8 @@ def examine(job: Examination, progress: Callable[[str], None]) -> list[ReportSec
         progress: function that is called with a short text before each slow step.
 
     Raises:
-        ConfigError: there is nothing to check, or a file cannot be used.
+        ConfigError: there is nothing to check, the key file has no valid secret, or the configuration file
+            is not a JSON object. Also raised if one of these files cannot be read.
     """
     keys = existing_keys(job.secret_file) if job.secret_file else None
     if not (job.machine or job.config or job.targets):
@@ -122,7 +123,7 @@ def _time_reads(timed: list[ReadTimings]) -> list[Finding]:
 
 
 def _check_config(configs: tuple[ConnectorConfig, ...], timed: ReadTimings | None) -> list[Finding]:
-    """Check on this machine what configurations refer to: listening addresses, costs files and tiers.
+    """Check the listening addresses, costs files and tiers that configurations name, on this machine.
 
     Args:
         configs: settings of each connector in the checked configuration.

@@ -21,7 +21,7 @@ class Finding:
 
     Attributes:
         subject: name of the checked thing, in a few words.
-        state: state of the checked thing.
+        state: whether the checked thing is all right (OK), worth knowing (NOTE) or must be fixed (BAD).
         found: description of the result, without a full stop.
         advice: advice to the user; empty if there is none. A BAD finding always has advice.
     """

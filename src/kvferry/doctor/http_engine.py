@@ -68,11 +68,11 @@ class OfferedKv:
 
 @dataclass(slots=True)
 class UrlFindings:
-    """The result of examining the server at a URL. Mutable while the server is examined.
+    """The result of examining the server at a URL. Each check adds to it.
 
     Attributes:
         findings: findings in the order of the checks.
-        backends: URL and role of each engine of a router; empty for an engine.
+        backends: URL and role of each engine behind the server if it is a router; empty otherwise.
         offered: KV that the engine's first data-parallel rank offers; None if it offers none.
         other_ranks: KV that each other data-parallel rank offers; None for a rank that offers none.
     """
@@ -143,7 +143,7 @@ def _parse_router_health(health: HttpReply) -> dict[str, Any] | None:
 def _list_backends(body: dict[str, Any]) -> UrlFindings:
     """Return the URL and role of each engine behind a router, and findings about the engines' state.
 
-    If the JSON object is not as expected, the result has no engines, and a finding that says so.
+    If the JSON object does not have the form of a router's ``/health``, return no engines, and a BAD finding.
 
     Args:
         body: JSON object of the router's ``/health``.

@@ -56,7 +56,7 @@ server would close the connection."""
 
 
 class IdentifyError(KVFerryError):
-    """Raised if a control channel cannot be reached, or if the answer is not the expected one.
+    """Raised if an engine's control channel cannot be reached, does not answer, or answers unexpectedly.
 
     Attributes:
         advice: text that tells the user what to do about the error.
@@ -93,7 +93,8 @@ def identify(address: Address, keys: security.Keys | None, seconds: float) -> En
         seconds: time limit for all answers.
 
     Raises:
-        IdentifyError: no engine answers at the address, or the engine has a different key.
+        IdentifyError: no engine answers at the address, the engine has a different key, or `keys` is None.
+            Also raised if the engine does not use encryption, or refuses to describe itself.
     """
     until = time.monotonic() + seconds
     if (mechanism := _mechanism(address, seconds)) != "CURVE":
@@ -144,7 +145,7 @@ def _connected(
     Args:
         address: host and port of the control channel.
         keys: CURVE keys, which encrypt the control channel.
-        linger_milliseconds: time limit, at the end, for sending the messages that are still queued.
+        linger_milliseconds: time limit for sending messages still queued when the connection is closed.
 
     Raises:
         IdentifyError: the address is malformed, or the socket fails.
@@ -169,10 +170,11 @@ def _ask(channel: ControlSocket, message: Request, kind: type[Any], deadline: fl
         channel: connection to the engine.
         message: message to send.
         kind: expected class of the answer.
-        deadline: deadline of the answer, in monotonic seconds.
+        deadline: time by which the answer must arrive, in monotonic seconds.
 
     Raises:
-        IdentifyError: no answer arrives in time, the engine refuses, or the answer is not of class `kind`.
+        IdentifyError: no answer arrives in time, the engine answers with `Refused`, or the answer cannot be
+            decoded or is not of class `kind`.
     """
     try:
         reply = channel.ask(message, deadline)

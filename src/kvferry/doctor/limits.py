@@ -128,10 +128,9 @@ class ProcessResult:
 
     @property
     def last_words(self) -> str:
-        """Last line of standard error, cut to 300 characters, as the reason why the process failed.
+        """Reason why the process failed: the last line of standard error, cut to 300 characters.
 
-        If standard error is empty, or the process was killed at its deadline, the value is `how`, the
-        description of how the process ended.
+        If standard error is empty, or the process was killed at its deadline, the value is that of `how`.
         """
         lines = [line.strip() for line in self.err.splitlines() if line.strip()]
         return lines[-1][:_MAX_ERROR_CHARACTERS] if lines and self.code is not None else self.how

@@ -93,10 +93,9 @@ def access(config: ConnectorConfig, host: str) -> Finding:
 
 
 def advertised(advertised_host: str | None) -> list[Finding]:
-    """Check whether peers can use the advertised address.
+    """Return a note if the address that an engine advertises to its peers is a host name; empty otherwise.
 
-    The result is a note if the address is a host name, because a peer resolves only the host names in its
-    own setting ``peers``; empty otherwise.
+    A peer resolves only ``localhost`` and the host names in its own setting ``peers``.
 
     Args:
         advertised_host: value of the setting ``advertise_host``; None if it is not set.

@@ -193,7 +193,10 @@ def memory_files() -> Finding:
 
 
 def large_pages(read: Read = read, release: str | None = None) -> Finding:
-    """Check whether the kernel can use huge pages of 2 MiB for the memory that engines transfer.
+    """Check that transparent huge pages are on, and that the kernel can use them for memory in use.
+
+    Without huge pages, READs between processes of one machine are several times slower. Memory in use, such
+    as the host tier, must be copied to huge pages (since Linux 6.1).
 
     Args:
         read: function that returns the content of a file, or None if the file cannot be read.

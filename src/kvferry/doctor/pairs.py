@@ -231,7 +231,7 @@ def _strategies(templates: Sequence[Template], costs: Costs) -> set[str]:
 def _check_draft_layers(there: EngineIdentity, here: EngineIdentity) -> list[Finding]:
     """Check that engine `there` has all draft-model layers of engine `here`, and return a note if not.
 
-    Loads set the KV of the missing layers to zero, so the engine accepts fewer draft tokens.
+    Loads set the KV of the missing layers to zero. Engine `here` then accepts fewer draft tokens.
     """
     peer, ours = ([card.geometry for card in identity.ranks] for identity in (there, here))
     if not (names := absent_layer_names(peer, ours)):

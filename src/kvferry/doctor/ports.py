@@ -74,12 +74,14 @@ def _sockets(process: int) -> Iterator[tuple[str, int, str]]:
 
 
 def engine_of(port: int) -> dict[int, str]:
-    """Return, by process id, the command lines of the processes of the engine that listens on a port.
-
-    The result is empty if no process that this user can inspect listens there.
+    """Return the processes of the engine that listens on a port.
 
     Args:
         port: port number.
+
+    Returns:
+        Command line of each process, by process id. Empty if no process that this user can inspect listens
+        on the port.
     """
     listeners = (
         process

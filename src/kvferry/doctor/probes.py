@@ -123,7 +123,7 @@ def connector() -> None:
 def path(where: str) -> None:
     """Print a directory's owner and free space, and whether a file there can be written and locked.
 
-    If a file tier could not use the directory, only the reason is printed.
+    If a file tier could not use the directory, print only its real path and the reason.
 
     Args:
         where: path of the directory.

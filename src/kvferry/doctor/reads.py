@@ -109,7 +109,7 @@ def check(
 
     Args:
         environment: environment variables. If ``UCX_TLS`` is set, READs are timed only once, with this value.
-        start: function that times READs in another process, and returns the result of this process. It takes
+        start: function that times READs in another process, and returns the result of that process. It takes
             a value for ``UCX_TLS``, or None to leave the variable as it is.
 
     Yields:

@@ -29,7 +29,7 @@ class ConfigFile:
     """The settings of kvferry's connectors in a configuration file.
 
     Attributes:
-        configs: settings of each `KVFerryConnector` in the file whose settings are valid.
+        configs: settings of each `KVFerryConnector` in the file; those with invalid settings are left out.
         findings: findings about the file.
     """
 

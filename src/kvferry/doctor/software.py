@@ -46,7 +46,7 @@ def _import_connector() -> ProcessResult:
 
 
 def connector(probe: Probe = _import_connector) -> list[Finding]:
-    """Check that vLLM loads the connector, and that it would keep the hybrid KV cache manager enabled.
+    """Check that vLLM loads the connector, and that vLLM's hybrid KV cache manager would be enabled.
 
     Args:
         probe: function that loads the connector in another process, and returns its result.
@@ -75,12 +75,12 @@ def connector(probe: Probe = _import_connector) -> list[Finding]:
 
 
 def hash_seed(environment: Mapping[str, str] = os.environ) -> Finding:
-    """Report how keys of chunks are computed.
+    """Report how keys of chunks are computed, and that ``PYTHONHASHSEED`` does not affect the keys.
 
-    The finding also says that ``PYTHONHASHSEED`` does not affect them, so engines may have different values.
+    Engines may therefore have different values of this variable.
 
     Args:
-        environment: environment variables.
+        environment: environment variables, for the value of ``PYTHONHASHSEED``.
     """
     seed = environment.get("PYTHONHASHSEED")
     return ok(

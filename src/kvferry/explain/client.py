@@ -72,8 +72,8 @@ class AllAnswers:
 
     Attributes:
         answers: answers of the engines that answered.
-        problems: error messages, one for each engine that did not answer and for each directory of sockets
-            that cannot be used.
+        problems: error messages, one for each engine without a valid answer, and one for each directory of
+            sockets that is unreadable or not private to this user.
     """
 
     answers: tuple[EngineAnswer, ...]

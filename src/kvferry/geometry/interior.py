@@ -58,9 +58,8 @@ class PlacedField:
         stored: name, element size and axes of the field, over all ranks.
         start, count: index of the first head, and number of heads on this rank; (0, 1) for a field that every
             rank holds whole.
-        offset: byte offset of the field. In a snapshot (recurrent state at one position), it counts from the
-            start of the page. In other pages, it counts from the start of the bytes of one head and token,
-            where all fields lie side by side.
+        offset: byte offset of the field: in a snapshot (recurrent state at one position), from the start of
+            the page; in other pages, from the start of a head's bytes for a token, which hold all fields.
     """
 
     stored: StoredField
@@ -166,7 +165,8 @@ def page_interior(store: LayerCache, tokens: int, kernels: int, tp_rank: int, tp
 
     Raises:
         GeometryError: the heads cannot be distributed evenly over the ranks, the fields of a page of tokens
-            have different numbers of heads, or a field with one entry per several tokens has heads.
+            have different numbers of heads, or a cache whose entries stand for several tokens is sharded by
+            head.
     """
     held = [shard_heads(stored.heads, tp_rank, tp) if stored.heads else (0, 1) for stored in store.fields]
     snapshot = store.kind is GroupKind.STATE
@@ -211,5 +211,5 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def _alignment(stored: StoredField) -> int:
-    """Return the alignment of a field in bytes: the largest power of two up to 16 that divides an element."""
+    """Return a field's alignment: the largest power of two up to 16 that divides its bytes per element."""
     return gcd(stored.item_bytes, 16)

@@ -152,9 +152,9 @@ def group_layers(
 
     Args:
         model: caches of all layers.
-        counts: number of groups to form from all layers with a given cache, by cache; None for one group
-            each. Layers are assigned to these groups in turn (round robin), so that each group has layers on
-            every pipeline rank.
+        counts: number of groups for the layers with equal caches, by cache; None for one group per cache.
+            Layers with equal caches are assigned to their groups in turn (round robin), so that each group
+            has layers on every pipeline rank.
     """
     alike: dict[LayerCache, list[int]] = {}
     for number, store in enumerate(model.layers):
@@ -323,8 +323,8 @@ class _Pool:
 
         Args:
             engine: settings of the engine.
-            groups: inner structure of a page, and number of layers on this rank, for each group with layers
-                on this rank.
+            groups: (inner structure of a page, number of layers on the pool's rank) of each group with
+                layers on that rank.
 
         Raises:
             GeometryError: pages of these shapes cannot share memory in this layout.
@@ -341,8 +341,8 @@ class _Pool:
     def room(self, interior: PageInterior) -> PoolRoom:
         """Return the space that the pool reserves for the pages of one KV cache group.
 
-        `slot_bytes` of the result is the number of bytes per kernel block (block as the attention kernel
-        addresses it). A slot of this pool has space for all kernel blocks of a block.
+        In the result, `slot_bytes` is the size of a slot divided by the number of kernel blocks per block. A
+        kernel block is a block as the attention kernel addresses it.
 
         Args:
             interior: inner structure of a page of the group.

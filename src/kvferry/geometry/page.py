@@ -146,7 +146,7 @@ class PageFormat:
     """The format of one page (memory of one block in one layer): its fields and its size.
 
     Attributes:
-        content: id of the content's format, e.g. made of attention backend, instruction set and KV dtype.
+        content: id of the format of the bytes, e.g. with the names of attention backend and KV dtype.
             Fields can be transferred between pages with different ids if the fields have the same name. A
             page whose inner structure is unknown (opaque) can be copied only to a page with the same id.
         block_tokens: number of tokens per block; 0 for a page that is a snapshot of recurrent state.

@@ -69,9 +69,8 @@ class ChunkKeys:
     """The keys of one request's chunks, extended as the request grows. Not thread-safe.
 
     A chunk is a fixed number of tokens. A chunk's key is a digest of all tokens up to the end of the chunk
-    and of everything else that determines their KV. The object keeps the keys and the token ids (4 bytes
-    each).
-    Tokens can only be appended. If tokens of a request change, create a new object.
+    and of everything else that determines their KV. The object keeps the keys and the token ids, at 4 bytes
+    per token. Tokens can only be appended. If tokens of a request change, create a new object.
 
     >>> keys = ChunkKeys(4, range(6))
     >>> len(keys.chunks()), keys.at(4) == keys.chunks()[0], keys.at(6) == keys.chunks()[0]

@@ -64,17 +64,17 @@ class Namespace:
 
         Args:
             weights: digest of the content of the weights.
-            model: configuration of the model after overrides, such as RoPE, windows and heads.
+            model: other properties of the model and of the engine's settings that affect KV, by name.
             dtype: element type of the model's activations.
             kv_dtype: element type of the KV cache.
-            scales: scales of a quantised KV cache, by name; empty if the cache is not quantised. Scales that
-                an engine computes at run time give another namespace in each run.
+            scales: scales of a quantised KV cache, by name; empty if there are none or `form` has them.
+                Scales that an engine computes at run time give another namespace in each run.
             form: lines of text that describe the format of a chunk's bytes, from `CanonicalForm.describe`.
             name: display name of the model.
 
         Raises:
-            Unnameable: a required fact is empty, or a fact cannot be written exactly. The message names the
-                fact, and what to give instead.
+            Unnameable: a required fact is empty, or JSON cannot hold a fact exactly. The message names the
+                fact.
         """
         facts: dict[str, Fact] = {
             "dtype": dtype,

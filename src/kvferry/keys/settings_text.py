@@ -50,8 +50,8 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, str]:
     """Flatten a nested configuration to a mapping from dotted key to text.
 
     Keys that do not affect the content of a KV cache (`NOT_CONTENT`) are left out. Null settings are left out
-    too, because versions of a library differ in the defaults that they write. All settings after the first
-    `MAX_SETTINGS` are replaced by one entry with their digest.
+    too, so that a null setting equals an absent one. All settings after the first `MAX_SETTINGS` are replaced
+    by one entry with their digest.
 
     >>> settings_of({"rope": {"theta": 1e4, "factor": None}, "layers": [1, 2], "use_cache": True})
     {'layers': '[1, 2]', 'rope.theta': '10000'}

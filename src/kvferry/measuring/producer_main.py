@@ -88,7 +88,7 @@ class AllEnded:
 
 @dataclass(frozen=True, slots=True)
 class ProducerFailed:
-    """Message that the producer (the process to read from) sends if it cannot start or a request fails.
+    """Message that the producer (the process to read from) sends if it fails or cannot grant a lease.
 
     Attributes:
         reason: error message.

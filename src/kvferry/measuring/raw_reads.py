@@ -30,10 +30,10 @@ _CHECK_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True)
 class PreparedLists:
-    """A NIXL descriptor list for each side, and the descriptors in both lists that a READ uses.
+    """Prepared NIXL descriptor lists for local and remote memory, and the descriptors that a READ uses.
 
     Attributes:
-        local, remote: NIXL's handles of the prepared descriptor lists for local and for remote memory.
+        local, remote: NIXL's handles of the lists for local and for remote memory.
         indices: indices of the descriptors to read, in the remote and in the local list.
         bytes: number of bytes to read.
     """

@@ -66,7 +66,7 @@ class Reader:
                 the producer's keys.
 
         Raises:
-            ConfigError: memory cannot be allocated, or NIXL cannot be used.
+            ConfigError: memory cannot be allocated or registered, or NIXL is missing or cannot start.
             TransferError: the handshake with an engine fails.
         """
         self.engine, self.producer, self.bytes = engine, producer, engine.rank_bytes(rank)

@@ -47,9 +47,9 @@ class SimulatedEngine:
 
     @property
     def span(self) -> LoadSpan:
-        """Return the range of tokens to load: all tokens of the prompt except its last token.
+        """Return the range of tokens to load: the first `tokens` tokens of the prompt.
 
-        The request's length `tokens` does not include the last token, which the engine computes.
+        The prompt has one more token, which the engine computes.
         """
         return span_of(self.tokens)
 

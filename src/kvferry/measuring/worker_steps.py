@@ -56,8 +56,8 @@ class StepOutcome:
     Attributes:
         failures: outcome of each load that the worker reports to the scheduler, by load key: the reason for
             the failure, or None if the load succeeded.
-        results: result of each load that the reading threads have finished, by load key. A load that missed
-            its deadline is reported as failed in an earlier step than the one with its result.
+        results: result of each load that the reading threads have finished, by load key. If a load passed its
+            deadline, `failures` of an earlier step already reported it as failed.
     """
 
     failures: dict[str, str | None] = field(default_factory=dict)

@@ -58,8 +58,8 @@ class AddressSpace:
         or packed cell, at equal distances.
 
         Args:
-            copy: strided copy (nested loops over contiguous runs of bytes). On `side` it has the absolute
-                addresses of the first block or packed cell.
+            copy: strided copy (nested loops over contiguous runs of bytes). Its start on `side` is the
+                absolute address of the first run in the first block or packed cell.
             side: "src" to view the bytes that the copy reads, "dst" to view the bytes that it writes.
             stride: bytes from one block or packed cell to the next.
             count: number of blocks or packed cells.
@@ -156,13 +156,13 @@ class AddressSpace:
 
 
 def largest_word(copy: StridedCopy, *offsets: Any) -> int:
-    """Return the largest element size, in bytes, of tensors that can run a strided copy: 8, 4, 2 or 1.
+    """Return the largest element size of tensor views for a strided copy: 8, 4, 2 or 1 bytes.
 
     The length of the copy's runs, its strides and all `offsets` are multiples of this size.
 
     Args:
         copy: strided copy (nested loops over contiguous runs of bytes).
-        offsets: further distances in bytes that must be multiples of the result, e.g. between cells.
+        offsets: further distances in bytes, e.g. between cells.
     """
     numbers = [copy.run, *offsets]
     numbers += [n for loop in copy.loops for n in (loop.src, loop.dst)]

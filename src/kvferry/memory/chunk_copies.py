@@ -59,7 +59,7 @@ class ChunkCopies:
         self._pool = PoolCells(parts, engine, side=side, stride=stride, blocks=blocks, alignments=alignments)
 
     def store(self, cells: Cells, offsets: Int64s) -> None:
-        """Copy cells from KV blocks to chunks in host memory. A cell is a run of tokens copied as one unit.
+        """Copy cells from KV blocks to chunks in host memory.
 
         Args:
             cells: cells to copy. Their `dst_block` holds the index of each cell's chunk in `offsets`.
@@ -68,7 +68,7 @@ class ChunkCopies:
         self._copy(cells, cells.src_block, offsets[cells.dst_block])
 
     def load(self, cells: Cells, offsets: Int64s) -> None:
-        """Copy cells from chunks in host memory to KV blocks. A cell is a run of tokens copied as one unit.
+        """Copy cells from chunks in host memory to KV blocks.
 
         Args:
             cells: cells to copy. Their `src_block` holds the index of each cell's chunk in `offsets`.
@@ -77,11 +77,11 @@ class ChunkCopies:
         self._copy(cells, cells.dst_block, offsets[cells.src_block])
 
     def blank(self, cells: Cells, offset: int) -> None:
-        """Zero cells of one chunk in host memory. A cell is a run of tokens that is copied as one unit.
+        """Zero cells of one chunk in host memory.
 
         Args:
             cells: cells to zero. Only their indices in the prompt are used, not their block ids.
-            offset: byte offset of the chunk in the host memory that holds the chunks.
+            offset: byte offset of the chunk in host memory.
         """
         for part, chunk_cells in zip(self._pool.parts, self._chunk_cells, strict=True):
             for at in _offsets(chunk_cells, offset, cells.number).tolist():

@@ -90,7 +90,7 @@ def _silent_copy(name: str, view: torch.Tensor) -> SilentCopy:
 
 
 def _rewrap(result: Any, views: Sequence[torch.Tensor]) -> Any:
-    """Return the result of an operation. Tensors in it that share memory with a guarded view are guarded too.
+    """Return the result of an operation, and guard all tensors in it that share memory with a guarded view.
 
     A guarded view is a tensor that raises `SilentCopy` where torch would silently copy.
 

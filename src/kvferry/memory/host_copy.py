@@ -75,7 +75,11 @@ def packed_cell(view: CopyView, memory: npt.NDArray[np.uint8], offset: int) -> n
 
 
 def _check_arrays(view: CopyView, places: Int64s, memory: npt.NDArray[np.uint8], offsets: Int64s) -> None:
-    """Raise `TransferError` for arrays that numpy would refuse. The kernel would access other memory."""
+    """Raise `TransferError` unless the arrays are as the native kernel, which does not check them, expects.
+
+    It expects int64 indices and offsets, one of each per cell, no negative strides, and contiguous memory,
+    which must be writable to store cells.
+    """
     if not (places.dtype == offsets.dtype == np.int64 and places.shape == offsets.shape == (len(places),)):
         raise TransferError(
             f"a copy has {places.dtype} places of shape {places.shape} and {offsets.dtype} offsets of shape "

@@ -27,23 +27,22 @@ from kvferry.planning.strided_copy import StridedCopy
 class CopyView:
     """A view of a block pool through which one strided copy can be run for any cell.
 
-    A cell is a run of tokens that is copied as one unit. A strided copy consists of nested loops over
-    contiguous runs of bytes. One side of the copy is a cell in the pool. The other side is the same cell in
-    contiguous memory, or in a chunk in host memory. A place is a position in the pool at which a cell may
-    start.
+    The copy connects a cell (run of tokens that is copied as one unit) in the pool with the same cell outside
+    the pool: in contiguous memory, or in a chunk in host memory. A place is a position in the pool at which a
+    cell may start.
 
     Attributes:
-        copy: strided copy of a cell.
+        copy: strided copy of a cell: nested loops over contiguous runs of bytes.
         storing: True if the pool is the source of the copy, False if it is the destination.
         loops: loops of the copy, the one with the largest stride in the pool first, int64 of shape
             (loops, 3): count, source stride, and destination stride in bytes.
         word: size in bytes of an element of `elements`.
         elements: view of the pool, of shape (places, count of every loop, elements of a run). It is a numpy
             array for host memory, and a tensor for GPU memory.
-        offset: byte offset of the first run from the start of the cell on the other side.
-        shape: shape of the view of the other side: (count of every loop, elements of a run).
-        strides: strides of the view of the other side, in bytes.
-        extent: bytes from the start of the first run to the end of the last one on the other side.
+        offset: byte offset of the first run in the cell outside the pool.
+        shape: shape of a view of the cell outside the pool: (count of every loop, elements of a run).
+        strides: strides of that view, in bytes.
+        extent: bytes from the start of the first run to the end of the last run, outside the pool.
     """
 
     copy: StridedCopy
@@ -64,11 +63,10 @@ class CopyView:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CellViews:
-    """Views of a block pool for all cells that are copied by the same strided copies.
+    """Views of a block pool through which a set of strided copies can be run for any cell.
 
-    A cell is a run of tokens that is copied as one unit. A strided copy consists of nested loops over
-    contiguous runs of bytes. A place is a position in the pool at which a cell may start. Places are
-    numbered, and lie at equal distances.
+    A cell is a run of tokens that is copied as one unit. A place is a position in the pool at which a cell
+    may start. Places lie at equal distances.
 
     Attributes:
         block_places: number of places from the start of one block to the start of the next.
@@ -125,9 +123,8 @@ class PoolCells:
             side: side of the copies that is the pool, "src" or "dst".
             stride: bytes from one block to the next.
             blocks: number of blocks.
-            alignments: for each part, a number of bytes of which all distances between cells are multiples,
-                on the side that is not the pool. It limits the element size of the copies. Empty if that side
-                sets no limit.
+            alignments: for each part, a common divisor of the distances in bytes between its cells outside
+                the pool, which limits the element size of the copies; empty for no limit.
 
         Raises:
             TransferError: the copies exceed the pool's memory.
@@ -175,7 +172,7 @@ class PoolCells:
         Args:
             copy: strided copy for a cell at the first place.
             places: (bytes from one place to the next, number of places).
-            alignment: number of bytes of which all distances between cells are multiples, on both sides.
+            alignment: common divisor of the distances in bytes between cells, in the pool and outside it.
         """
         storing = self._side == "src"
         address, offset = (copy.src, copy.dst) if storing else (copy.dst, copy.src)

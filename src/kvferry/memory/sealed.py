@@ -19,7 +19,8 @@ def sealed_file(name: str, size: int) -> int:
         size: size of the file in bytes.
 
     Raises:
-        ConfigError: the kernel, a limit of this process, or the container's seccomp filter forbids the file.
+        ConfigError: the file cannot be created or sealed, for example because of a limit of the file size or
+            the container's seccomp filter.
     """
     try:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -155,9 +155,9 @@ async def fetch(
 
 
 def _why(error: BaseException) -> str:
-    """Return the message of the root cause of `error`, with a colon before it, for the end of a sentence.
+    """Return a colon and the message of the root cause of `error`, to append to a sentence.
 
-    The result is empty if there is no message for the root cause.
+    The result is empty if the root cause is neither a TLS error nor an `OSError` with an error number.
     """
     if isinstance(error, BaseExceptionGroup):  # a host name with several addresses
         return _why(error.exceptions[0])

@@ -78,8 +78,9 @@ class MetricsDelta:
         """Return the delta as a JSON-serializable dict.
 
         Returns:
-            Dict with the keys ``counters``, ``gauges`` and ``samples``. Each value is a list of triples: the
-            name, the label values, and the increment, the current value or the list of observations.
+            Dict with the keys ``counters``, ``gauges`` and ``samples``. Each value is a list of triples
+            [name, label values, change]. The change is the increment of a counter, the current value of a
+            gauge, or the list of observations of a histogram.
         """
         return {
             "counters": [[name, list(labels), n] for (name, labels), n in self.counters.items()],

@@ -31,10 +31,11 @@ class _RequestCounts:
     Attributes:
         sources: names of the sources that may serve the request.
         asked: last event with the sources' answers for the request; None before the first such event.
-        failed: reason why the last failed load failed, by source. Sources without a failed load are absent.
-        until: token position at which the last load of an attempt ends (exclusive), by attempt.
-        lost: largest `until` of the attempts that failed because of a source, by source. The tokens before
-            this position would not be computed if no load had failed. Cleared when the request is scheduled.
+        failed: reason of the latest failure, for each source with a failed load.
+        until: largest end of an attempt's loads, as token position (exclusive), by attempt.
+        lost: for each source with a failed load, largest `until` of the attempts in which it failed. Without
+            the failure, the engine would not compute the tokens before this position. Cleared when the
+            request is scheduled.
         succeeded: begin events of the loads that succeeded.
         broken: names of the attempts with a failed load. The other loads of these attempts are not used.
         settled: True once the request was scheduled.

@@ -103,10 +103,11 @@ def listen(directory: Path, name: str) -> tuple[socket.socket, Path]:
 
 
 def engine_sockets(directory: Path) -> list[Path]:
-    """Return the paths of the engines' Unix sockets in a directory; empty if it does not exist.
+    """Return the paths of the engines' Unix sockets in a directory; empty if there is no such directory.
 
-    An engine creates its socket under a temporary name, and renames it when it is ready. Old files with a
-    temporary name are removed, because the engine was killed before the rename.
+    An engine creates its socket under a temporary name, and renames the socket when it listens. A socket that
+    is older than `_UNFINISHED_SECONDS` and still has a temporary name is removed, because its engine was
+    killed before the rename.
 
     Raises:
         ConfigError: other users may enter the directory, or the directory cannot be read.
@@ -134,7 +135,8 @@ def connect(path: Path, until: float) -> socket.socket | None:
             connection is retried until the deadline.
 
     Raises:
-        OSError: the queue stayed full until the deadline, or the socket cannot be used.
+        OSError: the queue stayed full until the deadline (TimeoutError), or the connection failed for another
+            reason, such as missing permissions.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(0)

@@ -42,7 +42,7 @@ class StoredChunks:
         size: number of bytes that were copied.
         first: time when the first copy was started, in monotonic seconds.
         last: time when the last copy ended, in monotonic seconds; 0 if none has ended.
-        failure: reason why the last failed copy failed; empty if no copy failed.
+        failure: reason of the latest failure; empty if no copy failed.
     """
 
     group: str
@@ -77,7 +77,10 @@ class RequestTrace:
 
 @dataclass(slots=True)
 class _GrowingTrace:
-    """The trace of a request, to which the engine's thread adds events. Mutable."""
+    """The trace of a request, to which the engine's thread adds events. Mutable.
+
+    The attributes are those of `RequestTrace`. Keys of `stored`: label of the KV cache group.
+    """
 
     request_id: str
     events: list[RequestEvent] = field(default_factory=list)

@@ -35,10 +35,10 @@ def base_tokens(caches: Iterable[LayerCache], tp: int, configured: int | None) -
     """Return the number of tokens per block that vLLM chooses for a model, and the reason for this number.
 
     For models with attention and recurrent state, vLLM (`Platform._align_hybrid_block_size`) takes the
-    smallest multiple of 16 for which an attention page (one block in one layer) is at least as large as the
-    recurrent state of a layer. If the model has MLA latents, vLLM takes multiples of 128. If the configured
-    size is larger, vLLM takes multiples of the configured size. Attention pages and recurrent state shrink
-    differently with tensor parallelism, so the block size depends on `tp`.
+    smallest multiple of a step for which the largest attention page (one block in one layer) is at least as
+    large as the recurrent state of any layer. The step is `configured`, but at least 16, or 128 for models
+    with MLA latents. Attention pages and recurrent state shrink differently with tensor parallelism, so the
+    block size depends on `tp`.
 
     Args:
         caches: KV cache of each layer.
@@ -115,7 +115,8 @@ def block_sizes(
         blocks have more than `tokens` tokens. The sentence is empty if no block has more.
 
     Raises:
-        GeometryError: the layout does not suit this model.
+        GeometryError: blocks are not the outermost axis of the layout, but the model fixes the block size of
+            some layers, and its layers cannot share a block table.
     """
     kinds = list(dict.fromkeys(caches))
     sizes = {cache: cache.block_tokens or tokens for cache in kinds}
@@ -150,9 +151,8 @@ def group_counts(
       The number is then 1 for every kind.
     - Blocks are the outermost axis of the layout, and pages differ in size. `_packed_group_counts` has the
       rule for this case (vLLM's `_get_packed_kv_cache_groups`).
-    - Otherwise each group has as many layers as the rarest kind. But if the most frequent kind has less than
-      1.5 times as many layers as the rarest kind, each group has as many layers as the most frequent kind
-      (`_get_kv_cache_groups_uniform_page_size`).
+    - Otherwise all groups have the same size: the number of layers of the rarest kind, or of the most
+      frequent kind if that has less than 1.5 times as many layers (`_get_kv_cache_groups_uniform_page_size`).
 
     Args:
         layers: KV cache of each layer. Layers with equal caches are of the same kind.
@@ -177,16 +177,15 @@ def _packed_group_counts(
     """Return the number of KV cache groups for each kind of layer in a layout whose outermost axis is blocks.
 
     This is vLLM's rule for models whose pages (one block in one layer) differ in size. A *bucket* contains
-    all layers that need the same tokens and have the same block size. There are two cases:
+    all layers that need the same tokens and have the same block size. A *mixed* bucket contains several kinds
+    of layers in equal numbers. There are two cases:
 
-    - Some buckets contain several kinds of layers in equal numbers. Each of these buckets is one group. Each
-      bucket with a single kind is distributed over groups of equal size (`_layers_per_group`). This size is
-      at least the number of layers of any kind in the former buckets.
-    - There is no such bucket. Only sliding-window layers are distributed: each group gets as many of them as
-      fit into a block. A block is as large as the largest bucket. The size of a bucket is the sum of its
-      layers' pages, and all layers of a sliding-window kind count as one layer.
+    - There are mixed buckets. Each mixed bucket is one group. Each bucket with a single kind is divided into
+      groups of equal size (`_layers_per_group`). They are at least as large as any kind in a mixed bucket.
+    - There are no mixed buckets. Only sliding-window layers are divided: each group gets as many as fit into
+      a block. A block holds the pages of the largest bucket, with one page per sliding-window kind.
 
-    Every other kind of layer is in one group.
+    Each other kind of layer is in one group.
 
     Args:
         layer_counts: number of layers of each kind.
@@ -220,7 +219,7 @@ def _packed_group_counts(
 
 
 def _layers_per_group(counts: Sequence[int], least: int) -> int:
-    """Return the group size, in layers, with which the fewest places in the KV cache groups stay empty.
+    """Return the number of layers per KV cache group that leaves the fewest places in the groups empty.
 
     The layers of each bucket (set of layers) are divided into groups of this size, and the last group of a
     bucket may be partly empty. Among equally good sizes, the largest is returned.

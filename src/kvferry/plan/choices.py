@@ -32,9 +32,9 @@ class StorageChoice:
             stored.
         snapshots: number of snapshots that are stored.
         bytes: total size of all chunk files, in bytes.
-        gap_tokens: largest distance in tokens between the ends of two successive loadable prefixes. The
-            start and the end of the prompt also count as ends of loadable prefixes. Another prompt that
-            begins with the same tokens recomputes at most this number of them.
+        gap_tokens: largest distance in tokens between the ends of two successive loadable prefixes, where the
+            start and the end of the prompt count as such ends. If another prompt begins with tokens of this
+            prompt, the engine recomputes at most `gap_tokens` of the common tokens.
     """
 
     steps: SnapshotSteps
@@ -63,7 +63,7 @@ class StoredPrompt:
 
         Under the alternative settings, the engine takes more snapshots (recurrent states). If the model has
         no recurrent state, sliding windows are stored at fewer positions instead. An alternative is left out
-        if its `bytes` and `gap_tokens` are those of the settings before it.
+        if it has the same `bytes` and `gap_tokens` as the preceding settings.
 
         Args:
             steps: settings of the engine that decide at which positions it takes snapshots.

@@ -102,7 +102,7 @@ def estimate_route(route: Route, cells: Cells, counts: TransferCounts, pricing: 
     Args:
         route: layers and the ranks between which they are copied.
         cells: cells of the route that the request transfers.
-        counts: number of descriptors and of bytes that these cells have without staging.
+        counts: number of descriptors and of bytes if these cells are read without staging.
         pricing: costs of transfer work, and the required strategy if there is one.
     """
     costs = pricing.costs

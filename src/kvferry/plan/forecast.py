@@ -174,14 +174,13 @@ def _full_bytes(
 ) -> list[int | None]:
     """Return the bytes that would be transferred for each kind of layer if all layers had full attention.
 
-    A layer that caches only recurrent state is counted with the bytes of the model's largest attention layer.
-    If a layer has recurrent state and attention, only its attention is counted, and its state counts as 0.
+    A layer with recurrent state alone counts as many bytes as the model's largest attention layer. Recurrent
+    state of a layer that also has attention counts 0 bytes.
 
     Args:
         reading: description of the model's KV cache.
         kinds: KV cache of each kind of layer.
-        totals: bytes of each kind with full attention instead of windows. The entries of recurrent state are
-            not used.
+        totals: bytes of each kind if its window is replaced by full attention; unused for recurrent state.
         counts: number of layers of each kind.
 
     Returns:

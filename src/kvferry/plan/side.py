@@ -61,8 +61,8 @@ def resolve_layout(name: str, reading: ModelReading) -> str:
     - Models with compressed latents (DeepSeek V4): BLHNC, because they require blocks as the outermost axis.
     - Other models with MLA: LBNHC, because vLLM's MLA backends do not declare support for blocks as the
       outermost axis.
-    - Models without MLA: BHLNC if all layers have equal caches. Otherwise BLHNC, because the axis of heads
-      cannot then be outside of the axis of layers.
+    - Models without MLA: BHLNC if all layers have equal caches. Otherwise BLHNC, because layers with
+      different caches cannot be inside the axis of heads.
 
     Args:
         name: name of a layout, or `AUTO`. A name other than `AUTO` is returned without a check.
@@ -92,8 +92,8 @@ def block_tokens(reading: ModelReading, side: EngineSide) -> tuple[int, str]:
         requested block size, or vLLM's usual size (16).
 
     Raises:
-        GeometryError: the heads cannot be distributed evenly over the tensor-parallel ranks, or the layout
-            does not suit this model.
+        GeometryError: the heads cannot be distributed evenly over the tensor-parallel ranks, or `block_sizes`
+            rejects the layout.
     """
     tokens, why = base_tokens(reading.cache.layers, side.tp, side.block_tokens)
     _, more = block_sizes(reading.cache.layers, side.tp, side.layout, tokens)
@@ -101,7 +101,7 @@ def block_tokens(reading: ModelReading, side: EngineSide) -> tuple[int, str]:
 
 
 def shape(reading: ModelReading, side: EngineSide, num_blocks: int) -> EngineShape:
-    """Return all settings that decide an engine's memory layout. Those not requested have vLLM's choice.
+    """Return all settings that decide an engine's memory layout, with vLLM's choice where `side` has none.
 
     The settings are the parallel sizes, the KV cache groups, the block sizes, the axis order, and the number
     of blocks.
@@ -113,7 +113,7 @@ def shape(reading: ModelReading, side: EngineSide, num_blocks: int) -> EngineSha
 
     Raises:
         GeometryError: there are more pipeline ranks than layers, the heads cannot be distributed evenly over
-            the tensor-parallel ranks, or the layout does not suit this model.
+            the tensor-parallel ranks, or `block_sizes` rejects the layout.
         ConfigError: a pipeline rank has no layer with a cache.
     """
     layers = reading.cache.layers
@@ -135,6 +135,7 @@ def _stages(reading: ModelReading, pp: int) -> tuple[int, ...]:
         pp: number of pipeline ranks.
 
     Raises:
+        GeometryError: there are more pipeline ranks than layers.
         ConfigError: a pipeline rank has no layer with a cache.
     """
     cuts = [0, *accumulate(split_stages(len(reading.kept), pp))]

@@ -135,12 +135,11 @@ def merge_cell_copies(parts: Iterable[CellCopy]) -> tuple[CellCopy, ...]:
 def split_tokens(
     src: Int64s, dst: Int64s, cell_tokens: int
 ) -> Iterator[tuple[Offsets, Offsets, Int64s, Int64s]]:
-    """Split the tokens of a cell into groups, each of which one `CellCopy` can describe.
+    """Split the tokens of a cell into groups, so that one `CellCopy` can describe each group.
 
-    A cell is a fixed number of consecutive tokens of a block. A `CellCopy` describes one cell and the
-    distances to all other cells. Tokens can share a `CellCopy` only if these distances are equal for all of
-    them. Usually all tokens of a cell form one group. There are several groups if a block consists of kernel
-    blocks that end inside cells.
+    A cell is a fixed number of consecutive tokens of a block. Tokens can share a `CellCopy` only if they have
+    the same byte distances from cell to cell. Usually all tokens of a cell do, and form one group. There are
+    several groups if a block consists of kernel blocks that end inside cells.
 
     Args:
         src, dst: byte offset of every token of a block on each side, int64 of shape (tokens,). The number of
@@ -148,9 +147,10 @@ def split_tokens(
         cell_tokens: number of tokens per cell.
 
     Yields:
-        (source cells, destination cells, source tokens, destination tokens) for each group. The first two are
-        the byte offsets of all cells in a block. The last two are the byte offsets of the group's tokens in
-        the cell at offset 0, int64 of shape (tokens of the group,).
+        (source cells, destination cells, source tokens, destination tokens) for each group. Source cells and
+        destination cells: byte offset of each cell, relative to the cell with the lowest address. Source
+        tokens and destination tokens: byte offset in the block of each of the group's tokens, for the cell
+        with offset 0, int64 of shape (tokens of the group,).
     """
     cells = [side.reshape(-1, cell_tokens) for side in (src, dst)]
     steps = np.concatenate([side - side[0] for side in cells])

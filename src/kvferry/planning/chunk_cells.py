@@ -22,7 +22,7 @@ from kvferry.planning.template import Route
 
 @dataclass(frozen=True, slots=True)
 class TableSlice:
-    """A contiguous part of a block table, the list of a group's block ids by position in the prompt.
+    """A contiguous part of a block table (the block ids of a KV cache group, by position in the prompt).
 
     Attributes:
         first: position of the first entry in the block table; 0 in a state group.
@@ -138,7 +138,7 @@ def cells_to_store(
 
 
 def unfilled_cells(route: Route, chunk_tokens: int, number: int, available: range) -> Cells:
-    """Return the cells of a chunk none of whose tokens are in the engine's blocks.
+    """Return those cells of a chunk for which the engine's blocks hold no tokens.
 
     A cell is the part of a block that is copied as one unit. Nothing is copied into these cells when the
     chunk is stored, so they must be cleared. In the result, all source block ids are 0 (no block is read).

@@ -132,14 +132,14 @@ class Coverage:
         tier_numbers: number of the fastest tier that holds each chunk, int64 of shape (groups,
             `chunked.chunks`).
         ends: length in tokens of the prefix that ends at each boundary, int64 of shape (`chunked.chunks`,).
-        usable: True for each boundary at which a loaded prefix may end if all chunks that it needs are
-            cached; bool of shape (`chunked.chunks`,). For example, False at boundaries inside the prefix that
-            the engine already has.
+        usable: True for each boundary at which a loaded prefix may end, whatever the tiers hold; bool of
+            shape (`chunked.chunks`,). False inside the prefix that the engine or another source supplies, at
+            its end, and after `longest_usable_prefix`.
         slowest: one array per group, int64 of shape (`chunked.chunks`,): for each boundary, the number of the
             slowest tier that the group must read if the prefix ends there; `NO_TIER` if the group lacks a
             chunk.
-        slowest_overall: for each boundary, the largest of the numbers that the groups have in `slowest`;
-            int64 of shape (`chunked.chunks`,).
+        slowest_overall: for each boundary, the largest number in `slowest` over all groups; int64 of shape
+            (`chunked.chunks`,).
     """
 
     groups: Sequence[GroupPattern]
@@ -179,9 +179,9 @@ class Coverage:
     def nearest_unusable_prefix(self) -> int | None:
         """Length in tokens of the unusable prefix that comes closest to being usable, to explain a miss.
 
-        The candidates are longer than the longest usable prefix and end at the end of a chunk. The closest
-        candidate is the prefix for which the fewest groups lack chunks, and the shortest of several such
-        prefixes. The length is None if there is no candidate.
+        The candidates are longer than `tokens`, and end at boundaries for which the attribute `usable` is
+        True. The result is the candidate for which the fewest groups lack chunks, or the shortest of several
+        such candidates; None if there is no candidate.
         """
         at = self._nearest_index()
         return None if at is None else int(self.ends[at])
@@ -335,8 +335,8 @@ def chunks_to_load(
     Args:
         groups: attention patterns of all groups of the model.
         chunked: the prompt, divided into chunks.
-        tokens: length of the prefix in tokens. The prefix must end at the end of a chunk, unless another
-            source loads its end. No chunks are returned for a length of at most `chunked.local_tokens`.
+        tokens: length of the prefix in tokens. It must be the end of a chunk, unless `part` ends earlier. No
+            chunks are returned for a length of at most `chunked.local_tokens`.
         part: token range ``[first, last)`` to load if other sources load the rest; None for the whole prefix.
 
     Returns:
@@ -344,8 +344,8 @@ def chunks_to_load(
         at whose end the snapshot (recurrent state at one position) lies.
 
     Raises:
-        TransferError: the prefix ends inside a chunk, or the tokens to load end after the tokens that were
-            looked up or after the longest usable prefix (`longest_usable_prefix`).
+        TransferError: the prefix ends inside a chunk, or the tokens to load end after `chunked.tokens` or
+            after `longest_usable_prefix`.
     """
     if tokens <= chunked.local_tokens:
         return tuple(np.zeros(0, np.int64) for _ in groups)

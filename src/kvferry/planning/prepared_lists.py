@@ -59,8 +59,8 @@ class PreparedEntries:
     """The entries of one transfer method in the prepared descriptor list of one side (source or destination).
 
     The entries form a contiguous range of the list, one for each combination of row (contiguous run of bytes
-    in a cell), cell (part of a block) and block. If the list describes a staging area, its units are images
-    (packed cells) and not blocks.
+    in a cell), cell (part of a block) and block. For a staging area, images (packed cells) take the place of
+    blocks.
 
     Attributes:
         base: index of the first entry in the list.
@@ -158,9 +158,9 @@ def _may_touch(route: Route, cell_copy: CellCopy, length: int) -> bool:
 
 
 def _touching(src: Int64s, dst: Int64s, length: int) -> tuple[int, int]:
-    """Count the runs that can be merged into the run before them.
+    """Return how many consecutive runs can become one, and how many runs cannot be merged.
 
-    A run can be merged if it directly follows the run before it, both at the source and at the destination.
+    A run is merged into the run before it if it directly follows that run at the source and the destination.
 
     Args:
         src, dst: byte offset of each run at the source and at the destination, int64 of shape (n,).

@@ -18,18 +18,20 @@ from kvferry.planning.select import first_attended
 def last_prefix_ends(prompt: int, chunk_tokens: int, block_tokens: int) -> tuple[int, int]:
     """Return the lengths of the two longest prefixes of a prompt that later prompts are likely to load.
 
-    Returns:
-        Two lengths in tokens. Without recurrent state, these are the length of the prompt's whole chunks, and
-        the length of the prompt. With recurrent state, the first is the longest prefix that the same prompt
-        can load; the engine always computes the last token again. The second is the longest prefix that a
-        continuation of the prompt can load.
+    With recurrent state, a prefix can be loaded only if it ends at the end of a chunk and of a block, because
+    snapshots (states at one position) lie at ends of blocks.
 
     Args:
         prompt: length of the prompt in tokens.
         chunk_tokens: number of tokens per chunk.
-        block_tokens: number of tokens per block of the KV cache groups with recurrent state, which have
-            snapshots (states at one position) only at ends of blocks. 0 means that no group has recurrent
-            state. Then the incomplete last chunk of the prompt is stored too.
+        block_tokens: number of tokens per block of the KV cache groups with recurrent state; 0 if there are
+            no such groups.
+
+    Returns:
+        (shorter, longer), in tokens; the two may be equal. Without recurrent state: the prompt's whole
+        chunks, and the whole prompt, whose incomplete last chunk is stored too. With recurrent state: the
+        longest prefix that the same prompt can load, without the last token, which the engine always computes
+        again; and the longest prefix that a continuation of the prompt can load.
     """
     if not block_tokens:
         return prompt // chunk_tokens * chunk_tokens, prompt

@@ -142,11 +142,10 @@ def first_independent(kind: GroupKind, attention_span: int, end: int) -> int:
 def partial_block(
     kind: GroupKind, attention_span: int, block_tokens: int, span: LoadSpan, alignment_tokens: int
 ) -> int | None:
-    """Return the index, in the block table, of the block of which a load fills only the later tokens.
+    """Return the position, in the block table, of the block in which a load leaves earlier tokens unfilled.
 
     A group with sliding windows or attention chunks loads only the tokens from the start of the window or
-    attention chunk. This start may lie inside a block, whose earlier tokens then stay unfilled. Return None
-    if there is no such block.
+    attention chunk, which may lie inside a block. Return None if there is no such block.
 
     Args:
         kind: kind of the layers of the destination's group.
@@ -337,10 +336,10 @@ def blocks_needed(
 def unwritten_blocks_needed(
     kind: GroupKind, attention_span: int, block_tokens: int, span: LoadSpan, table: Int64s
 ) -> Int64s:
-    """Return the ids of the blocks of a group that a load fills and that were empty before the load.
+    """Return the ids of a group's blocks that a load fills and that are empty before, int64, by position.
 
-    These are the blocks of `blocks_needed`, without null blocks and, if the engine already has the first
-    tokens of the first block, without that block. The ids are int64, in order of position.
+    These are the blocks of `blocks_needed`, except null blocks and a first block in which the engine already
+    has tokens.
 
     Args:
         kind: kind of the KV cache group's layers.
@@ -361,9 +360,9 @@ def unwritten_blocks_needed(
 def writable_blocks(kind: GroupKind, block_tokens: int, span: LoadSpan) -> slice:
     """Return the slice of a group's block table that contains all blocks that a load may write.
 
-    The slice depends on `span`, not on the length of the attention window. In a group with attention windows,
-    it begins at the end of the tokens that the destination already has. The load writes only the blocks of
-    the last window.
+    In a group with attention windows, the slice begins at the end of the tokens that the destination already
+    has, although the load writes only the blocks of the last window. The slice is empty if the group does not
+    attend to all tokens and another load transfers the end of the prefix.
 
     Args:
         kind: kind of the KV cache group's layers.

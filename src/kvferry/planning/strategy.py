@@ -72,13 +72,11 @@ class Costs:
             byte.
         ask_seconds: round-trip time in seconds of a request that asks the source to pack one segment of a
             transfer.
-        overlap: part of the shorter operation's time, from 0 to 1, that is saved because the source packs one
-            segment while the destination reads another. It is 1 between two machines, and as low as 0 on one
-            busy machine.
-        lanes_work_gain: speedup of descriptors, calls and runs with all lanes instead of one, limited by CPU
-            cores.
-        lanes_byte_gain: speedup of reading and copying bytes with all lanes instead of one, limited by memory
-            bandwidth.
+        overlap: time saved because the source packs one segment while the destination reads another, as a
+            fraction of the shorter of both times; 1 between two machines, as low as 0 on one busy machine.
+        lanes_work_gain: speedup of the work per descriptor, call and run if all lanes share it; limited by
+            CPU cores.
+        lanes_byte_gain: speedup of the work per byte if all lanes share it; limited by memory bandwidth.
     """
 
     read_descriptor_seconds: float = 2.0e-6
@@ -180,8 +178,8 @@ class TransferMethod:
         strategy: direct, over-read or staged.
         work: work per cell.
         image: layout of images; None for the direct strategy.
-        landing: copies from an image in the destination's staging memory to the destination blocks. This
-            applies if the source packs the image and the destination reads it in one piece. None otherwise.
+        landing: copies from an image in the destination's staging memory to the destination blocks, if the
+            source packs the image and the destination reads it in one piece; None otherwise.
     """
 
     strategy: Strategy

@@ -278,7 +278,7 @@ class _Choice:
 
 
 def _holders(srcs: Sequence[RankGeometry], pages: _Pages) -> dict[str, list[_Holder]]:
-    """Return the source ranks that hold each layer, by the layer's identity.
+    """Return the source ranks that hold each layer. Keys: `Layer.identity`.
 
     The result is a ``defaultdict``, so a layer that no rank holds has an empty list.
 
@@ -337,7 +337,8 @@ def _cover(holders: Sequence[_Holder], field: Field, reader: int) -> list[int]:
             number selects one, so that different readers use different source ranks.
 
     Raises:
-        Incompatible: some part is missing, or the peer's ranks hold overlapping parts.
+        Incompatible: some part is missing, the peer's ranks hold overlapping parts, or the ranks of both
+            sides divide the field along different axes.
     """
     others = {h.index: next(f for f in h.layer.page.fields if f.name == field.name) for h in holders}
     sharded = {name for f in (field, *others.values()) for name, _, _ in f.held}
@@ -417,11 +418,11 @@ def _shift_to_block_zero(found: Sequence[tuple[PageCopy, Sequence[tuple[int, int
 
 
 def window_mismatches(srcs: Sequence[RankGeometry], dst: RankGeometry) -> list[str]:
-    """Return one message for each way in which the peer keeps fewer tokens of layers than this rank needs.
+    """Return messages about the layers of which the peer keeps fewer tokens than this rank needs.
 
-    The list is empty if the peer keeps enough tokens. A peer keeps too few, for example, if its hybrid KV
-    cache manager is enabled and this engine's is not. This engine then treats sliding-window layers as full
-    attention.
+    There is one message per pair of group labels (the peer's and this rank's); none if the peer keeps enough
+    tokens. For example, the peer keeps too few if its hybrid KV cache manager is enabled and this engine's is
+    not: this engine then treats sliding-window layers as full attention.
 
     Args:
         srcs: geometry of all ranks of the peer.

@@ -121,8 +121,8 @@ def _descendants(*, trackers: bool) -> list[int]:
     """Return the ids of all running descendants of this process.
 
     Args:
-        trackers: True to include Python's resource trackers (processes that free the shared memory of other
-            processes after their end). Pass False to stop the other processes before the trackers.
+        trackers: True to include Python's resource trackers, False to omit them. A resource tracker is a
+            process that frees the shared memory that killed processes leave behind.
     """
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():

@@ -25,11 +25,12 @@ def kv_transfer_config(
         role: role of the engine.
         settings: settings of the connector, by their names in `ConnectorConfig`. A setting that is missing or
             None keeps its default value. None to keep all defaults.
-        alone: True if kvferry's connector is the engine's only connector. With the role PREFILL or DECODE,
-            ``transfer`` is then set to true if there are ``tiers``, because it would default to false.
+        alone: True if kvferry's connector is the engine's only connector. An engine with the role PREFILL or
+            DECODE must then exchange KV: if it has ``tiers``, the result sets ``transfer`` to true.
 
     Raises:
-        ConfigError: a key is unknown, a value has a wrong type or is out of range, or a file cannot be used.
+        ConfigError: a key is unknown, a value is not valid, settings contradict each other or the role, or
+            the file with the secret or the costs is unreadable or not valid.
     """
     extra = {key: value for key, value in (settings or {}).items() if value is not None}
     config = parse_config(extra, _VLLM_ROLE[role] if alone else None)

@@ -76,9 +76,9 @@ class Fleet:
         """Start every engine, and return before the engines are ready.
 
         Raises:
-            ConfigError: the process's umask takes permissions from the owner of new files, or the folder for
-                logs or for temporary files cannot be used.
-            LaunchError: a file or a process cannot be created.
+            ConfigError: the umask removes permissions of the owner of new files, the folder for logs or for
+                temporary files cannot be created, or the path of the latter is too long.
+            LaunchError: a log file or a process cannot be created.
         """
         check_umask()
         try:

@@ -33,7 +33,7 @@ def listen(host: str, port: int) -> socket.socket:
         port: port to listen on; 0 for any free port.
 
     Raises:
-        ListenError: the address cannot be used.
+        ListenError: the process cannot listen on the address, for example because the port is in use.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family)

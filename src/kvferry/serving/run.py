@@ -69,9 +69,9 @@ async def _serve(app: RouterApp, server: _Server, sock: socket.socket, keep_on: 
 def map_large_allocations() -> None:
     """Make glibc map allocations of 128 KiB or more separately, so that freed memory returns to the kernel.
 
-    By default, glibc raises this limit when it frees a large allocation, and puts later ones of that size on
-    the heap. Small allocations that lie behind them then keep the heap from shrinking. This matters because
-    asyncio reads into buffers of 256 KiB. With other C libraries the function does nothing.
+    By default, glibc raises the threshold of 128 KiB when it frees a larger allocation. It may then allocate
+    asyncio's read buffers (256 KiB) on the heap, and the heap cannot shrink while a small allocation above
+    them is in use. With other C libraries the function does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

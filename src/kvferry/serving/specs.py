@@ -127,13 +127,14 @@ def fleet_specs(
         decode_tensor_parallel: tensor-parallel ranks of each decode engine.
         prefill_settings: connector settings of the prefill engines, by their names in `ConnectorConfig`; None
             for the default values.
-        decode_settings: connector settings of the decode engines, in the same form.
+        decode_settings: connector settings of the decode engines, in the form of `prefill_settings`.
         arguments: further arguments of vLLM's API server for every engine, such as other parallel sizes.
         machine: devices that the engines share; None for the devices of this machine.
 
     Raises:
-        ConfigError: a count is less than 1, an engine has more workers than there are GPUs, the model does
-            not exist, or a connector setting or an argument cannot be used.
+        ConfigError: a count is less than 1, an engine has more workers than there are GPUs, the path of the
+            model cannot be read, a connector setting is not valid, a parallel size in `arguments` is not
+            valid, or `arguments` has an option that this function sets, such as ``--port``.
     """
     for name, count in (
         ("prefill", prefill),

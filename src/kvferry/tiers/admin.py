@@ -65,7 +65,7 @@ class StoredFile(Protocol):
     def quarantine(self) -> bool:
         """Move the file to quarantine, where no engine reads it. Return whether the file was moved.
 
-        If another file has replaced this file in the meantime, the other file is not moved.
+        In a directory, a file that has replaced this file in the meantime is not moved.
         """
         ...
 
@@ -115,8 +115,8 @@ class CacheAdmin(Protocol):
                 for the capacity of the cache.
 
         Raises:
-            ConfigError: the cache cannot be used, or `capacity` is None and the capacity of the cache is
-                unknown.
+            ConfigError: the cache cannot be read or changed, or `capacity` is None and the capacity of the
+                cache is unknown.
         """
         ...
 
@@ -127,6 +127,6 @@ class CacheAdmin(Protocol):
             The number of removed files, and the sum of their bytes.
 
         Raises:
-            ConfigError: the cache cannot be used.
+            ConfigError: the cache cannot be read or changed.
         """
         ...

@@ -51,15 +51,16 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Settings of one storage tier: one object in the list ``tiers`` of a configuration.
 
     There is one subclass for each ``type`` of tier. It adds the configuration keys of this type, sets `kind`
-    and `medium`, and implements all methods.
+    and `medium`, and implements the methods. `trial_seconds` and `try_out` are not needed if `kvferry doctor`
+    has a check of its own for the type.
 
     Attributes:
         kind: value of the configuration key ``type``. Messages and metrics use it as the name of the tier.
         medium: kind of storage under which the engine counts the tokens loaded from this tier.
         write: write mode. ``through`` writes a chunk to the tier as soon as the chunk is in host memory.
             ``back`` writes it only when host memory fills up or the engine shuts down.
-        load_weight: factor by which the source policy ``weight`` (it chooses the source to load KV from)
-            multiplies the number of tokens that this tier offers to load. Other source policies ignore it.
+        load_weight: weight of each token that this tier offers to load, when the source policy ``weight``
+            compares the sources of KV. Other source policies ignore it.
     """
 
     kind: ClassVar[str]
@@ -92,12 +93,12 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         Args:
             namespace: namespace (scope of chunk keys) of the chunks.
             table: hash table of the chunk keys of all tiers of a cache.
-            earlier: settings of the storage tiers before this one in the configuration. A storage that one of
-                them uses is refused. The configured locations differ, but links or mounts can lead to the
-                same storage.
+            earlier: settings of the storage tiers before this one in the configuration. Their `location` keys
+                differ from this one's, but links or mounts can lead to the same storage.
 
         Raises:
-            ConfigError: the storage cannot be used; the engine continues without this tier.
+            ConfigError: the settings are invalid, the storage cannot be opened, or one of `earlier` uses it.
+                The engine continues without this tier.
         """
         raise NotImplementedError
 
@@ -110,6 +111,6 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         """Try the storage out: write a small object and remove it. Return the result, for `kvferry doctor`.
 
         Raises:
-            ConfigError: the storage cannot be used with these settings.
+            ConfigError: the settings are invalid, so nothing was tried.
         """
         raise NotImplementedError

@@ -22,13 +22,12 @@ from kvferry.tiers.outcome import GetOutcome, PutOutcome, TierStats
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """The usage of a tier's storage, with a hint if the tier's own namespace (scope of chunk keys) is empty.
+    """The usage of a tier's storage, by all namespaces (scopes of chunk keys) together.
 
     Attributes:
-        used, capacity: bytes in use and maximum bytes, of all namespaces together; None if unknown.
-        same_name_namespace: digest, in hex, of another namespace in the storage whose model has the same
-            name, which suggests that chunks were stored with other settings. Empty if there is none, or if
-            the tier's own namespace has chunks.
+        used, capacity: bytes in use, and maximum bytes; None if unknown.
+        same_name_namespace: hint at chunks stored with other settings: digest, in hex, of another namespace
+            with the same model name. Empty if there is none, or if the tier's own namespace has chunks.
     """
 
     used: int | None = None
@@ -92,8 +91,8 @@ class StorageTier(Protocol):
             key: key of the chunk, 16 to 32 bytes.
             group: description of the expected content: KV cache group, number of tokens and sections. A
                 stored chunk with another description is a miss.
-            into: writable memory of the size of the chunk's content. The bytes are valid only if HIT is
-                returned. Page-aligned memory avoids a copy.
+            into: writable memory, as long as the chunk's body (sections with padding). The bytes are valid
+                only if HIT is returned. Page-aligned memory avoids a copy.
 
         Returns:
             HIT, or the reason why the chunk was not fetched.

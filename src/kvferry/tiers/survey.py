@@ -58,7 +58,8 @@ class CacheTotals:
     Attributes:
         path: path of the directory, or the URL.
         capacity: maximum bytes of all files together; None if unknown.
-        charged: bytes in use, as recorded by the cache; None if unknown.
+        charged: bytes in use, as recorded by the cache, with space reserved for chunks being written; None if
+            unknown.
         free: free bytes on the disk; None if unknown.
         total_bytes: bytes of all kvferry files.
         namespaces: number of namespaces (scopes of chunk keys) with at least one file.

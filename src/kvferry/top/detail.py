@@ -222,13 +222,11 @@ def _leases(of: Figures) -> Iterator[str]:
 
 
 def _recent(of: Figures, seconds: Callable[[ActivityCounts], Latency | None]) -> Latency:
-    """Return a latency as measured between the last two readings.
-
-    If there were no samples in that time, return the latency since the start of the engine.
+    """Return a latency between the last two readings; without samples, the latency since the engine's start.
 
     Args:
         of: figures of an engine, or of several engines combined.
-        seconds: function that returns the latency that the given counts have; None if they have none.
+        seconds: function that selects the latency from the counts; it returns None if they lack it.
     """
     now = None if of.rates is None else seconds(of.rates)
     if now is not None and now.median is not None:

@@ -37,7 +37,7 @@ class SourceFigures:
         queries: number of requests for which the source was queried.
         hits: number of requests for which the source loaded KV.
         hit_rate: hits as a share of queries, from 0 to 1; None without queries. Queries for requests whose
-            usable tokens were all in the engine's own prefix cache are not included in this share.
+            usable tokens were all in the engine's own prefix cache do not count here.
         loads: number of ended loads, by outcome.
         load_bytes: number of bytes loaded.
         load_seconds: latency of successful loads.

@@ -174,7 +174,9 @@ def _named(engine: EngineRow) -> str:
 
 
 def _silent(engine: EngineRow, at: float, width: int, *, whole: bool) -> list[str]:
-    """Return the lines about an engine that does not answer: its name, when this began, and the error.
+    """Return the lines about an engine that does not answer: its name, time of first failure, and error.
+
+    Without a failure so far, the lines say that the engine has not answered yet.
 
     Args:
         engine: row of the engine.

@@ -47,7 +47,8 @@ async def fetch_address(http: httpx.AsyncClient, url: str) -> Scrape | Health:
         `Scrape` of the metrics of an engine, or `Health` of a router.
 
     Raises:
-        ProtocolError: the address does not answer, or serves neither `/metrics` nor a router's `/health`.
+        ProtocolError: the address does not answer, serves neither `/metrics` nor a router's `/health`, or
+            serves a `/metrics` that `parse_page` refuses.
     """
     metrics = await fetch(http, f"{url}/metrics", _SECONDS)
     if metrics.status == 200:

@@ -38,9 +38,8 @@ class Window:
 def window(before: Scrape | None, now: Scrape, engine: str) -> Window:
     """Return the metric values of one engine, and the rates of its counters between two readings.
 
-    A counter that is new or has decreased is assumed to have started at 0 between the two readings. If the
-    server's process was restarted, all counters are assumed to have done so. With only one reading, the
-    result has no rates.
+    A counter is assumed to have started at 0 between the readings if it is new, if it has decreased, or if
+    the server's process was restarted. With only one reading, the result has no rates.
 
     Args:
         before: reading before the last one; None if there is none.

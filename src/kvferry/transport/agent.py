@@ -162,10 +162,10 @@ class Agent:
 
         Args:
             local: handle of the prepared descriptor list of local memory.
-            local_indices: destination of each descriptor, as an index into `local`, int32 of shape (n,).
+            local_indices: indices of the descriptors in `local` to write to, int32 of shape (n,).
             remote: handle of the prepared descriptor list of the peer's memory.
-            remote_indices: source of each descriptor, as an index into `remote`, int32 of shape (n,). The
-                source and the destination of a descriptor have the same length in bytes.
+            remote_indices: indices of the descriptors in `remote` to read from, int32 of shape (n,). The
+                descriptor at each position has the same length in bytes as that in `local_indices`.
         """
         return self._nixl.make_prepped_xfer("READ", local, local_indices, remote, remote_indices)
 

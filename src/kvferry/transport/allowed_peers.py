@@ -56,8 +56,8 @@ class AllowedPeers:
     def may_allow(self, host: str) -> bool:
         """Return whether a host could be an allowed peer. The check resolves no host names.
 
-        False is certain; True is not. If the setting contains a host name, almost every address could be an
-        allowed peer, because the name may resolve to it.
+        False is certain; True is not. If `names` is not empty, the result is True for every IP address except
+        the unspecified one, because a name may resolve to it.
 
         Args:
             host: host name or IP address.

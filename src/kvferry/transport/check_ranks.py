@@ -30,14 +30,14 @@ _MEMORIES = ("DRAM", "VRAM")
 
 
 def check_ranks(cards: Sequence[RankCard]) -> None:
-    """Check a peer's descriptions of its ranks: all sizes must be within limits, and all ranks must agree.
+    """Check a peer's descriptions of its ranks: values must be within limits, and the ranks form one engine.
 
     Args:
         cards: descriptions of all ranks of the peer.
 
     Raises:
-        ProtocolError: a size or an address is out of bounds, a rank is missing, or two ranks contradict each
-            other.
+        ProtocolError: a value, such as a size or an address, is out of bounds; a rank is missing or described
+            twice; or the ranks differ in their parallel sizes or KV cache groups.
         GeometryError: the geometry of a rank is inconsistent.
     """
     for card in cards:
@@ -108,7 +108,8 @@ def _check_agreement(ranks: Sequence[RankGeometry]) -> None:
     """Check that these are all ranks of one engine, and that all ranks have the same KV cache groups.
 
     Raises:
-        ProtocolError: a rank is missing, or two ranks contradict each other.
+        ProtocolError: a rank is missing or described twice, or the ranks differ in their parallel sizes or KV
+            cache groups.
     """
     if not ranks:
         return

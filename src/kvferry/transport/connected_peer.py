@@ -72,9 +72,10 @@ class ConnectedPeer:
                 between strategies.
 
         Raises:
-            Incompatible: the peer's geometry does not supply what this rank needs.
-            TransferError: the peer has too many ranks, the transport cannot reach the peer, or the lists
-                would exceed a limit.
+            Incompatible: the peer's ranks lack a layer, or a part of one, that this rank needs.
+            TransferError: the peer has more than `MAX_SOURCES` ranks, the transport cannot reach the peer, a
+                list would have too many descriptors, or no transfer method can read some part of the KV.
+            ProtocolError: the transport metadata of a rank is malformed.
         """
         if len(cards) > MAX_SOURCES:
             raise TransferError(f"the peer has {len(cards)} ranks, at most {MAX_SOURCES} can be read from")

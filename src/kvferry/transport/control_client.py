@@ -125,19 +125,20 @@ class ControlClient:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def look_up(self, address: Address, incarnation: int | None = None) -> PeerStatus:
-        """Return the status of a peer. If the peer is unknown, start a handshake and return Pending.
+        """Return the status of a peer. Start a handshake with the peer if `Handshakes.status` asks for one.
 
-        If the maximum number of handshakes is already under way, return Pending without starting another.
+        `Handshakes.status` does so if the peer is unknown, became Unusable some time ago, or may have
+        restarted. If the maximum number of handshakes is under way, no handshake is started.
 
         Args:
             address: (host, port) of the peer's control channel.
             incarnation: random number that identifies the run of the peer that the caller expects; None for
                 any run. If the peer reported a different number in its last handshake, it may have restarted.
-                Then a new handshake is started.
 
         Returns:
-            PeerInfo if this engine can read from the peer. Unusable, with the reason, if it cannot. Pending
-            while a handshake is under way or must wait for others.
+            PeerInfo if this engine can read from the peer; it may be about another run than `incarnation`.
+            Unusable, with the reason, if this engine cannot. Pending while a handshake is under way, or while
+            none can be started.
         """
         answer = self._handshakes.status(address, incarnation)
         if answer is None:
@@ -338,8 +339,9 @@ class ControlClient:
     def _send_heartbeats(self, poller: zmq.Poller) -> None:
         """Send a heartbeat for every lease that this engine holds, and close the sockets to unused peers.
 
-        A peer is unused if it has no status (`look_up`) and this engine holds none of its leases. The number
-        of such sockets would grow without bound, because clients' requests can name any peer address.
+        A peer is unused if it has no status (`look_up`) and this engine holds none of its leases. If their
+        sockets stayed open, their number would grow without bound, because clients' requests can name any
+        peer address.
 
         Args:
             poller: poller with the sockets to all peers.
@@ -415,7 +417,7 @@ class ControlClient:
         return peer.held
 
     def _close_if_idle(self, poller: zmq.Poller, address: Address) -> None:
-        """Close the socket to a refused peer, unless this engine holds leases there.
+        """Close the socket to a peer that became Unusable, unless this engine holds leases of the peer.
 
         The heartbeats for these leases need the socket.
 

@@ -68,8 +68,9 @@ class ProducerCard:
     def answer(self, message: Request) -> Reply | None:
         """Return the reply to a handshake message (Hello or AskRanks). Return None for any other message.
 
-        The reply is a refusal that lists the differences if the consumer's protocol version, or the settings
-        on which the meaning of its KV bytes depends, differ from this engine's.
+        The reply to Hello is Accepted, with `facts`; the reply to AskRanks is Ranks, with `ranks`. If the
+        consumer differs from this engine in the protocol version, or in a setting on which the meaning of KV
+        bytes depends, the reply to both is Refused, with the differences.
         """
         if not isinstance(message, Hello | AskRanks):
             return None

@@ -55,8 +55,8 @@ def load_costs(path: str | None = None) -> Costs:
     """Load the measured transfer costs of this machine, or the built-in costs if nothing was measured.
 
     Args:
-        path: path of the costs file. None for the default file; if that does not exist, the built-in costs
-            are returned.
+        path: path of the costs file. None for the default file, or for the built-in costs if there is no
+            default file.
 
     Raises:
         ConfigError: the file cannot be read, or is not a valid costs file of the current version.

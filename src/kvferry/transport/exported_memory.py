@@ -17,10 +17,10 @@ from kvferry.transport.staging import StagingArea
 
 
 class ExportedMemory:
-    """The memory of a worker that peers can read, and the server that packs cells in it for peers.
+    """The memory of a worker that peers can read, and the server that packs cells for peers.
 
-    A cell is the part of a block that moves as one unit. Its size in tokens is the greatest common divisor of
-    the block sizes of both sides.
+    A cell is the part of a block that moves as one unit. The server packs cells into a staging area, which is
+    part of the memory.
 
     Attributes:
         card: description of this worker, which the scheduler sends to peers.
@@ -43,7 +43,8 @@ class ExportedMemory:
             agent: NIXL agent that nothing else uses. `close` closes the agent.
 
         Raises:
-            ConfigError: the address cannot be bound, or the memory cannot be registered.
+            ConfigError: `settings.host` cannot be bound, or the installed NIXL writes transport metadata that
+                peers cannot validate.
         """
         self._agent = agent
         outgoing = StagingArea(settings.staging_bytes, geometry.regions[0])

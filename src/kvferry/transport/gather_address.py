@@ -20,14 +20,14 @@ def resolve_gather_address(
     """Return a copy of a rank's description in which the host of the gather channel is an IP address.
 
     Over the gather channel, readers ask the rank to pack cells (parts of blocks) into staging memory. The
-    host is resolved here, because the workers that connect to it never resolve names. If the host is not
-    allowed or not resolved yet, the copy has no gather channel.
+    workers that connect to the channel never resolve names. If the host is not allowed or not resolved yet,
+    the copy has no gather channel: its `outgoing` is None.
 
     Args:
         card: peer's description of one of its ranks.
         address: (host, port) of the peer's control channel, for the log.
         names: resolver of host names, which also decides which hosts are allowed.
-        log: log that receives a line if the host cannot be used.
+        log: log that receives a line if the copy has no gather channel.
     """
     if card.outgoing is None:
         return card

@@ -39,12 +39,12 @@ class GatherClient:
     """A connection to one rank of a peer, over which a lane (reading thread) asks the rank to pack cells.
 
     A cell is the part of a block that moves as one unit. The cells of one request (one call of `ask`) are
-    called a *segment*. A route is a set of layers that are copied alike. The client sends all routes to the
-    rank once; requests refer to them by index.
+    called a *segment*. A route is a set of layers that are copied alike. The client announces its routes to
+    the rank; requests refer to them by index.
 
     Attributes:
-        silent_until: time until which the lane sends no requests to the rank, because the rank did not reply
-            in time; in seconds of the lane's clock. The lane sets it; any reply resets it to 0.
+        silent_until: time until which the lane sends no requests to the rank, in seconds of the lane's clock.
+            The lane sets it when a request has timed out. Any reply of the rank resets it to 0.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class GatherClient:
         return bool(self._wanted)
 
     def is_silent(self, now: float) -> bool:
-        """Return whether `silent_until` is in the future: the rank recently failed to reply in time.
+        """Return whether the lane must send no requests now, because `silent_until` is in the future.
 
-        Replies that have arrived are processed first; any of them ends the pause.
+        Process the replies that have arrived first, because any reply resets `silent_until`.
 
         Args:
-            now: current time in seconds, by the clock of the caller.
+            now: current time, in seconds of the lane's clock.
         """
         self._receive()
         return now < self.silent_until

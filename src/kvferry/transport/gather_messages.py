@@ -44,7 +44,7 @@ _Stride = Annotated[int, msgspec.Meta(ge=1, lt=_MOST_BYTES)]
 
 
 class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
-    """Describes to the source how to pack the cells of one route into images.
+    """A reader's description of how the source must pack the cells of one route into images.
 
     A route is a set of layers that are copied alike. A cell is the part of a block that moves as one unit. An
     image is a cell packed into contiguous memory. The reader sends the description before its requests.
@@ -53,8 +53,8 @@ class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
         src_stride: bytes from one block of the source's KV cache to the next.
         src_blocks: number of blocks in the source's KV cache.
         image_stride: bytes from one image to the next.
-        parts: strided copies that pack the first cell of block 0 into an image. Each part also has the
-            byte offset of every cell within a block, by which its copies are shifted to pack another cell.
+        parts: strided copies from a block to an image. Each part has the copies for a cell at offset 0
+            (`nests`), and the byte offset of every cell in its block (`at`), to add to the source addresses.
     """
 
     src_stride: _Stride

@@ -77,8 +77,8 @@ class _Reader:
         routes: announced routes, each with the copy operation that packs cells of the route.
         allocations: staging memory that holds packed cells for the reader: maps the id of each segment (the
             cells of one request) to its memory.
-        cells: total number of cell offsets in the announced routes. It measures their memory, which is
-            limited: the sum over all readers is at most `MAX_CELLS_OF_ALL_READERS`.
+        cells: total number of cell offsets in the announced routes. The sum over all readers is at most
+            `MAX_CELLS_OF_ALL_READERS`, which limits the memory of the routes.
     """
 
     routes: list[tuple[GatherRoute, StagingCopies]]
@@ -238,8 +238,8 @@ class GatherServer:
     def _is_full(self, sender: bytes, message: Gather) -> bool:
         """Return whether a request must be refused, because too many requests wait for staging memory.
 
-        There are limits on the number of all waiting requests, on the number of waiting requests of one
-        reader, and on the total size of the block ids in all of them.
+        Three values have a limit: the number of waiting requests, the number of those that come from the same
+        reader, and the total size of the block ids in all waiting requests and the new one.
 
         Args:
             sender: routing id of the reader's connection.

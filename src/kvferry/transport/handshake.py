@@ -144,12 +144,11 @@ class Handshakes:
     def status(self, address: Address, incarnation: int | None = None) -> PeerStatus | None:
         """Return the status of a peer. Return None if the caller must start a new handshake with the peer.
 
-        A new handshake is needed in three cases: the peer is unknown; it became Unusable more than
-        `REFUSAL_SECONDS` ago; or it may have restarted, because `incarnation` differs from the one in the
-        last handshake. The third case causes at most one handshake per `REFRESH_SECONDS`.
-
-        A returned PeerInfo may be about another run of the peer than the caller expects, so the caller must
-        compare `incarnation` with `PeerInfo.facts`.
+        A new handshake is needed if the peer is unknown, or became Unusable more than `REFUSAL_SECONDS` ago.
+        It is also needed if the peer may have restarted: if `incarnation` differs from the one that the peer
+        reported in the last handshake. In this case, return None at most once per `REFRESH_SECONDS`, and
+        otherwise the old PeerInfo. So the caller must compare `incarnation` with
+        `PeerInfo.facts.incarnation`.
 
         Args:
             address: (host, port) of the peer's control channel.
@@ -174,7 +173,7 @@ class Handshakes:
     def start(self, address: Address) -> Pending:
         """Set the status of a peer to Pending, and return that status.
 
-        The caller must then call `open`, and send the message that it returns to the peer.
+        Next, `open` must be called. It returns the first message, which must then be sent to the peer.
 
         Args:
             address: (host, port) of the peer's control channel.
@@ -203,8 +202,8 @@ class Handshakes:
     def handle_reply(self, address: Address, answer: bytes) -> AskRanks | None:
         """Process a peer's reply to a handshake message, and return the next message to send to the peer.
 
-        If the reply is a refusal or cannot be used, the status of the peer becomes Unusable. If the reply
-        completes the handshake, the status becomes PeerInfo.
+        The status of the peer becomes Unusable if the peer refuses this engine, its reply is malformed, or
+        the engines are incompatible. The status becomes PeerInfo if the reply completes the handshake.
 
         Args:
             address: (host, port) of the peer's control channel.
@@ -278,7 +277,10 @@ class Handshakes:
         return self._patience_seconds
 
     def is_unknown(self, address: Address) -> bool:
-        """Return whether a peer has no status and no handshake with it is under way."""
+        """Return whether a peer has no status, and no handshake with it is under way.
+
+        A handshake goes on after `forget` has removed the status of the peer.
+        """
         return self._answers.get(address) is None and address not in self._running
 
     def forget_refusals(self) -> None:
@@ -330,13 +332,12 @@ class Handshakes:
 
 
 def _store_limited(times: dict[Address, float], address: Address, now: float) -> Address | None:
-    """Store the current time for a peer. Remove the oldest entry if there are more than `MAX_REMEMBERED`.
+    """Set the time of a peer in a dict. If the dict then exceeds `MAX_REMEMBERED`, remove its oldest entry.
 
     Args:
-        times: maps the (host, port) of a peer to the time of its last event, in seconds. The function changes
-            this dict.
-        address: (host, port) of the peer whose event happens now.
-        now: current time in seconds.
+        times: dict to change: maps the (host, port) of a peer to a time in seconds.
+        address: (host, port) of the peer.
+        now: current time in seconds, to be stored for the peer.
 
     Returns:
         Address of the peer whose entry was removed; None if no entry was removed.

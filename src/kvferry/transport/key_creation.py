@@ -87,7 +87,7 @@ def private_directory(folder: Path, *, make: bool) -> Iterator[int]:
 def make_key(folder: Path, directory: int) -> None:
     """Create the file with the machine's key: the secret that all engines of a user on a machine share.
 
-    If another engine has created the file in the meantime, keep the other engine's file.
+    Keep an existing file, because another engine may create the file at the same time.
 
     Args:
         folder: path of the directory, for error messages.

@@ -116,14 +116,15 @@ def existing_keys(secret_file: str | None) -> Keys | None:
 def _given_secret(place: KeyLocation) -> bytes:
     """Read an engine's secret from the file that the setting ``secret_file`` names.
 
-    Kubernetes mounts secrets as symbolic links to files that a group may read, so both are allowed here.
+    The path may be a symbolic link, and the file's group may have access to the file, because Kubernetes
+    mounts secrets in this way. The owner must be this user or root.
 
     Args:
         place: location of the file.
 
     Raises:
-        ConfigError: the file cannot be read, is accessible to users who are neither its owner nor in its
-            group, or holds no valid secret.
+        ConfigError: the file cannot be read, is not a regular file, has another owner, is accessible to users
+            who are neither its owner nor in its group, or holds no valid secret.
     """
     try:
         descriptor = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

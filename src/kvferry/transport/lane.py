@@ -116,19 +116,19 @@ class _Connect:
 
 @dataclass(slots=True)
 class _Read:
-    """A read that a lane (reading thread) has started and not ended.
+    """The execution of a read order, which a lane (reading thread) has started and not ended.
 
-    A READ is a one-sided read of the peer's memory. A lease word is an integer in that memory that changes
-    before leased blocks are freed. A cell is the part of a block that moves as one unit.
+    It consists of READs: one-sided reads of the peer's memory. A lease word is an integer in that memory that
+    changes before leased blocks are freed. A cell is the part of a block that moves as one unit.
 
     Attributes:
         order: order that is executed.
         peer: connection to the peer.
-        landing: where the peer's lease words are read to: index of the first of `MAX_SOURCES` words in the
-            lane's own memory, one for each rank of the peer.
+        landing: index of the first of `MAX_SOURCES` elements of `Lane._landing`, into which the peer's lease
+            words are read: one element for each rank.
         plan: plan of the read.
-        handles: handles of the READs in flight. While KV is missing, these are the READs of cells that go
-            straight into blocks. When all KV has arrived, they are the READs of lease words.
+        handles: handles of READs in flight: first of cells that are read straight into blocks, later of lease
+            words. READs of packed cells are not included.
         packed: reads of packed cells in progress, one per route (set of layers that are read with the same
             copies).
         words: True once the lease words are being read.
@@ -202,7 +202,8 @@ class Lane:
         """Block until the lane (reading thread) has created its NIXL agent and registered its memory.
 
         Raises:
-            ConfigError: NIXL cannot be used, or the memory cannot be registered.
+            ConfigError: NIXL is missing, cannot start on this machine, or has no UCX backend. If NIXL cannot
+                register the memory, NIXL's own exception is raised.
         """
         self._ready.wait()
         if self._fault is not None:
@@ -425,9 +426,9 @@ class Lane:
     def _advance(self, agent: Agent, read: _Read) -> bool:
         """Take the next step of a read if that is possible now; return whether a step was taken.
 
-        When all KV has arrived, the next step is to start reading the lease words (integers that show whether
-        the KV is valid). When the words have arrived, or the read has failed, the last step is to check them
-        and to queue a `ReadResult`.
+        When all KV has arrived, start to read the lease words (integers that show whether the KV is valid).
+        When the words have arrived, check them and queue a `ReadResult`. If the read has failed, queue a
+        `ReadResult` with the failure as soon as no READ (one-sided read) is in flight.
 
         Args:
             agent: NIXL agent of this lane (reading thread).

@@ -251,7 +251,9 @@ class AskTurn(msgspec.Struct, frozen=True, tag="ask-turn"):
 
 
 class KeptTurn(msgspec.Struct, frozen=True):
-    """A finished request whose KV blocks its engine keeps for the next turn of the conversation.
+    """A turn: a finished request whose KV blocks its engine keeps for the next turn of the conversation.
+
+    `chunks` and `next_tokens` are the result of a query (`AskTurn`), which compares the turn with a prompt.
 
     Attributes:
         engine_id, incarnation: id of the engine that keeps the turn, and random number that identifies the
@@ -261,11 +263,11 @@ class KeptTurn(msgspec.Struct, frozen=True):
             valid.
         tokens: number of tokens whose KV the blocks hold.
         min_prefix_tokens: number of tokens of the shortest prefix of the turn from which a reader can
-            continue. Shorter prefixes cannot be used, because sliding windows have freed their blocks, or
-            because recurrent state exists only after the last token.
-        chunks: number of leading chunks that the turn and the query's prompt have in common.
-        next_tokens: ids of the turn's tokens after these chunks, at most as many as a chunk has. The reader
-            compares them with its prompt.
+            continue. For shorter prefixes, KV is missing: sliding windows have freed blocks, or recurrent
+            state exists only after the last token.
+        chunks: number of leading chunks that the turn and the prompt have in common.
+        next_tokens: ids of the turn's tokens after the common chunks, at most as many as a chunk has. The
+            reader compares them with its prompt.
     """
 
     engine_id: EngineId

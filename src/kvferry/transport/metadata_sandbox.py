@@ -125,8 +125,8 @@ class MetadataSandbox:
             seconds: maximum time in seconds to wait for the child's reply.
 
         Returns:
-            Empty if the metadata can be used, otherwise the reason why not. In this case the child may be
-            damaged, so the caller must `kill` it.
+            Empty text if the child has read the worker's own memory; otherwise the reason for the failure.
+            After a failure the child may be damaged, so the caller must `kill` it.
         """
         try:
             self._connection.send_bytes(encode_trial(card))

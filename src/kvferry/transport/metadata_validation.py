@@ -167,14 +167,16 @@ class SandboxValidator:
         return next(filter(None, (self._validate_card(card, deadline) for card in cards)), "")
 
     def _validate_card(self, card: RankCard, deadline: float) -> str:
-        """Have the child process load a worker's transport metadata, unless the result is already known.
+        """Test a worker's transport metadata in the child process, unless the result is remembered.
+
+        A positive result is remembered for later peers, a refusal only for `REFUSED_SECONDS`.
 
         Args:
             card: description of the worker, which contains the metadata.
             deadline: time at which to stop waiting for the child, in seconds of the validator's clock.
 
         Returns:
-            Reason why the metadata cannot be used; empty if it can.
+            Reason why the worker's metadata is refused; empty if it has passed.
         """
         digest, now = _digest(card), self._clock()
         self._refused = {key: refused for key, refused in self._refused.items() if now < refused[1]}
@@ -230,13 +232,13 @@ class SandboxValidator:
 
 
 def _ignore_result() -> None:
-    """Do nothing. This is the `wake` function of `warm_up`: no thread waits for that result."""
+    """Do nothing: `warm_up` passes this as `wake`, because no thread waits for the end of a warm-up."""
 
 
 def _digest(card: RankCard) -> bytes:
-    """Return a digest of those parts of a worker's description on which the child process's verdict depends.
+    """Return a digest of those parts of a worker's description that the child process tests.
 
-    The child loads the worker's transport metadata as a test, once per digest. The other parts of the
-    description are checked every time, by `check_metadata`.
+    These are the transport metadata, the address of the lease words, and the incarnation. The validator
+    remembers the results of tests by this digest.
     """
     return hashlib.blake2b(encode_trial(card), digest_size=32).digest()

@@ -32,13 +32,15 @@ _lock = threading.Lock()
 def devices_for(host: str) -> tuple[str, ...]:
     """Return the names of the network devices to which UCX (NIXL's transport) is restricted.
 
+    For a loopback address, these are the loopback devices. For any other address, they are the devices that
+    have the address, and all RDMA devices.
+
     Args:
-        host: address at which peers reach this engine, or a name that resolves to such an address. The
-            devices are those that have this address. If it is not a loopback address, all RDMA devices are
-            added.
+        host: address of this machine, or a name that resolves to one.
 
     Returns:
-        Names of devices; empty if UCX may use all devices.
+        Names of devices. Empty, so that UCX may use all devices, if `host` stands for every address (such as
+        ``0.0.0.0``), or if no device has the address.
     """
     if host in _EVERY_ADDRESS:
         return ()

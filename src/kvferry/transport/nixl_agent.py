@@ -21,7 +21,9 @@ WAIT_MICROSECONDS = 10_000
 
 
 def nixl_package() -> str:
-    """Return the name of the Python package that implements NIXL here: ``nixl`` selects one of several.
+    """Return the name of the Python package that implements NIXL on this machine, such as ``nixl_cu12``.
+
+    The package ``nixl`` only selects one of several implementations.
 
     Raises:
         ImportError: NIXL cannot be imported.

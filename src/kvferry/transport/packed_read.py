@@ -63,8 +63,7 @@ class PackedReadResources:
         agent: NIXL agent of the lane.
         landing: staging area that images are read into.
         words: registered memory of this lane into which words of the source are read, uint64 of shape (n,).
-        free_words: indices of the free elements of `words`. Each segment (run of images that are read
-            together) that the source has packed uses one element.
+        free_words: indices of the elements of `words` that no read is using.
     """
 
     agent: Agent
@@ -120,8 +119,8 @@ class _Segment:
     Attributes:
         cells: cells of the segment.
         state: state of the segment.
-        since: time from which timeouts are measured, in seconds of the read's clock: when the segment was
-            created, and later, when the source reported that it has packed the segment.
+        since: time from which the current timeout is measured, in seconds of the read's clock. First, this is
+            the time at which the segment was created; after the source's reply, the time of the reply.
         number: id of the request that asks the source to gather (pack) the segment; 0 if there is none.
         gathered: reply of the source; None if the source has not gathered the segment.
         allocation: staging memory of this worker that the segment holds; None if it holds none.
@@ -189,8 +188,8 @@ class PackedRead:
             lists: prepared descriptor lists for reading from the peer's rank.
             client: client for requests that ask the peer's rank to pack cells; None if the rank is not asked.
             route: prepared route (set of layers that are copied alike) of the cells.
-            method: method that moves the cells: over-read (the reader fetches gaps too) or staged (the source
-                packs the cells first).
+            method: method that moves the cells: over-read (the reader also fetches unneeded bytes between the
+                needed ones) or staged (the source packs the cells first).
             cells: cells to read.
             lease: lease word: an integer in the peer's memory that shows whether the lease on its blocks is
                 valid.
@@ -329,11 +328,11 @@ class PackedRead:
         return True
 
     def _is_sound(self, segment: _Segment, answer: Gathered) -> bool:
-        """Check that the positions in the source's reply are inside the source's staging area.
+        """Return whether the positions in the source's reply belong to the source's staging area.
 
-        The reply contains the position of the packed cells in that area, and the index of a word (an integer
-        in registered memory that shows whether the cells are valid). If one of them is out of range, return
-        False; the reply must then not be used.
+        The reply contains the position of the packed cells, which must be inside the area. It also contains
+        the index of a word (integer in registered memory that shows whether the cells are valid), which must
+        be one of the area's words.
 
         Args:
             segment: segment (run of cells that move together) that the source has packed.

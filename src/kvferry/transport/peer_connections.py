@@ -44,14 +44,13 @@ MakePeer = Callable[[tuple[RankCard, ...]], ConnectedPeer]
 class _PeerConnection:
     """A peer and the state of the connection to it.
 
-    The state is ASKED while the peer's transport metadata is being validated, UP if there is a connection,
-    and DOWN after a failure.
+    The state is UP if `peer` is set, ASKED if `verdict` is set, and DOWN if neither is.
 
     Attributes:
         cards: descriptions of all ranks of the peer.
-        peer: open connection; None unless the state is UP.
-        verdict: result of the validation; None unless the state is ASKED.
-        reason: why the state is DOWN, as a text; not used in other states.
+        peer: open connection; None if there is none.
+        verdict: result of the validation of the peer's transport metadata; None unless it is under way.
+        reason: why there is no connection, as a text; not used in the states UP and ASKED.
         failures: number of consecutive failures to connect to the peer or to read from it.
         retry_at: time before which the peer is not connected again, in seconds of the clock of
             `PeerConnections`.
@@ -144,13 +143,13 @@ class PeerConnections:
         return any(settled)
 
     def mark_failed(self, peer: ConnectedPeer, reason: str) -> None:
-        """Record that a connection failed. Its peer is connected again after a pause.
+        """Record that a connection failed. `close_unused` closes it when no read uses it any more.
 
-        `close_unused` closes the failed connection.
+        After a pause (`pause_seconds`), the next call of `get` starts to connect the peer again.
 
         Args:
             peer: connection that failed.
-            reason: cause, which `get` returns until the peer is connected again.
+            reason: cause of the failure, which `get` returns during the pause.
         """
         for name, link in self._links.items():
             if link.peer is peer:

@@ -49,17 +49,16 @@ MAX_DESCRIPTORS = 1 << 26
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DescriptorRows:
-    """Compact form of all descriptors that a transfer method may need in the memory of one side.
+    """All descriptors that a transfer method may need in the source's or in this rank's memory, compactly.
 
-    The side is the source or the destination. A cell is the part of a block that moves as one unit. An image
-    is a cell packed into contiguous memory. A *row* is one contiguous run of bytes of the first cell. Every
-    other cell, in every block or image, has the same run at another address. So a row stands for as many
-    descriptors as there are cells.
+    A *row* is one contiguous run of bytes in a cell (part of a block that moves as one unit). It stands for
+    the descriptors of the same run in every cell of every block. If the method packs the cells in that
+    memory, images (packed cells) take the place of blocks.
 
     Attributes:
-        parts: rows, in sets that share the cell offsets. Each set is (address of each row in block 0 or
+        parts: rows, in sets with the same cell offsets. Each set is (address of each row in block 0 or
             image 0, length of each row in bytes, byte offset of each cell in a block). Addresses and lengths
-            are int64 of shape (n,).
+            are int64 of shape (n,). Addresses are without the cell offset.
         stride: bytes from one block or image to the next.
         count: number of blocks or images.
     """

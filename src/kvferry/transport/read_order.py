@@ -18,16 +18,16 @@ from kvferry.transport.lease import LeaseWord
 class Share:
     """The share of a read order that one lane (reading thread) reads.
 
-    Every cell (part of a block) is in exactly one share. A route is a set of layers that are copied alike.
-    For each route, a destination block is filled by one lane only, which also zeroes the bytes of the block
-    that the read does not fill.
+    Every cell (part of a block) is in exactly one share. For each route (set of layers that are copied
+    alike), all cells of a destination block are in the same share. So one lane fills the block, and zeroes
+    the bytes of the block that the read does not fill.
 
     Attributes:
         number: index of the share, from 0. It differs from the index of the lane: the lane that gets share 0
             changes from order to order, so that the load is even.
         lanes: number of lanes, which is the number of shares.
-        least_bytes: minimum number of bytes that a share contains of a route. If a route has too few bytes
-            for all lanes, fewer lanes read it.
+        least_bytes: approximate minimum number of bytes that one lane reads of a route. Fewer lanes share a
+            route that is too small for all of them.
     """
 
     number: int = 0
@@ -42,11 +42,11 @@ class Share:
         Args:
             cells: all cells of the route to read.
             cell_bytes: size of a cell in bytes.
-            route: index of the route (set of layers that are copied alike). The first cells of
-                successive routes go to different lanes, so that routes with few large cells use all lanes.
+            route: index of the route (set of layers that are copied alike). The first cells of the route are
+                in share ``route % lanes``; a route with less than `least_bytes` is in share 0.
 
         Returns:
-            Selected cells; empty if this lane reads none of the route.
+            Selected cells; empty if the share contains none of the route.
         """
         size = len(cells) * cell_bytes
         parts = min(self.lanes, size // self.least_bytes)
@@ -59,10 +59,10 @@ class Share:
 
 
 def _cut(blocks: Int64s, part: int, parts: int) -> int:
-    """Split cells (parts of blocks) into about equal shares; return the index of the first cell of one share.
+    """Return the index of the first cell (part of a block) of one share, if the shares are about equal.
 
-    A share always starts with the first cell of a destination block. So a share can be empty; its index is
-    then that of the next share, or the number of cells.
+    All cells of a destination block are in the same share. A share may be empty: then the result is the
+    same for it and for the next share.
 
     Args:
         blocks: destination block id of each cell, int64 of shape (n,); equal ids are adjacent.

@@ -23,8 +23,8 @@ class PackedCells:
 
     Attributes:
         route: prepared route (set of layers that are copied alike) of the cells.
-        method: transfer method: over-read (the reader fetches gaps too) or staged (the source packs the
-            cells).
+        method: transfer method: over-read (the reader also fetches unneeded bytes between the needed ones)
+            or staged (the source packs the cells).
         cells: cells to move.
     """
 
@@ -57,8 +57,8 @@ class ReadPlan:
         ranks: part of the read for each rank of the peer that supplies anything.
         clears: pairs (operation that zeroes bytes of given blocks, int64 ids of the blocks), for blocks that
             the read does not fill completely. They are zeroed before the read.
-        bytes_by_group: number of bytes of KV to read, for each KV cache group of this engine. Gaps that are
-            read too do not count.
+        bytes_by_group: number of bytes of KV to read, for each KV cache group of this engine. Unneeded bytes
+            that are also fetched, to need fewer descriptors, do not count.
         strategy_by_group: names of the transfer strategies, joined by "+", for each KV cache group of this
             engine; an empty text for a group without reads.
         counts: total bytes and descriptors.

@@ -152,7 +152,7 @@ class Redemptions:
     def unanswered(self, address: Address) -> list[Redeem]:
         """Return the requests that a producer has not replied to, and restart their timeouts.
 
-        The caller must send the requests again, because the connection to the producer is new.
+        Call this after a new connection to the producer was opened, and send the requests again over it.
 
         Args:
             address: (host, port) of the producer's control channel.

@@ -79,7 +79,7 @@ class PeerResolver:
         """Create the resolver. It resolves a host name when the name is first needed.
 
         Args:
-            peers: machines that may be peers.
+            peers: hosts that the engine may connect to, and that may connect to the engine.
             on_answer: function that a background thread calls when a look-up has ended.
             resolve: function that returns the addresses of a host name or raises OSError; None for the
                 system's resolver.

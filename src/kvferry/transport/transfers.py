@@ -68,7 +68,9 @@ class Transfers:
                 `SandboxValidator`, which first loads the metadata in a child process.
 
         Raises:
-            ConfigError: NIXL cannot be used, or the memory cannot be registered.
+            ConfigError: NIXL is missing, cannot start on this machine, has no UCX backend, or writes
+                metadata that peers cannot validate. Or `settings.host` cannot be bound. If NIXL cannot
+                register the memory, NIXL's own exception is raised.
         """
         settings = settings or TransferSettings()
         self.words = words

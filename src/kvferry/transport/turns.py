@@ -40,7 +40,7 @@ class TurnContent:
     Attributes:
         chunk_tokens: number of tokens in a chunk.
         keys: key (digest of the content) of each whole chunk, in order.
-        tokens: token ids. If only a prefix of the tokens is known, the ids of this prefix.
+        tokens: known token ids: those of all tokens, or only of the first ones.
         items: token positions at which multi-modal items (such as images) start, ascending.
     """
 
@@ -50,10 +50,10 @@ class TurnContent:
     items: tuple[int, ...] = ()
 
     def begins_with(self, other: TurnContent) -> bool:
-        """Return whether this content starts with all of another content; False if this is not certain.
+        """Return whether this content starts with all of another content. Return False in case of doubt.
 
-        After the last whole chunk of `other`, only token ids can be compared. So it is not certain if `other`
-        has a multi-modal item (such as an image) there.
+        After the last whole chunk of `other`, only token ids are compared, and these do not identify
+        multi-modal items (such as images). So the result is False if an item starts there.
 
         Args:
             other: content to look for at the start of this content.
@@ -137,10 +137,10 @@ class TurnIndex:
                 self._by_key.pop((number, key), None)
 
     def leases(self, tickets: Iterable[bytes]) -> list[str]:
-        """Return the names of the leases with these tickets (random ids), in this engine.
+        """Return the names, in this engine, of the leases that some tickets (random ids) stand for.
 
         Args:
-            tickets: tickets of leases on turns in the index. Other tickets are ignored.
+            tickets: tickets. Those that do not belong to a turn in the index are ignored.
         """
         known = [self._turns.get(ticket) for ticket in dict.fromkeys(tickets)]
         return [found[2] for found in known if found is not None]
@@ -187,12 +187,13 @@ class _TurnQuery:
 
 @dataclass(frozen=True, slots=True)
 class _Silence:
-    """A pause in which a peer is not asked, because it did not reply to a query in time.
+    """A pause in which no queries are sent to a peer, because the peer did not reply to a query in time.
 
     Attributes:
         run: incarnation of the peer (random number that identifies its run).
         until: end of the pause, in seconds of the clock of `TurnQueries`.
-        seconds: length of the pause, from which the length of the next pause follows.
+        seconds: length of the pause. After the next timeout, the pause is twice as long, but at most
+            `MAX_SILENT_SECONDS`.
     """
 
     run: int
@@ -251,8 +252,8 @@ class TurnQueries:
     def handle_reply(self, address: Address, turns: Turns) -> None:
         """Add the turns (finished requests of a conversation) in a peer's reply to the query.
 
-        If the reply is too late, its turns are ignored. But it shows that the peer is alive, so if the peer
-        is currently not asked, it may be asked again after `SILENT_SECONDS`, the shortest pause.
+        If the query has ended, the turns are ignored. But the reply shows that the peer is alive. So if the
+        peer has timed out, its pause is reset to the shortest one: no queries for `SILENT_SECONDS` from now.
 
         Args:
             address: (host, port) of the peer.

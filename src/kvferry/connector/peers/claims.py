@@ -40,16 +40,16 @@ class Claim:
 
 @dataclass(slots=True)
 class _Shared:
-    """The messages that claim one lease (redemptions), shared by all requests with the same ticket.
+    """The redemptions of one ticket, shared by all requests with this ticket.
 
-    A ticket is a random id. A redemption sends it to the producer, which then grants a lease on its KV
-    blocks. There is one redemption per distinct prompt content.
+    A redemption is a message that sends the ticket, a random id, to the producer to claim a lease. There is
+    one redemption per distinct prompt content.
 
     Attributes:
-        users: number of requests that still use each redemption, by the id of the redemption. A redemption
-            without such requests is removed.
-        numbers: id of each redemption, by the digests of the prompt content that it was sent with.
-        held: True if the producer may have granted the lease in reply to a redemption that has been removed.
+        users: number of requests that use each redemption, by the id of the message. A redemption without
+            users is removed.
+        numbers: id of each message, by the digests of the prompt content that it contains.
+        held: True if a removed redemption was not refused, so that the producer may have granted the lease.
     """
 
     users: dict[int, int] = field(default_factory=dict)
@@ -100,8 +100,8 @@ class Claims:
         """Return the producer's answer to a claim on a lease: the block tables and the lease.
 
         Wait for the answer if it has not arrived. All calls in one engine step together wait at most
-        `STEP_WAIT_SECONDS`. Return Pending if there is still no answer, and Unusable with the reason if the
-        producer has refused or is too late.
+        `STEP_WAIT_SECONDS`. Return Pending if there is still no answer. Return Unusable with the reason if
+        the producer has refused the ticket, or has not answered within ``handshake_seconds``.
 
         Args:
             claim: claim that `begin` returned.
@@ -118,8 +118,8 @@ class Claims:
     def end(self, claim: Claim) -> None:
         """End a request's claim on a lease.
 
-        If no other claim uses the same ticket, also tell the producer to release the lease. Send nothing if
-        the producer has refused.
+        If no other claim uses the same ticket, also tell the producer to release the lease, unless the
+        producer has refused the ticket.
 
         Args:
             claim: claim that `begin` returned; it must not be used again.

@@ -119,8 +119,8 @@ class Producer:
     def busy(self) -> bool:
         """Whether the engine must run steps although it has no requests.
 
-        A retained turn is a finished request's KV, kept for the next turn of its conversation. Steps are
-        needed to make new turns visible to peers, and to free the blocks of turns that have been withdrawn.
+        Steps make new retained turns (KV of finished requests) visible to peers, and free the blocks of
+        withdrawn turns.
         """
         return self._turns is not None and self._turns.busy
 
@@ -128,16 +128,16 @@ class Producer:
     def holds_blocks(self) -> bool:
         """Whether blocks of retained turns will soon be free, so that the engine should wait and not preempt.
 
-        A retained turn is a finished request's KV, kept for the next turn of its conversation. The result is
-        True while the workers have yet to confirm that the lease of a turn has ended.
+        True if the lease of a retained turn (KV of a finished request) has ended, but not all workers have
+        confirmed the end yet.
         """
         return self._turns is not None and self._turns.holds_blocks
 
     @property
     def keeps_turns(self) -> Address | None:
-        """Address (host, port) at which peers ask for KV of earlier turns; None if no such KV is kept.
+        """Address (host, port) at which peers ask for KV of earlier turns of conversations.
 
-        An engine may keep a finished request's KV for the next turn of its conversation.
+        None if the setting ``turn_seconds`` is 0: the engine then keeps no KV of finished requests.
         """
         return None if self._turns is None else (self._host, self.port)
 
@@ -294,10 +294,10 @@ class Producer:
             self._unclaimed.on_blocks_freed(name)
 
     def on_workers_confirmed(self, turns: Mapping[str, int]) -> None:
-        """Count the workers that have ended the lease of a retained turn. Free its blocks after the last one.
+        """Count the workers that have ended leases of retained turns (KV of finished requests).
 
-        A retained turn is a finished request's KV, kept for the next turn of its conversation. Each worker
-        ends a lease by changing the lease word, an integer in registered memory that readers check.
+        When all workers have ended a lease, its blocks are freed. A worker ends a lease by changing the lease
+        word, an integer in registered memory that readers check.
 
         Args:
             turns: number of workers that have ended each lease since the last call, by name of the lease.

@@ -21,8 +21,7 @@ class Pull:
         engine_id: id of the peer's engine.
         ticket: random id that claims a lease on the KV blocks at the peer.
         tokens: number of offered tokens, from the start of the prompt.
-        bidding: record of the sources that are excluded for the request, and of how often it may still try to
-            load.
+        bidding: excluded sources of the request, and its remaining attempts to load KV.
         until: deadline for sending the ticket to the peer, monotonic seconds.
         claim: the request's claim on the lease; None before the ticket has been sent, and if the peer offered
             the KV of an earlier turn of the conversation, which needs no claim.

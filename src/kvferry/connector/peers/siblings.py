@@ -12,11 +12,11 @@ from typing import Any
 
 
 class Siblings:
-    """The offers of KV of prompts that are sampled several times (``n`` above 1), shared by their samples.
+    """Record of KV offers, one for all samples of a prompt (``n`` above 1).
 
     The engine computes each sample as a request of its own. The first sample that ends gets a lease on its
-    blocks; the responses of the other samples repeat the offer of these blocks. An offer is kept until its
-    lease ends.
+    blocks. The responses of the other samples repeat the offer of these blocks. The record keeps an offer
+    until its lease ends.
     """
 
     def __init__(self, parent_of: Callable[[str], str | None]) -> None:

@@ -48,13 +48,13 @@ UNUSED_SECONDS = 600.0
 
 
 def _shorter(bid: Bid | None, tokens: int) -> Bid | None:
-    """Return a copy of a bid with another number of tokens; None if `bid` is None or `tokens` is below 1.
+    """Return a copy of a bid, but for `tokens` tokens; None if `bid` is None or `tokens` is below 1.
 
     A bid is the offer of a source to load a part of a prompt.
 
     Args:
-        bid: bid from which the source and the mark `looking` (True for an upper bound) are copied.
-        tokens: number of tokens of the new bid.
+        bid: bid whose attributes `source` and `looking` are copied.
+        tokens: number of tokens that the copy offers to load.
     """
     return (
         Bid(bid.source, (PlaceTokens(PEER, tokens),), bid.looking) if bid is not None and tokens > 0 else None
@@ -128,8 +128,7 @@ class PeerSource:
 
         Args:
             request: new request.
-            bidding: record of the sources that are excluded for the request, and of how often it may still
-                try to load.
+            bidding: excluded sources of the request, and its remaining attempts to load KV.
         """
         name = request.request_id
         try:
@@ -158,9 +157,10 @@ class PeerSource:
         return True
 
     def declined(self, request: Request) -> SourceMiss | None:
-        """Return the reason why no peer can serve a request; None if a peer may be able to serve it.
+        """Return the reason why no peer can serve a request for which `arrived` returned False.
 
         The reason is a malformed offer in the request, or that this engine has stopped reading from peers.
+        Return None otherwise, for example if the request came without an offer and no peer was asked.
         """
         try:
             read_offer(request.kv_transfer_params)
@@ -335,11 +335,11 @@ class PeerSource:
         """Do nothing when a request stops waiting for a load. The workers cannot cancel reads in flight."""
 
     def settled(self, request_id: str) -> None:
-        """Release what a request holds at a peer, because the request will not read from the peer again.
+        """End a request's claim on a peer's lease, because the request will not read from the peer again.
 
-        This ends the request's claim on the peer's lease. When no other request of this engine has a claim on
-        the lease, the peer is told to end it. Called when the request's loads have succeeded, when the engine
-        computes the prompt itself, or when the request has ended.
+        If the lease is on an earlier turn of the conversation, which needs no claim, release the lease.
+        Called when the request's loads have succeeded, when the engine computes the prompt itself, when the
+        peer is excluded, or when the request has ended.
         """
         self._turns.drop(request_id)
         pull = self._pulls.get(request_id)
@@ -427,8 +427,8 @@ class PeerSource:
     def _ready_peer(self, pull: Pull) -> PeerInfo | Pending | Unusable:
         """Return the description of a peer that has granted a lease and can be read from.
 
-        Return Pending while the peer has not answered. Return Unusable with the reason if the peer has
-        refused or cannot be read from.
+        Return Pending while the peer has not answered. Return Unusable with the reason if the handshake
+        failed, if the peer has refused the ticket, or if `_refusal` returns a reason.
 
         Args:
             pull: state of the exchange with the peer. This method sets `grant` and `incarnation`.
@@ -452,8 +452,8 @@ class PeerSource:
         """Process the peers' answers to the question whether they keep an earlier turn of the conversation.
 
         While answers are missing, return a placeholder bid (offer to load KV) for all tokens that could be
-        loaded. Return None if the peers have answered or were not asked. If a peer has usable KV, the peer is
-        recorded as the one to load from, so that the caller can make a real bid.
+        loaded. Otherwise return None. If a peer has usable KV, create a `Pull` for the request, from which
+        the caller makes the real bid.
 
         Args:
             request: request that waits to be scheduled.
@@ -506,6 +506,9 @@ class PeerSource:
 
     def _refusal(self, pull: Pull, peer: PeerInfo) -> str | None:
         """Return the reason why KV cannot be read from a peer; None if it can be read.
+
+        The reason is the result of `Pull.mismatch`, or that loads from this peer that are past their deadline
+        hold too many blocks.
 
         Args:
             pull: state of the exchange with the peer.

@@ -110,8 +110,8 @@ class TurnKeeper:
     def busy(self) -> bool:
         """Whether the engine must run steps although it has no requests.
 
-        A retained turn is a finished request's KV, kept for the next turn of its conversation. Steps are
-        needed to make new turns visible to peers, and to free the blocks of turns that have been withdrawn.
+        Steps make new retained turns (KV of finished requests) visible to peers, and free the blocks of
+        withdrawn turns.
         """
         return bool(self._over or self._leaving or any(turn.steps > 0 for turn in self._turns.values()))
 
@@ -167,9 +167,11 @@ class TurnKeeper:
     def step(self) -> list[str]:
         """Make new retained turns (KV of finished requests) visible to peers. Call this once per engine step.
 
-        A turn becomes visible when all steps that could still write to its blocks have run. Return the names
-        of the leases that must end: the turn was withdrawn, a longer turn continues it, or requests need its
-        blocks.
+        A turn becomes visible when all steps that could still write to its blocks have run.
+
+        Returns:
+            Names of the leases that must end: leases of turns that were withdrawn, that a longer turn
+            continues, or whose blocks are needed.
         """
         for lease, turn in self._turns.items():
             turn.steps -= 1
@@ -223,7 +225,7 @@ class TurnKeeper:
         """Return the names of the leases that must end early, the oldest first.
 
         Leases of retained turns (KV of finished requests) end early if the turns hold more than their share
-        of the block pool, or if requests need blocks.
+        of the block pool, or if fewer blocks are free than requests wait for, or than `_FREE` of the pool.
 
         Args:
             over: names of the leases that end now for another reason. They are not returned, and their blocks

@@ -56,8 +56,7 @@ class TurnNames:
     def start_anew(self) -> None:
         """Give all content new names from now on, because the engine's cache was reset.
 
-        KV from before the reset is then not found any more. Running requests may still use such KV, and KV
-        that they compute depends on it. Other engines must not find that KV either, so the new names depend
-        on a random number that they do not know.
+        The new names depend on a random number that other engines do not know. So other engines find neither
+        KV from before the reset, nor KV that running requests compute from such KV.
         """
         self._epoch = f"{secrets.token_hex(16)} "

@@ -15,12 +15,12 @@ _REMEMBERED = {HostMissReason.EVICTED: MissReason.EVICTED, HostMissReason.FILLIN
 
 
 def miss_of(chunks: PromptChunks, found: Coverage, labels: Sequence[str], cache: ChunkCache) -> SourceMiss:
-    """Return the reason why the tiers cannot extend the part of a prompt whose KV the engine already has.
+    """Return the reason why the tiers cannot extend the prefix of a prompt that the engine already has.
 
-    The result names the missing chunks of the prefix that is closest to being usable (the fewest KV cache
-    groups lack chunks). The reason is EVICTED if all of them were in the cache recently, so a larger cache
-    would still hold them. The reason is LOCAL if the engine has the start of the prompt and no tier has a
-    chunk after it.
+    EVICTED: all missing chunks (`found.missing`) were evicted recently. STORING: all of them are being copied
+    to host memory. SHORT_PROMPT: the prompt is not longer than a chunk. LOCAL: no KV cache group can use a
+    longer prefix than the engine has. OTHER_NAMESPACE: a tier has chunks of a model of the same name, but in
+    another namespace only. NOT_STORED: none of these.
 
     Args:
         chunks: chunk keys of the request.

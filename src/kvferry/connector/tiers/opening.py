@@ -29,8 +29,8 @@ def open_tiers(
         table: table of chunk keys that all tiers share.
 
     Returns:
-        (tier, weight) for each tier that can be used, the fastest first. The weight, from the settings,
-        multiplies the number of tokens that the tier offers when sources are compared.
+        (tier, weight) for each opened tier, the fastest first. The weight is the setting ``load_weight``: a
+        factor for the number of tokens from this tier when offers of sources are compared.
     """
     found: list[tuple[SlowTier, float]] = []
     kinds = Counter[str]()

@@ -46,7 +46,7 @@ class Progress:
     def end(self) -> bool:
         """Record that the request has ended. Return True if its blocks still hold the computed KV.
 
-        They do not if the request has been preempted since it was last scheduled.
+        Return False if the request had no step, or was preempted after its last step and so lost its blocks.
         """
         # While a load is under way, its tokens are not in the blocks yet.
         self.computed = min(self.computed, self.request.num_computed_tokens)

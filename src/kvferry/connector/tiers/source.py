@@ -61,8 +61,7 @@ class _TierRequest:
     """The state of a request whose KV the tiers may hold.
 
     Attributes:
-        bidding: record of the sources that are excluded for the request, and of how often it may still try to
-            load.
+        bidding: excluded sources of the request, and its remaining attempts to load KV.
         excluded_tiers: names of the tiers that are not used again for this request, because a read from them
             failed or missed its deadline.
         coverage: result of the last look-up of the request's chunks; None before the first look-up.
@@ -78,13 +77,13 @@ class _TierRequest:
 
 @dataclass(slots=True)
 class _Loading:
-    """A load of chunks that is under way: the ranks have not been told yet that it is complete or has failed.
+    """A load of chunks that has neither ended nor been cancelled.
 
     Attributes:
         load: load that the scheduler has begun.
         fetch: reads of the load's chunks into host memory.
-        parts: number of orders given to the ranks so far. Each order copies the chunks that have arrived
-            since the last.
+        parts: number of orders (`LoadPart`) for this load so far. Each tells the ranks to copy the chunks
+            that have arrived in host memory since the order before.
     """
 
     load: Load
@@ -164,8 +163,7 @@ class TierSource:
 
         Args:
             request: new request.
-            bidding: record of the sources that are excluded for the request, and of how often it may still
-                try to load.
+            bidding: excluded sources of the request, and its remaining attempts to load KV.
         """
         if self._prompts.add(request) is None and not self._prompts.are_pending(request.request_id):
             return False
@@ -434,9 +432,9 @@ class TierSource:
     def _parts(self, found: Coverage, first: int, last: int) -> tuple[PlaceTokens, ...]:
         """Return the number of tokens that each tier provides for an offer to load a part of a prompt.
 
-        The tokens are counted in the KV cache group that needs the most chunks. If no tier holds a chunk of
-        this group, the load does not need the chunk (it lies before an attention window, for example). Its
-        tokens are counted for host memory, the fastest tier.
+        Only chunks of the KV cache group that needs the most chunks are counted. A chunk that no tier holds
+        counts for host memory, the fastest tier: the load does not need such a chunk (it lies before an
+        attention window, for example).
 
         Args:
             found: result of the look-up of the request's chunks.

@@ -28,7 +28,7 @@ MOST_PINNED = 0.25
 
 @dataclass(slots=True)
 class _Store:
-    """An order to copy chunks from KV blocks to host memory (store) that some rank has not carried out yet.
+    """A store under way. A store copies chunks of a request from KV blocks to host memory.
 
     Attributes:
         request_id: id of the request that the chunks belong to.
@@ -89,7 +89,8 @@ class StoreOrders:
         """Order the ranks to copy chunks from KV blocks to host memory.
 
         Reserve slots in host memory, and keep the blocks allocated (pinned) until the copy ends. A chunk is
-        not stored if host memory has no slot for it. No chunk is stored if too many blocks would be pinned.
+        not stored if host memory has it already or has no room for it. No chunk is stored if stores would pin
+        more than `most_pinned` blocks.
 
         Args:
             request_id: id of the request that the chunks belong to.
@@ -98,7 +99,7 @@ class StoreOrders:
                 (recurrent state at one position).
             table_slices: for each KV cache group of the engine, the part of the block table that holds the
                 chunks; None for groups without chunks in this order.
-            available: range of prompt tokens that these blocks hold.
+            available: range of prompt tokens that the blocks in `table_slices` hold.
         """
         ids = {block for part in table_slices if part for block in part.ids} - {NULL_BLOCK}
         if self._pinned + len(ids) > self.most_pinned:
@@ -172,10 +173,10 @@ class StoreOrders:
         self._mark_chunks_used(request_id)
 
     def start_anew(self) -> None:
-        """Forget the ended requests that still have stores under way, because the cache was reset.
+        """Forget the ended requests whose stores (copies to host memory) are still under way.
 
-        A store is a copy of chunks to host memory. When such a store ends, its request's chunks are not
-        marked as used for the eviction policy, because they are invalid.
+        The cache was reset, so the chunks of these requests are invalid. They are not marked as used (for the
+        eviction policy) when the stores end.
         """
         self._ended.clear()
 

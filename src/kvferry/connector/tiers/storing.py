@@ -199,9 +199,9 @@ class Storing:
     def _chunks_per_order(self, group: int) -> int:
         """Return the maximum number of chunks of a KV cache group in one order to the ranks to store chunks.
 
-        An order keeps the blocks of all its chunks allocated (pinned). It is refused as a whole if too many
-        blocks would be pinned. If the limit is low, small orders allow at least a part of a long prompt to be
-        stored.
+        An order pins the blocks of all its chunks. It is refused as a whole if stores would then pin more
+        than `StoreOrders.most_pinned` blocks. If this limit is low, small orders allow at least a part of a
+        long prompt to be stored.
 
         Args:
             group: index of the KV cache group in the storage format.
@@ -245,8 +245,8 @@ class Storing:
         tokens of a chunk. The chunk can still be stored if no request that continues from the chunk's end, or
         from a later position, attends to the missing tokens.
 
-        In a group with an attention window, a prefix cache or a load supplies only the tokens of the last
-        window. Earlier tokens of that prefix count as missing.
+        In a group with an attention window, only the last window of the first `found` tokens is present. The
+        tokens before this window count as missing.
 
         Args:
             group: index of the KV cache group in the storage format.

@@ -68,7 +68,8 @@ class ChunkRoutes:
             memory: host memory that holds the chunks, uint8 of shape (bytes,).
 
         Raises:
-            Incompatible, TransferError: the layout of this rank's KV cache cannot be copied to this format.
+            Incompatible: some layers cannot be stored in the format or loaded from it.
+            TransferError: the layout describes bytes outside this rank's registered memory.
         """
         self._canonical, self._memory = canonical, memory
         number = next(n for n, rank in enumerate(ranks) if (rank.pp_rank, rank.tp_rank) == rank_coordinates)

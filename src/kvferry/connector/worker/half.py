@@ -98,7 +98,8 @@ class WorkerHalf:
             Description of this rank for the scheduler.
 
         Raises:
-            ConfigError: NIXL cannot be used, or a setting is invalid.
+            ConfigError: NIXL cannot start or cannot register the memory, a setting is invalid, or the secret
+                key or the costs file cannot be read.
         """
         self._geometry, self._mirror = geometry, mirror
         rank_coordinates = geometry.pp_rank, geometry.tp_rank

@@ -127,7 +127,7 @@ class CopyReport:
     No copy of the order is under way any more.
 
     Attributes:
-        key: unique name of the order, which stores chunks or loads one part of a load.
+        key: unique name of the order (`StoreOrder.key` or `LoadPart.key`).
         failure: reason for the failure; None if the order was carried out.
         bytes_by_group: number of bytes that this rank copied, per KV cache group of the storage format.
         seconds: seconds that the copy took.
@@ -144,7 +144,7 @@ class MergedCopyReport:
     """The merged reports of several ranks about the same order to copy chunks.
 
     Attributes:
-        key: unique name of the order, which stores chunks or loads one part of a load.
+        key: unique name of the order (`StoreOrder.key` or `LoadPart.key`).
         failure: reason for the failure of one of the ranks; None if all of them have carried out the order.
         bytes_by_group: number of bytes that these ranks copied together, per KV cache group of the storage
             format.

@@ -51,7 +51,7 @@ class StaleEpochs:
     def on_weights_changed(self) -> None:
         """Mark the current epoch (time between two cache resets) as one in which the weights have changed.
 
-        The current epoch is the epoch of the last step that used the cache. Before the first such step it is
-        epoch 0. Its chunk keys contain the digest of the weights at the start, which no longer matches.
+        The current epoch is the epoch of the last step that computed tokens or began a load. Before the first
+        such step it is epoch 0, whose chunk keys are valid only for the weights at the engine's start.
         """
         self.last = self._current

@@ -53,9 +53,9 @@ class Built:
 
     Attributes:
         config: values of each key of the model's configuration, as texts. There are several if ranks differ.
-        modules: values as texts, by name. The name is ``class`` for the model's class, and a module's class
-            with its attribute or buffer otherwise, such as ``RotaryEmbedding.base``. There are several values
-            if modules of the same class differ.
+        modules: values of each attribute or buffer of a module class, as texts, by name (such as
+            ``RotaryEmbedding.base``). There are several if modules of the same class differ. The entry
+            ``class`` names the model's class.
     """
 
     config: Mapping[str, frozenset[str]] = field(default_factory=dict)

@@ -65,7 +65,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             vllm_config, role, kv_cache_config: arguments that vLLM gives to a connector.
 
         Raises:
-            ConfigError: a setting or the model's cache cannot be used. The message says why and what to do.
+            ConfigError: a setting is invalid, or kvferry cannot move the engine's KV cache. The message says
+                why and what to do.
         """
         super().__init__(vllm_config, role, kv_cache_config)
         share_logging()

@@ -40,7 +40,7 @@ def projections(modules: Iterable[Any], layers: Iterable[Any]) -> dict[int, Any]
 
 
 def shard_of(held: int, rank: int, ranks: int, projection: Any, of_model: int) -> Shard:
-    """Return the range of a layer's KV heads that a rank holds, with `Shard.total` 0 if it is not certain.
+    """Return the range of a layer's KV heads that a rank holds; `Shard.total` is 0 for an unknown range.
 
     >>> shard_of(2, 1, 4, None, 8), shard_of(1, 3, 4, None, 2)
     (Shard(rank=1, ranks=4, start=2, total=8), Shard(rank=3, ranks=4, start=1, total=2))

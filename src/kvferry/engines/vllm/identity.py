@@ -167,11 +167,11 @@ def namespace_of(vllm_config: Any, must_agree: Mapping[str, Fact], canonical: Ca
 
 
 def _processor(model: Any) -> dict[str, str] | None:
-    """Return the settings in use of a model's multimodal processor, each as a text.
+    """Return the effective settings of a model's multimodal processor, each as a text.
 
     Return None if the model has no processor, or if its processor cannot be inspected. Engines with different
-    settings do not use each other's KV, and their log names the setting. Correctness does not depend on this
-    check, because images and other items are identified by a digest of the processor's output.
+    settings do not use each other's KV, and their log names the setting. KV is correct even without this
+    comparison, because images and other items are identified by a digest of the processor's output.
 
     Args:
         model: vLLM's ModelConfig of the model.

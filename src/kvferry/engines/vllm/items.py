@@ -29,7 +29,7 @@ _IDENTIFIED = "kvferry_identified"
 
 @dataclass(slots=True)
 class Identified:
-    """Record that all images (or other multimodal items) with the same identifier in vLLM share.
+    """A record shared by all images (or other multimodal items) with the same identifier in vLLM.
 
     Attributes:
         name: digest of the items' content. Empty if two items had different content, or if no digest of the

@@ -123,7 +123,7 @@ def _tensors(kv_cache_config: Any, caches: Mapping[str, Any]) -> Iterable[Stride
 
 
 def _fits(name: str, tensor: Strided) -> bool:
-    """Return True if a tensor has a layout: its strides decrease in the order of the layout's axes.
+    """Return True if a tensor has the named layout: its strides decrease in the order of the layout's axes.
 
     Axes of extent 1 are ignored.
 

@@ -44,7 +44,7 @@ class VLLMScheduler:
             config: the connector's settings.
 
         Raises:
-            ConfigError: a setting or the model's cache cannot be used.
+            ConfigError: a setting is invalid, or kvferry cannot move one of the engine's KV cache groups.
         """
         self._config, self._vllm_config, self._kv_cache_config = config, vllm_config, kv_cache_config
         engine = engine_info(vllm_config, kv_cache_config)
@@ -80,8 +80,8 @@ class VLLMScheduler:
             cards: handshakes of all workers, sorted by (pp_rank, tp_rank).
 
         Raises:
-            ConfigError: the handshakes are of workers with other settings, the transfer log cannot be opened,
-                or the scheduler half refuses the workers.
+            ConfigError: a worker's settings differ from this connector's, the transfer log cannot be opened,
+                or the scheduler half cannot start (see `SchedulerHalf.start`).
         """
         if any(card.info.settings != self._config.without_host for card in cards):
             raise ConfigError(f"the workers' handshake is that of another KVFerryConnector: {ONE_HANDSHAKE}")
@@ -164,8 +164,8 @@ class VLLMScheduler:
     def take_stats(self) -> FerryStats | None:
         """Mark the end of a step, and return the metric counts since the last call; None if there are none.
 
-        vLLM calls this exactly once at the end of each step. So the scheduler half is told here that the step
-        is done.
+        vLLM calls this exactly once at the end of each step, so this method also tells the scheduler half
+        that the step is done.
         """
         self.half.step_done()
         counted = self._fold.take()
@@ -186,7 +186,7 @@ def sorted_cards(metadata: dict[tuple[int, int], Any]) -> tuple[WorkerCard, ...]
         metadata: handshake of each worker, by (pp_rank, tp_rank).
 
     Raises:
-        ConfigError: a handshake comes from a connector of another class.
+        ConfigError: a handshake is not a `WorkerCard`, because another connector class created it.
     """
     cards = [metadata[place] for place in sorted(metadata)]
     for card in cards:

@@ -105,9 +105,9 @@ def mamba1(layer: Any) -> StateFormat:
 def mamba2(layer: Any) -> StateFormat:
     """Return the state format of a Mamba 2 layer (`MambaMixer2`).
 
-    The ranks divide x by heads, and B and C by groups. If there is a single group, every rank has a copy of
-    it. vLLM then counts each copy in `layer.n_groups` (`extra_groups_for_head_shards`). So the number of
-    groups is read from `layer.norm`, which counts the group once.
+    The channels of x are sharded by heads, and those of B and C by groups. If there is a single group, every
+    rank has a copy of it. `layer.n_groups` then counts all copies (vLLM's `extra_groups_for_head_shards`), so
+    this function reads `layer.norm.n_groups`, which counts the group once.
     """
     segments = (
         Segment("conv.x", layer.num_heads, layer.head_dim),

@@ -20,7 +20,7 @@ from kvferry.geometry import Field
 
 
 def find_mismatch(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
-    """Check that `fields` names the channels and heads of a recurrent layer whose state this rank holds.
+    """Check that `fields` describes exactly the channels and heads whose state this rank holds.
 
     A rank holds the state of exactly those channels and heads whose weights it loads. So the check gives the
     layer's weight loaders artificial weights, whose elements are the indices of their channels or rows. Each
@@ -116,8 +116,8 @@ def _head_mismatch(layer: Any, field: Field) -> str:
 def _scratch(weight: Any, shape: tuple[int, ...]) -> Any:
     """Return a new parameter for a weight loader to fill, in place of a parameter of the layer.
 
-    It has the same class and attributes. Its elements are -1, which is not a valid index, to notice elements
-    that the loader does not fill.
+    The new parameter has the class and attributes of `weight`. Each element is -1, which is not a valid
+    index, until the loader fills the element.
 
     Args:
         weight: parameter of the layer; not changed.

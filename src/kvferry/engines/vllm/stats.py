@@ -109,7 +109,7 @@ def create_metric(metric: Metric, types: Mapping[type, Any], labels: Sequence[st
 
     Args:
         metric: definition of the metric.
-        types: class to use for each class of `prometheus_client` (`Counter`, `Gauge` and `Histogram`).
+        types: class to use in place of each `prometheus_client` class (`Counter`, `Gauge`, `Histogram`).
         labels: names of the labels that identify an engine. The metric's own labels follow them.
     """
     of: dict[str, Any] = {

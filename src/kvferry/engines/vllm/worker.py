@@ -65,7 +65,8 @@ class VLLMWorker:
             kv_cache_config: vLLM's configuration of the KV cache.
 
         Raises:
-            ConfigError: kvferry cannot move this cache, or NIXL cannot be used.
+            ConfigError: kvferry cannot move this cache, a setting is invalid, or NIXL is missing or cannot
+                start.
         """
         caches, settings = self._caches, read_settings(self._vllm_config)
         tp_rank, pp_rank = tensor_and_pipeline_rank()

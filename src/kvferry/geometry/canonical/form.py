@@ -51,7 +51,7 @@ def unit_count(total: int) -> int:
 
     >>> [unit_count(heads) for heads in (1, 8, 25, 128)]
     [1, 8, 25, 128]
-    >>> [unit_count(channels) for channels in (2048, 8192, 5120, 6144)]   # 5120: TP 5, 10; 6144: 3, 6
+    >>> [unit_count(channels) for channels in (2048, 8192, 5120, 6144)]   # TP 10 divides 320, 6 divides 192
     [64, 64, 320, 192]
 
     Args:

@@ -24,15 +24,15 @@ def token_indexer(config: ModelConfig, layer: int) -> tuple[LayerCache, ...]:
     """Return the cache of the sparse-attention indexer in a layer of DeepSeek V3.2 or GLM-5.
 
     The tuple has one cache. It is empty if the layer has no indexer, or if it reuses the tokens that an
-    earlier layer's indexer selected. Which layers do so is decided as in vLLM's
-    ``deepseek_v32/attention.py``, and the key ``indexer_types`` must agree.
+    earlier layer's indexer selected. The keys ``index_topk_pattern``, ``index_topk_freq`` and
+    ``index_skip_topk_offset`` decide which layers reuse tokens, as in vLLM's ``deepseek_v32/attention.py``.
 
     Args:
         config: content of the model's ``config.json``.
         layer: index of the layer.
 
     Raises:
-        ConfigError: a key of the indexer is invalid, or ``indexer_types`` contradicts the other keys.
+        ConfigError: a key of the indexer is invalid, or ``indexer_types`` contradicts these three keys.
     """
     width = config.optional_int("index_head_dim")
     if width is None:

@@ -53,8 +53,8 @@ class DrawnLane:
     def at(self, address: int) -> float:
         """Return the horizontal position, in SVG units, of a memory address.
 
-        An address between two strips (contiguous pieces of memory) has the position of the end of the first
-        of them.
+        An address between two strips (contiguous pieces of memory) has the position at which the preceding
+        strip ends.
         """
         number = max(bisect_right(self.addresses, address) - 1, 0)
         inside = min(address - self.addresses[number], self.lane.strips[number].length)

@@ -62,9 +62,9 @@ def scene(setting: PlannedTransfer, group: int, *, one_layer: bool) -> Scene | N
     Args:
         setting: both engines, and the request to transfer.
         group: index of the group at the destination.
-        one_layer: True to draw only the first layer, with one band per copied range of bytes if there are at
-            most `MAX_RIBBONS` ranges. False to draw all layers, with one band for all copies between two
-            strips.
+        one_layer: True to draw only the first layer, with one band per copied range of bytes, or per pair of
+            strips if there are more than `MAX_RIBBONS` ranges. False to draw all layers, with one band per
+            pair of strips.
 
     Returns:
         The content; None if no layer of the group is copied between the drawn ranks.

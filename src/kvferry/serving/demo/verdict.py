@@ -14,9 +14,8 @@ _SIDES = 2
 class AnswerVerdict(StrEnum):
     """The result of comparing a prefill and decode engine's answer with a single engine's answer.
 
-    YES: all tokens are equal. OWN_GAP: the tokens differ, but the difference may come from the single
-    engine's own numerical error, which is measured between prefilling and decoding the same tokens. NO: the
-    difference is larger.
+    YES: all tokens are equal. OWN_GAP: the tokens differ, but the single engine's numerical error can explain
+    the difference (`compare` measures this error). NO: the answers differ in another way.
     """
 
     YES = "yes"
@@ -29,12 +28,12 @@ def compare(
 ) -> AnswerVerdict:
     """Compare the answer of a prefill and a decode engine with the answer of a single engine.
 
-    If the answers differ, the single engine prefills its own answer up to the first different token. It thus
-    computes the log probabilities at that position a second time. The gap is the largest difference between
-    its log probabilities from decoding and those from prefilling. The verdict is OWN_GAP if the single
-    engine's log probabilities of the two different tokens are at most twice the gap apart, otherwise NO. The
-    verdict is also NO if the other answer's token is not among the single engine's likeliest tokens, or if
-    the answers differ only in length.
+    The verdict on different answers depends on the first position with different tokens. The single engine
+    has computed the log probabilities at this position by decoding. By prefilling its own answer up to
+    this position, it computes them again. The *gap* is the largest difference between the two results. The
+    verdict is OWN_GAP if the two different tokens have log probabilities from decoding that are at most twice
+    the gap apart. Otherwise it is NO. It is also NO if the pair's token is not among the single engine's
+    likeliest tokens, or if one answer is the beginning of the other.
 
     Args:
         pair: answer of the prefill and decode engines together.

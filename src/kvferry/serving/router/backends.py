@@ -18,8 +18,8 @@ class Backend:
         up: True while the router may send requests to the engine; initially True.
         reason: reason why the engine is down; None while it is up.
         outstanding: number of this router's requests that the engine is working on.
-        last_used: number of the last request that was sent to the engine, where all requests to engines of
-            this role are numbered from 1; 0 before the engine's first request.
+        last_used: sequence number of the last request to the engine, 0 if there was none. The `Pool` numbers
+            its requests, to any of its engines, from 1.
     """
 
     def __init__(self, role: str, url: str) -> None:

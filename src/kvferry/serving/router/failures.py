@@ -53,8 +53,8 @@ class Failures:
         A header of the reply tells the client not to send the request again.
 
         Args:
-            reply_headers: headers of the answer to the client. The first must be x-request-id, whose value is
-                written to the log. None of them is added to the reply.
+            reply_headers: headers that the caller adds when it sends the reply. The method only reads the
+                first one, x-request-id, for the log.
         """
         engines = "; ".join(self._seen)
         count = "one engine" if len(self._seen) == 1 else f"{len(self._seen)} engines"

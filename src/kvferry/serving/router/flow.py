@@ -126,9 +126,9 @@ class CompletionFlow:
     async def _prefilled(self, backend: Backend, sent: Completion, failures: Failures) -> Reply | None:
         """Send a request to a prefill engine, and return the engine's answer.
 
-        Return None if the engine is unreachable, busy or fails. Mark the engine as down if it is unreachable,
-        busy or too slow, or closes the connection. Add the engine to `failures` if it failed while it worked
-        on the request.
+        Return None if the engine is unreachable, is busy, closes the connection or answers with a server
+        error. Mark the engine as down in the first three cases, and probe it after a server error. Add a
+        closed connection, a server error or a timeout to `failures`.
 
         Args:
             backend: prefill engine.
@@ -136,7 +136,7 @@ class CompletionFlow:
             failures: failures of engines during this request.
 
         Raises:
-            TimeoutError: the engine takes too long. This counts as a failure.
+            TimeoutError: the engine takes too long; it is then marked as down.
         """
         url = backend.url + sent.path
         try:

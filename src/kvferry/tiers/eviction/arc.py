@@ -96,11 +96,12 @@ class ARC(EvictionPolicy):
         self._trim()
 
     def _learn(self, key: bytes, size: int) -> bool:
-        """Return whether the policy remembers an earlier eviction of a key, and if so, learn from it.
+        """If the policy remembers an earlier eviction of a key, adapt the target of `recent` and return True.
 
-        The policy then forgets the eviction and changes the *target*: the number of bytes that `recent` (the
-        queue of keys that were used once) should have. The target grows if the key was evicted from `recent`,
-        and shrinks if it was evicted from `frequent` (the queue of keys that were used again).
+        The *target* is the number of bytes that the queue `recent` should have. It grows if the
+        key was evicted from `recent` (keys used once), and shrinks if the key was evicted from `frequent`
+        (keys used again). The policy then forgets the eviction. If it remembers no eviction of the key, it
+        changes nothing and returns False.
 
         Args:
             key: key of a chunk that is being admitted.
@@ -118,10 +119,10 @@ class ARC(EvictionPolicy):
         return True
 
     def _trim(self) -> None:
-        """Forget the oldest evicted keys that the policy remembers (ghosts), until two limits are respected.
+        """Forget the oldest ghosts (remembered keys of evicted chunks) until two limits are respected.
 
-        The sizes of a queue's chunks and the former sizes of its ghosts are added. The sum may be at most the
-        capacity for the queue `recent`, and at most twice the capacity for both queues together.
+        The chunks in `recent` plus the chunks of ghosts evicted from `recent` may have at most the capacity.
+        For both queues together, the limit is twice the capacity.
         """
         self._recent_ghosts.trim(self.capacity_bytes - self._recent.total)
         rest = 2 * self.capacity_bytes - self.used_bytes - self._recent_ghosts.total

@@ -96,9 +96,9 @@ class EvictionPolicy(ABC):
         """Record that the chunk of a key was used. Raises KeyError if the key is not admitted."""
 
     def make_newest(self, key: bytes) -> None:
-        """Give a key the rank of the most recently used key, without counting a use of its chunk.
+        """Make a key the newest of its queue, without counting a use of its chunk.
 
-        A pinned key gets this rank when it is unpinned.
+        A pinned key becomes the newest when it is unpinned.
 
         Raises:
             KeyError: the key is not admitted.

@@ -56,8 +56,8 @@ class S3FIFO(EvictionPolicy):
     def evict(self) -> bytes | None:
         """Choose a key to evict, remove the key from the policy, and return it; None if all keys are pinned.
 
-        A call may first move several used keys within the queues. Each move consumes uses that `touch`
-        recorded, so a call takes amortised constant time.
+        A call may first move used keys: from the small queue to the main queue, or to the newest place of the
+        main queue. Each move reduces the key's count of uses, so a call takes amortised constant time.
         """
         while self._small.unpinned or self._main.unpinned:
             small = self._small.total >= self._small_bytes or not self._main.unpinned
@@ -67,7 +67,7 @@ class S3FIFO(EvictionPolicy):
         return None
 
     def check_integrity(self) -> None:
-        """Check that the queues and the counts of uses agree, and that the limit of remembered keys is kept.
+        """Check the queues, the counts of uses, and the limit on the total size of remembered keys' chunks.
 
         Raises:
             AssertionError: a check fails.

@@ -70,7 +70,7 @@ class DirectoryAdmin(CacheAdmin):
         """Return the capacity, the bytes in use, and the free bytes of the disk.
 
         Raises:
-            ConfigError: the directory cannot be used.
+            ConfigError: the free bytes cannot be read.
         """
         capacity, charged = read_ledger(self.where) or (None, None)
         with _as_config_error(self.where):
@@ -88,8 +88,8 @@ class DirectoryAdmin(CacheAdmin):
                 None for the capacity of the directory.
 
         Raises:
-            ConfigError: the directory cannot be used, or `capacity` is None and the capacity of the directory
-                is unknown.
+            ConfigError: the directory cannot be read or changed, other processes held the lock of its ledger
+                for too long, or `capacity` is None and the capacity of the directory is unknown.
         """
         counter = OutcomeCounter()
         ledger = Ledger(self.where, _PATIENCE_SECONDS)
@@ -111,7 +111,8 @@ class DirectoryAdmin(CacheAdmin):
         Other files are not removed, and neither are folders that contain other files.
 
         Raises:
-            ConfigError: the directory cannot be used.
+            ConfigError: the directory cannot be read or changed, or other processes held the lock of its
+                ledger for too long.
         """
         removed, removed_bytes = 0, 0
         marker = f"{self.where}/{MARKER}"
@@ -168,7 +169,8 @@ def _held(root: str, ledger: Ledger) -> Iterator[HeldLedger]:
         ledger: ledger of the directory: a file with its capacity and its bytes in use, and a lock.
 
     Raises:
-        ConfigError: the ledger cannot be used, or other processes held its lock for too long.
+        ConfigError: other processes held the lock for too long, the ledger cannot be opened or written, or
+            the body of the ``with`` block raises an OSError.
     """
     try:
         with _as_config_error(root), ledger.held() as held_ledger:

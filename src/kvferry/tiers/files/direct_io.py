@@ -60,10 +60,9 @@ def read_all(fd: int, pieces: Sequence[Buffer], begin: int = 0) -> int:
 
 
 def read_more(fd: int, piece: memoryview, begin: int) -> int:
-    """Continue to read a file that `read_all` has begun to read, and return the number of bytes read.
+    """Read another part of a file after a call of `read_all`, and return the number of bytes read.
 
-    Use this for the rest of the file, because it needs fewer system calls: direct I/O, which `read_all`
-    turned on, stays on.
+    This needs fewer system calls than `read_all`, because direct I/O stays on or off as `read_all` left it.
 
     Args:
         fd: descriptor of the file.

@@ -74,9 +74,8 @@ class DirectoryIndex:
         """Find the folders that changed since they were last read, and forget the keys of missing folders.
 
         Returns:
-            The modification time of each changed folder, in nanoseconds. The dictionary's key identifies the
-            folder: it is the first byte of all chunk keys in the folder, which is also the folder's name (in
-            hex).
+            The modification time of each changed folder, in nanoseconds, by number of the folder. The number
+            is the first byte of all chunk keys in the folder. In hex, it is the folder's name.
         """
         try:
             check_folders(self._root, f"{self._folder}/")

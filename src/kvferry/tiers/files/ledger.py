@@ -202,8 +202,8 @@ class Ledger:
         """Check that the directory is still on the same disk, open the ledger file and return its descriptor.
 
         Raises:
-            OSError: another disk is mounted at the path, another directory there cannot be used, or the file
-                cannot be opened.
+            OSError: the directory is missing or now on another disk, `after_swap` has refused the directory
+                that replaced it, or the file cannot be opened.
         """
         # An unmounted disk leaves an empty folder on another disk, which must not be filled.
         found, known = os.stat(self._root), self._known

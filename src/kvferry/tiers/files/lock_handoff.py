@@ -37,7 +37,8 @@ class _WaitingThreads(Generic[T]):
         busy: whether a thread holds the lock or is taking it.
         resource: locked resource; None while this process does not have the lock.
         since: monotonic seconds at which this process took the lock.
-        must_pause: whether the next thread must pause, so that another process can take the lock first.
+        must_pause: whether this process must pause before it takes the lock again, so that another process
+            can take the lock first.
     """
 
     pid: int

@@ -85,16 +85,17 @@ def open_directory(
 
     Args:
         root: path of the directory, which `check_directory` has checked.
-        ledger: ledger (capacity and bytes in use) of the directory. The function sets its capacity and its
-            callbacks.
+        ledger: ledger (capacity and bytes in use) of the directory. The function sets its `capacity`,
+            `after_swap` and `after_loss`.
         space: object that evicts files of the directory to make room.
-        namespace: namespace (scope of chunk keys) that the caller will use.
+        namespace: namespace that the caller will use.
         capacity: maximum bytes of all kvferry files of all processes. If None, the current capacity is kept,
             and a new directory gets a tenth of the free space.
 
     Raises:
-        ConfigError: the directory cannot be used, or the capacity is too small, or larger than the disk
-            allows.
+        ConfigError: the directory cannot be read or written, other processes held the lock of its ledger for
+            too long, or the capacity is too small for the marker and the note, or larger than the sum of the
+            disk's free bytes and the bytes in use.
     """
     try:
         if who := writable_by_others(root):
@@ -120,7 +121,7 @@ def open_directory(
 
 
 def unusable_directory(root: str, error: OSError) -> ConfigError:
-    """Convert an OSError that makes a directory unusable to a ConfigError with advice for the operator."""
+    """Return a ConfigError with advice for the operator, for an OSError of an operation on a directory."""
     said = error.strerror or str(error)
     where = error.filename or root
     return ConfigError(f"file tier: cannot use {root}: {said} ({where}); see to its owner, mode and mount")
@@ -182,7 +183,8 @@ def _check_again(root: str) -> None:
         root: path of the directory.
 
     Raises:
-        OSError: the directory cannot be used.
+        OSError: the directory is missing, its layout has another version, or its marker is unreadable or
+            invalid.
     """
     try:
         check_directory(root)

@@ -14,8 +14,8 @@ from kvferry.tiers.paths import quarantine_path
 def quarantine_file(root: str, ledger: Ledger, found: os.stat_result, path: str) -> bool:
     """Move a bad file to quarantine, where its bytes still count against the capacity.
 
-    As long as a file has the name of a chunk, no process stores the chunk. So the bad file is removed if it
-    cannot be moved because the quarantine folder's name is taken by something other than a folder.
+    If something other than a folder has the quarantine folder's name, the bad file is removed instead. It
+    must not stay, because no process stores a chunk anew while a file with its name exists.
 
     Args:
         root: directory of the tier.

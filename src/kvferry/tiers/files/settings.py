@@ -79,7 +79,8 @@ class FileSettings(StorageSettings, frozen=True):
                 of them uses is refused.
 
         Raises:
-            ConfigError: the directory cannot be used, or an earlier tier uses the same directory.
+            ConfigError: an earlier tier uses the same directory, the default directory cannot be created, or
+                `FileTier` cannot open the directory.
         """
         path = self.path or make_default_directory()
         directories = [one.path or default_directory() for one in earlier if isinstance(one, FileSettings)]

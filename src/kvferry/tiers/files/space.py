@@ -265,7 +265,7 @@ class DirectorySpace:
         return held_ledger.used <= goal
 
     def _walk(self) -> _WalkResult:
-        """Walk the directory. Return its oldest evictable files, all temporary files, and the sum of bytes.
+        """Visit all kvferry files. List the temporary and the oldest evictable files, and sum up all bytes.
 
         Raises:
             OSError: a folder cannot be read.
@@ -321,8 +321,8 @@ def sweep(
     """Remove temporary files of dead writers, and subtract their bytes from the bytes in use.
 
     A writer holds a flock on its file, so a file that can be locked has no writer. But a shared mount may
-    hide the locks of other machines. So a file that another machine wrote, or this machine before its last
-    boot, is only removed if it is older than 15 minutes.
+    hide the locks of other machines. So a file from another machine, or from before the last boot of this
+    machine, is only removed if it is also older than 15 minutes.
 
     Args:
         found: list of the temporary files in the directory.

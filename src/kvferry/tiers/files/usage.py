@@ -31,8 +31,8 @@ class UsageReader:
         """Return the current usage of the directory. If a value cannot be read, return its last known value.
 
         Args:
-            empty: whether the namespace (scope of chunk keys) of this process has no chunks. If so, the
-                method looks for another namespace with the same model name, and the result names it.
+            empty: True if this process's namespace has no chunks. `StoreUsage.same_name_namespace` then names
+                another namespace with the same model name, if there is one.
         """
         capacity, used = read_ledger(self._root) or (self._last.capacity, self._last.used)
         self._last = StoreUsage(used, capacity, self._same_name_namespace() if empty else "")
@@ -42,7 +42,8 @@ class UsageReader:
         """Find a namespace in the directory that is not this process's own, but has the same model name.
 
         Returns:
-            The digest of the namespace in hex; empty if there is none.
+            The digest of the namespace in hex; empty if there is none. The result of the last `read` if the
+            directory cannot be listed.
         """
         try:
             folders = [name for name in os.listdir(self._root) if len(name) == len(self._ours)]

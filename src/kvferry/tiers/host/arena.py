@@ -144,7 +144,7 @@ class Arena:
             raise
 
     def slots(self, offset: int, stride: int) -> StagedImages:
-        """Describe a series of cells in the arena, so that they can be copied to or from KV blocks.
+        """Describe cells at equal distances in the arena, so that they can be copied to or from KV blocks.
 
         A *cell* is a run of tokens that is copied as one unit. Its bytes are contiguous in the arena. A slot
         (memory of one chunk) contains one or more cells.

@@ -48,7 +48,7 @@ class Slabs:
 
         Args:
             capacity_bytes: bytes of the arena (host memory that is divided into slots).
-            strides: bytes of a slot, for each size of slot; duplicates are allowed.
+            strides: sizes of slots in bytes; duplicates are allowed.
 
         Raises:
             ConfigError: the arena is too small for one slab of each slot size.
@@ -105,9 +105,9 @@ class Slabs:
     def reclaimable(self, stride: int) -> list[int]:
         """Return the slabs (parts of the arena) that could be emptied to get slots of `stride` bytes.
 
-        A slab is returned if it has slots of another size, at least one of them is free, and the free slots
-        of that size in all slabs add up to at least the size of a slab. The time is proportional to the
-        number of slabs that have free slots.
+        A slab qualifies if its slots have another size than `stride`, at least one of them is free, and all
+        free slots of its slot size, in any slab, add up to at least `slab_bytes`. The time is proportional to
+        the number of slabs that have free slots.
 
         Returns:
             The indices of the slabs, the slab with the most free bytes first.
@@ -189,9 +189,8 @@ class Slabs:
 def _slab_bytes(capacity_bytes: int, strides: Collection[int]) -> int:
     """Choose the size of the slabs (equal parts of the arena) so that the fewest bytes are wasted.
 
-    The result is a multiple of the largest slot size. For one slot size, the waste is the number of arena
-    bytes outside all slots if every slab is divided into slots of this size. A slab size is judged by the
-    slot size for which it wastes most.
+    The result is a multiple of the largest slot size. The waste is the number of arena bytes outside all
+    slots, if every slab is divided into slots of one size: the slot size that wastes most.
 
     Args:
         capacity_bytes: bytes of the arena.

@@ -48,7 +48,7 @@ class Slot:
 class ResidentChunk:
     """A chunk that occupies a slot of the arena (host memory that holds the chunks).
 
-    The chunk is being filled, or readable, or evicted but still held.
+    `SlotTable.filling` or `SlotTable.ready` contains the chunk, unless it is evicted and still held.
 
     Attributes:
         key: key of the chunk.
@@ -209,18 +209,18 @@ class SlotTable:
         return unfilled
 
     def keys_to_reclaim(self, group: int) -> list[bytes]:
-        """Return the keys of all chunks in one slab, which the caller should evict to empty the slab.
+        """Choose a slab (part of the arena with slots of one size) to empty, and return its chunks' keys.
 
-        A *slab* is a part of the arena whose slots have one size. An empty slab can be divided into slots of
-        another size. A slab is chosen under three conditions: its slots have another size than the group's
-        chunks, no chunk in it has a hold, and the free slots of its size in all slabs add up to at least the
-        size of a slab.
+        The caller evicts these chunks. Then the slab can be divided into slots of another size.
+
+        The slots of the chosen slab have another size than the group's chunks. At least one of them is free,
+        and none is held. The free slots of their size in all slabs add up to at least the size of a slab.
 
         Args:
             group: index of the KV cache group that needs a slot.
 
         Returns:
-            The keys; an empty list if there is no such slab.
+            The keys; an empty list if no slab meets these conditions.
         """
         for slab in self.slabs.reclaimable(self.chunk_bytes[group]):
             chunks = [self._slots[at] for at in self.slabs.slots(slab) if at in self._slots]
@@ -229,12 +229,12 @@ class SlotTable:
         return []
 
     def check_integrity(self) -> None:
-        """Check that the states of all slots (memory of one chunk each) are consistent.
+        """Check that `filling`, `ready`, the holds and the allocator `slabs` agree about every slot.
 
         The time is proportional to the number of chunks.
 
         Raises:
-            AssertionError: a state is inconsistent; the message describes it.
+            AssertionError: two of them disagree; the message describes how.
         """
         self.slabs.check_integrity()
         for key, chunk in (*self.filling.items(), *self.ready.items()):
@@ -256,7 +256,7 @@ class SlotTable:
             raise AssertionError("slots are taken or held that no chunk is in")
 
     def _is_ready(self, chunk: ResidentChunk) -> bool:
-        """Return whether this chunk, and not a later chunk with the same key, is READY (readable)."""
+        """Return whether `ready` contains this chunk, and not another chunk with the same key."""
         return self.ready.get(chunk.key) is chunk
 
     def _hold(self, chunk: ResidentChunk, holds: dict[int, ResidentChunk]) -> Slot:

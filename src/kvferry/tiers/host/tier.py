@@ -38,7 +38,7 @@ class HostTier:
     object.
 
     Attributes:
-        counters: counts of stores, loads and evictions since the start.
+        counters: counts of stores, loads and evictions since the tier was created.
         capacity_bytes: maximum bytes of all slots; never exceeded.
         keys: keys of the chunks that can be read.
     """
@@ -199,7 +199,7 @@ class HostTier:
         self.keys.clear()
 
     def check_integrity(self) -> None:
-        """Check that the slots, the eviction policy and the known keys agree.
+        """Check that the slots, the eviction policy and `keys` have the same readable chunks.
 
         The time is proportional to the number of chunks.
 
@@ -221,12 +221,12 @@ class HostTier:
     def _make_room(self, group: int) -> None:
         """Evict chunks until a KV cache group has a free slot for one more chunk.
 
-        Stop earlier if all remaining chunks are held, or if too many bytes were evicted in this call.
+        Stop earlier if all remaining chunks are held, or if `_most_evicted` bytes were evicted in this call.
 
-        The eviction policy may choose chunks of another size. Their slots cannot hold a chunk of this group.
-        When the free slots of that size add up to the size of a slab (part of the arena with slots of one
-        size), all chunks of one such slab are evicted. Then the slab can be divided into slots for this
-        group.
+        The eviction policy may choose chunks of another size, whose slots cannot hold a chunk of this group.
+        When the free slots of one other size add up to a slab (part of the arena with slots of one size), all
+        chunks of one slab with slots of that size are evicted. Then the slab can be divided into slots for
+        this group.
 
         Args:
             group: index of the KV cache group.
@@ -244,7 +244,7 @@ class HostTier:
             evicted += sum(self._evict(key) for key in keys)
 
     def _evict(self, key: bytes) -> int:
-        """Evict a chunk whose key the eviction policy has already removed, and count the eviction.
+        """Evict a chunk that is no longer in the eviction policy, and count the eviction.
 
         Returns:
             The bytes of the chunk's slot.

@@ -47,8 +47,8 @@ class KeyTable:
     It stores the *tag* of each chunk's key (the last 8 bytes), with one bit for each tier that has the chunk.
 
     Any thread may use the table. Look-ups take no lock, so a look-up during a change sees the state before or
-    after the change. In rare cases, a look-up returns the tiers of another chunk, whose tag has just replaced
-    the tag in the table. A fetch from such a tier misses.
+    after the change. In rare cases, the change replaces the requested tag by another tag, and the look-up
+    returns the tiers of the other tag's chunk. Then a fetch from these tiers misses.
     """
 
     def __init__(self) -> None:

@@ -21,9 +21,9 @@ _ALL_PARTS = range(PARTS)
 class ListedKeys:
     """The keys of the chunks that a tier is known to have, kept up to date by listings of the tier's storage.
 
-    The keys are divided by first byte into 256 *parts*. Every change is also made in a `TierKeys`, where the
-    engine looks keys up. Any thread may use the object, but two listings at the same time must not include
-    the same part. The lock is held for one part or one page at a time, so that the engine does not wait long.
+    The keys are divided by first byte into 256 *parts*. Every change is also made in the argument `keys`. Any
+    thread may use the object, but two listings at the same time must not include the same part. The lock is
+    held for one part or one page at a time, so that the engine does not wait long.
 
     Attributes:
         changes: number of keys that listings have added or removed.

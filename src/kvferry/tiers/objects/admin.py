@@ -30,7 +30,8 @@ class BucketAdmin(CacheAdmin):
         options: settings of the client, by option name of the obstore library.
 
     Raises:
-        ConfigError: URL or options cannot be used, the store cannot be reached, or it has no kvferry objects.
+        ConfigError: `BucketClient` refuses the URL or an option, a request failed, or there is no kvferry
+            object under the URL.
     """
 
     records_use = False
@@ -90,7 +91,7 @@ class BucketAdmin(CacheAdmin):
                 own, so None is an error.
 
         Raises:
-            ConfigError: `capacity` is None, or the store cannot be used.
+            ConfigError: `capacity` is None, or a request to the store failed.
         """
         if capacity is None:
             raise ConfigError(
@@ -115,7 +116,7 @@ class BucketAdmin(CacheAdmin):
             The number of removed objects, and the sum of their bytes.
 
         Raises:
-            ConfigError: the store cannot be used.
+            ConfigError: a request to the store failed.
         """
         entries = list(self.entries())
         # Remove the notes last. If the command is interrupted, they still describe the remaining chunks.
@@ -123,7 +124,7 @@ class BucketAdmin(CacheAdmin):
         return len(entries), sum(one.charged for one in entries)
 
     def _remove(self, entries: Sequence[CacheEntry]) -> None:
-        """Remove objects, in the order of `entries`. Raises ConfigError if the store cannot be used."""
+        """Remove objects, in the order of `entries`. Raises ConfigError if a request to the store fails."""
         names = [self._name(entry) for entry in entries]
         with self._as_config_error():
             for at in range(0, len(names), _REMOVED):

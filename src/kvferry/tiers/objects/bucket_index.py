@@ -98,7 +98,7 @@ class BucketIndex:
 
         Raises:
             Unavailable: a request failed.
-            FileNotFoundError: the store reports that the folder is missing.
+            FileNotFoundError: the store reports that the namespace's folder is missing.
         """
         noted = False
         until = self._clock() + seconds
@@ -130,16 +130,16 @@ class BucketIndex:
     def _pages(self, bucket: BucketClient) -> Iterator[Sequence[ListedObject]]:
         """List the objects of the namespace (scope of chunk keys), and yield the pages of the listing.
 
-        If the obstore library cannot read the name of an object, the listing stops with an error. In that
-        case, this method falls back to listing the 256 chunk folders one by one, and skips the rest of a
-        folder whose listing stops in the same way. Objects that were yielded before may be yielded again.
+        A listing ends with an error at an object name that the obstore library cannot read. If this happens,
+        list the 256 chunk folders one by one. If it happens in a chunk folder, skip the rest of that folder.
+        Some objects may be yielded twice.
 
         Args:
             bucket: client of the bucket.
 
         Raises:
-            Unavailable: a request failed for another reason.
-            FileNotFoundError: the store reports that the folder is missing.
+            Unavailable: a request failed, but not because of an object name.
+            FileNotFoundError: the store reports that a folder is missing.
         """
         folder = self._namespace.digest.hex()
         try:

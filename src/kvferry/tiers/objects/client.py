@@ -91,7 +91,8 @@ class BucketClient:
         endpoint: configured server; None for the provider's own.
 
     Raises:
-        ConfigError: the URL or an option cannot be used.
+        ConfigError: the URL or the value of an option is invalid, an option is unknown, the endpoint is not
+            encrypted and `allow_http` is not set, or the file tier uses the folder.
     """
 
     def __init__(self, url: str, options: Mapping[str, str], timeout_seconds: float) -> None:
@@ -171,6 +172,7 @@ class BucketClient:
             prefix: path of a folder below the URL; empty for all objects.
 
         Raises:
+            FileNotFoundError: the store reports that the folder is missing.
             Unavailable: a request failed.
         """
         with _as_unavailable():
@@ -221,9 +223,9 @@ class BucketClient:
         """Wait until no other thread reads the buffers of a request, then release the views of the buffers.
 
         After a request has timed out, a thread of the client library may still be sending the buffers,
-        usually for less than a millisecond. The wait is limited to the time limit of a single attempt of a
-        request. If the library is still sending after that, the store may receive bytes that the caller has
-        changed. This does no harm: no store keeps a partial object, and no reader accepts it.
+        usually for less than a millisecond. Wait at most for half of the client's `timeout_seconds`. After
+        that, the library may send bytes that the caller has changed. This does no harm: a store keeps no
+        partial object, and readers reject an object whose digests do not match.
 
         Args:
             views: views of the buffers.
@@ -341,7 +343,7 @@ def _etag(etag: str | None) -> str:
 def _first_user() -> int:
     """Return the id of the process in which object storage was first used.
 
-    This is an ancestor of the current process if it was forked from a process that had used object storage.
-    Otherwise it is the current process.
+    If the current process was forked from a process that had used object storage, return the id of an
+    ancestor. Otherwise return the id of the current process.
     """
     return os.getpid()

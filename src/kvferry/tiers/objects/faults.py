@@ -114,7 +114,7 @@ def _fault_of_status(status: int) -> Fault:
 
 
 def _detail(said: str, debug: str) -> str:
-    """Return the detail of a failed request for a message: HTTP status with the store's error code, or cause.
+    """Return a detail of a failed request for a message, such as ``403 AccessDenied``.
 
     The detail is derived from the text of an error of the obstore library. The text consists of two parts: a
     message and debug details.

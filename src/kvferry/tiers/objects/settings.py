@@ -67,7 +67,7 @@ class ObjectSettings(StorageSettings, frozen=True):
             earlier: settings of the storage tiers before this one in the configuration; not used.
 
         Raises:
-            ConfigError: the URL or an option cannot be used.
+            ConfigError: `BucketClient` refuses the URL or an option.
         """
         # obstore is loaded only where object storage is used.
         from kvferry.tiers.objects.tier import ObjectTier  # noqa: PLC0415
@@ -89,7 +89,7 @@ class ObjectSettings(StorageSettings, frozen=True):
         """Try the store out: list objects, write a small object and remove it. Return the result.
 
         Raises:
-            ConfigError: URL or options cannot be used.
+            ConfigError: `BucketClient` refuses the URL or an option.
         """
         from kvferry.tiers.objects.client import BucketClient  # noqa: PLC0415
         from kvferry.tiers.objects.faults import Unavailable  # noqa: PLC0415

@@ -55,9 +55,9 @@ class ObjectTier(StorageTier):
 
     Other namespaces and other processes may use the same URL. A forked process must not use the tier.
 
-    The constructor lists the chunks in the store for at most about `timeout_seconds`. If it cannot list all
-    of them in this time, `refresh` lists them again with a longer limit. It raises no exception if the store
-    does not answer.
+    The constructor lists the chunks in the store for at most about `timeout_seconds`, and raises no exception
+    if the store does not answer. If the listing is incomplete, `refresh` lists the chunks again with a longer
+    limit.
 
     Args:
         url: URL such as s3://bucket/path, gs://bucket/path, az://container/path or file:///path.
@@ -75,7 +75,7 @@ class ObjectTier(StorageTier):
         table: hash table of chunk keys that the tiers of a cache share; None for a separate table.
 
     Raises:
-        ConfigError: the form of the URL is unknown, or an option is unknown or cannot be used.
+        ConfigError: `BucketClient` refuses the URL or an option.
     """
 
     def __init__(
@@ -138,9 +138,9 @@ class ObjectTier(StorageTier):
         return self._bucket.reads_paused
 
     def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:
-        """Store a chunk as an object, unless the store has an object of its name and length. The call blocks.
+        """Store a chunk, unless the store has an object with the chunk's name and length. The call blocks.
 
-        An object that failed a check earlier is replaced in any case.
+        An object that failed a check earlier is replaced even so.
 
         Args:
             key: key of the chunk, 16 to 32 bytes.
@@ -170,8 +170,8 @@ class ObjectTier(StorageTier):
         Args:
             key: key of the chunk, 16 to 32 bytes.
             group: description of the expected content: KV cache group, number of tokens and sections.
-            into: writable memory of the size of the chunk's content. The bytes are valid only if HIT is
-                returned.
+            into: writable memory, as long as the chunk's body (sections with padding). The bytes are valid
+                only if HIT is returned.
 
         Returns:
             HIT, or the reason why the chunk was not fetched.
@@ -214,9 +214,9 @@ class ObjectTier(StorageTier):
         """Do nothing. Only connections stay open between calls, and they close when the client is deleted."""
 
     def _put(self, chunk: Chunk, body: memoryview) -> PutOutcome:
-        """Store a chunk as an object, unless the store has an object of the same name and length.
+        """Store a chunk, unless the store has an object with the chunk's name and length.
 
-        An object that failed a check earlier is replaced in any case.
+        An object that failed a check earlier is replaced even so.
 
         Returns:
             STORED, or PRESENT if the store has the object already.

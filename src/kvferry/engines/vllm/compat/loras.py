@@ -30,8 +30,9 @@ def hook_adapter_loads(listener: _Listener) -> None:
     Call this in the scheduler's process. The first call patches vLLM's `Executor`. Only a weak reference to
     the listener is kept.
 
-    If a process has several engines, every load in one engine is reported to the listeners of all engines.
-    An engine may then take one of its own adapters for reloaded, and no longer store KV of this adapter.
+    If a process has several engines, every load in one engine is reported to the listeners of all engines. If
+    one engine replaces an adapter's weights in place, the other engines stop storing KV of their adapters
+    with the same id.
 
     Args:
         listener: object whose method `on_load` is called.

@@ -51,12 +51,14 @@ def trim_prompt(request: Any, hash_block_tokens: int | None, sampled_below: int 
     """Drop the last prompt token of a request that computes a prompt for another engine; mutates `request`.
 
     The other engine (the consumer) computes the last prompt token itself, because it samples the first token
-    of the answer. A recurrent state that already includes the last prompt token would be of no use to it.
+    of the answer. The consumer cannot use a recurrent state that already includes the last prompt token.
 
-    With a draft model, this engine is also forced to sample the dropped token after the shortened prompt. To
-    compute the KV of a token, the draft model reads the token that follows, so it must read the one that the
-    prompt really contains. Sampling is not forced if the request has structured output (a grammar decides),
-    or if the token's id is too high to be sampled (which would terminate the engine).
+    With a draft model, this function also forces this engine to sample the dropped token after the shortened
+    prompt. The draft model reads the following token to compute the KV of a token, so the sampled token must
+    be the one that the prompt contains. Sampling is not forced if a grammar decides it (structured output),
+    or if the token's id is too high to be sampled (forcing it would terminate the engine).
+
+    The request is also limited to one generated token.
 
     Args:
         request: vLLM's request.

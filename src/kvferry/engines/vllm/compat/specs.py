@@ -222,7 +222,7 @@ def reuses_prompts_only(kv_cache_config: Any) -> bool:
     """Return True if only the KV of prompts may be stored and offered, not the KV of generated tokens.
 
     This is the case for layers in which a generated token attends to fewer earlier tokens than a prompt token
-    at the same position (`RSWASpec`). The two then have different KV.
+    at the same position (`RSWASpec`). The generated token's KV then differs from the prompt token's.
     """
     return _any_layer(kv_cache_config, RSWASpec)
 

@@ -32,8 +32,8 @@ class WrittenField:
     Attributes:
         field: name of the field, and positions of its elements in the page.
         source: input of the cache-write operation that the field stores: ``k`` (also for a latent) or ``v``.
-        first: index of the first element that the field stores, in the input's vector for one head and token.
-            Not 0 only if the input is split into several fields.
+        first: index of the field's first element in the input's vector for one head and token. It is 0
+            unless the input is split into several fields.
         code: number format of the elements.
         scale: field with the scale factors of the elements; None if the page contains none. Every factor
             applies to the same number of consecutive elements.

@@ -87,9 +87,9 @@ def _keeps_to_its_cell(layer: Any, tensor: torch.Tensor, s: Strides, field: Fiel
     """Check that the content of each token and head is kept in its own cell (contiguous range of bytes).
 
     The check writes a scratch block, then writes it again with new input for some of the tokens. The cells of
-    these tokens must change, and no others. It repeats this for each bit of the token index: with new input
-    for the tokens whose index has this bit set, and with new input for the tokens whose index has not. Heads
-    are checked in the same way.
+    these tokens must change, and no others. There are two such writes for each bit of the token index: one
+    with new input for the tokens that have this bit set, and one for the tokens that have it clear. Heads are
+    checked in the same way.
 
     Args:
         layer: the engine's attention layer.

@@ -105,7 +105,7 @@ def whole_page(
         tensor: cache tensor of the layer.
         num_blocks: number of blocks in the cache, as vLLM's block tables count them.
         shard: range of the layer's KV heads that this rank holds.
-        block_tokens: number of tokens per block; 0 for a block whose content is valid at one position only.
+        block_tokens: number of tokens per block; 0 for a ring (one block per request, overwritten in place).
         why: reason why the content is unknown, for the log.
     """
     content = content_id(layer, spec, tensor)

@@ -92,13 +92,13 @@ def unclaimed(layer: Any, tensor: torch.Tensor, s: Strides, fields: tuple[Any, .
 
 
 def scaled(layer: Any, tensor: torch.Tensor, inputs: scratch.Inputs) -> scratch.Inputs:
-    """Compute the inputs of a layer's cache-write operation for which the cache will hold the given values.
+    """Compute the inputs with which a layer's cache-write operation stores the given values in the cache.
 
-    The values for a quantised cache are multiplied by the layer's scales of K and V, because the operation
-    divides its inputs by these scales. They are also made larger by 1/64. Otherwise, a rounding error could
-    make a quotient slightly too small, and an operation that truncates (as on CPUs) would store the next
-    smaller number. If a value is exact in the cache's element type, the operation stores this value whether
-    it rounds or truncates.
+    The values are multiplied by the layer's scales of K and V, because the operation divides its inputs by
+    these scales. Values for a quantised cache are also multiplied by 1 + 1/64. Otherwise, a rounding error
+    could make a quotient slightly too small, and an operation that truncates (as on CPUs) would store the
+    next smaller number. A value that is exact in the cache's element type is then stored unchanged, whether
+    the operation rounds or truncates.
 
     Args:
         layer: the engine's attention layer.
@@ -121,13 +121,12 @@ def _probe_writes(s: Strides, *, dynamic: bool) -> Iterator[tuple[str, int, bool
     """Yield the writes that are needed to check where a cache-write operation puts each value.
 
     In each write, the value of an element encodes one base-5 digit of the element's index along one axis.
-    There is one write for each axis and digit. If the operation computes scales from its input, there are two
-    for each:
+    There is one write for each axis and digit. If the operation computes scales from its input, a second
+    write has anchors, which are elements that always have the largest value:
 
     - Without anchors, all elements of a vector may be equal. Their value then determines only the vector's
       scale, so this write checks the positions of the scales.
-    - With anchors (elements that always have the largest value), all scales are equal. This write checks the
-      positions of the scaled elements.
+    - With anchors, all scales are equal, so this write checks the positions of the scaled elements.
 
     Args:
         s: shape and strides of the layer's cache tensor.
@@ -144,11 +143,11 @@ def _probe_writes(s: Strides, *, dynamic: bool) -> Iterator[tuple[str, int, bool
 
 
 def _factor(layer: Any, written: WrittenField) -> torch.Tensor:
-    """Return the factor that converts decoded elements of a field to the values that were meant to be stored.
+    """Return the factor that converts decoded elements of a field to the values given to `scaled`.
 
-    Values are multiplied by the layer's scale before they are written (`scaled`). If the cache-write
-    operation divides them by the scale again, the factor is 1. Otherwise (`written.scaled` is False), the
-    factor is the inverse of the scale.
+    `scaled` multiplies the values by the layer's scale before they are written. If `written.scaled` is True,
+    the cache-write operation divides them by the scale again, and the factor is 1. Otherwise, the factor is
+    the inverse of the scale.
 
     Args:
         layer: the engine's attention layer.

@@ -116,7 +116,7 @@ def _without_cached_views(impl: Any) -> Any:
 
     TRITON_ATTN creates views of the scales in the first cache that it is called with, and keeps using these
     views. If the engine's own implementation were called with a scratch cache first, it would later write
-    the scales of the engine's cache there. The copy has no such views yet.
+    the scales of the engine's cache to the scratch cache. The copy starts without views.
     """
     impl = copy.copy(impl)
     for name in ("_k_scale_cache", "_v_scale_cache"):

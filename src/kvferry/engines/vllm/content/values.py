@@ -90,7 +90,7 @@ def decode(raw: torch.Tensor, code: Code, element: torch.dtype) -> torch.Tensor:
     Args:
         raw: bytes of the elements, uint8 of shape (..., count, bytes per element).
         code: number format of the elements.
-        element: element type of the cache, for elements in this format (`Code.ELEMENT`).
+        element: element type of the cache. Used only if `code` is `Code.ELEMENT`.
 
     Returns:
         float32 of shape (..., count). For e2m1, which packs two numbers into a byte, (..., 2 * count).

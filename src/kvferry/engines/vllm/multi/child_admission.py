@@ -85,8 +85,8 @@ class ChildAdmission:
     Attributes:
         counts: counts of choices and of ended loads, for each child.
         phases: state machine that tracks the phase of each request, such as waiting for its load. Its
-            attribute `headroom` decides whether a load leaves enough free blocks for waiting requests. At
-            first, `headroom` accepts every load; the connector replaces it.
+            attribute `headroom` decides whether a load leaves enough free blocks for waiting requests. The
+            initial `headroom` accepts every load; `FerryMultiConnector` replaces it.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class ChildAdmission:
         self._new: dict[str, int] = {}
 
     def __len__(self) -> int:
-        """Return the number of known requests plus the number of asynchronous loads in flight."""
+        """Return the number of requests that have not ended plus that of asynchronous loads in flight."""
         return len(self._states) + len(self._loads)
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
@@ -308,13 +308,13 @@ class ChildAdmission:
             self._settle(state)
 
     def _settle(self, state: _RequestState) -> None:
-        """Count the end of a request's synchronous load, as succeeded or failed; do nothing without one.
+        """Clear a request's load; if it is synchronous, count its end as succeeded or failed.
 
         Child connectors do not report the end of synchronous loads. So this is called when the request ends,
         or when vLLM asks again how many of the request's tokens can be loaded.
 
         Args:
-            state: state of the request.
+            state: state of the request. Its load is set to None.
         """
         load, state.load = state.load, None
         if load is not None and not load.plan.asynchronous:

@@ -65,7 +65,7 @@ def read_multi(vllm_config: Any) -> MultiSettings:
     """Read the settings of a `FerryMultiConnector` from vLLM's configuration.
 
     Raises:
-        ConfigError: a setting cannot be used, or vLLM is not set to recompute requests whose loads fail.
+        ConfigError: a setting is invalid, or vLLM is not set to recompute requests whose loads fail.
     """
     transfer = vllm_config.kv_transfer_config
     settings = parse_multi(transfer.kv_connector_extra_config)
@@ -77,7 +77,8 @@ def children_of(vllm_config: Any) -> tuple[Child, ...]:
     """Return the class and the configuration of each child connector, in the order of the settings.
 
     Raises:
-        ConfigError: a setting cannot be used, a class is not found, or vLLM refuses the settings of a child.
+        ConfigError: a setting is invalid, a class is not found, or vLLM refuses the settings of a child.
+            Also raised if vLLM is not set to recompute requests whose loads fail.
     """
     return tuple(_child(vllm_config, one) for one in read_multi(vllm_config).children)
 

@@ -16,8 +16,9 @@ from kvferry.engines.vllm.compat.contract import KVConnectorTransferResults
 class Completions:
     """Decides when a worker reports to vLLM that the KV of a request has been received or sent.
 
-    Received: when the child connector that loads the request reports it. Sent: when all child connectors that
-    keep blocks of the request have reported it. vLLM must not get more than one report of each.
+    KV counts as received when the child connector that loads the request reports it as received. It counts as
+    sent when all child connectors that keep blocks of the request have reported it as sent. vLLM gets at most
+    one report of each kind per request.
     """
 
     def __init__(self) -> None:

@@ -71,8 +71,8 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
             vllm_config, role, kv_cache_config: arguments that vLLM gives to a connector.
 
         Raises:
-            ConfigError: a setting cannot be used, or the children do not fit together. The message says why
-                and what to do.
+            ConfigError: a setting is invalid, or the children cannot run together in one engine (`check`).
+                The message says why and what to do.
         """
         share_logging()
         settings, children = read_multi(vllm_config), children_of(vllm_config)

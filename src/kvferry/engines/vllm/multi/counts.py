@@ -24,10 +24,10 @@ class Counts:
     pending: Counter[str] = field(default_factory=Counter)
 
     def admitted(self, answers: Iterable[tuple[str, int | None]], loader: str | None, tokens: int) -> None:
-        """Count what the admission of a request means for each child connector: a hit, a miss or passed over.
+        """Count the admission of a request for each child connector, as a hit, a miss or a passed-over offer.
 
-        The child that loads the request has a hit. Any other child is counted as passed over if it offered
-        tokens, and as a miss otherwise.
+        The child that loads the request has a hit. Any other child has a passed-over offer if it offered
+        tokens, and a miss otherwise.
 
         Args:
             answers: (name, number of tokens offered) of each child. The number is None for a child that was

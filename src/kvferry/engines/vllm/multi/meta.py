@@ -22,9 +22,9 @@ class MultiMeta(KVConnectorMetadata):
 
     Attributes:
         children: message of each child connector, in the order of the configuration.
-        loads: for asynchronous loads that start, index of the child that runs the load, by id of the request.
-            Only this child's report that the load has ended is used.
-        holders: for requests that have ended, indices of the children that keep blocks, by id of the request.
+        loads: index of the child that runs each asynchronous load that starts, by id of the request. Workers
+            ignore the other children's reports that the load has ended.
+        holders: indices of the children that keep blocks of each ended request, by id of the request.
     """
 
     children: tuple[KVConnectorMetadata, ...]

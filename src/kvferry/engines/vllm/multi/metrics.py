@@ -71,7 +71,7 @@ class _Shared:
         self._made: dict[str, Any] = {}
 
     def metric(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the Prometheus metric of this name; create it with `make` if it does not exist yet.
+        """Return the Prometheus metric with a given name; create it with `make` if it does not exist yet.
 
         Args:
             make: class of the metric.
