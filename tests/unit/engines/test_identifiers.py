@@ -71,6 +71,15 @@ def test_content_that_is_not_sent_again_changes_nothing() -> None:
     assert named(ask(book, CAT, "mine"))
 
 
+def test_content_without_a_digest_makes_its_identifier_uncertain() -> None:
+    book = Identifiers()
+    cat, odd = ask(book, CAT, "mine"), feature(1, CAT, "mine")
+    odd.data["pixel_values"].data = 10**5000  # too long a number to be printed
+    book.note(request("b", range(8), mm_features=[odd]))
+    assert not named(cat)
+    assert not named(ask(book, CAT, "mine")), "vLLM may compute this cat from what it keeps of the other"
+
+
 def test_a_running_requests_chunks_lose_their_names() -> None:
     book = Identifiers()
     form = canonical_form_of(lay_out(model(attention()), EngineShape(1, (1,), 4, "LBHNC", 9)), 4)

@@ -14,6 +14,7 @@ from hashlib import blake2b
 from typing import Any, Final
 
 from kvferry.engines.vllm import items
+from kvferry.engines.vllm.compat.multimodal import item_data
 from kvferry.errors import Unnameable
 
 MAX_IDENTIFIERS: Final = 65_536
@@ -46,8 +47,8 @@ class Identifiers:
 
         An identifier is reused if items with different content have it. All items with the same identifier
         share a record, which holds a digest of the first item's content. If a later item has another digest,
-        the digest in the record is cleared, which marks all of these items as uncertain
-        (`items.is_uncertain`).
+        or no digest can be made of its content, the digest in the record is cleared. This marks all of these
+        items as uncertain (`items.is_uncertain`).
 
         Args:
             request: vLLM's request.
@@ -63,7 +64,8 @@ class Identifiers:
         except Unnameable:
             name = ""
         identified = self._identified.setdefault(key, items.Identified(name))
-        if name:
+        # Without data, vLLM uses what it keeps under the identifier. Data without a digest may be anything.
+        if name or item_data(feature) is not None:
             if name != identified.name:
                 identified.name = ""
             items.identify(feature, identified)
