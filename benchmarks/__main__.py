@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from benchmarks.choice.command import choice
+from benchmarks.copies.command import copies
 from benchmarks.layout.command import layout
 from benchmarks.offload.command import offload
 from benchmarks.overhead.command import overhead
@@ -22,7 +23,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _command in (overhead, layout, offload, choice, safety, redeem):
+for _command in (overhead, layout, copies, offload, choice, safety, redeem):
     app.command()(_command)
 
 if __name__ == "__main__":

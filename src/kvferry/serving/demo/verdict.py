@@ -49,8 +49,9 @@ def compare(
         return AnswerVerdict.NO
     ours, theirs = pair.tokens[at], single.tokens[at]
     decoded = single.logprobs[at]
-    prefilled = prefill([*single.prompt, *single.tokens[:at]])
     if ours not in decoded:
         return AnswerVerdict.NO
-    gap = max(abs(decoded[token] - prefilled[token]) for token in decoded.keys() & prefilled.keys())
+    prefilled = prefill([*single.prompt, *single.tokens[:at]])
+    common = decoded.keys() & prefilled.keys()
+    gap = max((abs(decoded[token] - prefilled[token]) for token in common), default=0.0)
     return AnswerVerdict.OWN_GAP if decoded[theirs] - decoded[ours] <= _SIDES * gap else AnswerVerdict.NO

@@ -1,0 +1,1 @@
+"""Measure copies between KV blocks and packed memory on the CPU: the kernel in C, numpy, and memcpy."""
