@@ -261,11 +261,12 @@ def _check_ranks(
             found.append(
                 bad(rank, f"it differs from rank 0: {different}", "start all ranks with the same settings")
             )
-    if not found:
-        found.append(
-            ok("data-parallel", f"{len(other_ranks) + 1} ranks; all answer and have the same settings")
-        )
-    return found
+    if found:
+        return found
+    if identity is None:
+        what = "the others answer, but rank 0 does not, so settings were not compared"
+        return [note("data-parallel", f"{len(other_ranks) + 1} ranks; {what}", "see 'control channel' above")]
+    return [ok("data-parallel", f"{len(other_ranks) + 1} ranks; all answer and have the same settings")]
 
 
 def _rank_differences(one: EngineIdentity, other: EngineIdentity) -> str:

@@ -171,6 +171,16 @@ def test_a_rank_that_is_another_or_cannot_be_met_is_named():
     assert "data-parallel" not in found
 
 
+def test_settings_are_not_called_equal_where_the_first_rank_does_not_answer():
+    with ranks(("P_dp0", {}), ("P_dp1", {})) as (url, servers):
+        servers[0].close()
+        (section,), _ = examine_engines([parse_target(url)], KEYS)
+    found = said(section)
+    assert found["control channel"].state is State.BAD
+    assert found["data-parallel"].state is State.NOTE
+    assert "settings were not compared" in found["data-parallel"].found
+
+
 def test_ranks_that_cannot_be_chosen_are_said_not_to_have_been_looked_at():
     with ranks(("P_dp0", {}), ("P_dp1", {}), header=False) as (url, _):
         (section,), _ = examine_engines([parse_target(url)], KEYS)
