@@ -34,7 +34,7 @@ class GeometryError(KVFerryError):
 
 
 class SilentCopy(KVFerryError):
-    """Raised if an operation on a view of KV cache memory would return a copy, and writes would be lost."""
+    """Raised if an operation on a view of KV cache memory would return a copy, so that writes are lost."""
 
 
 class Unnameable(KVFerryError):

@@ -24,8 +24,10 @@ def printable(text: str, instead: str = "?") -> str:
 def shown(text: str, most: int = 100) -> str:
     r"""Escape and shorten a text from a client or a peer, for a log line or a message.
 
-    Unprintable characters are escaped. The middle of a text with more than `most` characters is left out. The
-    end is kept, because ids differ there.
+    Args:
+        text: text to show. Its unprintable characters are replaced by escape sequences.
+        most: maximum number of characters to keep. If `text` is longer, its middle is replaced by a note with
+            the length of `text`. Its end is kept, because ids differ there.
 
     >>> shown("cmpl-\x1b[31m5f\n")
     'cmpl-\\x1b[31m5f\\n'

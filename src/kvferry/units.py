@@ -10,7 +10,7 @@ _ROUNDS_TO_A_SECOND = 0.9995
 
 
 def format_bytes(count: float) -> str:
-    """Format a number of bytes in binary units.
+    """Format a number of bytes in binary units. Values below 100 that are not whole get two decimals.
 
     >>> format_bytes(640), format_bytes(1536), format_bytes(2 << 20)
     ('640 B', '1.50 KiB', '2 MiB')
@@ -46,7 +46,9 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_age(seconds: float) -> str:
-    """Format a long duration, given in seconds, as s, min, h or days. A negative duration gives ``0 s``.
+    """Format a duration in the largest unit (s, min, h or days) of which it has at least two.
+
+    A duration below 2 minutes is given in seconds, a negative one as ``0 s``.
 
     >>> [format_age(each) for each in (-0.5, 119, 120, 7200, 9000, 172_800, 345_600)]
     ['0 s', '119 s', '2 min', '2.0 h', '2.5 h', '2 days', '4 days']

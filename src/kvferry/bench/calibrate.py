@@ -155,11 +155,11 @@ def _lanes_gain(job: CalibrationJob, reader: Reader, agent: RawReads, run: int, 
         reader: rank into whose KV cache the lanes read.
         agent: NIXL agent of the first lane. A new agent is created for each other lane.
         run: size of a descriptor, in bytes.
-        room: maximum number of bytes to read at a time.
+        room: maximum number of bytes that one measurement reads.
 
     Returns:
-        The speed of all lanes together, divided by the speed of a single lane. A value below 1 or above the
-        number of lanes is replaced by that limit.
+        The speed of all lanes together, divided by the speed of a single lane. The result is limited to the
+        range from 1 to the number of lanes.
     """
     lanes, size = TransferSettings().lanes, min(room, run * job.read_descriptors)
     with ExitStack() as stack:
@@ -270,7 +270,7 @@ class _GatherChannel:
         return self._timed(0, lambda: None)
 
     def time_large(self, meanwhile: Callable[[], object] = lambda: None) -> float:
-        """Request a gather of many bytes, and return the seconds until the answer.
+        """Request a large gather, of runs of 2048 bytes, and return the seconds until the answer.
 
         Args:
             meanwhile: function to call between sending the request and waiting for the answer. The returned

@@ -48,7 +48,7 @@ def tier_cases(stack: ExitStack, group: CanonicalGroup, path: Path, depths: Sequ
     the files that the loading cases read.
 
     Args:
-        stack: exit stack to which the cleanup is added: ending the threads and removing the files.
+        stack: exit stack. When it is closed, it ends the threads and removes the files.
         group: format in which chunks are stored.
         path: existing folder for the files.
         depths: depths to measure. A depth is a number of chunks in flight at a time.

@@ -35,7 +35,7 @@ def tier_cases(stack: ExitStack, ranks: RankPair, depths: Sequence[int]) -> list
     rank's blocks to host memory, and a load copies KV back.
 
     Args:
-        stack: exit stack to which the cleanup is added: ending the threads.
+        stack: exit stack. When it is closed, it ends the threads.
         ranks: pair of ranks between which the cases copy a prompt's chunks. The prompt must have at least one
             chunk for each thread of the largest depth.
         depths: depths to measure. A depth is a number of threads.

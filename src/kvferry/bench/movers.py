@@ -28,7 +28,7 @@ class Mover(Protocol):
 
     Attributes:
         name: name of the method in reports.
-        bytes: number of bytes that each move delivers. Other bytes that the method must move are not counted.
+        bytes: number of bytes that each move delivers. Bytes that it reads in excess are not counted.
     """
 
     name: str

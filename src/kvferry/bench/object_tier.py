@@ -47,7 +47,7 @@ def tier_cases(stack: ExitStack, group: CanonicalGroup, url: str, depths: Sequen
     the objects that the loading cases read.
 
     Args:
-        stack: exit stack to which the cleanup is added: ending the threads and removing the objects.
+        stack: exit stack. When it is closed, it ends the threads and removes the objects.
         group: format in which chunks are stored.
         url: URL of a path in a bucket, such as ``s3://bucket/path``.
         depths: depths to measure. A depth is a number of chunks in flight at a time.

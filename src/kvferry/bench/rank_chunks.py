@@ -54,9 +54,9 @@ class RankPair:
         destination: memory of the rank that loads the prompt's KV.
         arena: host memory for the chunks; chunk n is at byte ``n * chunk_bytes``.
         span: range of tokens to load: the whole prompt.
-        store_tables: block table of the prompt for each KV cache group, as a `TableSlice`, which a store
-            takes. The block ids are the same on both ranks.
-        load_tables: the same block tables as arrays, which a load takes.
+        store_tables: block table of the prompt for each KV cache group, in the form that `StoreOrder` takes
+            (`TableSlice`). The block ids are the same on both ranks.
+        load_tables: the same block tables in the form that `ChunkRoutes.load` takes (arrays).
     """
 
     def __init__(self, reading: ModelReading, side: EngineSide, chunks: int) -> None:
@@ -104,11 +104,13 @@ class RankPair:
         return int(template.routes[0].copies[0].run)
 
     def routes(self, *, stores: bool) -> ChunkRoutes:
-        """Return new, prepared copies between one rank's blocks and host memory, for use by one thread.
+        """Return a new object that copies chunks between one rank's blocks and host memory.
+
+        Only one thread may use the object.
 
         Args:
-            stores: True for copies from the source rank to host memory, False for copies from host memory to
-                the destination rank.
+            stores: True to copy from the source rank to host memory, False to copy from host memory to the
+                destination rank.
         """
         rank = (self.source if stores else self.destination).geometry
         return ChunkRoutes(self._canonical, [rank], (0, 0), self.arena.memory)

@@ -86,8 +86,7 @@ class ChunkCache:
     def busy(self) -> bool:
         """True if a load waits for chunks, or if a write to a slow tier is in flight or due (`Writing.due`).
 
-        Writes do not count while the tier's writes hang. Reads do not count after all their loads were
-        cancelled.
+        Writes to a tier whose writes hang do not count, and neither do reads for cancelled loads.
         """
         return bool(self.reading.fetches) or any(writing.due or writing.under_way for writing in self.writing)
 
@@ -114,10 +113,10 @@ class ChunkCache:
 
     @property
     def same_name_namespace(self) -> str:
-        """Digest, in hex, of another namespace whose model has the same name; empty if there is none.
+        """Digest (hex) of another namespace with the same model name; empty if there is none.
 
-        It is set only if a slow tier has no chunks in this engine's namespace, but its storage contains the
-        other namespace. An engine with other settings has probably stored the chunks.
+        It is set only if a slow tier holds that namespace but no chunks in this engine's own namespace. An
+        engine with other settings has probably stored chunks there.
         """
         return next(
             (queue.usage.same_name_namespace for queue in self._queues if queue.usage.same_name_namespace),

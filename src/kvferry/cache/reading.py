@@ -49,8 +49,8 @@ class Reading:
     Attributes:
         incoming: chunks that are being read, by key.
         fetches: fetches in progress. A fetch is the set of chunks that one load needs.
-        events: counter that `fetch` and `advance` increase, because they may change the cache's statistics.
-            `on_read_ended` changes statistics too, but leaves the counting to its caller.
+        events: counter that increases when `fetch` or `advance` may have changed the cache's statistics.
+            `on_read_ended` also changes the statistics but not this counter; its caller counts these changes.
     """
 
     def __init__(

@@ -289,7 +289,7 @@ class TierQueue:
 
 
 class _Operations:
-    """The reads, or the writes, of a tier: how many are in flight, and the results to collect.
+    """Counts the reads (or the writes) of a tier that are in flight, and keeps their results for `done`.
 
     Worker threads call `end`. The engine's thread calls the other methods.
 

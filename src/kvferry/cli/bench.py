@@ -54,8 +54,8 @@ def transfer(
 ) -> None:
     """Compare a KV transfer over NIXL with raw NIXL and memcpy.
 
-    Moves KV between two processes. kvferry's time is that of a request: from the moment its blocks are known
-    until they may be used, with planning, posting, the lease check and the acknowledgement.
+    Moves KV between two processes. kvferry's time starts when a request's blocks are known and ends when the
+    request may use them. It includes planning, posting, the lease check and the acknowledgement.
     """
     from rich.console import Console
 

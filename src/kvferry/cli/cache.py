@@ -134,7 +134,7 @@ def gc(
 ) -> None:
     """Remove leftovers, recount the size, and evict down to the capacity.
 
-    Leftovers are files of killed processes. The least recently used, or stored, chunks are evicted first.
+    Leftovers are files of killed processes. Chunks that were used or stored least recently are evicted first.
     """
     from kvferry.tiers.sizes import parse_size
     from kvferry.units import format_bytes

@@ -17,13 +17,14 @@ _NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO))
 
 @contextmanager
 def flushed_output() -> Iterator[None]:
-    """Flush standard output at the end of a ``with`` statement, and handle errors of writing to it.
+    """Flush standard output at the end of a ``with`` statement, and handle write errors.
 
-    If not all output could be written, the process exits with code 1. The error is printed, except for a
-    closed pipe (``kvferry cache ls DIR | head -1``).
+    If the disk is full, print the error and exit with code 1. If the reader of a pipe has closed it
+    (``kvferry cache ls DIR | head -1``), exit with code 1 without a message.
 
     Raises:
-        SystemExit: not all output was written.
+        SystemExit: the disk is full or failed, or the pipe is closed.
+        OSError: another error, or an error that names a file, so that it does not concern standard output.
     """
     try:
         try:
@@ -61,7 +62,7 @@ def check_output() -> None:
 
 
 def print_error(sentence: str) -> None:
-    """Print an error message to standard error. Ignore errors of writing.
+    """Print an error message to standard error. Ignore write errors.
 
     Args:
         sentence: error message. Unprintable characters are replaced.

@@ -48,9 +48,8 @@ def plan(
     """Predict what a transfer of MODEL's KV cache costs.
 
     Prints the bytes, descriptors and time of a transfer from one engine to another, and the storage that a
-    prompt takes in the tiers. No engine runs and no weights are read. The memory of both engines is laid out
-    as in vLLM, with block tables as scattered as on a busy engine, and the planner of real transfers plans
-    the copies.
+    prompt takes in the tiers. No engine runs and no weights are read. Both engines have vLLM's memory layout
+    and scattered block tables, as on a busy engine. The planner of real transfers plans the copies.
     """
     if listed:
         _print_table()

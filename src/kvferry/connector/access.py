@@ -20,8 +20,8 @@ def scheduler_keys(config: ConnectorConfig) -> Keys | None:
     """Return the secret keys that protect the control channels between this engine and other engines.
 
     Return None if the engine exchanges no KV. Log the location and the fingerprint of the keys. Log a warning
-    if engines on other machines may connect but the setting ``secret_file`` is not set: the keys then exist
-    only on this machine until the user copies them.
+    if engines on other machines may connect but the setting ``secret_file`` is not set: such engines are
+    refused until the user gives them the same secret.
 
     Args:
         config: settings of the connector.
@@ -50,7 +50,7 @@ def peers_allowed(config: ConnectorConfig) -> AllowedPeers:
         config: settings of the connector, with the list of these machines in ``peers``.
 
     Raises:
-        ConfigError: an entry of the setting ``peers`` is malformed.
+        ConfigError: the setting ``peers`` has a malformed entry, no entry, or too many entries.
     """
     return parse_allowed_peers(config.peers, config.host, config.advertise_host)
 

@@ -48,7 +48,7 @@ class _Adapter:
         again: earliest time for another attempt to read the files, monotonic seconds.
         done: event that is set when the thread has ended, with or without a digest.
         digest: digest of the files; None if it is not known yet, or if the files could not be read.
-        absent: True if the thread found no weights on disk, so the engine cannot have loaded these weights.
+        absent: True if the thread found no weights on disk. The engine cannot have loaded any before then.
     """
 
     file_stats: _FileStats
@@ -61,9 +61,8 @@ class _Adapter:
         """Return whether to try again to read the adapter's files after a failed attempt.
 
         Return True if the last attempt failed, the time `again` has come, and the files have not changed
-        since that attempt. Changed files may differ from those that the engine loaded. If the attempt found
-        no weights (`absent`), the engine cannot have loaded them before the change, so the files may have
-        changed.
+        since that attempt. Changed files are not read, because the engine may have loaded the earlier ones.
+        They are read only if the attempt found no weights (`absent`): then there were none to load earlier.
 
         Args:
             file_stats: (name, size in bytes, modification time in ns) of each file now.

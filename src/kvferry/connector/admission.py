@@ -211,9 +211,9 @@ class Admission:
         self._begin(known, request, blocks, plan.parts(local_tokens, load_tokens, request.num_tokens))
 
     def origins(self, request_id: str) -> Counter[str]:
-        """Return how many tokens are being loaded for a request, by the place that they are loaded from.
+        """Return the number of tokens that are being loaded for a request, by place.
 
-        The place is ``peer``, or the name of the slowest tier that the load uses.
+        The place is ``peer`` for a load from a peer, else the name of the slowest tier that the load uses.
         """
         found = Counter[str]()
         for one in self._known[request_id].loads:
@@ -354,10 +354,10 @@ class Admission:
         return [plan for plan in found if not self._fills_block_partly(plan, request, local_tokens)]
 
     def _has_room(self, plan: LoadPlan, request: Request, local_tokens: int) -> bool:
-        """Return whether the loads of a plan may begin now and leave enough free blocks for other requests.
+        """Return whether there are enough blocks to begin the loads of a plan now.
 
-        Also ask each source of the plan whether its loads may hold this many more blocks. A source may limit
-        them, because a load holds its blocks even after its deadline.
+        Enough blocks must stay free for other requests that wait for loads. In addition, each source of the
+        plan may limit the blocks that its loads hold, because late loads hold blocks too.
 
         Args:
             plan: plan to load the request's prefix.

@@ -93,7 +93,8 @@ class AdmissionEvents:
     ) -> None:
         """Emit a `SourcesAsked` event with all bids (offers of sources to load tokens) and the chosen one.
 
-        Emit nothing if the bids and the choice are the same as in the request's last event.
+        Emit nothing if the bids, the choice, `local_tokens` and whether an attempt is left are the same as in
+        the request's last event.
 
         Args:
             request: the request.
@@ -129,7 +130,7 @@ class AdmissionEvents:
     ) -> None:
         """Emit a `SourcesAsked` event that says why no source was asked for a request.
 
-        Emit nothing if the reason is the same as in the request's last event.
+        Emit nothing if `miss` and `local_tokens` are the same as in the request's last event.
 
         Args:
             request: the request.

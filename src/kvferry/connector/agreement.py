@@ -27,7 +27,7 @@ def namespace_of_facts(facts: Mapping[str, Fact], canonical: CanonicalForm, name
         name: display name of the model; not compared.
 
     Raises:
-        Unnameable: a fact cannot be written as exact text.
+        Unnameable: JSON cannot represent a fact exactly, or a required fact is an empty text.
     """
     model = dict(facts)
     weights, dtype, kv_dtype = (str(model.pop(fact)) for fact in (WEIGHTS, MODEL_DTYPE, CACHE_DTYPE))

@@ -37,7 +37,7 @@ class PlaceTokens:
 
 @dataclass(frozen=True, slots=True)
 class Bid:
-    """A source's offer to load the KV of tokens of a request that the engine does not have.
+    """A source's offer to load KV for a request: the KV of tokens that the engine does not have.
 
     Attributes:
         source: name of the source that makes the offer: a peer's name, or ``tiers``.

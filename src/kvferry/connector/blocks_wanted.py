@@ -48,6 +48,8 @@ class BlocksWanted:
 def choose_leases_to_end(held: Mapping[str, int], lacking: int) -> list[str]:
     """Choose leases (blocks kept for other engines) to end, so that at least `lacking` blocks become free.
 
+    The leases are taken in their order, even if a later lease alone would be enough ("b" in this example):
+
     >>> choose_leases_to_end({"a": 2, "b": 3, "c": 1}, 3), choose_leases_to_end({"a": 2}, 0)
     (['a', 'b'], [])
 

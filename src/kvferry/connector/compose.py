@@ -91,7 +91,8 @@ class Composition:
             ranks: geometry of this engine's ranks.
             keepers: function that returns the peers that keep turns. The result maps each peer's address to
                 its incarnation, a random number that identifies the peer's present run.
-            names: object that computes names of prompt content. Peers find turns by these names.
+            names: object that computes the names of turns, which are digests of their tokens and of all else
+                that determines their KV. Peers find turns by these names.
         """
         config = self.config
         return PeerSource(
@@ -124,8 +125,8 @@ class Composition:
 
         Args:
             sources: all sources, in the order in which the admission asks them.
-            tier_weights: weight of a token from each tier, by name of the tier, for the policy ``weight``. A
-                missing tier has weight 1; None means weight 1 for all tiers.
+            tier_weights: maps a tier's name to the factor by which the policy ``weight`` multiplies the
+                number of tokens from this tier. The factor is 1 for a missing tier, and for all if None.
         """
         engine, config = self.engine, self.config
         weights = {PEER: config.load_weight, **(tier_weights or {})}

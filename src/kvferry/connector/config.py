@@ -38,16 +38,17 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             which all engines of the user share.
         peers: host names, addresses and networks of the machines that may be peers. This engine connects only
             to these machines and accepts connections only from them. None for this machine if `host` is
-            loopback, else for all machines. The engine resolves only the host names in this list; without a
-            list, only `advertise_host`.
+            loopback, else for all machines. Of peers' host names, the engine resolves only those in this
+            list; without a list, only `advertise_host`.
         lease_seconds: seconds for which blocks are kept for a consumer that sends no heartbeat. While other
             requests wait for blocks, a lease that no consumer has claimed ends after a quarter of this time.
         load_timeout_seconds: seconds after its start at which an unfinished load counts as failed.
         handshake_seconds: seconds to wait for a peer's answer in the handshake.
         attempts: maximum number of attempts to load one request's KV before this engine computes it.
-        late_blocks: maximum share of the block pool, above 0 and at most 1, that loads from all peers hold,
-            including loads past their deadline. Loads from one peer hold at most half of what the loads from
-            other peers leave of this share. A load may exceed both limits if no other load holds blocks.
+        late_blocks: maximum share of the block pool, above 0 and at most 1, that all loads from peers
+            together hold, including loads past their deadline. One peer's loads hold at most half of the part
+            of this share that other peers' loads leave free. If no load holds blocks, the next load may
+            exceed both limits.
         transfer_log: path of a file that gets one JSON line per finished load; None for no log.
         layout: memory layout to request from the engine. ``auto`` requests a layout with blocks outermost if
             the attention backend declares one. ``engine`` leaves the choice to vLLM. Any other value requires
@@ -69,8 +70,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         snapshot_tokens: distance in tokens between positions at which attention windows and snapshots of
             recurrent state are kept, a multiple of `chunk_tokens`; None for the end of every chunk.
         source_policy: name of the policy that chooses between sources; `connector.policies` describes them.
-        load_weight: weight of tokens that peers offer, for the policy ``weight``. The weights of tiers are in
-            `tiers`.
+        load_weight: factor by which the policy ``weight`` multiplies the number of tokens that a peer offers.
+            The factors of tiers are in `tiers`.
         turn_seconds: seconds for which a finished request's blocks are kept for the next turn of its
             conversation; 0 to keep none.
         turn_share: maximum share of the block pool, above 0 and at most 1, that these kept blocks may take.

@@ -11,7 +11,7 @@ from kvferry.connector.bids import Bid
 class MissReason(StrEnum):
     """The reason why a request got no KV from a source.
 
-    A source that cannot tell whether KV was never stored or evicted long ago reports NOT_STORED.
+    NOT_STORED also stands for KV that was evicted so long ago that no record is left.
     """
 
     NOT_STORED = "not_stored"  # never stored, or evicted so long ago that no record is left

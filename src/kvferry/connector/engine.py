@@ -237,9 +237,9 @@ class Step(Protocol):
     """A step that the engine has scheduled.
 
     Attributes:
-        tokens: number of tokens that the step computes, by request id.
-        snapshots: snapshots of recurrent state that the step writes, by request id: (index of the KV cache
-            group, block id, number of tokens that the state covers) of each snapshot.
+        tokens: maps a request's id to the number of its tokens that the step computes.
+        snapshots: maps a request's id to the snapshots of recurrent state that the step writes. Each snapshot
+            is (index of the KV cache group, block id, number of tokens that the state covers).
     """
 
     @property
@@ -278,6 +278,9 @@ class CacheGroup:
         For attention these are all of `block_ids`, the request's block table. For recurrent state only the
         block with the state after `tokens` tokens is transferred.
 
+        With 16 tokens per entry of the block table, the second entry holds the state after 32 tokens, and the
+        third entry the state after 33 tokens:
+
         >>> state = CacheGroup(kind=GroupKind.STATE, attention_span=0, block_tokens=16, state_block_tokens=16)
         >>> state.table([7, 8, 9], 32), state.table([7, 8, 9], 33)
         ([8], [9])
@@ -288,7 +291,7 @@ class CacheGroup:
 
 
 def _no_sample(request_id: str) -> None:
-    """Return None, because the engine does not split a request into samples."""
+    """Return None. As `EngineFacts.parent_of`, it says that no request is one of several samples."""
     del request_id
 
 

@@ -52,7 +52,7 @@ class Arrived:
 class SourcesAsked:
     """Event: for one request, admission chose a source's bid, or chose to compute the tokens.
 
-    It is not emitted again while the bids and the choice stay the same.
+    It is emitted again when the bids, the choice or `local_tokens` change.
 
     Attributes:
         request_id: the engine's id of the request.

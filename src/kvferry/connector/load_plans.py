@@ -65,7 +65,8 @@ class LoadPlan:
 def common_alignment(blocks: Iterable[tuple[GroupKind, int]]) -> int:
     """Return the alignment, in tokens, of the position where the parts of a prefix from two sources meet.
 
-    The parts may meet at every multiple of the alignment. Return 0 if no layer attends to all tokens.
+    The parts may meet at every multiple of the alignment. It is the least common multiple of the block sizes
+    of the groups that attend to all tokens; 0 without such a group.
 
     Args:
         blocks: (kind, block size in tokens) of every KV cache group of the engine.

@@ -24,8 +24,8 @@ class GroupBytes:
     """The bytes that a load moved for one KV cache group, summed over all ranks.
 
     Attributes:
-        group: label of the group: its number and kind.
-        strategy: name of the transfer strategy.
+        group: number and kind of the group, such as ``0 full_attention``.
+        strategy: name of the transfer strategy; ``copied`` for a load from tiers.
         size: number of bytes.
     """
 
@@ -41,13 +41,13 @@ class LoadFigures:
     All values are 0 or empty for a load from tiers.
 
     Attributes:
-        bytes_by_group: number of bytes of KV that the request needs, per KV cache group. Other bytes that the
-            transfer strategy reads beside them are not included. Empty if no read was planned.
+        bytes_by_group: number of bytes of KV that the request needs, per KV cache group, without gaps that
+            are read and discarded. Empty if no read was planned.
         strategy_by_group: name of the transfer strategy of each group; an empty name for a group without
             bytes.
-        pages: number of transfer descriptors before merging adjacent ones.
-        descriptors: number of transfer descriptors after merging.
-        run_bytes: size in bytes of the largest contiguous run that is transferred.
+        pages: number of contiguous runs of bytes before merging adjacent runs.
+        descriptors: number of transfer descriptors: one for each run after merging.
+        run_bytes: size in bytes of the largest run after merging.
         plan_seconds: seconds that the slowest worker took to plan the read.
         transfer_seconds: seconds that the slowest worker took to transfer the bytes.
         check_seconds: seconds that the slowest worker took to check afterwards that the peer had not reused

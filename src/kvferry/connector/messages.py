@@ -40,8 +40,9 @@ class WorkerInfo:
 class StepOrders:
     """Message of the connector's scheduler half to its worker halves: the work of one engine step.
 
-    Each lease has a slot: the index of its lease word, an integer in registered memory. A worker *raises* the
-    word when the lease ends, so that a peer that is still reading notices that the blocks may be reused.
+    A lease word is an integer in registered memory, one for each lease. The slot of a lease is the index of
+    its word. Workers *raise* (increment) the word when the lease ends. A peer that is still reading then
+    notices that the blocks may be reused.
 
     Attributes:
         connects: descriptions of all ranks of each peer to connect to, by peer name.
@@ -125,8 +126,8 @@ class StepReports:
         reported: number of workers whose reports are merged in `reports`, by load key.
         released: number of workers on which no transfer of the load is in flight any more, by load key.
         copies: merged report of each order to copy chunks, by order key.
-        raised: number of workers that have incremented the lease word (integer in registered memory that
-            reading peers check) of each ended lease of a kept turn, by lease name.
+        raised: number of workers that have incremented the lease word of each ended lease of a kept turn, by
+            lease name. A lease word is an integer in registered memory that reading peers check.
         stale: number of the last epoch in which the weights changed; None if they have not changed. An epoch
             is the time between two cache resets, numbered from 0.
     """

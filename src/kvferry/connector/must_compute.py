@@ -15,7 +15,7 @@ def must_compute(request: Request, local_tokens: int) -> tuple[MissReason, str] 
         local_tokens: number of tokens of the request in the engine's own prefix cache.
 
     Returns:
-        The reason, and the same reason as text for people; or None.
+        (reason, explanation), the explanation as text for people; or None.
     """
     if (why := request.cache_refusal) is not None:
         return MissReason.SKIPPED, f"{why}, so the engine computes the whole prompt"

@@ -44,8 +44,8 @@ class _Watch:
 
     Attributes:
         request: the engine's request.
-        admission: `request.num_preemptions` when the request was admitted. If the request has been preempted
-            since, its blocks were freed.
+        admission: `request.num_preemptions` when the request was admitted. If the number has grown since, a
+            preemption has freed the request's blocks.
         parts: partly filled blocks that vLLM has not cached yet and that the request still attends to.
     """
 
@@ -79,8 +79,8 @@ class PartBlocks:
     def distrust_all(self, request_id: str) -> None:
         """Treat all blocks of a request as partly loaded, because another connector loads its KV.
 
-        Partly loaded blocks are neither stored nor offered to peers. This is necessary because this connector
-        learns too late if the other connector's load fails. It could then already have stored wrong KV.
+        Partly loaded blocks are neither stored nor offered to peers. If the other connector's load fails,
+        this connector learns of it too late, and may have stored wrong KV by then.
         """
         self._distrusted.add(request_id)
 

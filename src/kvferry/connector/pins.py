@@ -24,8 +24,12 @@ def may_hold(source: str, blocks: int, held: Mapping[str, int], most: int) -> bo
     the others leave, so sources that hang always leave room for another source. While no other load holds
     blocks, a load may be of any size, so that long prompts can be loaded too.
 
-    >>> may_hold("a", 8, {}, 8), may_hold("a", 4, {"a": 1}, 8), may_hold("b", 2, {"a": 4}, 8)
-    (True, False, True)
+    >>> may_hold("a", 8, {}, 8)  # no other load holds blocks
+    True
+    >>> may_hold("a", 4, {"a": 1}, 8)  # 1 + 4 blocks are more than half of 8
+    False
+    >>> may_hold("b", 2, {"a": 4}, 8)  # "a" leaves 4 blocks, and 2 are half of them
+    True
 
     Args:
         source: name of the load's source.
@@ -109,7 +113,7 @@ class Pins(Generic[BlockT]):
 
         Args:
             key: unique name of the load.
-            workers: number of workers on which the load's transfers have ended and that this call reports.
+            workers: number of workers on which the load's transfers have ended since the last call.
 
         Returns:
             The blocks whose references the caller must drop now: all blocks of the load if these were the

@@ -57,21 +57,21 @@ class FirstPolicy:
 
 
 class WeightPolicy:
-    """Policy that values a bid (a source's offer) by its tokens, each weighted by the place that holds it."""
+    """Policy that values a bid (a source's offer) by its tokens; the place of each token sets its weight."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         """Create the policy from the weights of the places that tokens come from.
 
         Args:
-            weights: weight of a token by name of its place (``peer`` or a tier). A missing place has weight
-                1.
+            weights: maps the name of a place (such as ``peer`` or a tier) to the weight of each token that is
+                loaded from it. A place without an entry has weight 1.
         """
         self._weights = dict(weights)
 
     def value(self, bid: Bid | None, missing_tokens: int) -> float:
-        """Return the sum of the bid's tokens, each times the weight of its place; 0 for computing.
+        """Return the sum of the weights of the bid's tokens; 0 for computing.
 
-        Return 0 also if all tokens of one of the bid's sources have weight 0: such a source is never used.
+        A source whose tokens all have weight 0 is never used: a bid with such a source has value 0.
 
         Args:
             bid: the bid (offer of one or two sources to load tokens); None for computing.
@@ -119,8 +119,8 @@ def policy_named(name: PolicyName, weights: Mapping[str, float], speeds: Speeds)
 
     Args:
         name: value of the setting ``source_policy``.
-        weights: weight of a token by name of its place (``peer`` or a tier), for `WeightPolicy`. A missing
-            place has weight 1.
+        weights: maps the name of a place (such as ``peer`` or a tier) to the weight of each token that is
+            loaded from it, for `WeightPolicy`. A place without an entry has weight 1.
         speeds: measured speeds of loading and computing, for `CostPolicy`.
     """
     policies: dict[str, Policy] = {
@@ -157,8 +157,8 @@ class BidChooser:
             bids: bids in the order of their sources, each of at least one token.
             missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
             waited: seconds that the request has waited so far.
-            before: bid that was chosen for this request last time; None if there is none. It stays chosen
-                unless another bid is better by a factor of `MARGIN`.
+            before: bid that was chosen for this request last time; None if there is none. A bid of the same
+                sources and places wins unless another bid has more than `MARGIN` times its value.
         """
         return choose(self.policy, bids, missing_tokens, waits=waited < self.patience_seconds, before=before)
 
@@ -172,7 +172,7 @@ def choose(
 
     >>> from kvferry.connector.bids import PlaceTokens
     >>> disk, host = Bid("a", (PlaceTokens("file", 300),)), Bid("b", (PlaceTokens("host", 256),))
-    >>> choose(WeightPolicy({"file": 0.5}), [disk, host], 400, waits=False).source
+    >>> choose(WeightPolicy({"file": 0.5}), [disk, host], 400, waits=False).source  # 300 * 0.5 < 256
     'b'
 
     Args:
@@ -181,8 +181,8 @@ def choose(
         missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
         waits: True if the request may wait for a source that is still looking up its KV. Otherwise the bids
             of such sources are ignored.
-        before: bid that was chosen for this request last time; None if there is none. It stays chosen unless
-            another bid is better by a factor of `MARGIN`.
+        before: bid that was chosen for this request last time; None if there is none. A bid of the same
+            sources and places wins unless another bid has more than `MARGIN` times its value.
     """
     values = [(policy.value(bid, missing_tokens), bid) for bid in bids if waits or not bid.looking]
     most, best = max(values, key=lambda one: one[0], default=(0.0, None))

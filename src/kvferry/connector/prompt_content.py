@@ -30,8 +30,8 @@ def content_of(request: Request, tokens: int, adapters: Adapters) -> PromptConte
 
     Raises:
         NotYetNamed: a thread is still reading the files of the request's LoRA adapter.
-        Unnameable: it cannot be determined which content the prompt, the LoRA adapter, or an image or clip
-            has.
+        Unnameable: the content of the prompt, of the LoRA adapter, or of an image or clip cannot be
+            identified for certain.
     """
     if request.prompt_token_ids is None:
         raise Unnameable(_NO_TOKENS)
@@ -58,12 +58,12 @@ def keys_of(
         tokens: token ids of the request, from the first token on.
         chunk_tokens: number of tokens per chunk.
         adapters: record of the engine's LoRA adapters, which names each adapter by a digest of its files.
-        epoch: random text that affects every key. It changes at each reset of the cache, so that chunks from
-            before the reset are not found again. Empty before the first reset.
+        epoch: random text on which all keys depend; empty before the first reset of the cache. It changes at
+            each reset, so that chunks from before the reset are not found again.
 
     Raises:
         NotYetNamed: a thread is still reading the files of the request's LoRA adapter.
-        Unnameable: it cannot be determined which content the request has.
+        Unnameable: the content of the request cannot be identified for certain.
     """
     if request.prompt_token_ids is None:
         raise Unnameable(_NO_TOKENS)

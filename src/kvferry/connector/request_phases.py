@@ -75,9 +75,10 @@ class RequestState(Generic[PlanT]):
     Attributes:
         bidding: excluded sources and remaining attempts of the request.
         phase: current phase of the request. It changes as the loads begin and end.
-        taken: plan last proposed to the engine, and the number of the request's tokens that were then in the
-            engine's prefix cache; None if no plan is proposed.
-        crowded: True if too few blocks were free for `taken`.
+        taken: plan that `RequestPhases.propose` recorded last, and the number of the request's tokens that
+            were then in the engine's prefix cache; None if there is none.
+        crowded: True if the loads of `taken` could not begin when it was recorded, because they would leave
+            too few blocks free or exceed the number of blocks that their source may hold.
         failed: True if the last attempt has failed.
         waiting: stopwatch for the time that the request waits for free blocks, or for sources that are still
             looking up their KV.
@@ -170,7 +171,8 @@ class RequestPhases:
             state: state of the request.
             plan: plan returned by `best`; None to compute.
             local_tokens: number of the request's tokens in the engine's own prefix cache.
-            has_room: function that returns whether the loads of a plan leave enough blocks to others.
+            has_room: function that returns whether the loads of a plan may begin now and leave enough free
+                blocks for other requests.
         """
         if plan is None:
             state.taken = None
@@ -185,7 +187,7 @@ class RequestPhases:
         return None
 
     def admit(self, state: RequestState[PlanT], load_tokens: int) -> tuple[PlanT, int] | None:
-        """Record that the engine has allocated blocks to a request. A load uses up one of its attempts.
+        """Record that the engine has allocated blocks to a request. Beginning a plan uses up one attempt.
 
         Args:
             state: state of the request.
@@ -232,8 +234,8 @@ class RequestPhases:
     def scheduled(self, requests: Container[str]) -> None:
         """Record that the engine's coming step computes tokens of these requests.
 
-        No blocks are kept free for these requests any more. Each request gets back the attempts to load KV
-        that have succeeded.
+        Stop keeping blocks free for these requests. Give back their attempts that have succeeded, so that
+        they can load KV again.
 
         Args:
             requests: ids of all requests whose tokens the step computes.

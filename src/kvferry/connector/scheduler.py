@@ -186,7 +186,7 @@ class SchedulerHalf:
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether stores or ended leases still hold blocks, so that blocks become free without preemption."""
+        """Whether blocks of stores or ended leases will soon be free, so that the engine need not preempt."""
         return self._producer.holds_blocks or (self._tiering is not None and self._tiering.holds_blocks)
 
     def on_new_request(self, request: Request) -> None:

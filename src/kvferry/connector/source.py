@@ -107,8 +107,8 @@ class Source(Protocol):
     def alignments(self, request_id: str) -> tuple[int, ...]:
         """Return the alignment of loaded KV in tokens, for each KV cache group.
 
-        In each group, the KV that a load of the request brings begins at a multiple of the alignment. It may
-        begin in the middle of a block.
+        In each group, the KV that is loaded for the request begins at a multiple of the alignment, possibly
+        in the middle of a block.
 
         Args:
             request_id: id of the request.
@@ -134,10 +134,9 @@ class Source(Protocol):
         """
 
     def ended(self, load: Load, report: Report) -> None:
-        """Take note of a load that all workers have reported as ended.
+        """Handle the end of a load that all workers have reported.
 
-        If the load has failed, exclude its peer, or the tiers that were too slow, from further loads of the
-        same request.
+        If the load has failed, do not use its peer, or the tiers that were too slow, for this request again.
 
         Args:
             load: the load.

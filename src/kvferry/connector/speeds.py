@@ -29,7 +29,7 @@ class Line:
 
     Newer measurements have more weight.
 
-    >>> Line.from_sample(100, 2.0).updated(600, 3.0).seconds(350)
+    >>> Line.from_sample(100, 2.0).updated(600, 3.0).seconds(350)  # midway between two measurements
     2.5
 
     If all measured loads have similar sizes, the slope is unknown. The model then returns the lowest
@@ -73,7 +73,7 @@ class Line:
     def seconds(self, tokens: int) -> float:
         """Return the expected seconds to load `tokens` tokens.
 
-        With more tokens, the expected time stays equal or grows, and the time per token stays equal or falls.
+        As the number of tokens grows, the result never falls, and the time per token never rises.
         """
         most = self.seconds_mean / self.tokens
         spread = self.squares - self.tokens**2

@@ -28,7 +28,7 @@ def check(path: str | None, found: ReadTimings | None, now: datetime | None = No
     Args:
         path: path of the costs file that the configuration names; None for the user's default file.
         found: measured times of READs on this machine; None to check only the age of the file.
-        now: current time, from which the age of the file is computed; None for the clock's time.
+        now: current time, from which the age of the file is computed; None to read the system clock.
     """
     subject = "costs"
     try:

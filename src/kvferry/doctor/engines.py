@@ -68,10 +68,10 @@ class ExaminedEngine:
 def parse_target(text: str, role: Role = Role.BOTH) -> Target:
     """Parse the address of an engine or router.
 
-    >>> parse_target("http://127.0.0.1:8100/v1").url, parse_target("kvferry://10.0.0.7:5600").control
-    ('http://127.0.0.1:8100', ('10.0.0.7', 5600))
-    >>> parse_target("[::1]:5600").control
-    ('::1', 5600)
+    >>> parse_target("http://127.0.0.1:8100/v1").url  # without /v1 or /metrics at the end
+    'http://127.0.0.1:8100'
+    >>> parse_target("kvferry://10.0.0.7:5600").control, parse_target("[::1]:5600").control
+    (('10.0.0.7', 5600), ('::1', 5600))
 
     Args:
         text: HTTP URL, or host and port of the control channel, with or without ``kvferry://``.
@@ -230,7 +230,9 @@ def _check_ranks(
     identity: EngineIdentity | None,
     keys: Keys | None,
 ) -> list[Finding]:
-    """Check that the other data-parallel ranks of an engine answer, with the same settings as the first rank.
+    """Check that the other data-parallel ranks of an engine answer and have the settings of the first rank.
+
+    If `identity` is None, settings are not compared.
 
     Args:
         first: KV of a test prompt that the first rank offered.

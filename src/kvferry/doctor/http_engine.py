@@ -31,7 +31,8 @@ class _Ask(Protocol):
         Args:
             path: path of the URL.
             post: JSON body of a POST request; None for a GET request.
-            chosen: headers to add to the request; None to add none.
+            chosen: headers to add to this request, such as the one that chooses a data-parallel rank; None to
+                add none.
         """
 
 
@@ -230,10 +231,12 @@ def _check_metrics(answer: HttpReply, seen: UrlFindings) -> int:
 async def _request_kv(ask: _Ask, seen: UrlFindings, engines: int) -> None:
     """Have every data-parallel rank compute a test prompt, and add the KV that the ranks offer to `seen`.
 
+    If the first rank fails or offers no KV, a BAD finding is added, and the other ranks are not asked.
+
     Args:
         ask: function that sends an HTTP request to the engine.
         seen: result of the examination so far. Mutated.
-        engines: number of data-parallel ranks.
+        engines: number of vLLM's engines behind the URL, one per data-parallel rank.
     """
     listed = await ask("/v1/models")
     try:

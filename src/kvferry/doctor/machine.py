@@ -193,10 +193,10 @@ def memory_files() -> Finding:
 
 
 def large_pages(read: Read = read, release: str | None = None) -> Finding:
-    """Check that transparent huge pages are on, and that the kernel can use them for memory in use.
+    """Check that transparent huge pages are on, and that the kernel can move memory in use to them.
 
-    Without huge pages, READs between processes of one machine are several times slower. Memory in use, such
-    as the host tier, must be copied to huge pages (since Linux 6.1).
+    Without huge pages, READs between processes of one machine are several times slower. Only Linux 6.1 and
+    newer can move memory that is already in use, such as that of the host tier, to huge pages.
 
     Args:
         read: function that returns the content of a file, or None if the file cannot be read.

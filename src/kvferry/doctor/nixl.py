@@ -56,7 +56,8 @@ def _check_exit(ended: ProcessResult, libraries: bool) -> Finding:
 
     Args:
         ended: result of the process.
-        libraries: True if the process loaded the system's libefa before NIXL, to prevent such a crash.
+        libraries: True if the process loaded the system's libefa before NIXL, to prevent such a crash; False
+            if it could not load libefa.
     """
     beside = "the system's libefa is loaded first" if libraries else "no libefa here"
     if ended.code:

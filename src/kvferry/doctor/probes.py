@@ -149,7 +149,7 @@ def path(where: str) -> None:
 
 
 def twins(*paths: str) -> None:
-    """Print, for each path, an earlier path in `paths` that leads to the same directory; null if none does.
+    """Print each path with the first earlier path that is the same directory; null if there is none.
 
     Args:
         paths: paths of directories, which may contain links.

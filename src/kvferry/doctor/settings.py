@@ -151,7 +151,7 @@ def _check_multi(given: Mapping[str, Any], extra: Mapping[str, Any]) -> list[Fin
 
 
 def _check_outer_keys(given: Mapping[str, Any]) -> list[Finding]:
-    """Check the keys beside ``kv_connector_extra_config``: module path, load failure policy and role.
+    """Check the keys ``kv_connector_module_path``, ``kv_load_failure_policy`` and ``kv_role``.
 
     Args:
         given: value of ``--kv-transfer-config``, whose connector is one of kvferry's.

@@ -169,7 +169,7 @@ def _existing_parent(default: str) -> str:
     """Return the path `default` if it exists, else the path of its nearest existing parent directory.
 
     Args:
-        default: absolute path of a directory.
+        default: absolute path of a directory, which may not exist yet.
     """
     path = Path(default)
     return default if path.exists() else str(next(above for above in path.parents if above.exists()))

@@ -28,8 +28,8 @@ class Summary:
         failed: number of failed loads.
         seconds: time from arrival to scheduling, in seconds; None if the request is not scheduled yet.
         loading: part of `seconds` in which a load was under way, in seconds.
-        looking: part of `seconds` in which the request waited for a source to look up how much of the
-            prompt's KV it holds, in seconds.
+        looking: part of `seconds` in which the request waited for a source that was still looking up the
+            prompt's KV, in seconds.
     """
 
     tokens: int

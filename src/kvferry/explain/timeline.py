@@ -22,8 +22,8 @@ class TimelineEntry:
 
     Attributes:
         text: text of the sentence, not wrapped into lines.
-        after: time from the request's arrival to the event, in seconds. None if the previous sentence is
-            about the same event, and for the sentence that says how many events were not recorded.
+        after: time from the request's arrival to the event, in seconds. None if the sentence continues the
+            description of an event, or gives the number of events that were not recorded.
     """
 
     text: str

@@ -58,8 +58,8 @@ class PlacedField:
         stored: name, element size and axes of the field, over all ranks.
         start, count: index of the first head, and number of heads on this rank; (0, 1) for a field that every
             rank holds whole.
-        offset: byte offset of the field: in a snapshot (recurrent state at one position), from the start of
-            the page; in other pages, from the start of a head's bytes for a token, which hold all fields.
+        offset: byte offset of the field. For a snapshot (recurrent state at one position), it is relative to
+            the start of the page, otherwise to the start of one head's bytes for one token or stored entry.
     """
 
     stored: StoredField

@@ -60,15 +60,15 @@ class EngineShape:
 
     Attributes:
         tp: number of tensor-parallel ranks.
-        stages: number of layers with a cache on each pipeline rank.
+        stages: number of entries of `ModelCache.layers` on each pipeline rank.
         block_tokens: number of tokens per block, for layers whose block size is set by neither the model nor
             `groups`.
         layout: order of the axes in memory, one of `LAYOUTS`, e.g. ``LBHNC``.
         num_blocks: number of blocks in each rank's pool, the null block included.
         kernel_tokens: number of tokens per kernel block (block as the attention kernel addresses it) if a
             block consists of several kernel blocks, otherwise 0.
-        groups: layers and block size of each KV cache group; all layers of a group have equal caches. If
-            empty, all layers with equal caches form one group.
+        groups: layers and block size of each KV cache group; all layers of a group have the same
+            `LayerCache`. If empty, all layers with the same `LayerCache` form one group.
     """
 
     tp: int
@@ -148,13 +148,13 @@ def group_layers(
 ) -> tuple[tuple[int, ...], ...]:
     """Divide the layers of a model into KV cache groups, and return the layer indices of each group.
 
-    The layers of a group have equal caches.
+    All layers of a group have the same `LayerCache`.
 
     Args:
         model: caches of all layers.
-        counts: number of groups for the layers with equal caches, by cache; None for one group per cache.
-            Layers with equal caches are assigned to their groups in turn (round robin), so that each group
-            has layers on every pipeline rank.
+        counts: maps each `LayerCache` to the number of groups among which its layers are divided; None for
+            one group each. Layers are assigned to the groups in turn (round robin), so that each group has
+            layers on every pipeline rank.
     """
     alike: dict[LayerCache, list[int]] = {}
     for number, store in enumerate(model.layers):
@@ -210,7 +210,7 @@ def lay_out(
     Args:
         model: caches of all layers.
         engine: settings of the engine.
-        addresses: address of each rank's block pool; None for arbitrary ones, if no memory is used.
+        addresses: address of each rank's block pool; None for made-up addresses, if no memory is accessed.
 
     Raises:
         GeometryError: an engine with these settings cannot serve this model, or the number of addresses is

@@ -146,9 +146,10 @@ class PageFormat:
     """The format of one page (memory of one block in one layer): its fields and its size.
 
     Attributes:
-        content: id of the format of the bytes, e.g. with the names of attention backend and KV dtype.
-            Fields can be transferred between pages with different ids if the fields have the same name. A
-            page whose inner structure is unknown (opaque) can be copied only to a page with the same id.
+        content: id of the format of the bytes; for vLLM's attention layers, it contains the names of the
+            attention backend and of the KV dtype. Fields of the same name can be transferred between pages
+            with different ids. A page whose inner structure is unknown (opaque) can be copied only to a page
+            with the same id.
         block_tokens: number of tokens per block; 0 for a page that is a snapshot of recurrent state.
         page_bytes: size of the page in bytes. The stride between blocks may be larger.
         fields: logical tensors in the page.
@@ -210,8 +211,8 @@ def opaque_page(
         run_bytes: bytes of one element, which is the whole page if the page is contiguous.
         rank: index of this rank, from 0 to `ranks` - 1; 0 if all ranks hold the same bytes.
         ranks: number of ranks that hold different bytes; 1 if all ranks hold the same bytes.
-        loops: (count, stride in bytes) over the elements of a scattered page, outermost first; empty if the
-            page is contiguous.
+        loops: (count, stride in bytes) of each nested loop over the elements of a scattered page, outermost
+            first; empty if the page is contiguous.
     """
     axes = [Axis(_SHARD, ((1, 0),), rank, ranks)]
     if loops:

@@ -106,7 +106,7 @@ class PoolRoom:
         slots: least number of slots per block. If the group has more layers than this, a block has as many
             slots as the group has layers.
         slot_bytes: bytes that a slot reserves for one kernel block (block as the attention kernel addresses
-            it); 0 for exactly the size of its KV. Used only for layouts with contiguous pages.
+            it); 0 if it reserves only the size of the KV. Used only for layouts with contiguous pages.
         block_stride: bytes from one block to the next; 0 if the blocks lie side by side. Used only for
             layouts with blocks outermost.
     """

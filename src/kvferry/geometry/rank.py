@@ -166,9 +166,9 @@ class RankGeometry:
     def check(self) -> None:
         """Raise GeometryError if the geometry is inconsistent.
 
-        Every page must lie in one registered region and must not overlap another page of its layer. Both
-        ranks (tensor- and pipeline-parallel) must be below the number of ranks. Engines check their own
-        geometry and that of each peer: a transfer with an address outside of the regions would fail or read
+        Every page must lie in one registered region and must not overlap another page of its layer.
+        `tp_rank` must be below `tp_size`, and `pp_rank` below `pp_size`. Engines check their own geometry and
+        that of each peer, because a transfer with an address outside of the regions would fail or read
         unrelated memory.
         """
         if not (0 <= self.tp_rank < self.tp_size and 0 <= self.pp_rank < self.pp_size):

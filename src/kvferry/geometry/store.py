@@ -96,7 +96,8 @@ class ModelCache:
 
     Attributes:
         name: display name of the model.
-        layers: cache of each layer, in the order of the model's layers. Layers without a cache are left out.
+        layers: caches of all layers, in the order of the model's layers. Layers without a cache are left out,
+            and a layer with several caches has several entries.
         query_heads: number of query heads, which must be a multiple of the tensor-parallel size; 0 if
             unknown.
     """

@@ -34,7 +34,7 @@ _DEEPEST = 32
 class Namespace:
     """The scope of chunk keys: all facts about model and format that determine the bytes of chunks.
 
-    Create it from facts with `of`, or with `read` from the note (small JSON file) that a tier stores.
+    `of` creates it from facts, and `read` from the note (small JSON file) that a tier stores.
 
     Attributes:
         text: facts as canonical JSON.
@@ -67,7 +67,7 @@ class Namespace:
             model: other properties of the model and of the engine's settings that affect KV, by name.
             dtype: element type of the model's activations.
             kv_dtype: element type of the KV cache.
-            scales: scales of a quantised KV cache, by name; empty if there are none or `form` has them.
+            scales: scales of a quantised KV cache, by name; empty if there are none or if `form` has them.
                 Scales that an engine computes at run time give another namespace in each run.
             form: lines of text that describe the format of a chunk's bytes, from `CanonicalForm.describe`.
             name: display name of the model.

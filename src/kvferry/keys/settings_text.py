@@ -57,7 +57,8 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, str]:
     {'layers': '[1, 2]', 'rope.theta': '10000'}
 
     A model's own code may put objects into its configuration. Such objects are represented by their
-    attributes, because Python prints an object differently in every process.
+    attributes, because Python prints an object differently in every process. The members of a set are sorted
+    as text, in which 10 precedes 2.
 
     >>> from types import SimpleNamespace
     >>> settings_of({"blocks": [SimpleNamespace(heads={2, 10})], "first": SimpleNamespace(heads=2)})

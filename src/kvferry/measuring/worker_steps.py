@@ -51,13 +51,13 @@ class LoadRequest:
 
 @dataclass(slots=True)
 class StepOutcome:
-    """The loads whose end a worker noticed in one engine step.
+    """The loads that ended, as seen by a worker in one engine step.
 
     Attributes:
-        failures: outcome of each load that the worker reports to the scheduler, by load key: the reason for
-            the failure, or None if the load succeeded.
-        results: result of each load that the reading threads have finished, by load key. If a load passed its
-            deadline, `failures` of an earlier step already reported it as failed.
+        failures: maps the key of each load that the worker reports to the scheduler to the reason why the
+            load failed, or to None if it succeeded.
+        results: maps the key of each load that the reading threads have finished to its result. If a load
+            passed its deadline, `failures` of an earlier step already reported it as failed.
     """
 
     failures: dict[str, str | None] = field(default_factory=dict)

@@ -156,9 +156,9 @@ class AddressSpace:
 
 
 def largest_word(copy: StridedCopy, *offsets: Any) -> int:
-    """Return the largest element size of tensor views for a strided copy: 8, 4, 2 or 1 bytes.
+    """Return the largest element size in bytes that tensor views of a strided copy can have: 8, 4, 2 or 1.
 
-    The length of the copy's runs, its strides and all `offsets` are multiples of this size.
+    The element size divides the length of the copy's runs, its strides and all `offsets`.
 
     Args:
         copy: strided copy (nested loops over contiguous runs of bytes).

@@ -52,9 +52,9 @@ def available_memory(read: Read = read) -> tuple[int, str] | None:
 
 
 def _left_to_groups(read: Read) -> Iterator[int]:
-    """Yield the bytes that are left of each control group's memory limit, from this process's group up.
+    """Yield how many bytes each control group has left of its memory limit, from this process's group up.
 
-    Groups without a limit are skipped.
+    Groups without a limit are skipped. Cached file pages do not count as used.
 
     Args:
         read: function that returns the text of a file, or None if it cannot be read.

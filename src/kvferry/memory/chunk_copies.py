@@ -89,7 +89,7 @@ class ChunkCopies:
                     packed_cell(view, self._memory, at)[...] = 0
 
     def clear(self, blocks: Int64s) -> None:
-        """Zero the KV of these blocks in all layers of the route (layers that are copied together).
+        """Zero the KV of these blocks in all layers of the route (layers with the same strided copies).
 
         Args:
             blocks: block ids, int64 of shape (n,).

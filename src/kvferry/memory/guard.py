@@ -106,7 +106,7 @@ def _rewrap(result: Any, views: Sequence[torch.Tensor]) -> Any:
 
 
 def _guarded(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """Yield the guarded views among the arguments of an operation, also from nested lists and tuples."""
+    """Yield the guarded views among the arguments of an operation, including nested lists and tuples."""
     for value in values:
         if isinstance(value, _GuardedView):
             yield value

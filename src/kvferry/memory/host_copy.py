@@ -75,10 +75,10 @@ def packed_cell(view: CopyView, memory: npt.NDArray[np.uint8], offset: int) -> n
 
 
 def _check_arrays(view: CopyView, places: Int64s, memory: npt.NDArray[np.uint8], offsets: Int64s) -> None:
-    """Raise `TransferError` unless the arrays are as the native kernel, which does not check them, expects.
+    """Raise `TransferError` if the native kernel cannot take the arrays. The kernel does not check them.
 
-    It expects int64 indices and offsets, one of each per cell, no negative strides, and contiguous memory,
-    which must be writable to store cells.
+    It takes one int64 index and one int64 offset per cell, no negative strides, and contiguous memory. The
+    memory must be writable to store cells.
     """
     if not (places.dtype == offsets.dtype == np.int64 and places.shape == offsets.shape == (len(places),)):
         raise TransferError(

@@ -34,13 +34,14 @@ class CopyView:
     Attributes:
         copy: strided copy of a cell: nested loops over contiguous runs of bytes.
         storing: True if the pool is the source of the copy, False if it is the destination.
-        loops: loops of the copy, the one with the largest stride in the pool first, int64 of shape
-            (loops, 3): count, source stride, and destination stride in bytes.
+        loops: loops of the copy, sorted by descending stride in the pool, int64 of shape (loops, 3). A row is
+            (count, source stride in bytes, destination stride in bytes).
         word: size in bytes of an element of `elements`.
-        elements: view of the pool, of shape (places, count of every loop, elements of a run). It is a numpy
-            array for host memory, and a tensor for GPU memory.
+        elements: view of the pool, of shape (places, count of every loop in `copy.loops`, elements of a run).
+            It is a numpy array for host memory, and a tensor for GPU memory.
         offset: byte offset of the first run in the cell outside the pool.
-        shape: shape of a view of the cell outside the pool: (count of every loop, elements of a run).
+        shape: shape of a view of the cell outside the pool: (count of every loop in `copy.loops`, elements of
+            a run).
         strides: strides of that view, in bytes.
         extent: bytes from the start of the first run to the end of the last run, outside the pool.
     """
@@ -123,8 +124,8 @@ class PoolCells:
             side: side of the copies that is the pool, "src" or "dst".
             stride: bytes from one block to the next.
             blocks: number of blocks.
-            alignments: for each part, a common divisor of the distances in bytes between its cells outside
-                the pool, which limits the element size of the copies; empty for no limit.
+            alignments: for each part, a number of bytes that divides all distances between its cells outside
+                the pool. The element size of the part's copies divides this number, too. Empty for no limit.
 
         Raises:
             TransferError: the copies exceed the pool's memory.

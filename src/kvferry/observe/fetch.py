@@ -127,13 +127,13 @@ async def fetch(
     Args:
         http: HTTP client of this event loop.
         url: URL to request.
-        seconds: longest time until the answer is complete, in seconds.
+        seconds: maximum time from the start of the request to the end of the answer, in seconds.
         post: JSON body of a POST request; None for a GET request.
         headers: headers of this request, in addition to those of the client.
 
     Raises:
-        ProtocolError: no complete answer arrived in time, or the answer is too large. The message is the
-            reason.
+        ProtocolError: the URL is not valid, the server cannot be reached, no complete answer arrives in time,
+            or the answer is too large. The message states the reason.
     """
     method, kind = ("GET", {}) if post is None else ("POST", {"content-type": "application/json"})
     body = bytearray()

@@ -31,12 +31,12 @@ class _RequestCounts:
     Attributes:
         sources: names of the sources that may serve the request.
         asked: last event with the sources' answers for the request; None before the first such event.
-        failed: reason of the latest failure, for each source with a failed load.
-        until: largest end of an attempt's loads, as token position (exclusive), by attempt.
-        lost: for each source with a failed load, largest `until` of the attempts in which it failed. Without
-            the failure, the engine would not compute the tokens before this position. Cleared when the
-            request is scheduled.
-        succeeded: begin events of the loads that succeeded.
+        failed: maps the name of a source to the reason why its latest failed load failed.
+        until: maps the name of an attempt to the position after the last token that its loads cover.
+        lost: maps the name of a source with a failed load to a position, the largest `until` of the attempts
+            in which it failed. Without the failure, the engine would not compute the tokens before this
+            position. Cleared when the request is scheduled.
+        succeeded: events of the start of the loads that succeeded.
         broken: names of the attempts with a failed load. The other loads of these attempts are not used.
         settled: True once the request was scheduled.
     """

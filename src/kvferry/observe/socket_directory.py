@@ -36,7 +36,7 @@ def make_directory() -> Path:
     """Return the directory in which engines create their Unix sockets. Create it if it does not exist.
 
     Raises:
-        ConfigError: the directory cannot be created, or other users may enter it.
+        ConfigError: the directory cannot be created, or `check_directory` rejects it.
     """
     directory = socket_directories()[0]
     try:
@@ -110,7 +110,7 @@ def engine_sockets(directory: Path) -> list[Path]:
     killed before the rename.
 
     Raises:
-        ConfigError: other users may enter the directory, or the directory cannot be read.
+        ConfigError: `check_directory` rejects the directory, or the directory cannot be read.
     """
     try:
         check_directory(directory)
@@ -164,6 +164,9 @@ def remove_stale(directory: Path) -> None:
 
     Args:
         directory: directory with the sockets of engines.
+
+    Raises:
+        ConfigError: `check_directory` rejects the directory, or the directory cannot be read.
     """
     for path in engine_sockets(directory):
         with suppress(OSError):

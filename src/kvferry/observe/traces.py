@@ -79,7 +79,7 @@ class RequestTrace:
 class _GrowingTrace:
     """The trace of a request, to which the engine's thread adds events. Mutable.
 
-    The attributes are those of `RequestTrace`. Keys of `stored`: label of the KV cache group.
+    The attributes are those of `RequestTrace`. `stored` maps a KV cache group's label to its summary.
     """
 
     request_id: str

@@ -34,11 +34,11 @@ _SIMILAR = 1.5
 def base_tokens(caches: Iterable[LayerCache], tp: int, configured: int | None) -> tuple[int, str]:
     """Return the number of tokens per block that vLLM chooses for a model, and the reason for this number.
 
-    For models with attention and recurrent state, vLLM (`Platform._align_hybrid_block_size`) takes the
-    smallest multiple of a step for which the largest attention page (one block in one layer) is at least as
-    large as the recurrent state of any layer. The step is `configured`, but at least 16, or 128 for models
-    with MLA latents. Attention pages and recurrent state shrink differently with tensor parallelism, so the
-    block size depends on `tp`.
+    For models with attention and recurrent state, vLLM (`Platform._align_hybrid_block_size`) enlarges the
+    block in steps until the largest attention page (one block in one layer) is at least as large as the
+    recurrent state of any layer. A step has `configured` tokens, but at least 16, or at least 128 for models
+    with MLA latents. The result is rounded up to a multiple of 16. It depends on `tp`, because tensor
+    parallelism can reduce attention pages and recurrent state by different factors.
 
     Args:
         caches: KV cache of each layer.
@@ -101,11 +101,11 @@ def block_sizes(
 
     A page holds one block in one layer. If blocks are the outermost axis of the layout, pages may differ in
     size. Otherwise vLLM (`unify_kv_cache_spec_page_size`) makes all pages equal in size. If the largest page
-    is a multiple of a smaller page, a block of the layers with the smaller page gets that many times more
-    tokens. If it is not a multiple, vLLM pads the smaller page.
+    is a multiple of a smaller page, a block of the layers with the smaller page gets that many times
+    as many tokens. If it is not a multiple, vLLM pads the smaller page.
 
     Args:
-        caches: KV cache of each layer. Layers with equal caches are of the same kind.
+        caches: KV cache of each layer. Layers are of the same kind if their `LayerCache` is equal.
         tp: number of tensor-parallel ranks.
         layout: name of the memory layout, such as ``LBNHC``: the axes from the outermost to the innermost.
         tokens: number of tokens per block, from `base_tokens`.
@@ -151,11 +151,12 @@ def group_counts(
       The number is then 1 for every kind.
     - Blocks are the outermost axis of the layout, and pages differ in size. `_packed_group_counts` has the
       rule for this case (vLLM's `_get_packed_kv_cache_groups`).
-    - Otherwise all groups have the same size: the number of layers of the rarest kind, or of the most
-      frequent kind if that has less than 1.5 times as many layers (`_get_kv_cache_groups_uniform_page_size`).
+    - Otherwise every group has room for the same number of layers
+      (`_get_kv_cache_groups_uniform_page_size`). This is the number of layers of the rarest kind. If the most
+      frequent kind has less than 1.5 times as many layers, it is the number of layers of that kind instead.
 
     Args:
-        layers: KV cache of each layer. Layers with equal caches are of the same kind.
+        layers: KV cache of each layer. Layers are of the same kind if their `LayerCache` is equal.
         tp: number of tensor-parallel ranks.
         layout: name of the memory layout, such as ``LBNHC``: the axes from the outermost to the innermost.
         sizes: number of tokens per block for each kind of layer, from `block_sizes`.
@@ -181,9 +182,11 @@ def _packed_group_counts(
     of layers in equal numbers. There are two cases:
 
     - There are mixed buckets. Each mixed bucket is one group. Each bucket with a single kind is divided into
-      groups of equal size (`_layers_per_group`). They are at least as large as any kind in a mixed bucket.
+      groups of equal size (`_layers_per_group`). The size is at least the number of layers that any one kind
+      has in a mixed bucket.
     - There are no mixed buckets. Only sliding-window layers are divided: each group gets as many as fit into
-      a block. A block holds the pages of the largest bucket, with one page per sliding-window kind.
+      a block. The size of a block is that of the largest bucket. The size of a bucket is the sum of its
+      layers' pages, in which each sliding-window kind counts as one page.
 
     Each other kind of layer is in one group.
 
@@ -219,10 +222,10 @@ def _packed_group_counts(
 
 
 def _layers_per_group(counts: Sequence[int], least: int) -> int:
-    """Return the number of layers per KV cache group that leaves the fewest places in the groups empty.
+    """Return the group size (layers per KV cache group) that leaves the fewest places in the groups empty.
 
-    The layers of each bucket (set of layers) are divided into groups of this size, and the last group of a
-    bucket may be partly empty. Among equally good sizes, the largest is returned.
+    The layers of each bucket (set of layers) are divided into groups of this size. The last group of a bucket
+    may be partly empty. If several sizes leave equally few places empty, return the largest.
 
     Args:
         counts: number of layers in each bucket.

@@ -32,9 +32,9 @@ class StorageChoice:
             stored.
         snapshots: number of snapshots that are stored.
         bytes: total size of all chunk files, in bytes.
-        gap_tokens: largest distance in tokens between the ends of two successive loadable prefixes, where the
-            start and the end of the prompt count as such ends. If another prompt begins with tokens of this
-            prompt, the engine recomputes at most `gap_tokens` of the common tokens.
+        gap_tokens: largest distance in tokens between the ends of two successive loadable prefixes. The start
+            and the end of the prompt also count as ends. If another prompt shares a prefix with this prompt,
+            the engine recomputes at most `gap_tokens` tokens of the shared prefix.
     """
 
     steps: SnapshotSteps

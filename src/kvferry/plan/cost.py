@@ -1,7 +1,7 @@
 """The planner's choice of a transfer strategy for a route, and the expected seconds.
 
-A *route* is a set of layers that are copied alike between two ranks. This is the only module of the package
-that uses the planner's cost model.
+A *route* is a set of layers that are copied together between two ranks. This is the only module of the
+package that uses the planner's cost model.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ ROOM_BYTES = TransferSettings().staging_bytes // 4
 
 @dataclass(frozen=True, slots=True)
 class RouteEstimate:
-    """The expected strategy, duration and READs of a route (layers that are copied alike between two ranks).
+    """The expected strategy, duration and READs of a route.
+
+    A route is a set of layers that are copied together between two ranks.
 
     Attributes:
-        strategy: transfer strategy that the planner chooses.
+        strategy: transfer strategy: `Pricing.strategy` if it is possible, otherwise the cheapest strategy.
         seconds: expected duration in seconds.
         read_descriptors, read_bytes: total number of descriptors, and of bytes, of all READs.
     """
@@ -95,14 +97,15 @@ def parse_strategy(name: str) -> Strategy | None:
 
 
 def estimate_route(route: Route, cells: Cells, counts: TransferCounts, pricing: Pricing) -> RouteEstimate:
-    """Forecast the transfer of a route (layers that are copied alike between two ranks) for one request.
+    """Forecast the transfer of one request over a route.
 
-    A cell is the part of a block that is copied as one unit.
+    A route is a set of layers that are copied together between two ranks. A cell is the part of a block that
+    is copied as one unit.
 
     Args:
         route: layers and the ranks between which they are copied.
         cells: cells of the route that the request transfers.
-        counts: number of descriptors and of bytes if these cells are read without staging.
+        counts: number of descriptors and of bytes if these cells are transferred directly.
         pricing: costs of transfer work, and the required strategy if there is one.
     """
     costs = pricing.costs

@@ -18,7 +18,9 @@ from kvferry.planning.select import needed_tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerForecast:
-    """The forecast of transferring a prompt's KV for one kind of layer. Layers of a kind have equal caches.
+    """The forecast of transferring a prompt's KV for one kind of layer.
+
+    Layers are of the same kind if their `LayerCache` is equal.
 
     Attributes:
         cache: KV cache of a layer of this kind, over all ranks.
@@ -26,8 +28,8 @@ class LayerForecast:
         tables: number of block tables of these layers at the destination.
         tokens: number of tokens of the prompt that are transferred; for recurrent state, the position of the
             transferred state.
-        page_bytes, to_page_bytes: bytes, without padding, of the largest page (one block in one layer on one
-            rank), at the source and at the destination.
+        page_bytes, to_page_bytes: size in bytes of the largest page (one block in one layer on one rank) at
+            the source and at the destination, without padding.
         estimate: expected transfer of all these layers together.
     """
 
@@ -154,9 +156,9 @@ def _without_window(kind: GroupKind) -> GroupKind:
 
 
 def _page_bytes(ranks: Sequence[RankGeometry], groups: Sequence[int]) -> int:
-    """Return the bytes, without padding, of the largest page (one block in one layer) in several groups.
+    """Return the size in bytes of the largest page (one block in one layer) in several groups.
 
-    Return 0 if these groups have no layers.
+    Padding does not count. Return 0 if these groups have no layers.
 
     Args:
         ranks: memory geometry of all ranks of an engine.
@@ -174,8 +176,8 @@ def _full_bytes(
 ) -> list[int | None]:
     """Return the bytes that would be transferred for each kind of layer if all layers had full attention.
 
-    A layer with recurrent state alone counts as many bytes as the model's largest attention layer. Recurrent
-    state of a layer that also has attention counts 0 bytes.
+    A layer that has only recurrent state counts as many bytes as the model's largest attention layer. If a
+    layer has both attention and recurrent state, the state counts 0 bytes.
 
     Args:
         reading: description of the model's KV cache.

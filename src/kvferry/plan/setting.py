@@ -18,9 +18,10 @@ from kvferry.planning.template import Route, Template, build_templates
 
 
 def split_k_and_v(reading: ModelReading) -> tuple[ModelReading, dict[LayerCache, LayerCache]]:
-    """Return a description of the model in which K and V of a layer are the caches of two separate layers.
+    """Return a description of the model in which K and V of each layer are two separate layers.
 
-    This describes engines that keep K and V on separate pages, and not together for each head and token.
+    This describes engines that store K and V on separate pages instead of side by side for each head and
+    token. Layers with other fields than K and V stay as they are.
 
     Args:
         reading: description of the model's KV cache.
@@ -92,7 +93,9 @@ def make_tables(reading: ModelReading, side: EngineSide, tokens: int) -> Request
 
 
 def scattered_tables(blocks: Sequence[int]) -> RequestTables:
-    """Make up block tables with the given numbers of blocks. No two blocks are adjacent in memory.
+    """Make up block tables with the given numbers of blocks.
+
+    The block ids are 1, 3, 5 and so on, so that no two blocks are adjacent in memory.
 
     >>> [table.tolist() for table in scattered_tables([2, 1]).by_group], scattered_tables([2, 1]).num_blocks
     ([[1, 3], [5]], 7)
@@ -110,7 +113,7 @@ class PlannedTransfer:
     """Two hypothetical engines with memory at made-up addresses, and a request to transfer between them.
 
     Attributes:
-        kinds: KV cache of each kind of layer. Layers with equal caches are of the same kind.
+        kinds: KV cache of each kind of layer. Layers are of the same kind if their `LayerCache` is equal.
         src_rows, dst_rows: index in `kinds` for each KV cache group of the source and of the destination.
         srcs, dsts: memory geometry of all ranks of the source and of the destination.
         src_tables, dst_tables: block tables of the request at the source and at the destination.
@@ -147,7 +150,7 @@ class PlannedTransfer:
         """Return the cells (parts of blocks that are copied as one unit) that the request transfers.
 
         Args:
-            route: layers that are copied alike between two ranks.
+            route: layers that are copied together between two ranks.
             kind: kind to assume for these layers' cache. It may differ from the real kind, to compare windows
                 with full attention.
             attention_span: attention span to assume for these layers, in tokens; 0 for all tokens.

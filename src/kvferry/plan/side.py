@@ -61,8 +61,8 @@ def resolve_layout(name: str, reading: ModelReading) -> str:
     - Models with compressed latents (DeepSeek V4): BLHNC, because they require blocks as the outermost axis.
     - Other models with MLA: LBNHC, because vLLM's MLA backends do not declare support for blocks as the
       outermost axis.
-    - Models without MLA: BHLNC if all layers have equal caches. Otherwise BLHNC, because layers with
-      different caches cannot be inside the axis of heads.
+    - Models without MLA: BHLNC if all layers have the same `LayerCache`. Otherwise BLHNC, because BHLNC has
+      the head axis outside of layers, and then all pages must have one shape.
 
     Args:
         name: name of a layout, or `AUTO`. A name other than `AUTO` is returned without a check.

@@ -1,6 +1,6 @@
 """Totals of a transfer over the routes of all ranks.
 
-A *route* is a set of layers that are copied alike between two ranks. A *run* is a range of bytes that is
+A *route* is a set of layers that are copied together between two ranks. A *run* is a range of bytes that is
 contiguous at the source and at the destination.
 """
 
@@ -59,14 +59,14 @@ class TransferEstimate:
 class TransferTotals:
     """The running totals of a transfer, to which one route after the other is added.
 
-    A route is a set of layers that are copied alike between two ranks.
+    A route is a set of layers that are copied together between two ranks.
 
     Attributes:
         pages, descriptors, bytes, full_bytes, read_descriptors, read_bytes: totals over the added routes.
             `TransferEstimate` explains them.
-        runs: number of bytes in runs of each length. Keys: run length in bytes.
+        runs: maps a run length in bytes to the number of bytes in runs of this length.
         strategies: distinct transfer strategies of the added routes.
-        seconds: expected duration in seconds for each destination rank. Keys: index of the rank.
+        seconds: maps the index of a destination rank to its expected duration in seconds.
     """
 
     pages: int = 0
@@ -86,7 +86,7 @@ class TransferTotals:
 
         Args:
             rank: index of the destination rank.
-            route: layers that are copied alike from one source rank to the destination rank.
+            route: layers that are copied together from one source rank to the destination rank.
             cells: cells of the route that are transferred.
             full: cells of the route that would be transferred if its layers had full attention.
             pricing: costs of transfer work, and the required strategy if there is one.
@@ -110,7 +110,7 @@ class TransferTotals:
     def of(cls, parts: Iterable[Self]) -> Self:
         """Return the sum of several totals.
 
-        The result's `full_bytes` is 0, not a sum, because the caller passes that number to `estimate`.
+        `full_bytes` of the result is 0, because the caller passes this number to `estimate` instead.
         """
         whole = cls()
         for part in parts:
@@ -158,7 +158,7 @@ def median_run(runs: Mapping[int, int]) -> int:
     (65536, 1024)
 
     Args:
-        runs: number of bytes in runs of each length. Keys: run length in bytes.
+        runs: maps a run length in bytes to the number of bytes in runs of this length.
     """
     half, seen = sum(runs.values()) / 2, 0
     for length in sorted(runs, reverse=True):

@@ -2,7 +2,7 @@
 
 The modules contain array arithmetic only. They turn two descriptions of memory into the descriptors of one
 request. A *cell* is the part of a block that is copied as one unit; its number of tokens is the greatest
-common divisor of both block sizes. A *route* is a set of layers that are copied alike between two ranks.
+common divisor of both block sizes. A *route* is a set of layers that are copied together between two ranks.
 
 - `page_copy`: computes, from two page formats, the strided copies of one cell. This one step covers
   resharding, layout changes and block size changes. `cell_copy`, `strided_copy` and `descriptors` define its

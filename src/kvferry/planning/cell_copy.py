@@ -37,9 +37,9 @@ class CellCopy:
     To copy a cell, add its offsets to the addresses in `copies`.
 
     Attributes:
-        src_offsets, dst_offsets: byte offset of each cell of a source block and of each cell of a destination
-            block, relative to the cell with the lowest address. The two blocks may have different numbers of
-            cells.
+        src_offsets, dst_offsets: byte offset of each cell of a source block, and of each cell of a
+            destination block. Offsets are relative to the cell with the lowest address in the block. The two
+            blocks may have different numbers of cells.
         copies: strided copies (nested loops over runs of bytes) of the cell with offset 0 on both sides.
     """
 
@@ -119,7 +119,9 @@ class PoolDescriptors:
 
 
 def merge_cell_copies(parts: Iterable[CellCopy]) -> tuple[CellCopy, ...]:
-    """Merge the `CellCopy` objects that have equal cell offsets. Leave out objects without strided copies.
+    """Merge all `CellCopy` objects that have equal `src_offsets` and equal `dst_offsets`.
+
+    Objects without strided copies are left out.
 
     >>> k, v = (CellCopy((0, 8), (0,), (StridedCopy(at, at, 4),)) for at in (0, 4))
     >>> merge_cell_copies([k, v, CellCopy((0, 3), (0,), ())])
@@ -147,10 +149,9 @@ def split_tokens(
         cell_tokens: number of tokens per cell.
 
     Yields:
-        (source cells, destination cells, source tokens, destination tokens) for each group. Source cells and
-        destination cells: byte offset of each cell, relative to the cell with the lowest address. Source
-        tokens and destination tokens: byte offset in the block of each of the group's tokens, for the cell
-        with offset 0, int64 of shape (tokens of the group,).
+        (src_offsets, dst_offsets, src_tokens, dst_tokens) for each group. The first two are the byte offsets
+        of the cells, as in `CellCopy`. The other two are the byte offsets, in the block, of the group's
+        tokens in the cell with offset 0, int64 of shape (tokens of the group,).
     """
     cells = [side.reshape(-1, cell_tokens) for side in (src, dst)]
     steps = np.concatenate([side - side[0] for side in cells])

@@ -111,7 +111,7 @@ def cells_to_store(
         blocks: part of the source group's block table that contains the blocks with the chunks' tokens.
 
     Raises:
-        TransferError: a block is missing or null.
+        TransferError: a block is missing, null or not in its pool; or `available` begins inside a cell.
     """
     if not route.cell_tokens:
         one = LoadSpan(0, 1, 2)
@@ -182,8 +182,9 @@ def cells_to_load(
         table: block ids of the destination group by position, int64 of shape (blocks,).
 
     Raises:
-        TransferError: a block is missing or null; or the prefix that the engine already has ends inside a
-            cell; or a part of the load ends inside a block.
+        TransferError: a block is missing, null or not in its pool; or the prefix that the engine already has
+            ends inside a cell; or the load is a part of a prefix, and begins or ends inside a block that the
+            adjacent part also writes.
     """
     if not route.cell_tokens:
         return [

@@ -160,7 +160,7 @@ class Coverage:
 
     @property
     def per_group(self) -> tuple[int, ...]:
-        """Length in tokens of the longest prefix that each group could use if other groups had all chunks."""
+        """Length in tokens of the longest prefix that each group can use, whatever the other groups lack."""
         return tuple(self._last(row, NO_TIER)[0] for row in self.slowest)
 
     @property

@@ -85,7 +85,7 @@ def gather_image(cell_copies: Iterable[CellCopy]) -> PackedImage | None:
     >>> image.pool_copies[0].nests[1]
     StridedCopy(src=1000, dst=8, run=8, loops=(Loop(count=2, src=8, dst=24),))
     >>> reads = image.reads[0].descriptors
-    >>> reads.src.tolist(), reads.dst.tolist(), reads.length.tolist()
+    >>> reads.src.tolist(), reads.dst.tolist(), reads.length.tolist()  # one read: 2 heads, 3 layers, 8 bytes
     ([0], [0], [48])
     """
     return _image(cell_copies, "dst", 0, ())
@@ -282,8 +282,8 @@ def _image_strides(
     Args:
         copy: strided copy (nested loops over runs).
         side: side whose addresses are replaced by offsets in the image.
-        outer: (count, stride in bytes) of the loops over runs that are contiguous on this side, in ascending
-            order of stride.
+        outer: loops over the copy's contiguous runs on this side, from `_side_runs`. An entry is (count,
+            stride in bytes).
         offsets: byte offset of each of these runs in the image, int64, with one axis per loop in `outer`.
     """
     steps = []

@@ -37,15 +37,15 @@ class DescriptorIndices:
 
 @dataclass(frozen=True, slots=True)
 class TransferCounts:
-    """The size of one request's transfer over one route (set of layers that are copied alike).
+    """The size of one request's transfer over one route (set of layers that are copied together).
 
     Attributes:
         bytes: number of bytes that the request needs, without gaps that are read and discarded.
-        pages: number of contiguous runs over all cells (parts of blocks). Without merging, each run needs one
-            descriptor.
-        descriptors: number of descriptors after runs of consecutive cells have been merged. They are merged
-            if they are contiguous in both the source and the destination.
-        largest_run: length in bytes of the longest merged descriptor.
+        pages: number of contiguous runs over all cells (parts of blocks), before merging. Often, a run is a
+            page.
+        descriptors: number of runs after merging. Runs of consecutive cells are merged if they are contiguous
+            in both the source and the destination.
+        largest_run: length in bytes of the longest run after merging.
     """
 
     bytes: int
@@ -77,7 +77,8 @@ class PreparedEntries:
 
         A cell is the part of a block that is copied as one unit. A row is a contiguous run of bytes in a
         cell. The order is row-major: first row 0 of all cells, then row 1 of all cells. Neighbours in this
-        order are often neighbours in memory too.
+        order are often neighbours in memory too. An index is
+        ``base + (row * cells + number % cells) * blocks + id``.
 
         >>> PreparedEntries(100, 10, 3).of(2, np.array([4, 4, 5]), np.array([1, 2, 3])).tolist()
         [114, 124, 105, 144, 154, 135]
@@ -101,7 +102,7 @@ def count_transfer(route: Route, cells: Cells) -> TransferCounts:
     """Return the bytes and descriptors that a request transfers over one route, without listing descriptors.
 
     Args:
-        route: set of layers that are copied alike from one rank to another.
+        route: set of layers that are copied together from one rank to another.
         cells: cells (parts of blocks) of the route that the request transfers.
     """
     total = pages = descriptors = largest = 0
@@ -158,17 +159,17 @@ def _may_touch(route: Route, cell_copy: CellCopy, length: int) -> bool:
 
 
 def _touching(src: Int64s, dst: Int64s, length: int) -> tuple[int, int]:
-    """Return how many consecutive runs can become one, and how many runs cannot be merged.
+    """Return the largest number of runs that become one merged run, and the number of breaks between runs.
 
-    A run is merged into the run before it if it directly follows that run at the source and the destination.
+    A run is merged into the previous run if it directly follows it at both the source and the destination.
+    Otherwise there is a break.
 
     Args:
         src, dst: byte offset of each run at the source and at the destination, int64 of shape (n,).
         length: length of every run in bytes.
 
     Returns:
-        (longest, breaks). `longest` is the largest number of runs that become one merged run. `breaks` is the
-        number of runs, not counting the first, that are not merged into the previous run.
+        (longest, breaks). The number of merged runs is ``breaks + 1``.
     """
     breaks = np.flatnonzero((np.diff(src) != length) | (np.diff(dst) != length)) + 1
     return int(np.diff(np.concatenate([[0], breaks, [len(src)]])).max()), len(breaks)

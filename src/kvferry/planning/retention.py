@@ -28,10 +28,11 @@ def last_prefix_ends(prompt: int, chunk_tokens: int, block_tokens: int) -> tuple
             no such groups.
 
     Returns:
-        (shorter, longer), in tokens; the two may be equal. Without recurrent state: the prompt's whole
-        chunks, and the whole prompt, whose incomplete last chunk is stored too. With recurrent state: the
-        longest prefix that the same prompt can load, without the last token, which the engine always computes
-        again; and the longest prefix that a continuation of the prompt can load.
+        (shorter, longer), in tokens; the two may be equal. Without recurrent state, `shorter` is the prompt's
+        whole chunks, and `longer` is the whole prompt, whose incomplete last chunk is stored too. With
+        recurrent state, `shorter` is the longest prefix that the same prompt can load. It excludes the last
+        token, which the engine always computes again. `longer` is the longest prefix that a continuation of
+        the prompt can load.
     """
     if not block_tokens:
         return prompt // chunk_tokens * chunk_tokens, prompt
@@ -43,11 +44,11 @@ def keeps_chunk(group: GroupPattern, number: int, chunk_tokens: int, every: int,
     """Return True if a chunk of an attention group is worth storing.
 
     A chunk of full attention is always worth storing. A chunk of a group with an attention window is worth
-    storing if it lies in the window at the end of an expected prefix, which is a prefix that later prompts
-    are likely to load.
+    storing if it has tokens in the window at the end of an expected prefix, which is a prefix that later
+    prompts are likely to load. If `every` is `chunk_tokens`, all chunks are worth storing.
 
-    Example: chunks of 256 tokens, a window of 1,024 tokens, and prefixes that end at multiples of 4,096
-    tokens. The last four chunks before each end are stored.
+    Example: a prompt of 10,240 tokens, chunks of 256 tokens, a window of 1,024 tokens, and prefixes that end
+    at multiples of 4,096 tokens and at the end of the prompt. Four chunks before each end are stored.
 
     >>> from kvferry.geometry import GroupKind
     >>> from kvferry.geometry.store import LayerCache
@@ -78,7 +79,7 @@ def keeps_snapshot(tokens: int, chunk_tokens: int, every: int, ends: Iterable[in
     A snapshot is worth storing if a chunk and an expected prefix (a prefix that later prompts are likely to
     load) both end at the snapshot's position.
 
-    >>> ends = last_prefix_ends(1400, 128, 128)
+    >>> ends = last_prefix_ends(1400, 128, 128)  # (1280, 1280)
     >>> [keeps_snapshot(tokens, 128, 1024, ends) for tokens in (64, 512, 1024, 1280)]
     [False, False, True, True]
 

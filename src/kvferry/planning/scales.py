@@ -8,15 +8,16 @@ from kvferry.geometry import Layer
 def same_scales(a: Layer, b: Layer) -> bool:
     """Return True if two ranks have equal quantisation scales for all heads of a layer that both hold.
 
-    Quantised KV that was written with one scale is wrong under another.
+    Quantised KV that was written with one scale is wrong under another. A single scale applies to all heads
+    of the layer. A layer without a scale has scale 1.
 
     >>> from kvferry.geometry import Axis, Field, PageFormat, Scale
     >>> def layer(first, *scales):
     ...     k = Field("k", 1, 0, (Axis("head", ((2, 1),), first, 4),))
     ...     return Layer("layers.0", 0, 2, PageFormat("fp8", 0, 2, (k,)), scales)
-    >>> same_scales(layer(0, Scale("k", (0.5,))), layer(2))
+    >>> same_scales(layer(0, Scale("k", (0.5,))), layer(2))  # scales of all heads: 0.5 and 1
     False
-    >>> same_scales(layer(0, Scale("k", (0.5, 0.25))), layer(1, Scale("k", (0.25, 0.125))))
+    >>> same_scales(layer(0, Scale("k", (0.5, 0.25))), layer(1, Scale("k", (0.25, 0.125))))  # head 1: 0.25
     True
 
     Args:

@@ -111,6 +111,7 @@ def needed_tokens(kind: GroupKind, attention_span: int, span: LoadSpan) -> tuple
     >>> needed_tokens(GroupKind.FULL, 0, LoadSpan(local_tokens=16, total=64, prompt=64))
     (16, 64)
     >>> head = LoadSpan(local_tokens=16, total=64, prompt=64, part=(16, 48))
+    >>> # The load of the last part, not of the head, transfers the sliding window.
     >>> needed_tokens(GroupKind.FULL, 0, head), needed_tokens(GroupKind.SLIDING, 24, head)
     ((16, 48), (48, 48))
     """
@@ -142,10 +143,10 @@ def first_independent(kind: GroupKind, attention_span: int, end: int) -> int:
 def partial_block(
     kind: GroupKind, attention_span: int, block_tokens: int, span: LoadSpan, alignment_tokens: int
 ) -> int | None:
-    """Return the position, in the block table, of the block in which a load leaves earlier tokens unfilled.
+    """Return the block table position of the first loaded block if the load leaves its start unfilled.
 
     A group with sliding windows or attention chunks loads only the tokens from the start of the window or
-    attention chunk, which may lie inside a block. Return None if there is no such block.
+    attention chunk, which may lie inside a block. Return None if no start of a block stays unfilled.
 
     Args:
         kind: kind of the layers of the destination's group.
@@ -336,10 +337,10 @@ def blocks_needed(
 def unwritten_blocks_needed(
     kind: GroupKind, attention_span: int, block_tokens: int, span: LoadSpan, table: Int64s
 ) -> Int64s:
-    """Return the ids of a group's blocks that a load fills and that are empty before, int64, by position.
+    """Return the ids of those blocks of a group that a load fills and that hold no tokens before the load.
 
     These are the blocks of `blocks_needed`, except null blocks and a first block in which the engine already
-    has tokens.
+    has tokens. The result is int64, in order of position.
 
     Args:
         kind: kind of the KV cache group's layers.
@@ -370,7 +371,7 @@ def writable_blocks(kind: GroupKind, block_tokens: int, span: LoadSpan) -> slice
         span: range of the prompt's tokens that the load covers, the same for all groups of the model.
 
     >>> head = LoadSpan(local_tokens=16, total=64, prompt=64, part=(16, 48))
-    >>> writable_blocks(GroupKind.FULL, 16, head), writable_blocks(GroupKind.SLIDING, 16, head)
+    >>> writable_blocks(GroupKind.FULL, 16, head), writable_blocks(GroupKind.SLIDING, 16, head)  # 2nd: empty
     (slice(1, 3, None), slice(1, 0, None))
     >>> tail = LoadSpan(local_tokens=16, total=64, prompt=64, part=(48, 64))
     >>> writable_blocks(GroupKind.STATE, 16, head), writable_blocks(GroupKind.STATE, 16, tail)
@@ -393,7 +394,7 @@ def max_writable_blocks(kind: GroupKind, attention_span: int, block_tokens: int,
         block_tokens: number of tokens per block of the group.
         span: range of the prompt's tokens that the load covers, the same for all groups of the model.
 
-    >>> span = LoadSpan(local_tokens=16, total=64, prompt=65)
+    >>> span = LoadSpan(local_tokens=16, total=64, prompt=65)  # the window of token 64 begins at token 45
     >>> max_writable_blocks(GroupKind.FULL, 0, 16, span), max_writable_blocks(GroupKind.SLIDING, 20, 16, span)
     (3, 2)
     """

@@ -72,11 +72,13 @@ class Costs:
             byte.
         ask_seconds: round-trip time in seconds of a request that asks the source to pack one segment of a
             transfer.
-        overlap: time saved because the source packs one segment while the destination reads another, as a
-            fraction of the shorter of both times; 1 between two machines, as low as 0 on one busy machine.
-        lanes_work_gain: speedup of the work per descriptor, call and run if all lanes share it; limited by
-            CPU cores.
-        lanes_byte_gain: speedup of the work per byte if all lanes share it; limited by memory bandwidth.
+        overlap: fraction of the shorter of two times (packing at the source, reading at the destination) that
+            is saved because the source packs one segment while the destination reads another. It is 1 between
+            two machines, and as low as 0 on one busy machine.
+        lanes_work_gain: factor by which all lanes together are faster than one lane at the work per
+            descriptor, call and run; limited by CPU cores.
+        lanes_byte_gain: factor by which all lanes together are faster than one lane at the work per byte;
+            limited by memory bandwidth.
     """
 
     read_descriptor_seconds: float = 2.0e-6
@@ -171,8 +173,8 @@ class Work:
 class TransferMethod:
     """One method to transfer the cells of a route.
 
-    A route is a set of layers that are copied alike between two ranks. A cell is the part of a block that is
-    copied as one unit. An image is a cell packed into contiguous memory.
+    A route is a set of layers that are copied together between two ranks. A cell is the part of a block that
+    is copied as one unit. An image is a cell packed into contiguous memory.
 
     Attributes:
         strategy: direct, over-read or staged.
@@ -198,9 +200,10 @@ class TransferMethod:
 def segment_bytes(total: float) -> int:
     """Return the size in bytes of one segment of a staged transfer of `total` bytes.
 
-    The source packs one segment while the destination reads the previous segment.
+    The source packs one segment while the destination reads the previous segment. The size is `total` divided
+    by `SEGMENTS`, but at least `SMALLEST_SEGMENT_BYTES` and at most `LARGEST_SEGMENT_BYTES`.
 
-    >>> segment_bytes(64 << 20) >> 20, segment_bytes(1 << 30) >> 20
+    >>> segment_bytes(64 << 20) >> 20, segment_bytes(1 << 30) >> 20  # a fourth of 64 MiB; the maximum
     (16, 16)
     """
     return int(min(max(total / SEGMENTS, SMALLEST_SEGMENT_BYTES), LARGEST_SEGMENT_BYTES))
@@ -222,7 +225,8 @@ def transfer_methods(
             addresses. Empty if one region holds all pages.
 
     Raises:
-        ConfigError: a cell has too many runs for a direct transfer, and its image is too large.
+        ConfigError: a cell has too many runs for a direct transfer, and cannot be packed into an image of at
+            most `max_image_bytes`.
     """
     found = []
     size = route.cell_bytes
@@ -268,8 +272,8 @@ def choose_method(
         methods: methods to choose from, at least one.
         cells: number of cells (parts of blocks copied as one unit) to transfer.
         costs: costs of the machine.
-        strategy: strategy that the method must have, unless no method has this strategy. None to choose among
-            all methods.
+        strategy: strategy to which the choice is limited, if any method has it; None to choose among all
+            methods.
     """
     allowed = [i for i, method in enumerate(methods) if method.strategy is strategy] or range(len(methods))
     return min(allowed, key=lambda i: methods[i].work.seconds(cells, costs))

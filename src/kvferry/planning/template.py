@@ -94,7 +94,7 @@ class Template:
 
     Attributes:
         src_rank: (pp_rank, tp_rank) of the peer's rank.
-        routes: copies from that rank, one route per set of layers that are copied alike; empty if this rank
+        routes: copies from that rank, one route per set of layers that are read together; empty if this rank
             reads nothing from that rank.
     """
 
@@ -249,8 +249,8 @@ class _Holder:
         group: index, on that rank, of the KV cache group that contains the layer.
         kind: kind of the group.
         layer: geometry of the layer on that rank.
-        choice_key: key for caching the result of `_choose`: (index, kind, number of the page format). Layers
-            with equal keys are read from the same source ranks.
+        choice_key: (index, kind, number of the page format). `build_templates` caches the result of `_choose`
+            under a key that contains this value of every holder of the layer.
     """
 
     index: int
@@ -268,9 +268,9 @@ class _Choice:
     """The source ranks that supply a layer.
 
     Attributes:
-        fields_by_holder: (index in the list of source ranks that hold the layer, names of the fields to read)
-            for each chosen rank.
-        differences: reasons why the peer cannot supply the layer, one text each; empty if the peer can.
+        fields_by_holder: for each chosen rank, (index in the list of source ranks that hold the layer, names
+            of the fields to read from this rank).
+        differences: reasons why the peer cannot supply the layer, one text each; empty if it can.
     """
 
     fields_by_holder: tuple[tuple[int, frozenset[str]], ...] = ()
@@ -278,9 +278,9 @@ class _Choice:
 
 
 def _holders(srcs: Sequence[RankGeometry], pages: _Pages) -> dict[str, list[_Holder]]:
-    """Return the source ranks that hold each layer. Keys: `Layer.identity`.
+    """Return a ``defaultdict`` that maps `Layer.identity` to the source ranks that hold the layer.
 
-    The result is a ``defaultdict``, so a layer that no rank holds has an empty list.
+    A layer that no rank holds has an empty list.
 
     Args:
         srcs: geometry of all ranks of the peer.
@@ -408,8 +408,9 @@ def _shift_to_block_zero(found: Sequence[tuple[PageCopy, Sequence[tuple[int, int
     """Yield the copies of one cell (part of a block) of all layers, at the absolute addresses of block 0.
 
     Args:
-        found: for each pair of page formats, the copy between their pages, and the (source, destination)
-            addresses of block 0 of each layer with these formats.
+        found: (copy, addresses) for each pair of a source format and a destination format. The copy is the
+            one between pages of these formats. The addresses are pairs (source, destination): the addresses
+            of block 0 of each layer with these formats.
     """
     for retiled, addresses in found:
         for cell_copy in retiled.cell_copies:
@@ -418,11 +419,11 @@ def _shift_to_block_zero(found: Sequence[tuple[PageCopy, Sequence[tuple[int, int
 
 
 def window_mismatches(srcs: Sequence[RankGeometry], dst: RankGeometry) -> list[str]:
-    """Return messages about the layers of which the peer keeps fewer tokens than this rank needs.
+    """Return messages about layers for which the peer may keep fewer tokens than this rank needs.
 
-    There is one message per pair of group labels (the peer's and this rank's); none if the peer keeps enough
-    tokens. For example, the peer keeps too few if its hybrid KV cache manager is enabled and this engine's is
-    not: this engine then treats sliding-window layers as full attention.
+    For example, the peer keeps too few if its hybrid KV cache manager is enabled and this engine's is not:
+    this engine then treats sliding-window layers as full attention. There is one message per pair of group
+    labels (the peer's and this rank's). The list is empty if the peer keeps enough tokens of all layers.
 
     Args:
         srcs: geometry of all ranks of the peer.

@@ -76,16 +76,16 @@ def _raise_killed(*_: object) -> None:
 
 
 def _watch(root: subprocess.Popen[bytes], lifeline: int, stop_timeout_seconds: float) -> None:
-    """Wait until the engine has ended or must be killed. The caller then kills all remaining processes.
+    """Wait until the engine's main process has ended, or the caller must kill all processes of the engine.
 
-    If the pipe from the launcher closes, send SIGTERM to the engine and wait for it to end. If a byte arrives
-    on the pipe, return at once, so that the caller kills the engine without SIGTERM.
+    If the pipe from the launcher closes, send SIGTERM to the main process, and wait for its end or the
+    timeout. If a byte arrives on the pipe, return at once, so that the caller kills without SIGTERM.
 
     Args:
         root: main process of the engine.
         lifeline: file descriptor of the pipe. The launcher closes it to stop the engine; it also closes if
             the launcher ends.
-        stop_timeout_seconds: time to wait after SIGTERM before SIGKILL, in seconds.
+        stop_timeout_seconds: longest time to wait after SIGTERM, in seconds.
     """
     ended = os.pidfd_open(root.pid)
     readable, _, _ = select.select([ended, lifeline], [], [])

@@ -23,10 +23,11 @@ def kv_transfer_config(
 
     Args:
         role: role of the engine.
-        settings: settings of the connector, by their names in `ConnectorConfig`. A setting that is missing or
-            None keeps its default value. None to keep all defaults.
-        alone: True if kvferry's connector is the engine's only connector. An engine with the role PREFILL or
-            DECODE must then exchange KV: if it has ``tiers``, the result sets ``transfer`` to true.
+        settings: settings of the connector, by their names in `ConnectorConfig`; None for the default values.
+            A setting whose value is None also has its default value.
+        alone: True if kvferry's connector is the engine's only connector. With the role PREFILL or DECODE, it
+            must then exchange KV with other engines. So `settings` must not set ``transfer`` to false. If
+            they set ``tiers``, the result sets ``transfer`` to true.
 
     Raises:
         ConfigError: a key is unknown, a value is not valid, settings contradict each other or the role, or

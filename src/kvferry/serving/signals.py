@@ -23,7 +23,7 @@ class StopSignals:
     interrupt the killing of the engines.
 
     Attributes:
-        received: number of the first signal; None if there was none.
+        received: signal number of the first signal; None if no signal was received.
     """
 
     def __init__(self) -> None:

@@ -31,8 +31,8 @@ class CollectResult:
     """The result of `CacheAdmin.collect`, which evicts files until a cache fits into a capacity.
 
     Attributes:
-        swept: number of removed temporary files, which dead writers had left behind.
-        evicted: number of evicted files. These are chunks, and bad chunks in quarantine.
+        swept: number of removed temporary files of dead writers.
+        evicted: number of evicted files: chunks in the cache, and bad chunks in quarantine.
         evicted_bytes: bytes of the evicted files.
         charged: bytes in use after the eviction.
         capacity: limit that was applied to the bytes in use.
@@ -65,7 +65,7 @@ class StoredFile(Protocol):
     def quarantine(self) -> bool:
         """Move the file to quarantine, where no engine reads it. Return whether the file was moved.
 
-        In a directory, a file that has replaced this file in the meantime is not moved.
+        In a cache directory, nothing is moved if another file has replaced this file since it was opened.
         """
         ...
 
@@ -96,7 +96,8 @@ class CacheAdmin(Protocol):
     def opened(self, entry: CacheEntry) -> AbstractContextManager[StoredFile]:
         """Return a context manager that opens the file of an entry for reading.
 
-        Entering the context raises FileNotFoundError if the file is gone, or another OSError.
+        Entering the context raises FileNotFoundError if the file is gone, and another OSError if it cannot be
+        opened.
         """
         ...
 

@@ -108,8 +108,7 @@ class OutcomeCounter:
         """Add to the counts of events other than puts and gets, for example ``add(evicted=1)``.
 
         Args:
-            counts: number to add to each count. The names of the arguments are those of integer fields of
-                `TierStats`.
+            counts: numbers to add. Each argument has the name of an integer field of `TierStats`.
         """
         with self._lock:
             self._sums.update(counts)

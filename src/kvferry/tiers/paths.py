@@ -58,8 +58,9 @@ class CacheEntry:
         path: path of the file, or URL of the object.
         kind: purpose of the file.
         size: length of the file in bytes.
-        charged: bytes counted against the capacity: the size, or for a temporary file the reserved bytes.
-        used_ns: time of the last use, or in object storage the time of storing, in nanoseconds since 1970.
+        charged: bytes that count against the capacity. They differ from `size` only for a temporary file, for
+            which the reserved bytes count.
+        used_ns: time in nanoseconds since 1970 at which the file was last used, or the object was stored.
         namespace: digest of the namespace (scope of chunk keys), 64 hex digits; empty if the file belongs to
             none.
         boot: boot id of the machine that writes a temporary file; empty for other files.

@@ -51,16 +51,16 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Settings of one storage tier: one object in the list ``tiers`` of a configuration.
 
     There is one subclass for each ``type`` of tier. It adds the configuration keys of this type, sets `kind`
-    and `medium`, and implements the methods. `trial_seconds` and `try_out` are not needed if `kvferry doctor`
-    has a check of its own for the type.
+    and `medium`, and implements the methods. It need not implement `trial_seconds` and `try_out` if
+    `kvferry doctor` has a separate check for the type.
 
     Attributes:
         kind: value of the configuration key ``type``. Messages and metrics use it as the name of the tier.
-        medium: kind of storage under which the engine counts the tokens loaded from this tier.
+        medium: kind of storage that the engine reports for tokens loaded from this tier.
         write: write mode. ``through`` writes a chunk to the tier as soon as the chunk is in host memory.
             ``back`` writes it only when host memory fills up or the engine shuts down.
-        load_weight: weight of each token that this tier offers to load, when the source policy ``weight``
-            compares the sources of KV. Other source policies ignore it.
+        load_weight: factor by which the source policy ``weight`` multiplies the number of tokens that this
+            tier offers, to compare the offers of sources. Other source policies ignore it.
     """
 
     kind: ClassVar[str]
@@ -97,8 +97,8 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
                 differ from this one's, but links or mounts can lead to the same storage.
 
         Raises:
-            ConfigError: the settings are invalid, the storage cannot be opened, or one of `earlier` uses it.
-                The engine continues without this tier.
+            ConfigError: the settings are invalid, the storage cannot be opened, or one of the `earlier` tiers
+                uses the same storage. The engine continues without this tier.
         """
         raise NotImplementedError
 

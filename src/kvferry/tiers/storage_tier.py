@@ -26,8 +26,8 @@ class StoreUsage:
 
     Attributes:
         used, capacity: bytes in use, and maximum bytes; None if unknown.
-        same_name_namespace: hint at chunks stored with other settings: digest, in hex, of another namespace
-            with the same model name. Empty if there is none, or if the tier's own namespace has chunks.
+        same_name_namespace: digest (hex) of another namespace with the same model name, which may hold chunks
+            stored with other settings. Empty if there is none, or if the tier's own namespace has chunks.
     """
 
     used: int | None = None
@@ -64,7 +64,7 @@ class StorageTier(Protocol):
         return np.zeros(len(keys), np.bool_) if self.paused else self.keys.contains(tags_of(keys))
 
     def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:
-        """Store a chunk. The call blocks, and does not use `body` after it returns.
+        """Store a chunk. The call blocks. The caller may change `body` after it returns.
 
         Args:
             key: key of the chunk, 16 to 32 bytes.

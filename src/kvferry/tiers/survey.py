@@ -35,8 +35,8 @@ class NamespaceUsage:
         tokens: sum of the tokens of all chunks. If a chunk contains several KV cache groups, only the group
             with the most tokens counts.
         total_bytes: bytes of all chunk files.
-        oldest, newest: time of last use of the least and of the most recently used chunk, in seconds since
-            1970; time of storing if the cache does not record uses. None if there is no chunk.
+        oldest, newest: earliest and latest time at which a chunk was last used, in seconds since 1970. If the
+            cache does not record uses, the time of storing counts instead. None if there is no chunk.
         unreadable: number of chunks with an unreadable or invalid header.
     """
 
@@ -58,8 +58,8 @@ class CacheTotals:
     Attributes:
         path: path of the directory, or the URL.
         capacity: maximum bytes of all files together; None if unknown.
-        charged: bytes in use, as recorded by the cache, with space reserved for chunks being written; None if
-            unknown.
+        charged: bytes in use, as recorded by the cache, including space reserved for chunks being written;
+            None if unknown.
         free: free bytes on the disk; None if unknown.
         total_bytes: bytes of all kvferry files.
         namespaces: number of namespaces (scopes of chunk keys) with at least one file.

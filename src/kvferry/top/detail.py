@@ -222,11 +222,13 @@ def _leases(of: Figures) -> Iterator[str]:
 
 
 def _recent(of: Figures, seconds: Callable[[ActivityCounts], Latency | None]) -> Latency:
-    """Return a latency between the last two readings; without samples, the latency since the engine's start.
+    """Return a latency as measured between the last two readings.
+
+    If there are no samples between them, return the latency since the engine's start.
 
     Args:
         of: figures of an engine, or of several engines combined.
-        seconds: function that selects the latency from the counts; it returns None if they lack it.
+        seconds: function that selects the latency from the counts, and returns None if they do not have it.
     """
     now = None if of.rates is None else seconds(of.rates)
     if now is not None and now.median is not None:

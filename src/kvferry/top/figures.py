@@ -158,8 +158,8 @@ class ActivityCounts:
         descriptor_bytes: mean size of the descriptors of loads from peers, in bytes; None without loads.
         tiers: counts by tier.
         recomputed_tokens: number of tokens that were computed because their load failed.
-        leases_granted, leases_released, leases_expired: number of leases that began, that the reading peer
-            ended, and that ran out. A lease keeps KV blocks for a peer to read.
+        leases_granted, leases_released, leases_expired: number of leases that were granted, that were
+            released, and that expired without release. A lease keeps KV blocks for a peer to read.
     """
 
     prompt_tokens: float

@@ -101,7 +101,9 @@ def title(fleet: FleetView, width: int, every: float) -> TextLine:
 
 
 def about_line(fleet: FleetView, chosen: int | None, width: int) -> TextLine:
-    """Return the line that names the engine shown in detail and its model, or all engines and their models.
+    """Return the line that says what is shown in detail: one engine and its model, or all engines.
+
+    For all engines, the line lists their models.
 
     Args:
         fleet: state of all engines.
@@ -176,7 +178,7 @@ def _named(engine: EngineRow) -> str:
 def _silent(engine: EngineRow, at: float, width: int, *, whole: bool) -> list[str]:
     """Return the lines about an engine that does not answer: its name, time of first failure, and error.
 
-    Without a failure so far, the lines say that the engine has not answered yet.
+    If the engine has not been read yet, the lines say that it has not answered yet.
 
     Args:
         engine: row of the engine.

@@ -137,8 +137,8 @@ class Agent:
 
         Args:
             owner: name of the peer that owns the memory; None if this agent owns it.
-            region: one of the owner's registered regions. Its memory kind and device apply to all
-                descriptors of the list, even if other regions contain their addresses.
+            region: one of the owner's registered regions. All descriptors of the list get its memory kind and
+                device, even descriptors of memory in other regions.
             rows: int64 of shape (n, 4). Each row stands for evenly spaced descriptors of the same length. The
                 columns are: address of the first descriptor, length in bytes, distance in bytes from the
                 start of one descriptor to the start of the next, number of descriptors. The descriptors are
@@ -164,8 +164,8 @@ class Agent:
             local: handle of the prepared descriptor list of local memory.
             local_indices: indices of the descriptors in `local` to write to, int32 of shape (n,).
             remote: handle of the prepared descriptor list of the peer's memory.
-            remote_indices: indices of the descriptors in `remote` to read from, int32 of shape (n,). The
-                descriptor at each position has the same length in bytes as that in `local_indices`.
+            remote_indices: indices of the descriptors in `remote` to read from, int32 of shape (n,). Each
+                descriptor has the same length as the local one at the same position in `local_indices`.
         """
         return self._nixl.make_prepped_xfer("READ", local, local_indices, remote, remote_indices)
 

@@ -56,8 +56,9 @@ class AllowedPeers:
     def may_allow(self, host: str) -> bool:
         """Return whether a host could be an allowed peer. The check resolves no host names.
 
-        False is certain; True is not. If `names` is not empty, the result is True for every IP address except
-        the unspecified one, because a name may resolve to it.
+        If the result is False, the host is not allowed; if it is True, the host may still not be allowed. If
+        `names` is not empty, the result is True for every IP address except the unspecified one, because a
+        name may resolve to the address.
 
         Args:
             host: host name or IP address.
@@ -94,8 +95,8 @@ def parse_allowed_peers(entries: Sequence[str] | None, host: str, advertised: st
             set. Then an engine that listens on loopback accepts loopback addresses only, and any other engine
             accepts all addresses.
         host: address that the engine listens on.
-        advertised: host name or IP address under which peers reach this engine; None if not set. A host name
-            is added to the allowed names if `entries` is None and `host` is not loopback, because other
+        advertised: host name or IP address under which peers reach this engine; None if not set. If `entries`
+            is None and `host` is not loopback, a host name given here becomes an allowed name, because other
             engines on this machine may be reached under the same name.
 
     Raises:

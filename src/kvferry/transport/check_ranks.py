@@ -30,7 +30,7 @@ _MEMORIES = ("DRAM", "VRAM")
 
 
 def check_ranks(cards: Sequence[RankCard]) -> None:
-    """Check a peer's descriptions of its ranks: values must be within limits, and the ranks form one engine.
+    """Check that the values in a peer's rank descriptions are in bounds, and that the ranks form one engine.
 
     Args:
         cards: descriptions of all ranks of the peer.
@@ -105,7 +105,7 @@ def _check_words(card: RankCard) -> None:
 
 
 def _check_agreement(ranks: Sequence[RankGeometry]) -> None:
-    """Check that these are all ranks of one engine, and that all ranks have the same KV cache groups.
+    """Check that these are all ranks of one engine, each once, and have the same KV cache groups.
 
     Raises:
         ProtocolError: a rank is missing or described twice, or the ranks differ in their parallel sizes or KV

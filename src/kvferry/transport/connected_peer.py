@@ -170,16 +170,16 @@ class ConnectedPeer:
         self._made.close()
 
     def _absent_layer_clearings(self, order: ReadOrder) -> list[tuple[StagingCopies, Int64s]]:
-        """Return which blocks to zero in the draft-model layers that this rank has and the peer does not.
+        """Return the blocks to zero for the draft model's layers that this rank has and the peer does not.
 
         No read fills these layers, and the old content of the blocks may be NaN.
 
         Args:
-            order: what to read. Several lanes (reading threads) each read one share of it.
+            order: what to read, and which share of it this lane (reading thread) reads.
 
         Returns:
-            For each set of such layers: (operation that zeroes these layers in given blocks, int64 ids of
-            the blocks). Empty unless the order's share is number 0, so that only one lane zeroes the blocks.
+            (operation that zeroes some of these layers in given blocks, int64 ids of the blocks to zero), for
+            one or more sets of layers. Empty for all shares but number 0, so that one lane zeroes the blocks.
         """
         if order.share.number:
             return []
@@ -208,7 +208,7 @@ class ConnectedPeer:
 
 @dataclass(frozen=True, slots=True)
 class _RankPreparation:
-    """Prepares reading from the ranks of a peer, one rank after the other, when the peer is being connected.
+    """Prepares reads from a new peer, one rank of the peer after the other.
 
     Attributes:
         agent: NIXL agent of the lane (reading thread) that owns the connection.

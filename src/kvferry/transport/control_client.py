@@ -77,7 +77,7 @@ class ControlClient:
     """A thread that talks to the control channels of all peers that an engine reads KV from.
 
     The thread does handshakes, redeems tickets, sends heartbeats for leases, and asks peers for earlier turns
-    of conversations. To redeem a ticket (a random id that names a lease on the KV of a request) is to
+    of conversations. To redeem a ticket (a random id that names a lease on the KV of a request) means to
     exchange it for the lease and the block tables. An earlier turn is a finished request whose KV a peer
     keeps, because the next prompt of the conversation will start with the same tokens.
     """
@@ -125,15 +125,15 @@ class ControlClient:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def look_up(self, address: Address, incarnation: int | None = None) -> PeerStatus:
-        """Return the status of a peer. Start a handshake with the peer if `Handshakes.status` asks for one.
+        """Return the status of a peer, and start a handshake with the peer if a new one is needed.
 
-        `Handshakes.status` does so if the peer is unknown, became Unusable some time ago, or may have
-        restarted. If the maximum number of handshakes is under way, no handshake is started.
+        A new handshake is needed if the peer is unknown, became Unusable some time ago, or may have restarted
+        (see `Handshakes.status`). If the maximum number of handshakes is under way, none is started.
 
         Args:
             address: (host, port) of the peer's control channel.
-            incarnation: random number that identifies the run of the peer that the caller expects; None for
-                any run. If the peer reported a different number in its last handshake, it may have restarted.
+            incarnation: expected incarnation of the peer (random number that identifies its run); None for
+                any. If the peer reported a different number in its last handshake, it may have restarted.
 
         Returns:
             PeerInfo if this engine can read from the peer; it may be about another run than `incarnation`.
@@ -226,9 +226,9 @@ class ControlClient:
         """Ask peers whether they keep KV of an earlier turn of the conversation that a prompt continues.
 
         Args:
-            peers: peers to ask: maps the (host, port) of a peer's control channel to the peer's incarnation,
-                a random number that identifies its run. Peers that recently failed to reply are not asked.
-            content: content of the prompt: token ids, and chunk keys (digests of the content).
+            peers: maps the (host, port) of each peer's control channel to the peer's incarnation (random
+                number that identifies its run). Peers that recently failed to reply are not asked.
+            content: content of the prompt. The query contains only its chunk size and chunk keys (digests).
 
         Returns:
             Id of the query, for `turns` and `drop_question`; None if no peer is asked.
@@ -339,9 +339,9 @@ class ControlClient:
     def _send_heartbeats(self, poller: zmq.Poller) -> None:
         """Send a heartbeat for every lease that this engine holds, and close the sockets to unused peers.
 
-        A peer is unused if it has no status (`look_up`) and this engine holds none of its leases. If their
-        sockets stayed open, their number would grow without bound, because clients' requests can name any
-        peer address.
+        A peer is unused if it has no status (`look_up`) and this engine holds none of its leases. If sockets
+        to unused peers stayed open, their number would grow without bound, because clients' requests can name
+        any peer address.
 
         Args:
             poller: poller with the sockets to all peers.

@@ -100,7 +100,7 @@ class LeasesClaimed:
     """Event: a consumer has redeemed the tickets (random ids) of these leases, or sent a heartbeat for them.
 
     Attributes:
-        leases: names by which this engine's `LeaseBook` knows the leases. Consumers know only the tickets.
+        leases: names of the leases in this engine's `LeaseBook`. Consumers know only the tickets.
     """
 
     leases: list[str]
@@ -111,7 +111,7 @@ class LeasesReleased:
     """Event: no consumer needs these leases any more, because the last consumer has released them.
 
     Attributes:
-        leases: names by which this engine's `LeaseBook` knows the leases. Consumers know only the tickets.
+        leases: names of the leases in this engine's `LeaseBook`. Consumers know only the tickets.
     """
 
     leases: list[str]
@@ -126,8 +126,7 @@ class ControlServer:
     Attributes:
         port: port that the server listens on.
         events: queue of events about leases, oldest first. The server's thread appends events, and the
-            engine's thread removes them. The number of queued events caused by one consumer is
-            limited.
+            engine's thread removes them. The number of queued events caused by one consumer is limited.
         rejected: number of messages dropped because they could not be decoded.
         tickets: tickets that consumers can exchange for block tables and leases.
         turns: index of the earlier turns whose KV this engine keeps.
@@ -143,7 +142,7 @@ class ControlServer:
             port: port to bind; 0 for any free port.
             card: description of this engine and its ranks, sent in reply to handshakes.
             keys: CURVE keys, with which peers authenticate each other.
-            peers: machines that may connect. Consumers on other machines do not appear in `keepers` either.
+            peers: machines that may connect. An address on any other machine does not appear in `keepers`.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -165,9 +164,9 @@ class ControlServer:
     def keepers(self) -> dict[Address, int]:
         """Consumers that keep KV of earlier turns of conversations, so that this engine can ask them for it.
 
-        Only a limited number is remembered: the consumers with the most recent handshakes. A key is the
-        (host, port) at which a consumer answers queries for turns; the value is the consumer's incarnation,
-        a random number that identifies its run, as of its last handshake.
+        Maps the (host, port) at which a consumer answers queries for turns to the incarnation (random number
+        that identifies the consumer's run) that the consumer reported in its last handshake. Contains only
+        the consumers with the most recent handshakes, up to a fixed number.
         """
         return self._keepers.copy()
 

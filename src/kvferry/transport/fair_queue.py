@@ -14,7 +14,7 @@ _Message = TypeVar("_Message")
 
 
 class FairQueue(Generic[_Message]):
-    """A FIFO queue of messages between two threads, with a limit for each sender and a limit in total.
+    """A FIFO queue for messages from one thread to another, with a limit per sender and one for all senders.
 
     Attributes:
         dropped: number of messages dropped because of a limit.

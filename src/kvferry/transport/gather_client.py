@@ -39,8 +39,8 @@ class GatherClient:
     """A connection to one rank of a peer, over which a lane (reading thread) asks the rank to pack cells.
 
     A cell is the part of a block that moves as one unit. The cells of one request (one call of `ask`) are
-    called a *segment*. A route is a set of layers that are copied alike. The client announces its routes to
-    the rank; requests refer to them by index.
+    called a *segment*. A route is a set of layers that are read together. The client announces its routes
+    to the rank; requests refer to them by index.
 
     Attributes:
         silent_until: time until which the lane sends no requests to the rank, in seconds of the lane's clock.
@@ -62,7 +62,7 @@ class GatherClient:
             host: IP address of the rank's gather channel, over which readers ask the rank to pack cells
                 (parts of blocks).
             port: port of the gather channel.
-            routes: routes (sets of layers that are copied alike). `ask` takes an index into this sequence.
+            routes: routes (sets of layers that are read together). `ask` takes an index into this sequence.
             keys: CURVE keys, with which peers authenticate each other.
         """
         self.silent_until = 0.0
@@ -107,12 +107,12 @@ class GatherClient:
         """Ask the rank to pack cells (parts of blocks) into its staging memory.
 
         Args:
-            route: index of the cells' route (set of layers that are copied alike) in the constructor's
+            route: index of the cells' route (set of layers that are read together) in the constructor's
                 argument `routes`.
-            lease: lease word: an integer in the rank's memory that shows whether the lease on the source
-                blocks is valid.
-            blocks: for each cell, the id of the source block that contains it, int64 of shape (n,). The cells
-                are consecutive in the order of tokens.
+            lease: index and valid value of the lease word, an integer in the rank's memory. The word shows
+                whether the lease on the source blocks is valid.
+            blocks: id of the source block that contains each cell, int64 of shape (n,). The cells are
+                consecutive in the order of tokens.
             cell: index of the first cell within its block.
 
         Returns:

@@ -46,15 +46,16 @@ _Stride = Annotated[int, msgspec.Meta(ge=1, lt=_MOST_BYTES)]
 class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
     """A reader's description of how the source must pack the cells of one route into images.
 
-    A route is a set of layers that are copied alike. A cell is the part of a block that moves as one unit. An
-    image is a cell packed into contiguous memory. The reader sends the description before its requests.
+    A route is a set of layers that are read together. A cell is the part of a block that moves as one unit.
+    An image is a cell packed into contiguous memory. The reader sends the description before its requests.
 
     Attributes:
         src_stride: bytes from one block of the source's KV cache to the next.
         src_blocks: number of blocks in the source's KV cache.
         image_stride: bytes from one image to the next.
-        parts: strided copies from a block to an image. Each part has the copies for a cell at offset 0
-            (`nests`), and the byte offset of every cell in its block (`at`), to add to the source addresses.
+        parts: strided copies from a block to an image. In each part, `nests` are the copies of the cell at
+            offset 0, and `at` has the byte offset of each cell in its block. To copy a cell, its offset is
+            added to the source addresses.
     """
 
     src_stride: _Stride
@@ -64,14 +65,14 @@ class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def cells(self) -> int:
-        """Number of cells (parts that move as one unit) in each block of the source's KV cache."""
+        """Number of cells per block of the source. A cell is the part of a block that moves as one unit."""
         return len(self.parts[0].at)
 
 
 class AnnounceRoutes(msgspec.Struct, frozen=True, tag="introduce"):
     """Message without reply: a reader announces its routes, to which its `Gather` messages refer by index.
 
-    A route is a set of layers that are copied alike. The message replaces the routes that the reader
+    A route is a set of layers that are read together. The message replaces the routes that the reader
     announced before.
 
     Attributes:
@@ -88,12 +89,12 @@ class Gather(msgspec.Struct, frozen=True, tag="gather"):
 
     Attributes:
         segment: id of the segment (the cells of this request), repeated in the reply.
-        route: index of the cells' route (set of layers that are copied alike) in `AnnounceRoutes.routes`.
-        slot: index of the lease word: an integer in the source's memory that changes before the cells' blocks
+        route: index of the cells' route (set of layers that are read together) in `AnnounceRoutes.routes`.
+        slot: index of the lease word, an integer in the source's memory that changes before the cells' blocks
             are freed.
         generation: value of the lease word's low half while the lease is valid.
-        blocks: for each cell, the id of the source block that contains it: int32 values in native byte order.
-            The cells are consecutive in the order of tokens.
+        blocks: id of the source block that contains each cell, packed as int32 in native byte order. The
+            cells are consecutive in the order of tokens.
         cell: index of the first cell within its block.
     """
 
@@ -144,8 +145,8 @@ class NotGathered(msgspec.Struct, frozen=True, tag="not-gathered"):
     Attributes:
         segment: id of the segment (the cells of one request).
         reason: why the cells are not packed, for log messages.
-        unknown: True if the cause is that the server does not know the reader's routes (sets of layers). Then
-            the reader must announce them again.
+        unknown: True if the server does not know the reader's routes (sets of layers that are read together).
+            The reader must then announce them again.
     """
 
     segment: _Count = msgspec.field(name="chunk")
@@ -162,7 +163,7 @@ _replies = msgspec.msgpack.Decoder(Reply)
 
 
 def encode(message: Request | Reply) -> bytes:
-    """Encode a message of the gather channel (on which readers ask to have cells packed) as MessagePack."""
+    """Encode a message of the gather channel, on which readers ask workers to pack cells, as MessagePack."""
     return _encoder.encode(message)
 
 

@@ -71,12 +71,12 @@ _SWEEP_SECONDS = 1.0
 class _Reader:
     """A peer's worker that reads from this worker, and has announced its routes.
 
-    A route is a set of layers that are copied alike. A cell is the part of a block that moves as one unit.
+    A route is a set of layers that are read together. A cell is the part of a block that moves as one unit.
 
     Attributes:
         routes: announced routes, each with the copy operation that packs cells of the route.
-        allocations: staging memory that holds packed cells for the reader: maps the id of each segment (the
-            cells of one request) to its memory.
+        allocations: maps the id of each segment (the cells of one request) to the staging memory that holds
+            its packed cells.
         cells: total number of cell offsets in the announced routes. The sum over all readers is at most
             `MAX_CELLS_OF_ALL_READERS`, which limits the memory of the routes.
     """
@@ -221,10 +221,10 @@ class GatherServer:
             self._free_all(oldest)
 
     def _has_too_many_readers(self) -> bool:
-        """Return whether the server must forget a reader, because a limit for all readers is exceeded.
+        """Return whether all readers together exceed a limit, so that the server must forget one of them.
 
-        The limits are the number of readers and the total number of cell offsets in their routes (sets of
-        layers that are copied alike).
+        There is a limit on the number of readers, and one on the total number of cell offsets in their routes
+        (sets of layers that are read together).
         """
         cells = sum(reader.cells for reader in self._readers.values())
         return len(self._readers) > MAX_READERS or cells > MAX_CELLS_OF_ALL_READERS
@@ -236,10 +236,10 @@ class GatherServer:
             self._waiting.append(_Waiting(sender, message, self._clock()))
 
     def _is_full(self, sender: bytes, message: Gather) -> bool:
-        """Return whether a request must be refused, because too many requests wait for staging memory.
+        """Return whether too many requests wait for staging memory, so that a new one must be refused.
 
-        Three values have a limit: the number of waiting requests, the number of those that come from the same
-        reader, and the total size of the block ids in all waiting requests and the new one.
+        There are three limits: on the number of waiting requests, on the number of waiting requests of the
+        same reader, and on the total size of the block ids in the waiting requests and the new one.
 
         Args:
             sender: routing id of the reader's connection.
@@ -303,7 +303,7 @@ class GatherServer:
 
         Args:
             message: request with the block ids and the index of the first cell.
-            route: route (set of layers that are copied alike) of the cells.
+            route: route (set of layers that are read together) of the cells.
             loops: copy operation that packs cells of the route.
             allocation: staging memory to write to.
 

@@ -145,9 +145,9 @@ class Handshakes:
         """Return the status of a peer. Return None if the caller must start a new handshake with the peer.
 
         A new handshake is needed if the peer is unknown, or became Unusable more than `REFUSAL_SECONDS` ago.
-        It is also needed if the peer may have restarted: if `incarnation` differs from the one that the peer
-        reported in the last handshake. In this case, return None at most once per `REFRESH_SECONDS`, and
-        otherwise the old PeerInfo. So the caller must compare `incarnation` with
+        It is also needed if `incarnation` differs from the one that the peer reported in the last handshake,
+        because the peer may have restarted. But then None is returned at most once per `REFRESH_SECONDS`; the
+        other calls return the old PeerInfo. So a caller that passes `incarnation` must compare it with
         `PeerInfo.facts.incarnation`.
 
         Args:
@@ -279,7 +279,7 @@ class Handshakes:
     def is_unknown(self, address: Address) -> bool:
         """Return whether a peer has no status, and no handshake with it is under way.
 
-        A handshake goes on after `forget` has removed the status of the peer.
+        `forget` removes the status of a peer, but does not end a handshake with it.
         """
         return self._answers.get(address) is None and address not in self._running
 

@@ -85,8 +85,8 @@ class ReadResult:
         key: unique name of the order (`ReadOrder.key`).
         failure: reason for the failure; None if all bytes arrived and are valid.
         plan: plan of the read; None if the order failed before its read was started.
-        transfer_seconds: duration from the start of the read until the KV has arrived; until the failure, if
-            the read failed earlier.
+        transfer_seconds: duration from the start of the read until all KV had arrived. If the read failed
+            before that, duration until the read ended; 0 if it was not started.
         check_seconds: duration of reading the lease words (integers that show whether the KV is valid); 0 if
             they were not read.
         peer_lost: True if the peer cannot be read from, or has restarted. Other orders to read from this peer
@@ -124,13 +124,12 @@ class _Read:
     Attributes:
         order: order that is executed.
         peer: connection to the peer.
-        landing: index of the first of `MAX_SOURCES` elements of `Lane._landing`, into which the peer's lease
-            words are read: one element for each rank.
+        landing: index of the first of the `MAX_SOURCES` elements of `Lane._landing` that belong to this read.
+            The lease word of each rank of the peer is read into one of them.
         plan: plan of the read.
-        handles: handles of READs in flight: first of cells that are read straight into blocks, later of lease
-            words. READs of packed cells are not included.
-        packed: reads of packed cells in progress, one per route (set of layers that are read with the same
-            copies).
+        handles: handles of READs in flight. At first, these READs fetch cells straight into blocks; later,
+            they fetch lease words. READs of packed cells are not included.
+        packed: reads of packed cells in progress, one per route (set of layers that are read together).
         words: True once the lease words are being read.
         failure: reason for the failure; None if there is none so far.
         peer_lost: True if the transport failed.

@@ -46,11 +46,11 @@ class LeaseWord:
     incarnation: int
 
     def word(self, worker: int) -> int:
-        """Return the value that the lease's word (integer in registered memory) has while the lease is valid.
+        """Return the value of the lease's word (registered integer) on a worker while the lease is valid.
 
         Args:
-            worker: incarnation of the worker whose memory holds the word: a random number that identifies the
-                worker's run. It is the high half of the value.
+            worker: incarnation of the worker (random number that identifies its run). It is the high half of
+                the value.
         """
         return worker << 32 | self.generation
 
@@ -172,7 +172,7 @@ class LeaseBook:
     def __len__(self) -> int:
         """Return the number of leases whose blocks must be kept.
 
-        These are the leases that have not ended, and those for which `end` was called and `ended` was not.
+        These are the leases that have not ended, and the ended ones for which `ended` was not called.
         """
         return len(self._held) + len(self._ending)
 

@@ -85,8 +85,9 @@ class Facts(msgspec.Struct, frozen=True):
         engine_id: id of the engine.
         incarnation: random number that identifies this run of the engine.
         software: versions of the engine's software, for logs only.
-        must_agree: properties of the engine on which the meaning of its KV bytes depends, by name. If the two
-            engines differ in one of them, the producer refuses the consumer.
+        must_agree: maps the name of each property that determines the meaning of the engine's KV bytes to its
+            value. If both engines have a property, but with different values, the producer refuses the
+            consumer.
         keeps_turns: (host, port) at which the engine answers queries for earlier turns of conversations; None
             if it keeps no KV of earlier turns.
     """
@@ -207,10 +208,10 @@ class Ranks(msgspec.Struct, frozen=True, tag="ranks"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """Message without reply: extends leases that the consumer has claimed, and leases on earlier turns.
+    """Message without reply: extends leases.
 
-    An earlier turn is a finished request whose KV blocks the producer keeps for the next turn of the
-    conversation.
+    A lease must have been claimed by the consumer, unless it is a lease on an earlier turn: a finished
+    request whose KV blocks the producer keeps for the next turn of the conversation.
 
     Attributes:
         consumer: incarnation of the consumer (random number that identifies its run).
@@ -234,10 +235,10 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class AskTurn(msgspec.Struct, frozen=True, tag="ask-turn"):
-    """Request: asks an engine for the earlier turns it keeps that start with the same tokens as a prompt.
+    """Request: asks an engine for the earlier turns that share the most leading chunks with a prompt.
 
     An earlier turn is a finished request whose KV blocks an engine keeps for the next turn of its
-    conversation. Prompts are compared in chunks: units of a fixed number of tokens.
+    conversation. A chunk is a fixed number of tokens.
 
     Attributes:
         number: id of the query, repeated in the reply.
@@ -266,8 +267,8 @@ class KeptTurn(msgspec.Struct, frozen=True):
             continue. For shorter prefixes, KV is missing: sliding windows have freed blocks, or recurrent
             state exists only after the last token.
         chunks: number of leading chunks that the turn and the prompt have in common.
-        next_tokens: ids of the turn's tokens after the common chunks, at most as many as a chunk has. The
-            reader compares them with its prompt.
+        next_tokens: ids of the turn's tokens after the common chunks, at most `AskTurn.chunk_tokens` of them.
+            The reader compares them with its prompt.
     """
 
     engine_id: EngineId
@@ -357,7 +358,8 @@ def decode_numbered(data: bytes) -> Numbered | None:
 def compare_facts(theirs: Mapping[str, Fact], ours: Mapping[str, Fact]) -> list[str]:
     """Compare the properties of two engines (`Facts.must_agree`), and return one sentence per difference.
 
-    A property is a text, or a dictionary of settings; each setting that differs is a difference of its own.
+    A property is a text, or a dictionary of settings. In a dictionary, each setting that differs or that only
+    one side has is a difference. Of these, `MAX_NAMED` get a sentence each, and one sentence counts the rest.
     Properties that only one of the engines has are ignored.
 
     Args:

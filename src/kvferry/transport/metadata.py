@@ -55,8 +55,8 @@ class Metadata:
     Attributes:
         name: name of the agent.
         regions: memory that the agent has registered.
-        sealed: metadata for NIXL to load. It is the received metadata with bytes appended to each address and
-            key, so that UCX (NIXL's transport) stops parsing there and does not read beyond them.
+        sealed: metadata for NIXL to load: the received metadata with bytes appended to each address and key.
+            UCX (NIXL's transport) stops parsing at these bytes, and so does not read beyond them.
     """
 
     name: str
@@ -178,12 +178,12 @@ class _ItemReader:
         self.sealed = bytearray(_START)
 
     def read_item(self, tag: bytes, most: int, ending: bytes) -> bytes:
-        """Read the next item and return its value. Append `ending` to the value in the copy `sealed`.
+        """Read the next item and return its value. Copy the item to `sealed`, with `ending` after the value.
 
         Args:
             tag: tag that the item must have.
             most: maximum length of the value in bytes; the minimum is 1.
-            ending: bytes to append.
+            ending: bytes to append to the value in the copy.
 
         Raises:
             ProtocolError: the item has another tag, is truncated, or is too long.

@@ -81,8 +81,10 @@ class RankLists:
     is the part of a block that moves as one unit. An image is a cell packed into contiguous memory.
 
     Attributes:
-        local: handle of the list of local memory: cells in blocks, and images in the staging area.
-        remote: handle of the list of the rank's memory: cells in blocks, and images in its staging area.
+        local: handle of the list of local memory: cells in blocks, and images in the staging area. None if
+            the rank supplies no KV.
+        remote: handle of the list of the rank's memory: cells in blocks, and images in its staging area. None
+            if the rank supplies no KV.
         local_words: handle of the list of local memory that the rank's words are read into.
         remote_words: handle of the list of the rank's words.
         incarnation: random number that the rank chose at its start; the high half of each of its words.
@@ -119,14 +121,14 @@ class _Segment:
     Attributes:
         cells: cells of the segment.
         state: state of the segment.
-        since: time from which the current timeout is measured, in seconds of the read's clock. First, this is
-            the time at which the segment was created; after the source's reply, the time of the reply.
+        since: start of the current timeout, in seconds of the read's clock: the creation of the segment, or,
+            once the source has packed the cells, the arrival of its reply.
         number: id of the request that asks the source to gather (pack) the segment; 0 if there is none.
         gathered: reply of the source; None if the source has not gathered the segment.
         allocation: staging memory of this worker that the segment holds; None if it holds none.
         handle: handle of the segment's latest READ (one-sided read); None before the first.
-        word: index in `PackedReadResources.words` of the element that the segment uses; -1 for none. The
-            source's word, which shows whether the cells are valid, is read into this element.
+        word: index of the element of `PackedReadResources.words` into which the source's word is read; -1 for
+            none. The word shows whether the cells are valid.
         direct: True if packing was not possible, so the cells are read straight into blocks instead.
     """
 
@@ -160,8 +162,8 @@ def segments_of(method: PreparedMethod, cells: Cells) -> list[Cells]:
 class PackedRead:
     """A read of cells that are packed into contiguous staging memory on the way.
 
-    All cells (parts of blocks) belong to one route: a set of layers that are copied alike.
-    Only the lane's thread uses this object.
+    All cells (parts of blocks) belong to one route (set of layers that are read together). Only the lane's
+    thread uses this object.
 
     Attributes:
         failure: reason for the failure; None if the read has not failed.
@@ -187,12 +189,12 @@ class PackedRead:
             resources: resources that all packed reads of the lane (reading thread) share.
             lists: prepared descriptor lists for reading from the peer's rank.
             client: client for requests that ask the peer's rank to pack cells; None if the rank is not asked.
-            route: prepared route (set of layers that are copied alike) of the cells.
+            route: prepared route (set of layers that are read together) of the cells.
             method: method that moves the cells: over-read (the reader also fetches unneeded bytes between the
                 needed ones) or staged (the source packs the cells first).
             cells: cells to read.
-            lease: lease word: an integer in the peer's memory that shows whether the lease on its blocks is
-                valid.
+            lease: index and valid value of the lease word, an integer in the peer's memory. The word shows
+                whether the lease on the peer's blocks is valid.
             clock: function that returns the current time in seconds.
         """
         self.failure: str | None = None
@@ -328,11 +330,10 @@ class PackedRead:
         return True
 
     def _is_sound(self, segment: _Segment, answer: Gathered) -> bool:
-        """Return whether the positions in the source's reply belong to the source's staging area.
+        """Return whether the source's reply refers only to the source's staging area.
 
-        The reply contains the position of the packed cells, which must be inside the area. It also contains
-        the index of a word (integer in registered memory that shows whether the cells are valid), which must
-        be one of the area's words.
+        The packed cells must be inside the area. The word (integer in registered memory that shows whether
+        the cells are valid) must be one of the area's words.
 
         Args:
             segment: segment (run of cells that move together) that the source has packed.
@@ -377,17 +378,17 @@ class PackedRead:
         return True
 
     def _has_room(self, segment: _Segment) -> bool:
-        """Allocate the local memory that is needed to read the packed cells of a segment.
+        """Try to allocate the local memory that is needed to read the packed cells of a segment.
 
-        If this worker unpacks the cells, it needs staging memory for them. If the source has packed the
-        cells, it needs one element of `PackedReadResources.words`: the source's word (integer that shows
-        whether the packed cells are valid) is read into it.
+        If this worker unpacks the cells, they need staging memory. If the source has packed the cells, an
+        element of `PackedReadResources.words` is needed, into which the source's word is read (integer that
+        shows whether the packed cells are valid).
 
         Args:
             segment: segment (run of cells that move together) to read.
 
         Returns:
-            True if everything that is needed was allocated; False if some of it is not free now.
+            True if the segment has all that it needs; False if some of it is not free now.
         """
         if segment.gathered is not None and segment.word < 0:
             if not self._resources.free_words:

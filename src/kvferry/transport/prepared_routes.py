@@ -49,16 +49,16 @@ MAX_DESCRIPTORS = 1 << 26
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DescriptorRows:
-    """All descriptors that a transfer method may need in the source's or in this rank's memory, compactly.
+    """All descriptors that a transfer method may need on one side: the source or this rank.
 
-    A *row* is one contiguous run of bytes in a cell (part of a block that moves as one unit). It stands for
-    the descriptors of the same run in every cell of every block. If the method packs the cells in that
-    memory, images (packed cells) take the place of blocks.
+    There is one descriptor for each contiguous run of bytes in each cell (part of a block that moves as one
+    unit) of each block. A *row* stands for the descriptors of one run in all cells of all blocks. On a side
+    where the method uses staging memory, images (packed cells) take the place of blocks.
 
     Attributes:
-        parts: rows, in sets with the same cell offsets. Each set is (address of each row in block 0 or
-            image 0, length of each row in bytes, byte offset of each cell in a block). Addresses and lengths
-            are int64 of shape (n,). Addresses are without the cell offset.
+        parts: groups of rows. Each group is (address of each row for the cell at offset 0 of block 0 or image
+            0, length of each row in bytes, byte offset of each cell in a block). Addresses and lengths are
+            int64 of shape (n,).
         stride: bytes from one block or image to the next.
         count: number of blocks or images.
     """
@@ -74,12 +74,12 @@ class _DescriptorRows:
 
     @property
     def cells(self) -> int:
-        """Number of cells (parts that move as one unit) in each block; 1 for images (packed cells)."""
+        """Number of cells (parts of a block) in each block; 1 for images (packed cells)."""
         return len(self.parts[0][2])
 
     @property
     def entries(self) -> int:
-        """Number of descriptors that all rows stand for: one per row, cell and block (or image)."""
+        """Number of descriptors: one per combination of row, cell and block (or image)."""
         return self.rows * self.cells * self.count
 
 
@@ -87,7 +87,7 @@ _Prepared: TypeAlias = tuple[TransferMethod, _DescriptorRows, _DescriptorRows]
 
 
 class DescriptorList:
-    """A builder for a list of NIXL descriptors: those of this rank's memory, or of the peer rank's memory.
+    """A builder for a list of NIXL descriptors, either of this rank's memory or of a peer rank's memory.
 
     A descriptor is the address and the length of a piece of memory.
 
@@ -131,18 +131,17 @@ class DescriptorList:
 
 @dataclass(frozen=True, slots=True)
 class PreparedMethod:
-    """A transfer method of a route, with the descriptors and copy operations to use it.
+    """A transfer method of a route, with the descriptors and copy operations that the method needs.
 
-    They were prepared when the peer was connected. A route is a set of layers that are copied alike. A cell
+    These are prepared when the peer is connected. A route is a set of layers that are read together. A cell
     is the part of a block that moves as one unit.
 
     Attributes:
         method: transfer method.
         rows: number of descriptors per cell.
-        src, dst: range of the method's descriptors in the prepared descriptor list of the source's memory,
-            and in that of this worker's memory.
-        announced_route: index of the route in the message that announces routes to the source; -1 if the
-            source packs nothing.
+        src, dst: the method's entries in the prepared descriptor list of each side (source, this worker).
+        announced_route: index of the route in the message `AnnounceRoutes` to the source; -1 if the source
+            packs nothing.
         scatter: copies that unpack cells from staging memory into blocks; None if this worker unpacks
             nothing.
     """
@@ -160,7 +159,7 @@ class PreparedMethod:
         return self.method.image.stride if self.method.image else 0
 
     def segment_cells(self, cells: int) -> int:
-        """Return how many cells (parts of blocks) to move together in one step, which is called a segment.
+        """Return the number of cells (parts of blocks) in a segment. The cells of a segment move together.
 
         A segment takes at most a quarter of each staging area that the method uses, so that several segments
         can be in progress at a time.
@@ -175,7 +174,7 @@ class PreparedMethod:
         return max(1, min(wanted, *(room // 4 for room in areas)))
 
     def indices(self, cells: Cells, outgoing: int, landing: int) -> DescriptorIndices:
-        """Return the indices of the descriptors of these cells in the lists of the source and of this worker.
+        """Return the descriptors of these cells, as indices into the lists of the source and of this worker.
 
         Args:
             cells: cells (parts of blocks) to move.
@@ -198,7 +197,7 @@ class PreparedMethod:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRoute:
-    """A route (set of layers that are copied alike) with all transfer methods that can move it.
+    """A route (set of layers that are read together) with all transfer methods that can move it.
 
     Attributes:
         route: layers and copies.
@@ -229,7 +228,7 @@ class PreparedRoute:
         return self.direct.indices(cells, 0, 0)
 
     def src_cell(self, cells: Cells) -> int:
-        """Return the index that the first of these cells (parts of blocks) has within its source block."""
+        """Return the index, within its source block, of the first of these cells (parts of blocks)."""
         return int(cells.number[0]) % self.route.src_cells
 
     def choose(self, cells: int, costs: Costs, strategy: Strategy | None) -> PreparedMethod:
@@ -264,7 +263,7 @@ class PreparedRoute:
 class RoutePreparation:
     """Prepares the transfer of all routes from one rank of a peer to this rank.
 
-    A route is a set of layers that are copied alike. A cell is the part of a block that moves as one unit.
+    A route is a set of layers that are read together. A cell is the part of a block that moves as one unit.
 
     Attributes:
         src, dst: builders of the descriptor lists of the peer's rank and of this rank.
@@ -282,7 +281,7 @@ class RoutePreparation:
             landing: staging area into which images (packed cells) are read.
             card: description of the peer's rank.
             costs: measured transfer costs of this machine. They decide whether two runs of bytes are read
-                with one descriptor, together with the bytes between them, or with one descriptor each.
+                with one descriptor each, or with one that also covers the bytes between them.
         """
         self.src, self.dst = DescriptorList(), DescriptorList()
         self.gathers: list[GatherRoute] = []
@@ -295,7 +294,7 @@ class RoutePreparation:
         """Prepare a route: append its descriptors to `src` and `dst`, and the prepared route to `routes`.
 
         Args:
-            route: set of layers that are copied alike.
+            route: set of layers that are read together.
 
         Raises:
             TransferError: no method can move the route, or the lists would be too long.
@@ -333,8 +332,8 @@ class RoutePreparation:
         descriptors do not fit.
 
         Args:
-            found: methods that can move the same layers: (method, its descriptors in the source's memory, its
-                descriptors in this rank's memory).
+            found: methods that can move the same layers, each as (method, its descriptors in the source's
+                memory, its descriptors in this rank's memory).
         """
         while len(found) > 1 and any(
             so_far.entries + sum(rows[side].entries for _, *rows in found) > MAX_DESCRIPTORS
@@ -350,7 +349,7 @@ class RoutePreparation:
         """Return, in compact form, all descriptors that a transfer method may need.
 
         Args:
-            route: set of layers that are copied alike.
+            route: set of layers that are read together.
             method: transfer method of the route.
 
         Returns:
@@ -418,7 +417,7 @@ def _clearing(route: Route, space: AddressSpace) -> StagingCopies:
     """Return an operation that zeroes those bytes of a block that a route writes.
 
     Args:
-        route: set of layers that are copied alike.
+        route: set of layers that are read together.
         space: memory of this rank's KV cache.
     """
     written = [

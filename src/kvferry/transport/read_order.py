@@ -16,18 +16,18 @@ from kvferry.transport.lease import LeaseWord
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The share of a read order that one lane (reading thread) reads.
+    """The part of a read order that one lane (reading thread) executes.
 
-    Every cell (part of a block) is in exactly one share. For each route (set of layers that are copied
-    alike), all cells of a destination block are in the same share. So one lane fills the block, and zeroes
-    the bytes of the block that the read does not fill.
+    Every cell (part of a block) is in exactly one share. For each route (set of layers that are read
+    together), all cells of a destination block are in the same share. So a single lane fills the block, and
+    zeroes the bytes of the block that the read does not fill.
 
     Attributes:
-        number: index of the share, from 0. It differs from the index of the lane: the lane that gets share 0
-            changes from order to order, so that the load is even.
+        number: index of the share, from 0. It is not the index of the lane: with each order, another lane
+            gets share 0, so that the load is even.
         lanes: number of lanes, which is the number of shares.
-        least_bytes: approximate minimum number of bytes that one lane reads of a route. Fewer lanes share a
-            route that is too small for all of them.
+        least_bytes: approximate minimum number of bytes of a route in a share. A small route is split into
+            fewer shares, or not at all.
     """
 
     number: int = 0
@@ -37,12 +37,10 @@ class Share:
     def select(self, cells: Cells, cell_bytes: int, route: int) -> Cells:
         """Select the cells (parts of blocks) of a route that belong to this share of a read order.
 
-        Each lane (reading thread) reads one share.
-
         Args:
             cells: all cells of the route to read.
             cell_bytes: size of a cell in bytes.
-            route: index of the route (set of layers that are copied alike). The first cells of the route are
+            route: index of the route (set of layers that are read together). The first cells of the route are
                 in share ``route % lanes``; a route with less than `least_bytes` is in share 0.
 
         Returns:
@@ -59,10 +57,10 @@ class Share:
 
 
 def _cut(blocks: Int64s, part: int, parts: int) -> int:
-    """Return the index of the first cell (part of a block) of one share, if the shares are about equal.
+    """Return the index of a share's first cell (part of a block), if cells are split into about equal shares.
 
-    All cells of a destination block are in the same share. A share may be empty: then the result is the
-    same for it and for the next share.
+    The boundary is moved to the next destination block, so that all cells of a block are in the same share.
+    A share may be empty: then the result is the same for it and for the next share.
 
     Args:
         blocks: destination block id of each cell, int64 of shape (n,); equal ids are adjacent.
@@ -88,8 +86,8 @@ class ReadOrder:
         span: range of the prompt's tokens to read.
         src_tables, dst_tables: block tables of the peer and of this engine: one int64 array of block ids per
             KV cache group, in the order of the tokens.
-        lease: word (integer in the peer's memory) that shows whether the producer's lease on its blocks is
-            valid.
+        lease: index and valid value of the lease word, an integer in the peer's memory. The word shows
+            whether the producer's lease on its blocks is valid.
         strategy: transfer strategy to use; None for the strategy in `TransferSettings`.
         share: share of the order that one lane (reading thread) reads.
     """

@@ -22,7 +22,7 @@ class PackedCells:
     """Cells (parts of blocks) of one route that are packed into contiguous staging memory on the way.
 
     Attributes:
-        route: prepared route (set of layers that are copied alike) of the cells.
+        route: prepared route (set of layers that are read together) of the cells.
         method: transfer method: over-read (the reader also fetches unneeded bytes between the needed ones)
             or staged (the source packs the cells).
         cells: cells to move.
@@ -41,7 +41,7 @@ class RankRead:
         source: rank of the peer.
         direct: indices of the descriptors that are read straight into blocks; None if there are none.
         packed: cells (parts of blocks) that are packed into contiguous staging memory on the way, one entry
-            per route (set of layers that are copied alike).
+            per route (set of layers that are read together).
     """
 
     source: SourceRank
@@ -55,10 +55,10 @@ class ReadPlan:
 
     Attributes:
         ranks: part of the read for each rank of the peer that supplies anything.
-        clears: pairs (operation that zeroes bytes of given blocks, int64 ids of the blocks), for blocks that
-            the read does not fill completely. They are zeroed before the read.
+        clears: pairs (operation that zeroes bytes of given blocks, int64 ids of the blocks). They are applied
+            before the read, to blocks that the read does not fill completely.
         bytes_by_group: number of bytes of KV to read, for each KV cache group of this engine. Unneeded bytes
-            that are also fetched, to need fewer descriptors, do not count.
+            that an over-read also fetches are not counted.
         strategy_by_group: names of the transfer strategies, joined by "+", for each KV cache group of this
             engine; an empty text for a group without reads.
         counts: total bytes and descriptors.
@@ -84,8 +84,8 @@ class SourceRank:
 
     Attributes:
         agent: name of the rank's NIXL agent.
-        routes: prepared routes (sets of layers that are copied alike) from the rank, with all
-            their transfer methods.
+        routes: prepared routes (sets of layers that are read together) from the rank, with all their transfer
+            methods.
         lists: prepared descriptor lists.
         client: client for requests that ask the rank to pack cells (parts of blocks); None if no method
             needs it.

@@ -18,15 +18,15 @@ class TransferSettings:
     Attributes:
         strategy: transfer strategy to use for all reads; None to choose the cheapest for each read.
         costs: measured transfer costs of this machine, by which the cheapest strategy is chosen.
-        staging_bytes: size in bytes of each of the two staging areas: one to read into, and one that others
-            read from. 0 for no staging areas.
+        staging_bytes: size in bytes of each of the two staging areas; 0 for no staging areas. The worker
+            reads into one area, and peers read from the other.
         host: address that the gather channel listens on.
         advertise_host: address of this worker's gather channel, as sent to readers.
         keys: CURVE keys of the gather channel; random by default.
         peers: machines that may connect to the gather channel.
         lanes: number of lanes (reading threads), at least 1.
-        lane_bytes: minimum number of bytes that one lane reads of a route (set of layers that are copied
-            alike). Fewer lanes share a route that is too small for all of them.
+        lane_bytes: approximate minimum number of bytes of a route (set of layers that are read together) that
+            one lane reads. A small route is split among fewer lanes, or not at all.
     """
 
     strategy: Strategy | None = None

@@ -148,14 +148,14 @@ class TicketBook:
             return Redeemed(asked.number, self._incarnation, found.grant)
 
     def claimed(self, consumer: int, tickets: Iterable[bytes]) -> list[str]:
-        """Return the names of leases that a consumer has claimed and not released.
+        """Return the names of the given leases that a consumer has claimed and not released.
 
         Args:
             consumer: incarnation of the consumer (random number that identifies its run).
             tickets: tickets (random ids) of leases. Tickets that the consumer has not redeemed are ignored.
 
         Returns:
-            Names, in this engine, of the claimed leases among those with these tickets.
+            Names of the leases in this engine.
         """
         with self._lock:
             found = [self._open[ticket] for ticket in dict.fromkeys(tickets) if ticket in self._open]

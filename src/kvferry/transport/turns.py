@@ -40,7 +40,7 @@ class TurnContent:
     Attributes:
         chunk_tokens: number of tokens in a chunk.
         keys: key (digest of the content) of each whole chunk, in order.
-        tokens: known token ids: those of all tokens, or only of the first ones.
+        tokens: ids of the tokens, in order, as far as they are known.
         items: token positions at which multi-modal items (such as images) start, ascending.
     """
 
@@ -50,10 +50,11 @@ class TurnContent:
     items: tuple[int, ...] = ()
 
     def begins_with(self, other: TurnContent) -> bool:
-        """Return whether this content starts with all of another content. Return False in case of doubt.
+        """Return whether this content verifiably starts with all of another content.
 
-        After the last whole chunk of `other`, only token ids are compared, and these do not identify
-        multi-modal items (such as images). So the result is False if an item starts there.
+        Whole chunks are compared by key. The tokens after the last whole chunk of `other` are compared by id.
+        Ids do not identify multi-modal items (such as images), so the result is False if an item starts
+        among these tokens.
 
         Args:
             other: content to look for at the start of this content.
@@ -67,7 +68,7 @@ class TurnContent:
         )
 
     def tokens_after(self, chunks: int) -> Sequence[int]:
-        """Return the token ids after the first `chunks` chunks, at most as many as a chunk has.
+        """Return the token ids after the first `chunks` chunks, at most `chunk_tokens` of them.
 
         The ids end before the next multi-modal item (such as an image).
         """
@@ -85,6 +86,7 @@ def shared_tokens(prompt: TurnContent, kept: KeptTurn) -> int:
 
     >>> from kvferry.transport.redeem import Grant
     >>> prompt = TurnContent(4, (b"a", b"b"), range(10))
+    >>> # 2 common chunks of 4 tokens. Then the prompt has tokens 8 and 9, the turn 8 and 7: 1 more in common.
     >>> shared_tokens(prompt, KeptTurn("P", 1, bytes(16), Grant.of(0, 0, [[1, 2, 3]]), 9, 0, 2, [8, 7]))
     9
     """
@@ -137,10 +139,10 @@ class TurnIndex:
                 self._by_key.pop((number, key), None)
 
     def leases(self, tickets: Iterable[bytes]) -> list[str]:
-        """Return the names, in this engine, of the leases that some tickets (random ids) stand for.
+        """Return the names, in this engine, of the leases on turns that have these tickets (random ids).
 
         Args:
-            tickets: tickets. Those that do not belong to a turn in the index are ignored.
+            tickets: tickets of leases. Those that do not belong to a turn in the index are ignored.
         """
         known = [self._turns.get(ticket) for ticket in dict.fromkeys(tickets)]
         return [found[2] for found in known if found is not None]
@@ -174,8 +176,8 @@ class _TurnQuery:
     """A query that asks several peers for earlier turns of a conversation.
 
     Attributes:
-        waiting: peers that have not replied yet: maps the address of a peer to its incarnation (random number
-            that identifies its run).
+        waiting: maps the address of each peer that has not replied yet to its incarnation (random number that
+            identifies its run).
         began: time at which the query began, in seconds of the clock of `TurnQueries`.
         answers: (address of the peer, turn) for all turns in the replies so far.
     """
@@ -227,7 +229,7 @@ class TurnQueries:
         """Begin a query for earlier turns of a conversation. The caller must send it to the returned peers.
 
         Args:
-            peers: peers that may be asked: maps the address of a peer to its incarnation (random number that
+            peers: maps the address of each peer that may be asked to its incarnation (random number that
                 identifies its run).
 
         Returns:
@@ -252,8 +254,9 @@ class TurnQueries:
     def handle_reply(self, address: Address, turns: Turns) -> None:
         """Add the turns (finished requests of a conversation) in a peer's reply to the query.
 
-        If the query has ended, the turns are ignored. But the reply shows that the peer is alive. So if the
-        peer has timed out, its pause is reset to the shortest one: no queries for `SILENT_SECONDS` from now.
+        If the query has ended, ignore the turns. The reply still shows that the peer is alive. So if the peer
+        has a pause, replace it with the shortest one, which ends `SILENT_SECONDS` from now. During a pause,
+        no queries are sent to the peer.
 
         Args:
             address: (host, port) of the peer.
@@ -303,8 +306,8 @@ class TurnQueries:
         """Return the pause during which a peer is not asked, because it has not replied to a query in time.
 
         The first pause takes `SILENT_SECONDS`. Each further pause takes twice as long as the one before, at
-        most `MAX_SILENT_SECONDS`. If another query has started a pause since this query began, that pause is
-        returned, because both queries met the same silence.
+        most `MAX_SILENT_SECONDS`. If a concurrent query has already started a pause since this query
+        began, return that pause, so that the same silence does not count twice.
 
         Args:
             address: (host, port) of the peer.

@@ -40,16 +40,16 @@ class Claim:
 
 @dataclass(slots=True)
 class _Shared:
-    """The redemptions of one ticket, shared by all requests with this ticket.
+    """The messages that redeem one ticket, shared by all requests with this ticket.
 
-    A redemption is a message that sends the ticket, a random id, to the producer to claim a lease. There is
-    one redemption per distinct prompt content.
+    To redeem a ticket (random id) is to send it to the producer to claim a lease. One message is sent per
+    distinct prompt content.
 
     Attributes:
-        users: number of requests that use each redemption, by the id of the message. A redemption without
-            users is removed.
+        users: number of requests that use each message, by message id. A message without users is removed.
         numbers: id of each message, by the digests of the prompt content that it contains.
-        held: True if a removed redemption was not refused, so that the producer may have granted the lease.
+        held: True if the producer may have granted the lease in reply to a message that has been removed,
+            because it did not refuse that message.
     """
 
     users: dict[int, int] = field(default_factory=dict)

@@ -30,7 +30,7 @@ class Pull:
         incarnation: random number that identifies the run of the peer's engine that granted the lease; None
             until it is known.
         settled: True when the request will read no more from this peer.
-        bid: last offer to load KV from this peer that was made for the request; None if there was none.
+        bid: last offer for the request to load KV from this peer; None if there was none.
     """
 
     address: Address

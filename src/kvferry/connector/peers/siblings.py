@@ -12,9 +12,9 @@ from typing import Any
 
 
 class Siblings:
-    """Record of KV offers, one for all samples of a prompt (``n`` above 1).
+    """Record of the KV offers that the samples of a prompt share (``n`` above 1).
 
-    The engine computes each sample as a request of its own. The first sample that ends gets a lease on its
+    The engine computes each sample as a separate request. The first sample that ends gets a lease on its
     blocks. The responses of the other samples repeat the offer of these blocks. The record keeps an offer
     until its lease ends.
     """

@@ -48,7 +48,7 @@ UNUSED_SECONDS = 600.0
 
 
 def _shorter(bid: Bid | None, tokens: int) -> Bid | None:
-    """Return a copy of a bid, but for `tokens` tokens; None if `bid` is None or `tokens` is below 1.
+    """Return a copy of a bid that offers `tokens` tokens; None if `bid` is None or `tokens` is below 1.
 
     A bid is the offer of a source to load a part of a prompt.
 
@@ -159,8 +159,8 @@ class PeerSource:
     def declined(self, request: Request) -> SourceMiss | None:
         """Return the reason why no peer can serve a request for which `arrived` returned False.
 
-        The reason is a malformed offer in the request, or that this engine has stopped reading from peers.
-        Return None otherwise, for example if the request came without an offer and no peer was asked.
+        Either the offer in the request is malformed, or this engine has stopped reading from peers. Return
+        None otherwise, for example if the request came without an offer and no peer was asked.
         """
         try:
             read_offer(request.kv_transfer_params)
@@ -449,11 +449,11 @@ class PeerSource:
         return peer
 
     def _process_turn_answers(self, request: Request, local_tokens: int) -> Bid | None:
-        """Process the peers' answers to the question whether they keep an earlier turn of the conversation.
+        """Process the answers of peers that were asked for an earlier turn of the conversation.
 
-        While answers are missing, return a placeholder bid (offer to load KV) for all tokens that could be
-        loaded. Otherwise return None. If a peer has usable KV, create a `Pull` for the request, from which
-        the caller makes the real bid.
+        If a peer has usable KV, create a `Pull` for the request and return None. The caller then makes the
+        bid (offer to load KV). While answers are missing, return a placeholder bid for all tokens that could
+        be loaded. Otherwise return None.
 
         Args:
             request: request that waits to be scheduled.
@@ -507,8 +507,8 @@ class PeerSource:
     def _refusal(self, pull: Pull, peer: PeerInfo) -> str | None:
         """Return the reason why KV cannot be read from a peer; None if it can be read.
 
-        The reason is the result of `Pull.mismatch`, or that loads from this peer that are past their deadline
-        hold too many blocks.
+        KV cannot be read if `Pull.mismatch` returns a reason, or if loads from this peer that are past their
+        deadline still hold too many blocks.
 
         Args:
             pull: state of the exchange with the peer.

@@ -100,11 +100,11 @@ class TurnFinder:
 
 
 def _usable(content: TurnContent, kept: KeptTurn, tokens: int) -> int:
-    """Return the number of tokens whose KV a prompt can use from the KV that a peer keeps.
+    """Return how many tokens of a prompt the KV that a peer keeps can provide.
 
-    These are the tokens that the prompt and the peer's KV share from the start. Return 0 if they are fewer
-    than the shortest prefix that the peer can still serve. The last token of the prompt is never counted,
-    because the engine always computes this token.
+    These are the tokens that the prompt and the kept KV have in common from the start. The last token of the
+    prompt is not counted, because the engine always computes it. Return 0 if the common prefix is shorter
+    than the shortest prefix that the peer can still serve.
 
     Args:
         content: digests of the prompt's content.

@@ -77,7 +77,7 @@ class TurnKeeper:
             engine: properties of the engine, such as its KV cache groups and the size of its block pool.
             book: object that grants and records leases.
             names: object that computes digests of token content. Peers find turns by these digests.
-            wanted: object that returns the number of blocks that waiting requests need.
+            wanted: object that computes the number of blocks that the largest waiting request needs.
             events: stream that receives an event for each granted lease.
             seconds: maximum time for which a turn is kept, in seconds.
             share: maximum part of the block pool that kept turns may occupy, from 0 to 1.
@@ -225,7 +225,8 @@ class TurnKeeper:
         """Return the names of the leases that must end early, the oldest first.
 
         Leases of retained turns (KV of finished requests) end early if the turns hold more than their share
-        of the block pool, or if fewer blocks are free than requests wait for, or than `_FREE` of the pool.
+        of the block pool. They also end early if the free blocks are fewer than the largest waiting request
+        needs, or fewer than the share `_FREE` of the pool.
 
         Args:
             over: names of the leases that end now for another reason. They are not returned, and their blocks

@@ -19,10 +19,10 @@ CHUNK_TOKENS = 256
 
 
 class TurnNames:
-    """Computes names of token content. KV of finished requests is stored and looked up under these names.
+    """Computes the names under which peers find the kept KV of finished requests.
 
-    Equal content has equal names in all engines. The names are digests of the tokens and of everything else
-    that determines the KV, such as the LoRA adapter and images.
+    A name is a digest of tokens and of everything else that determines their KV, such as the LoRA adapter and
+    images. Equal content has equal names in all engines.
     """
 
     def __init__(self, adapters: Adapters, *, prompts_only: bool = False) -> None:
@@ -39,8 +39,8 @@ class TurnNames:
     def content(self, request: Request, tokens: int) -> TurnContent | None:
         """Return the names (digests) of the content of a request's first `tokens` tokens.
 
-        Return None if not everything that determines the KV is known (for example, if the prompt consists of
-        embeddings). Also return None if the tokens include generated ones and the object was created with
+        Return None if something that determines the KV is unknown, for example if the prompt consists of
+        embeddings. Also return None if the tokens include generated ones and the object was created with
         `prompts_only`.
         """
         if self._prompts_only and tokens > request.num_prompt_tokens:
@@ -56,7 +56,7 @@ class TurnNames:
     def start_anew(self) -> None:
         """Give all content new names from now on, because the engine's cache was reset.
 
-        The new names depend on a random number that other engines do not know. So other engines find neither
-        KV from before the reset, nor KV that running requests compute from such KV.
+        The new names depend on a random number that other engines do not know. So other engines do not find
+        KV from before the reset. They also do not find KV that running requests compute from it.
         """
         self._epoch = f"{secrets.token_hex(16)} "

@@ -23,7 +23,7 @@ class UnclaimedLeases:
     for the blocks. Only the engine's thread calls the methods.
 
     Attributes:
-        seconds: minimum time in seconds that an unclaimed lease lasts before it may be ended early.
+        seconds: minimum age in seconds of an unclaimed lease that ends early.
     """
 
     def __init__(self, book: LeaseBook, wanted: BlocksWanted) -> None:
@@ -31,7 +31,7 @@ class UnclaimedLeases:
 
         Args:
             book: object that grants leases and records which of them are unclaimed.
-            wanted: counter of the blocks that requests of this engine wait for.
+            wanted: object that computes the number of blocks that the largest waiting request needs.
         """
         self.seconds = book.seconds / 4
         self._book, self._wanted = book, wanted

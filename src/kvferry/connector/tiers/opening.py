@@ -29,8 +29,8 @@ def open_tiers(
         table: table of chunk keys that all tiers share.
 
     Returns:
-        (tier, weight) for each opened tier, the fastest first. The weight is the setting ``load_weight``: a
-        factor for the number of tokens from this tier when offers of sources are compared.
+        (tier, weight) for each opened tier, the fastest first. The weight is the setting ``load_weight``: the
+        weight of each token from this tier when the source policy ``weight`` compares offers.
     """
     found: list[tuple[SlowTier, float]] = []
     kinds = Counter[str]()

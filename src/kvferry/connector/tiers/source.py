@@ -65,8 +65,8 @@ class _TierRequest:
         excluded_tiers: names of the tiers that are not used again for this request, because a read from them
             failed or missed its deadline.
         coverage: result of the last look-up of the request's chunks; None before the first look-up.
-        declined: True if the tiers made no offer at the last look-up for the sole reason that too many loads
-            were under way.
+        declined: True if the tiers had chunks to offer at the last look-up, but made no offer because too
+            many loads were under way.
     """
 
     bidding: Bidding
@@ -83,7 +83,7 @@ class _Loading:
         load: load that the scheduler has begun.
         fetch: reads of the load's chunks into host memory.
         parts: number of orders (`LoadPart`) for this load so far. Each tells the ranks to copy the chunks
-            that have arrived in host memory since the order before.
+            that have arrived in host memory since the previous order.
     """
 
     load: Load
@@ -97,7 +97,7 @@ class _LoadRecord:
 
     Attributes:
         sizes: number of bytes over all ranks, by index of the KV cache group in the storage format.
-        miss: reason to report if the load fails for another reason than a missed deadline.
+        miss: reason to report for a failure, unless the load missed its deadline.
     """
 
     sizes: Counter[int] = field(default_factory=Counter)
@@ -171,7 +171,7 @@ class TierSource:
         return True
 
     def declined(self, request: Request) -> SourceMiss | None:
-        """Return the reason why a request has no chunk keys, so that the tiers cannot serve it.
+        """Return the reason why the tiers cannot serve a request: why it has no chunk keys.
 
         Args:
             request: request for which `arrived` returned False.
@@ -309,8 +309,8 @@ class TierSource:
     def alignments(self, request_id: str) -> tuple[int, ...]:
         """Return the alignment of loaded content, in tokens, for each KV cache group.
 
-        The content of every stored chunk begins at a multiple of its group's alignment. The alignments are
-        equal for all requests, and for all engines that use this storage format.
+        The content of every stored chunk begins at a multiple of its group's alignment. All requests have the
+        same alignments.
         """
         return self._alignments
 
@@ -432,9 +432,9 @@ class TierSource:
     def _parts(self, found: Coverage, first: int, last: int) -> tuple[PlaceTokens, ...]:
         """Return the number of tokens that each tier provides for an offer to load a part of a prompt.
 
-        Only chunks of the KV cache group that needs the most chunks are counted. A chunk that no tier holds
-        counts for host memory, the fastest tier: the load does not need such a chunk (it lies before an
-        attention window, for example).
+        Only chunks of the KV cache group that needs the most chunks are counted. The load does not need a
+        chunk that no tier holds, for example because it lies before an attention window. Such a chunk is
+        counted as if host memory, the fastest tier, held it.
 
         Args:
             found: result of the look-up of the request's chunks.

@@ -65,8 +65,9 @@ class Storing:
             groups: the engine's KV cache groups, as one rank describes them.
             parts: record of the blocks that loads fill only in part. These blocks are not stored.
             orders: object that has the ranks copy chunks to host memory.
-            snapshot_tokens: distance in tokens between the positions at which windows and snapshots
-                (recurrent states at one position) are stored, a multiple of the number of tokens per chunk.
+            snapshot_tokens: distance in tokens between the positions for which chunks of attention windows
+                and snapshots (recurrent states at one position) are stored; a multiple of the chunk length.
+                They are also stored for the end of a prompt.
         """
         self._orders = orders
         self._cache, self._prompts, self._part_blocks = cache, prompts, parts
@@ -197,11 +198,11 @@ class Storing:
             )
 
     def _chunks_per_order(self, group: int) -> int:
-        """Return the maximum number of chunks of a KV cache group in one order to the ranks to store chunks.
+        """Return the maximum number of chunks per store order for a KV cache group.
 
-        An order pins the blocks of all its chunks. It is refused as a whole if stores would then pin more
-        than `StoreOrders.most_pinned` blocks. If this limit is low, small orders allow at least a part of a
-        long prompt to be stored.
+        An order pins the blocks of all its chunks. If stores would then pin more than
+        `StoreOrders.most_pinned` blocks, none of its chunks is stored. With several small orders, at least a
+        part of a long prompt is stored when this limit is low.
 
         Args:
             group: index of the KV cache group in the storage format.
@@ -281,8 +282,8 @@ class Storing:
 
         Args:
             request: request to which the snapshots belong.
-            snapshots: (group number, block id, number of tokens that the state has seen) for each snapshot
-                that the step writes.
+            snapshots: (index of the engine's KV cache group, block id, number of tokens that the state
+                covers) for each snapshot that the step writes.
         """
         assert self._state is not None
         chunks = self._prompts.get(request)

@@ -56,8 +56,8 @@ class Tiering:
 
     Attributes:
         source: source that offers to load the tiers' chunks for requests.
-        weights: factor for the number of tokens from each tier when offers to load are compared, by name of
-            the tier.
+        weights: maps the name of a tier to the weight of each token that is loaded from it, when the source
+            policy ``weight`` compares offers.
     """
 
     def __init__(

@@ -177,7 +177,8 @@ class WorkerHalf:
     def save(self, orders: StepOrders, mark: Callable[[], Callable[[], None]]) -> None:
         """Copy completed prompts to the host buffer, and start to store the step's chunks.
 
-        Called after the step's forward pass, because both read the KV that it has computed.
+        Called after the step's forward pass has been submitted. Prompts and chunks contain KV that the pass
+        computes.
 
         Args:
             orders: the scheduler half's message for the step.

@@ -104,10 +104,10 @@ class ChunkOrders:
 
     Attributes:
         arena: description of the arena, sent once, before the first copies; None afterwards.
-        stores: orders to copy chunks from KV blocks to the arena. They are carried out in this order, after
-            all `parts`.
-        parts: orders to copy chunks from the arena to KV blocks. They are carried out in this order.
-        ends: messages that a load is complete or has failed, carried out after `parts`.
+        stores: orders to copy chunks from KV blocks to the arena, carried out one after the other after all
+            `parts`.
+        parts: orders to copy chunks from the arena to KV blocks, carried out one after the other.
+        ends: messages that a load is complete or has failed, processed after `parts`.
     """
 
     arena: ArenaCard | None = None

@@ -52,6 +52,7 @@ class StaleEpochs:
         """Mark the current epoch (time between two cache resets) as one in which the weights have changed.
 
         The current epoch is the epoch of the last step that computed tokens or began a load. Before the first
-        such step it is epoch 0, whose chunk keys are valid only for the weights at the engine's start.
+        such step it is epoch 0. The chunk keys of epoch 0 are valid only for the weights at the engine's
+        start.
         """
         self.last = self._current

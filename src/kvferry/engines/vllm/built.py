@@ -46,16 +46,17 @@ _SCALARS = (bool, int, float, str)
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """Properties of the model as one rank has built it, or as several ranks have built it.
+    """Properties of the built model, on one rank or on several ranks together.
 
     Two engines compare these properties to decide whether they can use each other's KV. Weights are not
     included.
 
     Attributes:
-        config: values of each key of the model's configuration, as texts. There are several if ranks differ.
-        modules: values of each attribute or buffer of a module class, as texts, by name (such as
-            ``RotaryEmbedding.base``). There are several if modules of the same class differ. The entry
-            ``class`` names the model's class.
+        config: maps each key of the model's configuration to its values, as texts. A key has several values
+            if ranks differ.
+        modules: maps the name of each attribute or buffer (such as ``RotaryEmbedding.base``) to its values,
+            as texts. A name has several values if modules of the same class differ. The entry ``class`` has
+            the name of the model's class.
     """
 
     config: Mapping[str, frozenset[str]] = field(default_factory=dict)

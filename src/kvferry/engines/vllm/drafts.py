@@ -22,20 +22,20 @@ _THE_MODELS_OWN = "the model's own"
 
 
 def draft_layers(vllm_config: Any) -> dict[str, str]:
-    """Map the name of each layer that the draft model has in the KV cache to a digest of the draft model.
+    """Return the draft model's own layers in the KV cache, as a dictionary from layer name to a digest.
 
-    All layers are mapped to the same digest. The result is empty without a draft model, or if the draft model
-    has no layers of its own in the KV cache. Call this in a worker.
+    The digest identifies the draft model, so it is the same for all layers. The result is empty without a
+    draft model, or if the draft model has no layers of its own in the KV cache. Call this in a worker.
     """
     names = draft_layer_names(vllm_config)
     return dict.fromkeys(names, _digest(vllm_config)) if names else {}
 
 
 def draft_weights(vllm_config: Any) -> str:
-    """Return a text that identifies the draft model's weights, or says that they are the target model's own.
+    """Return a text that identifies the draft model's weights.
 
-    The latter is the case for multi-token prediction, whose layers are part of the target model's checkpoint.
-    The text is empty without a draft model that has layers of its own in the KV cache.
+    If the draft model is part of the target model's checkpoint (multi-token prediction), the text only says
+    so. The text is empty without a draft model that has layers of its own in the KV cache.
     """
     if not keeps_draft_layers(vllm_config):
         return ""

@@ -156,7 +156,7 @@ def _pages(
 
 
 def _checked(name: str, caches: Mapping[str, torch.Tensor], blocks: int) -> torch.Tensor:
-    """Return a layer's cache tensor, and check its shape.
+    """Check the shape of a layer's cache tensor, and return the tensor.
 
     Args:
         name: name of the layer.

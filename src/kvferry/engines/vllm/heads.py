@@ -44,7 +44,7 @@ def shard_of(held: int, rank: int, ranks: int, projection: Any, of_model: int) -
 
     >>> shard_of(2, 1, 4, None, 8), shard_of(1, 3, 4, None, 2)
     (Shard(rank=1, ranks=4, start=2, total=8), Shard(rank=3, ranks=4, start=1, total=2))
-    >>> shard_of(1, 3, 4, None, 8)
+    >>> shard_of(1, 3, 4, None, 8)  # unknown range, because 4 ranks with 1 head each cannot hold 8 heads
     Shard(rank=3, ranks=4, start=0, total=0)
 
     Args:
@@ -66,11 +66,13 @@ def shard_of(held: int, rank: int, ranks: int, projection: Any, of_model: int) -
 
 
 def shards(vllm_config: Any, layers: Mapping[str, tuple[Any, Any]], rank: int) -> dict[str, Shard]:
-    """Return the range of KV heads that this rank holds of each attention layer, by layer name.
+    """Return, by layer name, the range of each attention layer's KV heads that this rank holds.
+
+    A layer whose data is the same on all ranks counts as one head, which every rank holds.
 
     Args:
         vllm_config: the engine's configuration.
-        layers: attention layer and its KV cache spec, by layer name.
+        layers: maps a layer's name to (attention layer, its KV cache spec).
         rank: this worker's tensor-parallel rank.
     """
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)

@@ -57,7 +57,8 @@ def must_agree(vllm_config: Any, kv_cache_config: Any, built: Built) -> dict[str
         built: properties of the model as all workers have built it.
 
     Returns:
-        Properties by name: of the weights, the dtypes, the engine's settings and the model that was built.
+        Properties by name. They describe the weights, dtypes, quantization, engine settings, multimodal
+        processor and built model.
     """
     model = vllm_config.model_config
     facts: dict[str, Fact] = {
@@ -84,7 +85,7 @@ def built_by_all(workers: Any) -> Built:
 
 
 def engine_settings(vllm_config: Any) -> dict[str, str]:
-    """Return the vLLM settings that affect the content of KV, but that a built model does not show.
+    """Return the vLLM settings that affect the content of KV but cannot be seen in the built model.
 
     Returns:
         Value of each setting as a text, by name of the setting.

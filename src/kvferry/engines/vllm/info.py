@@ -18,7 +18,7 @@ from kvferry.engines.vllm.geometry import kind_of_group
 
 
 def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
-    """Collect what the connector's scheduler half must know of the engine: groups, limits and features.
+    """Collect what the connector's scheduler half must know about the engine: groups, limits and features.
 
     Args:
         vllm_config, kv_cache_config: vLLM's configurations of the engine and of its KV cache.

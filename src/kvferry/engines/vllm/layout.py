@@ -103,7 +103,7 @@ Strided = Sequence[tuple[str, int, int]]
 
 
 def _tensors(kv_cache_config: Any, caches: Mapping[str, Any]) -> Iterable[Strided]:
-    """Yield the axes of each memory allocation of the KV cache: (axis, extent, stride in bytes) of each axis.
+    """Yield the axes of each memory allocation of the KV cache, as a list of (axis, extent, byte stride).
 
     The layers in an allocation are assumed to be evenly spaced. So the stride of the layer axis is the
     distance between the first two layers.

@@ -62,8 +62,8 @@ class VLLMRequest:
         raw: vLLM's request.
         hash_block_tokens: number of tokens that each of vLLM's block hashes covers; None or 0 without prefix
             caching.
-        sampled_below: number of token ids that the engine can sample; 0 without a draft model. Used by
-            `trim_prompt`.
+        sampled_below: number of token ids that the engine can sample. All sampled ids are below this number.
+            0 without a draft model. Used by `trim_prompt`.
     """
 
     raw: Any
@@ -144,9 +144,9 @@ class VLLMRequest:
 
     @property
     def own_hit(self) -> int | None:
-        """Number of tokens that vLLM's own prefix cache had at the request's first admission.
+        """Number of the request's tokens that vLLM's own prefix cache had at its first admission.
 
-        None if the request was preempted, because vLLM then does not report the number.
+        None if the request was preempted or has produced output, because vLLM then does not provide it.
         """
         return own_hit(self.raw)
 

@@ -33,7 +33,7 @@ class VLLMScheduler:
     """Adapter between vLLM's scheduler and kvferry's scheduler half, which does not depend on the engine.
 
     The scheduler half decides what is loaded and stored. This class passes vLLM's calls on to it, and turns
-    its events into metrics, traces and logs.
+    the events of the scheduler half into metrics, traces and logs.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:

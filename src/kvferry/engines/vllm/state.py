@@ -51,8 +51,9 @@ class Rank:
 def page_of_state(layer: Any, name: str, spec: Any, device: str, rank: Rank) -> PageFormat:
     """Describe the pages of a recurrent layer (a page holds the layer's state at one position).
 
-    The pages are described as fields, if the layer's weight loaders confirm which part of each field this
-    rank holds. Other pages are described as opaque bytes, which can only move whole.
+    The pages are described as fields if the state is sharded over the ranks, and the layer's weight loaders
+    confirm which part of each field this rank holds. Other pages are described as opaque bytes, which can
+    only be copied whole.
 
     Args:
         layer: the engine's recurrent layer, for its dimensions and weight loaders.
@@ -110,7 +111,7 @@ def _fields(layer: Any, kind: str, spec: Any, rank: Rank) -> tuple[tuple[Field, 
 
 
 def _columns(state: StateFormat, spec: Any, rank: Rank) -> int | None:
-    """Return the number of inputs per channel (columns) that the state of a convolution has room for.
+    """Return the number of inputs per channel (columns) for which a convolution's state has space.
 
     This is the number of inputs that the convolution needs, or more if vLLM adds columns as scratch space for
     speculative decoding.
@@ -135,7 +136,7 @@ def fields_of(state: StateFormat, columns: int, item_bytes: list[int], rank: Ran
 
     Args:
         state: format of the layer's state over all ranks.
-        columns: number of inputs per channel that the convolution's state has room for.
+        columns: number of inputs per channel for which the convolution's state has space.
         item_bytes: bytes per element of the convolution's state and of the recurrent state, in this order. A
             layer that has only one of the two has a single entry.
         rank: rank that holds the page.
@@ -154,7 +155,7 @@ def _convolution(state: StateFormat, columns: int, item: int, rank: Rank) -> tup
 
     Args:
         state: format of the layer's state over all ranks.
-        columns: number of inputs per channel that the convolution's state has room for.
+        columns: number of inputs per channel for which the convolution's state has space.
         item: bytes per element.
         rank: rank that holds the state.
     """

@@ -18,7 +18,7 @@ from typing import Any
 class Segment:
     """Channels of a convolution that come from the same projection.
 
-    >>> [Segment("conv.b", units=units, width=32).channels_per_rank(4) for units in (1, 8)]
+    >>> [Segment("conv.b", units=units, width=32).channels_per_rank(4) for units in (1, 8)]  # copied; split
     [32, 64]
 
     Attributes:
@@ -55,8 +55,8 @@ class StateFormat:
     missing.
 
     Attributes:
-        window: number of last inputs per channel that the convolution needs: its kernel size less one. 0
-            without a convolution.
+        window: number of past inputs per channel that the convolution needs, which is its kernel size less
+            one; 0 without a convolution.
         segments: groups of the convolution's channels, one per projection, in the order in which vLLM and
             checkpoints store them. Empty without a convolution.
         recurrent: (name, count) of each axis of the recurrent state. The first axis is sharded, and the last
@@ -72,7 +72,7 @@ class StateFormat:
 
         Args:
             ranks: number of tensor-parallel ranks.
-            columns: number of inputs per channel that the convolution's state has room for.
+            columns: number of inputs per channel for which the convolution's state has space.
             channels_first: True if a convolution's state is in vLLM's ``DS`` order (channels, window), False
                 for ``SD`` (window, channels).
         """

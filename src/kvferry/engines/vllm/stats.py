@@ -32,7 +32,7 @@ class FerryStats(KVConnectorStats):
 
     @classmethod
     def of(cls, counted: MetricsDelta) -> FerryStats:
-        """Create stats in the form that vLLM can send, from counts that the connector has collected."""
+        """Create the stats that vLLM sends, from the counts that the connector has collected."""
         return cls(counted.plain())
 
     def reset(self) -> None:
@@ -47,7 +47,7 @@ class FerryStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return a summary of the counts for the engine's log, as numbers by name."""
+        """Return a summary of the counts for the engine's log: a mapping from name to number."""
         counted = MetricsDelta.read(self.data)
         said: dict[str, int | float] = {}
         for (name, labels), n in counted.counters.items():
@@ -71,7 +71,7 @@ class FerryStats(KVConnectorStats):
 
 
 class FerryMetrics(KVConnectorPromMetrics):
-    """Prometheus metrics of the connector, which exist in the API server's process."""
+    """Prometheus metrics of the connector, in the process of vLLM's API server."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ def nixl_version() -> str | None:
 def is_tested(release: str) -> bool:
     """Return True if a version of vLLM belongs to the minor release that kvferry is tested with (`TESTED`).
 
-    >>> is_tested(f"{TESTED}.1+cpu"), is_tested("0.31.0"), is_tested(f"{TESTED}0")
+    >>> is_tested(f"{TESTED}.1+cpu"), is_tested("0.31.0"), is_tested(f"{TESTED}0")  # e.g. 0.320
     (True, False, False)
     """
     return release.split(".")[:2] == TESTED.split(".")

@@ -109,7 +109,7 @@ class VLLMWorker:
         return KVConnectorTransferResults(set(ended.sent), set(ended.received), set(ended.failed))
 
     def take_meta(self) -> WorkerMeta | None:
-        """Return the reports for the scheduler half since the last call, and clear them.
+        """Return and clear the reports that have been recorded for the scheduler half.
 
         Return None if there are no reports.
         """

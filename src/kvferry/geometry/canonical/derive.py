@@ -204,9 +204,9 @@ def _by_number(name: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def _by_element(section: FormSection) -> tuple[int, str, int]:
-    """Return a sort key that puts the sections of a chunk with the largest elements first.
+    """Return a key that sorts the sections of a chunk by the size of their largest element, largest first.
 
-    A section has all fields that are sharded along one axis. Sections whose largest elements have the same
-    size are sorted by the name and then the length of this axis.
+    A section has all fields that are sharded along one axis. Sections with the same size of the largest
+    element are sorted by the name and then the length of this axis.
     """
     return (-max(part.item_bytes for part in section.parts), section.axis, section.total)

@@ -45,9 +45,9 @@ FINEST = 960
 def unit_count(total: int) -> int:
     """Return the number of units into which the sharded axis of a chunk's fields is divided.
 
-    A unit is a range of the axis that the usual tensor-parallel sizes do not split, e.g. one KV head or
-    several channels. If the tensor-parallel size divides the number of units, every rank holds whole units.
-    Other sizes work too, but then ranks hold parts of units.
+    A unit is one element (e.g. one KV head) of an axis of at most 256 elements, and usually several adjacent
+    elements (channels) of a longer axis. If the tensor-parallel size divides the number of units, every rank
+    holds whole units. Other sizes work too, but then ranks hold parts of units.
 
     >>> [unit_count(heads) for heads in (1, 8, 25, 128)]
     [1, 8, 25, 128]
@@ -92,8 +92,8 @@ class SectionField:
 class FormSection:
     """A section of a chunk: all fields that are sharded along the same axis.
 
-    A section is divided into units, which the usual tensor-parallel sizes do not split. A unit is e.g. one KV
-    head with all layers and tokens.
+    A section is divided into units. A unit is e.g. one KV head or a range of channels, with all layers and
+    tokens.
 
     Example: two layers of 4 KV heads in chunks of 16 tokens. K and V have 8 elements of 2 bytes, so a head
     takes 32 bytes per token. The section has 4 units of 2 · 16 · 32 bytes.
@@ -120,15 +120,15 @@ class FormSection:
     def units(self) -> int:
         """Number of units in the section (the fields of a chunk that are sharded along one axis).
 
-        A unit is a piece that the usual tensor-parallel sizes do not split, e.g. one KV head.
+        A unit is e.g. one KV head or a range of channels, with all layers and tokens.
         """
         return unit_count(self.total)
 
     @property
     def unit_elements(self) -> int:
-        """Number of heads or channels per unit: 1 for heads, usually more for channels.
+        """Number of elements of the sharded axis (heads or channels) per unit.
 
-        A unit is a piece of a chunk's fields that the usual tensor-parallel sizes do not split.
+        The number is 1 if the axis has at most `EVERY_ELEMENT` elements, and usually larger otherwise.
         """
         return self.total // self.units
 

@@ -37,8 +37,8 @@ def chunk_length(asked: int | None, interval: int, block: int = 1) -> int:
     Args:
         asked: configured number of tokens per chunk, which is returned unchanged; None for the default.
         interval: least number of tokens between snapshots, from `snapshot_interval`; 1 without snapshots.
-        block: number of tokens per block of the sliding-window groups, or the least common multiple if they
-            differ; 1 without such groups.
+        block: number of tokens per block of the sliding-window groups; the least common multiple if the
+            groups differ; 1 without such groups.
     """
     if asked:
         return asked
@@ -51,7 +51,8 @@ def content_alignment(kind: GroupKind, attention_span: int, chunk_tokens: int) -
 
     A chunk may begin with zeros, because the engine had already freed KV outside of the attention window when
     the chunk was stored. To find where the valid content begins, take the first position to which the token
-    after the chunk attends, and round it down to a multiple of this alignment.
+    after the chunk attends, and round it down to a multiple of this alignment. For a sliding window of at
+    least the length of a chunk, the alignment is this length.
 
     >>> content_alignment(GroupKind.SLIDING, 128, 256), content_alignment(GroupKind.SLIDING, 1024, 256)
     (128, 256)
@@ -94,8 +95,8 @@ def check_windows(chunk_tokens: int, block: int) -> None:
 
     Args:
         chunk_tokens: number of tokens per chunk.
-        block: number of tokens per block of the sliding-window groups, or the least common multiple if they
-            differ; 1 without such groups.
+        block: number of tokens per block of the sliding-window groups; the least common multiple if the
+            groups differ; 1 without such groups.
 
     Raises:
         ConfigError: chunks end inside blocks. The message names a setting that works.

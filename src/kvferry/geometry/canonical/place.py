@@ -39,7 +39,7 @@ def chunk_pool(
     >>> [(layer.address - (1 << 20), layer.block_stride) for layer in pool.groups[0].layers]
     [(0, 4096), (512, 4096)]
     >>> k, v = pool.groups[0].layers[0].page.fields
-    >>> [(axis.name, axis.loops) for axis in v.axes], v.offset - k.offset
+    >>> [(axis.name, axis.loops) for axis in v.axes], v.offset - k.offset  # 4 units of 1 head
     ([('head', ((4, 1024), (1, 16))), ('token', ((16, 32),)), ('content', ((8, 2),))], 16)
 
     Args:

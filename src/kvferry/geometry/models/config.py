@@ -74,7 +74,7 @@ class ModelConfig:
         return None
 
     def mark_read(self, *names: str) -> None:
-        """Record these keys as read, because they do not matter for this model and must not be reported."""
+        """Record keys that do not matter for this model as read, so that they are not reported."""
         self.read_keys.update(names)
 
     def nested(self, name: str) -> ModelConfig:

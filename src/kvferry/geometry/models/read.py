@@ -25,8 +25,8 @@ class ModelReading:
     """The KV cache that a ``config.json`` describes.
 
     Attributes:
-        cache: caches of all layers. If a layer of the model has two caches, `cache.layers` has two entries
-            for the layer.
+        cache: caches of all layers. If a layer of the model has several caches, `cache.layers` has one entry
+            for each of them.
         kept: number of entries in `cache.layers` for each layer of the model; 0 for a layer without a cache.
         notes: assumptions about the model that were made to derive the cache, one sentence each.
     """
@@ -147,7 +147,7 @@ def _stores(
 def _model_dtype(config: ModelConfig, dtype: str) -> tuple[str, list[str]]:
     """Return (element type that the model computes in, notes for the user).
 
-    A float32 checkpoint gives ``bfloat16``, in which vLLM serves it by default.
+    For a float32 checkpoint, the type is ``bfloat16``, in which vLLM serves such checkpoints by default.
 
     Args:
         config: content of the model's ``config.json``.

@@ -106,8 +106,8 @@ def _where(placed: DrawnLane, address: int) -> str:
 def _rule(per_byte: float, y: int) -> str:
     """Return the SVG of a scale bar and its label.
 
-    The bar is at most a fifth of the picture's width long. Its length stands for a number of bytes that is a
-    power of two, as large as possible.
+    The bar stands for the largest power of two, in bytes, for which it is at most a fifth of the picture's
+    width long. It stands for at least 1 byte.
 
     Args:
         per_byte: width of a byte in the picture, in SVG units.

@@ -25,7 +25,8 @@ class DrawnRun:
         src_span, dst_span: number of bytes from the first to the last byte, gaps included, at the source and
             at the destination.
         bytes: number of copied bytes.
-        longest: length in bytes of the longest of these runs. For a part, the length of the whole run counts.
+        longest: length in bytes of the longest of these runs. A part of a run counts with the length of the
+            whole run.
         pieces: number of runs, or parts of runs, that are drawn as one band.
     """
 
@@ -44,7 +45,7 @@ def runs_of(route: Route, src_blocks: int, dst_blocks: int) -> Iterator[DrawnRun
     A run is a range of bytes that is contiguous at the source and at the destination.
 
     Args:
-        route: layers to draw, which are copied alike between two ranks.
+        route: layers to draw, which are copied together between two ranks.
         src_blocks, dst_blocks: number of drawn blocks at the source, and at the destination.
     """
     cells = max(min(dst_blocks * route.dst_cells, src_blocks * route.src_cells), 1)

@@ -62,9 +62,9 @@ def scene(setting: PlannedTransfer, group: int, *, one_layer: bool) -> Scene | N
     Args:
         setting: both engines, and the request to transfer.
         group: index of the group at the destination.
-        one_layer: True to draw only the first layer, with one band per copied range of bytes, or per pair of
-            strips if there are more than `MAX_RIBBONS` ranges. False to draw all layers, with one band per
-            pair of strips.
+        one_layer: False to draw all layers, with one band per pair of strips. True to draw only the first
+            layer, with one band per copied range of bytes. If there are more than `MAX_RIBBONS` ranges, this
+            layer also has one band per pair of strips.
 
     Returns:
         The content; None if no layer of the group is copied between the drawn ranks.
@@ -145,7 +145,7 @@ def _blocks(route: Route) -> tuple[int, int]:
     fit into that block.
 
     Args:
-        route: layers to draw, which are copied alike between two ranks.
+        route: layers to draw, which are copied together between two ranks.
     """
     if route.cell_tokens == 0:
         return 1, 1

@@ -15,12 +15,13 @@ class Transfer(msgspec.Struct, frozen=True):
         outcome: ``ready`` if the load succeeded, ``expired`` if it was not complete in time, ``failed`` if
             it failed for another reason.
         tokens: number of loaded tokens.
-        bytes: number of bytes moved, over all KV cache groups.
-        bytes_by_group: number of bytes moved for each KV cache group. A key is the group's number and kind,
+        bytes: number of bytes of KV that were loaded, over all KV cache groups, without gaps that are read
+            and discarded.
+        bytes_by_group: number of these bytes for each KV cache group. A key is the group's number and kind,
             such as ``0 full_attention``.
         full_attention_bytes: number of bytes that the load would have moved if all layers had full attention.
-        descriptors: number of descriptors given to the transport.
-        run_bytes: median number of bytes that one descriptor reads.
+        descriptors: number of transfer descriptors, after adjacent ones are merged.
+        run_bytes: length in bytes of the longest contiguous run that is transferred.
         plan_seconds: time to plan the reads, in seconds.
         transfer_seconds: time from posting the reads to their completion, in seconds.
         total_seconds: time from the decode engine's first query about the request's KV until the loaded

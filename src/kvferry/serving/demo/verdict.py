@@ -28,12 +28,12 @@ def compare(
 ) -> AnswerVerdict:
     """Compare the answer of a prefill and a decode engine with the answer of a single engine.
 
-    The verdict on different answers depends on the first position with different tokens. The single engine
-    has computed the log probabilities at this position by decoding. By prefilling its own answer up to
-    this position, it computes them again. The *gap* is the largest difference between the two results. The
-    verdict is OWN_GAP if the two different tokens have log probabilities from decoding that are at most twice
-    the gap apart. Otherwise it is NO. It is also NO if the pair's token is not among the single engine's
-    likeliest tokens, or if one answer is the beginning of the other.
+    If one answer is the beginning of the other, the verdict is NO. Otherwise it depends on the first position
+    at which the tokens differ. The single engine has computed the log probabilities there by decoding. It
+    computes them again by prefilling its own answer up to this position. The *gap* is the largest difference
+    between a token's two log probabilities. The verdict is OWN_GAP if decoding gave the two different tokens
+    log probabilities that differ by at most twice the gap, else NO. It is also NO if the pair's token is not
+    among the likeliest tokens of the single engine.
 
     Args:
         pair: answer of the prefill and decode engines together.

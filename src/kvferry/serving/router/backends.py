@@ -18,8 +18,8 @@ class Backend:
         up: True while the router may send requests to the engine; initially True.
         reason: reason why the engine is down; None while it is up.
         outstanding: number of this router's requests that the engine is working on.
-        last_used: sequence number of the last request to the engine, 0 if there was none. The `Pool` numbers
-            its requests, to any of its engines, from 1.
+        last_used: number of the last request to the engine; 0 if there was none. The `Pool` numbers the
+            requests to all its engines consecutively from 1.
     """
 
     def __init__(self, role: str, url: str) -> None:
@@ -75,10 +75,10 @@ class Pool:
         self._requests = 0
 
     def next(self, tried: Sequence[Backend], *, even_down: bool = False) -> Backend | None:
-        """Choose an engine for a request: the one that is up and has the fewest requests from this router.
+        """Choose the engine for a request: the one with the fewest outstanding requests of those that are up.
 
-        Among engines with equally few requests, the least recently used engine is chosen. Return None if
-        there is no engine to choose from.
+        If several engines have equally few, the least recently used of them is chosen. Return None if there
+        is no engine to choose from.
 
         Args:
             tried: engines to skip, because this request was already sent to them.

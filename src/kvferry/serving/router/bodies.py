@@ -174,9 +174,9 @@ def decodes_alone(path: str, body: dict[str, Any]) -> bool:
     - The client is a trusted proxy and sends its own ``kv_transfer_params``.
     - There are several prompts. A prefill engine's answer has ``kv_transfer_params`` for only one of them,
       and the decode engine would use these for all prompts.
-    - The client asks for logprobs of the prompt, for which the engine computes the whole prompt. It does so
-      with ``prompt_logprobs``, with ``echo`` in a chat, or with both ``echo`` and ``logprobs`` (even 0) in a
-      completion.
+    - The client asks for logprobs of the prompt, for which the decode engine must compute the whole prompt.
+      The fields are ``prompt_logprobs``; in a chat, ``echo``; in a completion, ``echo`` together with
+      ``logprobs`` (even 0).
     - The client asks for beam search. The engine runs it as several internal requests, which do not get the
       ``kv_transfer_params``.
     - The client sends prompt embeddings, so that the request has no token ids.

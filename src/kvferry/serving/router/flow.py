@@ -96,7 +96,8 @@ class CompletionFlow:
         """Have a prefill engine compute the prompt, and return the ``kv_transfer_params`` of its KV.
 
         Return a `Reply` for the client if an engine rejects the request or too many engines failed.
-        Return None if no prefill engine offers KV. The decode engine then computes the prompt.
+        Return None if no prefill engine offers KV, or if one takes too long. The decode engine then computes
+        the prompt.
 
         Args:
             completion: request to serve.
@@ -126,9 +127,11 @@ class CompletionFlow:
     async def _prefilled(self, backend: Backend, sent: Completion, failures: Failures) -> Reply | None:
         """Send a request to a prefill engine, and return the engine's answer.
 
-        Return None if the engine is unreachable, is busy, closes the connection or answers with a server
-        error. Mark the engine as down in the first three cases, and probe it after a server error. Add a
-        closed connection, a server error or a timeout to `failures`.
+        Return None in these cases:
+
+        - The engine is unreachable or busy. It is marked as down.
+        - The connection breaks later. The engine is marked as down, and the failure is added to `failures`.
+        - The engine answers with a server error. This is added to `failures`, and the engine is probed.
 
         Args:
             backend: prefill engine.
@@ -136,7 +139,8 @@ class CompletionFlow:
             failures: failures of engines during this request.
 
         Raises:
-            TimeoutError: the engine takes too long; it is then marked as down.
+            TimeoutError: the engine takes too long. It is marked as down, and the failure is added to
+                `failures`.
         """
         url = backend.url + sent.path
         try:
@@ -170,7 +174,8 @@ class CompletionFlow:
     ) -> None:
         """Send a request to a decode engine, and relay its answer to the client.
 
-        If the engine fails before the client got any data, try another engine.
+        If the engine is unreachable, is busy, or fails before the client got any data, try another engine.
+        When `failures` has two entries, send an error to the client instead.
 
         Args:
             completion: request to serve.

@@ -20,8 +20,8 @@ _VIA = b"via"
 class Hop:
     """The entry that a router adds to the Via header of each request to an engine.
 
-    The entry has a name that is random for each router. A request that arrives with this name has already
-    passed through the router. One of the engines' addresses then leads back to the router.
+    The entry contains a random name of the router. If a request arrives with this name in its Via header, it
+    has already passed through the router. This happens if the address of an engine leads back to the router.
     """
 
     def __init__(self) -> None:

@@ -52,9 +52,9 @@ def relayed(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
 def open_client(settings: RouterSettings, hop: Hop) -> httpx.AsyncClient:
     """Create the HTTP client with which the router sends requests to all engines.
 
-    Each connection serves one request. A connection that is kept for later requests may be closed by the
-    engine just when the next request is sent, and this would look as if the engine had died. The number of
-    connections is unlimited, so that requests queue in the engines and not in the router.
+    Each connection serves only one request. If connections were reused, an engine could close an idle one
+    just when the next request is sent, and the router would take this for a failure of the engine. The number
+    of connections is unlimited, so that requests queue in the engines and not in the router.
 
     Args:
         settings: settings of the router, with the timeouts.

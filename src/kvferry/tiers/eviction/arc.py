@@ -39,7 +39,7 @@ class ARC(EvictionPolicy):
     def touch(self, key: bytes) -> None:
         """Record that the chunk of a key was used.
 
-        The key becomes the newest key in the queue of keys that were used more than once.
+        The key becomes the newest key of the queue `frequent`.
 
         Raises:
             KeyError: the key is not admitted.
@@ -68,7 +68,7 @@ class ARC(EvictionPolicy):
     def check_integrity(self) -> None:
         """Check that all queues are consistent, and that their sizes are within the limits of the policy.
 
-        The target size of the queue of keys that were used once is also checked.
+        Also check that the target size of the queue `recent` is within the capacity.
 
         Raises:
             AssertionError: a check fails.
@@ -96,16 +96,18 @@ class ARC(EvictionPolicy):
         self._trim()
 
     def _learn(self, key: bytes, size: int) -> bool:
-        """If the policy remembers an earlier eviction of a key, adapt the target of `recent` and return True.
+        """Adapt the target of `recent` if the policy remembers an earlier eviction of a key.
 
-        The *target* is the number of bytes that the queue `recent` should have. It grows if the
-        key was evicted from `recent` (keys used once), and shrinks if the key was evicted from `frequent`
-        (keys used again). The policy then forgets the eviction. If it remembers no eviction of the key, it
-        changes nothing and returns False.
+        The *target* is the number of bytes that the queue `recent` should have. It grows if the key was
+        evicted from `recent` (keys used once), and shrinks if the key was evicted from `frequent` (keys used
+        again). The policy then forgets the eviction.
 
         Args:
             key: key of a chunk that is being admitted.
             size: bytes of the chunk.
+
+        Returns:
+            Whether the policy remembered an eviction of the key. If not, the call has changed nothing.
         """
         recent, frequent = self._recent_ghosts.total, self._frequent_ghosts.total
         if key in self._recent_ghosts:
@@ -121,8 +123,8 @@ class ARC(EvictionPolicy):
     def _trim(self) -> None:
         """Forget the oldest ghosts (remembered keys of evicted chunks) until two limits are respected.
 
-        The chunks in `recent` plus the chunks of ghosts evicted from `recent` may have at most the capacity.
-        For both queues together, the limit is twice the capacity.
+        A key or a ghost counts with the bytes of its chunk. The keys in `recent` and the ghosts evicted from
+        `recent` may together have as many bytes as the capacity. All keys and ghosts may have twice as many.
         """
         self._recent_ghosts.trim(self.capacity_bytes - self._recent.total)
         rest = 2 * self.capacity_bytes - self.used_bytes - self._recent_ghosts.total

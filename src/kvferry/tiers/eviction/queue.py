@@ -11,8 +11,9 @@ class ByteQueue:
 
     A key that is pinned (excluded from eviction) has no place in the order, but its chunk counts in `total`.
 
-    All methods for one key, except `push`, raise KeyError if the key is not in the queue. `pin` also raises
-    KeyError for a pinned key, and `unpin` for an unpinned key. These methods take constant time.
+    `remove`, `make_newest`, `pin`, `unpin` and `move` raise KeyError if the key is not in the queue. `pin`
+    also raises KeyError for a pinned key, and `unpin` for an unpinned key. All methods except `trim` and
+    `check_integrity` take constant time.
 
     Attributes:
         total: total bytes of the chunks of all keys, pinned or not.

@@ -56,8 +56,9 @@ class S3FIFO(EvictionPolicy):
     def evict(self) -> bytes | None:
         """Choose a key to evict, remove the key from the policy, and return it; None if all keys are pinned.
 
-        A call may first move used keys: from the small queue to the main queue, or to the newest place of the
-        main queue. Each move reduces the key's count of uses, so a call takes amortised constant time.
+        The call first moves used keys that it meets: from the small queue to the main queue, or from the
+        oldest to the newest place in the main queue. Each move reduces the key's count of uses, so a call
+        takes amortised constant time.
         """
         while self._small.unpinned or self._main.unpinned:
             small = self._small.total >= self._small_bytes or not self._main.unpinned
@@ -67,7 +68,10 @@ class S3FIFO(EvictionPolicy):
         return None
 
     def check_integrity(self) -> None:
-        """Check the queues, the counts of uses, and the limit on the total size of remembered keys' chunks.
+        """Check that the queues and the counts of uses are consistent, and that not too many ghosts are kept.
+
+        Ghosts are the remembered keys of evicted chunks. Together, these chunks may have at most as many
+        bytes as the main queue's share of the capacity.
 
         Raises:
             AssertionError: a check fails.

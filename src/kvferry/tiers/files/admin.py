@@ -58,7 +58,8 @@ class DirectoryAdmin(CacheAdmin):
     def opened(self, entry: CacheEntry) -> Iterator[StoredFile]:
         """Return a context manager that opens the file of an entry for reading.
 
-        Entering the context raises FileNotFoundError if the file is gone, or another OSError.
+        Entering the context raises FileNotFoundError if the file is gone, and another OSError if it cannot be
+        opened.
         """
         fd = open_regular(entry.path, os.O_RDONLY)
         try:

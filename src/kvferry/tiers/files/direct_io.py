@@ -62,7 +62,8 @@ def read_all(fd: int, pieces: Sequence[Buffer], begin: int = 0) -> int:
 def read_more(fd: int, piece: memoryview, begin: int) -> int:
     """Read another part of a file after a call of `read_all`, and return the number of bytes read.
 
-    This needs fewer system calls than `read_all`, because direct I/O stays on or off as `read_all` left it.
+    The function first tries one read with direct I/O on or off as the call of `read_all` left it. It calls
+    `read_all` again only if this read fails or is short.
 
     Args:
         fd: descriptor of the file.

@@ -74,8 +74,8 @@ class DirectoryIndex:
         """Find the folders that changed since they were last read, and forget the keys of missing folders.
 
         Returns:
-            The modification time of each changed folder, in nanoseconds, by number of the folder. The number
-            is the first byte of all chunk keys in the folder. In hex, it is the folder's name.
+            The modification times of the changed folders in nanoseconds, by the first byte of the keys in the
+            folder. A folder has only keys with the same first byte; in hex, this byte is the folder's name.
         """
         try:
             check_folders(self._root, f"{self._folder}/")

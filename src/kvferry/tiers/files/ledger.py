@@ -106,8 +106,8 @@ class Ledger:
             this value.
         after_loss: callback that runs after this object has replaced a missing or damaged ledger file. Its
             argument is the new ledger, whose lock is held.
-        after_swap: callback that runs when another directory has replaced the one at `root`. It may raise
-            OSError, so that the new directory is not used.
+        after_swap: callback that runs when another directory has replaced the one at `root`. It raises
+            OSError to prevent the use of the new directory.
     """
 
     def __init__(
@@ -139,8 +139,8 @@ class Ledger:
 
         Raises:
             LockTimeout: other threads or processes held the lock for that long.
-            OSError: the ledger cannot be opened or written, or its version is unknown; ESTALE if the
-                directory is now on another disk than at its first use.
+            OSError: the ledger cannot be opened or written. The errno is ESTALE if the version of the ledger
+                is unknown, or if the directory is now on another disk than at its first use.
         """
         with self._lock_handoff.held(self._lock_seconds if seconds is None else seconds) as held_ledger:
             yield held_ledger
@@ -153,7 +153,7 @@ class Ledger:
 
         Raises:
             LockTimeout: other processes held the lock until the deadline.
-            OSError: the file cannot be opened or written.
+            OSError: the file cannot be opened or written, or its version is unknown.
         """
         fd = self._lock(deadline)
         try:

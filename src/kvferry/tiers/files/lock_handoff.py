@@ -23,12 +23,12 @@ _PAUSE_SECONDS = 0.002
 
 
 class LockTimeout(Exception):
-    """An error that is raised when other threads or processes held a lock for longer than the time limit."""
+    """Raised if other threads or processes held a lock until the time limit."""
 
 
 @dataclass
 class _WaitingThreads(Generic[T]):
-    """The state of a lock in one process, whose threads hand the lock to one another.
+    """The state of a lock in one process, whose threads wait for the lock and hand it to one another.
 
     Attributes:
         pid: id of the process.

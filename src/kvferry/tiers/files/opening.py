@@ -93,9 +93,9 @@ def open_directory(
             and a new directory gets a tenth of the free space.
 
     Raises:
-        ConfigError: the directory cannot be read or written, other processes held the lock of its ledger for
-            too long, or the capacity is too small for the marker and the note, or larger than the sum of the
-            disk's free bytes and the bytes in use.
+        ConfigError: the directory cannot be read or written, or other processes held the lock of its ledger
+            for too long. It is also raised if the capacity is too small for the marker and the note, or
+            larger than the sum of the disk's free bytes and the bytes in use.
     """
     try:
         if who := writable_by_others(root):
@@ -195,7 +195,7 @@ def _check_again(root: str) -> None:
 def _recreate_missing_files(
     root: str, namespace: Namespace, held_ledger: HeldLedger, space: DirectorySpace
 ) -> None:
-    """Recreate missing folders and small files, for example because an operator has cleared the directory.
+    """Recreate missing folders and small files, for example after an operator has cleared the directory.
 
     The small files are the marker (version of the directory's layout) and the note (text that describes the
     namespace). Errors are ignored, because chunks can be stored without these files. The caller holds the

@@ -34,7 +34,7 @@ _LATEST = 1 << 62
 
 
 class DirectoryFull(Exception):
-    """An error that is raised when a directory has no room for a file, even after eviction.
+    """Raised if a directory has no room for a file, even after eviction.
 
     Args:
         size: bytes of the file.
@@ -55,10 +55,10 @@ class _WalkResult:
 
     Attributes:
         temporary: entries of all temporary files, whether their writers are alive or dead.
-        listed: rank and path of evictable files, in the order of eviction. The rank is the time of last use,
-            as `DirectorySpace._rank` returns it.
+        listed: ranks and paths of the files to evict first, in the order of eviction. `DirectorySpace._rank`
+            derives the rank of a file from its time of last use.
         more: whether there are more evictable files than `listed` contains.
-        charged: bytes that all kvferry files count against the capacity.
+        charged: sum of `CacheEntry.charged` over all kvferry files.
     """
 
     temporary: list[CacheEntry]
@@ -301,7 +301,9 @@ class DirectorySpace:
         return min(max(used_ns, 0), _LATEST) - (_LATEST if strange else 0)
 
     def _apply_walk(self, found: _WalkResult, held_ledger: HeldLedger) -> None:
-        """Use the result of a walk: remove temporary files of dead writers, and keep the eviction list.
+        """Remove the temporary files of dead writers that a walk found, and adopt its list of files to evict.
+
+        If the walk found more bytes than the ledger has in use, count the bytes in use again.
 
         Args:
             found: result of the walk.

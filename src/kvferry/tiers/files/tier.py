@@ -344,4 +344,4 @@ class FileTier(StorageTier):
 
 
 class _BadFile(Exception):
-    """An error that is raised for a chunk file that failed a check, after trying to move it to quarantine."""
+    """Raised by `FileTier._get` for a file that failed a check. `_get` has tried to quarantine the file."""

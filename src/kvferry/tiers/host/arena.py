@@ -144,7 +144,7 @@ class Arena:
             raise
 
     def slots(self, offset: int, stride: int) -> StagedImages:
-        """Describe cells at equal distances in the arena, so that they can be copied to or from KV blocks.
+        """Return the addresses of cells at equal distances in the arena, for copies to or from KV blocks.
 
         A *cell* is a run of tokens that is copied as one unit. Its bytes are contiguous in the arena. A slot
         (memory of one chunk) contains one or more cells.

@@ -105,9 +105,9 @@ class Slabs:
     def reclaimable(self, stride: int) -> list[int]:
         """Return the slabs (parts of the arena) that could be emptied to get slots of `stride` bytes.
 
-        A slab qualifies if its slots have another size than `stride`, at least one of them is free, and all
-        free slots of its slot size, in any slab, add up to at least `slab_bytes`. The time is proportional to
-        the number of slabs that have free slots.
+        The slots of such a slab have another size than `stride`. At least one of them is free. The free slots
+        of their size in all slabs add up to at least `slab_bytes`. The time is proportional to the number of
+        slabs that have free slots.
 
         Returns:
             The indices of the slabs, the slab with the most free bytes first.
@@ -189,8 +189,8 @@ class Slabs:
 def _slab_bytes(capacity_bytes: int, strides: Collection[int]) -> int:
     """Choose the size of the slabs (equal parts of the arena) so that the fewest bytes are wasted.
 
-    The result is a multiple of the largest slot size. The waste is the number of arena bytes outside all
-    slots, if every slab is divided into slots of one size: the slot size that wastes most.
+    The result is a multiple of the largest slot size. Bytes of the arena outside all slots are wasted. They
+    are counted for the worst case, in which all slabs are divided into slots of the size that wastes most.
 
     Args:
         capacity_bytes: bytes of the arena.
@@ -204,7 +204,7 @@ def _slab_bytes(capacity_bytes: int, strides: Collection[int]) -> int:
     sizes = [n * largest for n in range(1, max(min(most, _LARGEST_PER_SLAB), 1) + 1)]
 
     def lost(size: int) -> int:
-        """Return the bytes that slabs of `size` bytes waste, for the slot size for which they waste most."""
+        """Return the bytes outside all slots for slabs of `size` bytes and the slot size that wastes most."""
         return max(capacity_bytes - capacity_bytes // size * (size // stride) * stride for stride in strides)
 
     return min(sizes, key=lambda size: (lost(size), size))

@@ -213,8 +213,8 @@ class SlotTable:
 
         The caller evicts these chunks. Then the slab can be divided into slots of another size.
 
-        The slots of the chosen slab have another size than the group's chunks. At least one of them is free,
-        and none is held. The free slots of their size in all slabs add up to at least the size of a slab.
+        The chosen slab has slots of another size than the group's chunks. At least one slot of the slab is
+        free, and none is held. The free slots of that size in all slabs add up to at least one slab.
 
         Args:
             group: index of the KV cache group that needs a slot.
@@ -273,7 +273,7 @@ class SlotTable:
         return Slot(chunk.key, chunk.group, chunk.offset, serial)
 
     def _release_hold(self, slot: Slot, holds: dict[int, ResidentChunk]) -> ResidentChunk:
-        """Release a hold, which protects a chunk's memory from reuse, and return the chunk.
+        """Release a hold on a chunk, and return the chunk. Free its slot if the slot is no longer in use.
 
         Args:
             slot: hold to release.

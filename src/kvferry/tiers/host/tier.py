@@ -224,9 +224,9 @@ class HostTier:
         Stop earlier if all remaining chunks are held, or if `_most_evicted` bytes were evicted in this call.
 
         The eviction policy may choose chunks of another size, whose slots cannot hold a chunk of this group.
-        When the free slots of one other size add up to a slab (part of the arena with slots of one size), all
-        chunks of one slab with slots of that size are evicted. Then the slab can be divided into slots for
-        this group.
+        When the free slots of such a size add up to a slab (part of the arena with slots of one size), evict
+        all chunks of one slab with slots of that size, if none is held. Then the slab can be divided into
+        slots for this group.
 
         Args:
             group: index of the KV cache group.
@@ -244,7 +244,7 @@ class HostTier:
             evicted += sum(self._evict(key) for key in keys)
 
     def _evict(self, key: bytes) -> int:
-        """Evict a chunk that is no longer in the eviction policy, and count the eviction.
+        """Evict a chunk that the eviction policy has already removed from its queues, and count the eviction.
 
         Returns:
             The bytes of the chunk's slot.

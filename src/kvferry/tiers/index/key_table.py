@@ -47,8 +47,8 @@ class KeyTable:
     It stores the *tag* of each chunk's key (the last 8 bytes), with one bit for each tier that has the chunk.
 
     Any thread may use the table. Look-ups take no lock, so a look-up during a change sees the state before or
-    after the change. In rare cases, the change replaces the requested tag by another tag, and the look-up
-    returns the tiers of the other tag's chunk. Then a fetch from these tiers misses.
+    after the change. In rare cases, another tag takes over the slot of the requested tag during the look-up.
+    Then the look-up returns the tiers of the other tag's chunk, and a fetch from these tiers misses.
     """
 
     def __init__(self) -> None:
@@ -89,8 +89,8 @@ class KeyTable:
 
         Args:
             tag: tag (last 8 bytes) of the chunk's key, as `tag_of` returns it.
-            keep: bits of the tiers that keep the chunk, if they have it.
-            add: bits of the tiers that have the chunk now.
+            keep: bits that stay set if they are set. All other bits are cleared, before `add` is applied.
+            add: bits of the tiers that get the chunk.
 
         Returns:
             The tier bits before the change.

@@ -21,16 +21,17 @@ _ALL_PARTS = range(PARTS)
 class ListedKeys:
     """The keys of the chunks that a tier is known to have, kept up to date by listings of the tier's storage.
 
-    The keys are divided by first byte into 256 *parts*. Every change is also made in the argument `keys`. Any
-    thread may use the object, but two listings at the same time must not include the same part. The lock is
-    held for one part or one page at a time, so that the engine does not wait long.
+    The first byte of a key is the number of its *part* (one of 256). Every change is also made in the
+    argument `keys`, so that both sets agree. Any thread may use the object, but two listings that run at the
+    same time must not include the same part. A listing holds the lock for only one part or page at a time, so
+    that other threads do not wait long.
 
     Attributes:
         changes: number of keys that listings have added or removed.
 
     Args:
         keys: set of keys in which the engine looks up the chunks of the tier, initially empty.
-        max_keys: number of known keys at which listings stop adding keys. `add` ignores this limit.
+        max_keys: maximum number of known keys. Listings add no keys beyond it, but `add` ignores it.
     """
 
     def __init__(self, keys: TierKeys, max_keys: int = sys.maxsize) -> None:
@@ -58,7 +59,7 @@ class ListedKeys:
             self._tier.add(key)
 
     def discard(self, key: bytes) -> None:
-        """Remove the key of a chunk that was evicted, or that was missing when it was fetched."""
+        """Remove the key of a chunk that was evicted, or that could not be fetched."""
         with self._lock:
             if key[0] in self._discarded:
                 self._discarded[key[0]].add(key)

@@ -15,7 +15,7 @@ _SLOTS = 1 << 17
 class RecentlyEvicted:
     """A set of at most 131072 recently evicted keys, in 1 MiB of memory. Thread-safe.
 
-    Each key has one slot in the set. The set forgets a key when a later key takes the same slot.
+    A key belongs in one particular slot of the set. When a later key takes it, the earlier one is forgotten.
 
     >>> evicted = RecentlyEvicted()
     >>> evicted.add(bytes(range(32)))

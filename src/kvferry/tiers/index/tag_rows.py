@@ -77,8 +77,8 @@ class TagRows:
 
         Args:
             tag: tag (last 8 bytes) of the chunk's key.
-            keep: bits of the tiers that keep the chunk, if they have it.
-            add: bits of the tiers that have the chunk now.
+            keep: bits that stay set if they are set. All other bits are cleared, before `add` is applied.
+            add: bits of the tiers that get the chunk.
 
         Returns:
             The bits before and after the change.
@@ -139,7 +139,7 @@ class TagRows:
         self.overflow = {tag: left for tag, bits in self.overflow.items() if (left := bits & ~bit)}
 
     def count(self, mask: int) -> int:
-        """Return the number of tags that at least one of the tiers in the bit mask `mask` has."""
+        """Return the number of tags that have at least one of the tier bits in `mask` set."""
         bits = (self._table[:, _SLOTS] & np.uint64(mask * _EVERY)).view(np.uint8)
         return int(np.count_nonzero(bits)) + sum(1 for bits in self.overflow.values() if bits & mask)
 
@@ -147,8 +147,8 @@ class TagRows:
 def row_of(tag: int) -> int:
     """Return a hash of a tag (last 8 bytes of a chunk key). The tag's row is the hash modulo the row count.
 
-    The keys of one run of tokens for different KV cache groups have tags that differ in the last byte only.
-    The hash puts these tags into distant rows.
+    A run of tokens has one key for each KV cache group, and the tags of these keys differ only in the last
+    byte. The hash puts these tags into distant rows.
     """
     return tag + (tag >> _LAST_BYTE) * _SPREAD
 

@@ -54,9 +54,10 @@ class TierKeys:
         return found
 
     def recently_evicted(self, key: bytes) -> bool:
-        """Return whether a chunk left the tier recently.
+        """Return whether a chunk that the tier does not have now left the tier recently.
 
-        The caller has checked that the tier does not have it now.
+        Do not call this method for a chunk that the tier has: the result may be True for a chunk that left
+        and came back.
         """
         return key in self._evicted
 

@@ -20,9 +20,9 @@ _REMOVED = 1000
 
 
 class BucketAdmin(CacheAdmin):
-    """The cache under a URL of object storage, as operator commands use it.
+    """Access for operator commands to the cache under a URL of object storage.
 
-    There is no capacity limit. There are no temporary files to remove, because an object appears completely
+    The cache has no capacity limit. It has no temporary files to remove, because an object appears completely
     or not at all.
 
     Args:

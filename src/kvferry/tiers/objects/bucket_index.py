@@ -37,8 +37,8 @@ class BucketIndex:
         bucket: bucket to list.
         namespace: namespace (scope of chunk keys) of the chunks to list.
         listed: known keys, which the listings update.
-        distrusted: record of the objects that failed a check. Their keys are not added to the known keys.
-        valid_seconds: time after a complete listing at which the next listing is due.
+        distrusted: record of the objects that failed a check. Listings do not add their keys to `listed`.
+        valid_seconds: time from a complete listing until the next one is due.
         clock: function that returns monotonic seconds.
     """
 
@@ -130,8 +130,8 @@ class BucketIndex:
     def _pages(self, bucket: BucketClient) -> Iterator[Sequence[ListedObject]]:
         """List the objects of the namespace (scope of chunk keys), and yield the pages of the listing.
 
-        A listing ends with an error at an object name that the obstore library cannot read. If this happens,
-        list the 256 chunk folders one by one. If it happens in a chunk folder, skip the rest of that folder.
+        If the obstore library cannot read an object's name, it ends the listing with an error. Then list the
+        256 chunk folders one by one, and skip the rest of a folder whose listing ends with the same error.
         Some objects may be yielded twice.
 
         Args:

@@ -92,7 +92,7 @@ class BucketClient:
 
     Raises:
         ConfigError: the URL or the value of an option is invalid, an option is unknown, the endpoint is not
-            encrypted and `allow_http` is not set, or the file tier uses the folder.
+            encrypted and `allow_http` is not set, or the URL names a folder that the file tier uses.
     """
 
     def __init__(self, url: str, options: Mapping[str, str], timeout_seconds: float) -> None:

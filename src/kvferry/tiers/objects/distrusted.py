@@ -7,11 +7,10 @@ from threading import Lock
 
 
 class DistrustedObjects:
-    """A record of the chunks whose stored objects failed a check: chunk key and ETag (content tag) of each.
+    """A record of the chunks whose stored objects failed a check, by chunk key, with the object's ETag.
 
-    A key is trusted again when its object has another ETag, because a new ETag means new content.
-
-    Any thread may use it.
+    A key is trusted again when its object has another ETag (content tag), because a new ETag means new
+    content. Any thread may use the record.
 
     >>> distrusted = DistrustedObjects()
     >>> distrusted.add(b"a", "1")

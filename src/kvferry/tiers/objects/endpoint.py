@@ -89,9 +89,9 @@ def restrict_to_endpoint(
 ) -> Mapping[str, str]:
     """Return connection settings that prevent the client from reaching servers other than the configured one.
 
-    The settings send all other requests to a proxy that does not exist, so they fail. In two cases the result
-    is empty, so that the client can reach all servers: if no credentials are configured, because then the
-    client must request them from another server, and if a proxy is configured.
+    The settings direct requests to all other servers to a proxy that does not exist, so these requests fail.
+    The result is empty if a proxy is configured, or if the client needs another server to get credentials.
+    Then the client can reach all servers.
 
     Args:
         endpoint: configured server.

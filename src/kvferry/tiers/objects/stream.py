@@ -16,8 +16,12 @@ class ObjectStream:
         pieces: iterator over the pieces of the content, in order.
 
     >>> stream = ObjectStream(iter([b"head", b"er body"]))
-    >>> stream.read(0, 6), stream.fill(7, memoryview(bytearray(4)))
-    (b'header', None)
+    >>> body = bytearray(4)
+    >>> stream.read(0, 6)
+    b'header'
+    >>> stream.fill(7, memoryview(body))  # the body begins at offset 7, after the space
+    >>> body
+    bytearray(b'body')
     """
 
     def __init__(self, pieces: Iterator[bytes]) -> None:

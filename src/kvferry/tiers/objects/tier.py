@@ -68,8 +68,8 @@ class ObjectTier(StorageTier):
         timeout_seconds: time limit for a fetch. Storing a chunk may take twice as long, because the object is
             looked up first. Each attempt of a request must be complete within half of the limit, so large
             chunks on a slow network need a higher limit.
-        pause_seconds: time for which fetches are refused after three consecutive fetches have failed. Storing
-            is refused in the same way after three consecutive failures.
+        pause_seconds: time for which fetches and listings are refused after three of them in a row have
+            failed. Writes to the store are refused in the same way.
         listing_seconds: time from one listing to the next. Listing many chunks takes many requests.
         clock: function that returns monotonic seconds.
         table: hash table of chunk keys that the tiers of a cache share; None for a separate table.
@@ -134,13 +134,14 @@ class ObjectTier(StorageTier):
 
     @property
     def paused(self) -> bool:
-        """Return whether fetches are paused because earlier fetches failed."""
+        """Return whether fetches are paused because earlier fetches or listings failed."""
         return self._bucket.reads_paused
 
     def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:
-        """Store a chunk, unless the store has an object with the chunk's name and length. The call blocks.
+        """Store a chunk, unless the tier has it already. The call blocks.
 
-        An object that failed a check earlier is replaced even so.
+        The tier has a chunk if `keys` has its key, or if the store has an object with the chunk's name and
+        length. An object that failed a check does not count, and is replaced.
 
         Args:
             key: key of the chunk, 16 to 32 bytes.
@@ -216,7 +217,7 @@ class ObjectTier(StorageTier):
     def _put(self, chunk: Chunk, body: memoryview) -> PutOutcome:
         """Store a chunk, unless the store has an object with the chunk's name and length.
 
-        An object that failed a check earlier is replaced even so.
+        An object that failed a check does not count, and is replaced.
 
         Returns:
             STORED, or PRESENT if the store has the object already.
@@ -292,9 +293,8 @@ def _read(chunk: Chunk, found: OpenObject, into: memoryview) -> str:
         into: writable memory, as long as the chunk's body.
 
     Returns:
-        An empty string if the object is the expected chunk. Otherwise the object is a chunk of the same key
-        with other KV cache groups, tokens or sections. Then the result describes the difference, and the body
-        is not read.
+        An empty string if the object is the expected chunk. If the object is a chunk of the same key with
+        other KV cache groups, tokens or sections, a description of both; then the body is not read.
 
     Raises:
         ChunkError: the object is damaged, or is another chunk.

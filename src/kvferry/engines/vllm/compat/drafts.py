@@ -12,10 +12,10 @@ def keeps_draft_layers(vllm_config: VllmConfig) -> bool:
 
 
 def reads_ahead(vllm_config: VllmConfig) -> int:
-    """Return how many tokens after a position a draft model reads to compute the KV of that position.
+    """Return how many of the following tokens the draft model reads to compute the KV of a token.
 
     The number is 0 without a draft model, and for draft models that read no later tokens. It is 1 for draft
     models that combine the target model's output with the next token (EAGLE, MTP). It is greater for draft
-    models with several MTP modules: each module reads one more token than the module before it.
+    models with several MTP modules, because each module reads one more token than the module before it.
     """
     return int(vllm_config.num_prefill_lookahead_tokens)

@@ -6,7 +6,7 @@ from vllm.config import VllmConfig
 
 
 def defer_frees(vllm_config: VllmConfig) -> None:
-    """Make vLLM free blocks only after the steps that may write them; mutates the role in `vllm_config`.
+    """Make vLLM free a block only after all steps that may write to it; mutates the role in `vllm_config`.
 
     With overlapping steps (asynchronous scheduling), a running step may still write to the blocks of an
     aborted or preempted request. If vLLM freed these blocks at once and other KV were loaded into them, the

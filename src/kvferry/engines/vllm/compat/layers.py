@@ -34,7 +34,7 @@ def write_index_keys(
         layer: indexer layer, for which `is_indexer` returns True.
         keys: keys to write, of shape (tokens, width). The width is a multiple of `group`.
         cache: cache of the layer, uint8 of shape (blocks, tokens, bytes).
-        slots: position in the cache of each token, int64 of shape (tokens,).
+        slots: position of each token in the cache, int64 of shape (tokens,).
         group: number of elements of a key that share a scale.
 
     Raises:

@@ -21,9 +21,8 @@ def operators_layout() -> str | None:
 def supported_layouts(vllm_config: VllmConfig) -> list[str]:
     """Return the names of the KV cache layouts that all attention backends of the model support.
 
-    A backend that declares no layouts is assumed to support all of them. The function may also be called in
-    the scheduler's process, which may have no layers. vLLM then determines the backend that the workers
-    choose.
+    A backend that declares no layouts is assumed to support all of them. If this process has no layers, as
+    in the scheduler's process, vLLM selects one backend from the model's configuration.
     """
     backends = get_current_attn_backends(vllm_config)
     return [layout.name for layout in get_supported_kv_cache_layouts(backends)]
@@ -67,7 +66,7 @@ def layers_are_alike(vllm_config: VllmConfig) -> bool:
     """Return True if all layers of the model store the same kind of KV, of the same size per token.
 
     The result is False for models with several kinds of attention, recurrent layers, layers without
-    attention, a sparse indexer or a draft model.
+    attention or a sparse indexer, and always with speculative decoding.
     """
     model = vllm_config.model_config
     text = model.hf_text_config

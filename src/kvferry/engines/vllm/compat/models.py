@@ -75,8 +75,8 @@ def worker_of(vllm_config: VllmConfig) -> WorkerBase:
 def draft_layer_names(vllm_config: VllmConfig) -> frozenset[str]:
     """Return the names of the layers that belong only to the draft model. Call this in a worker.
 
-    The function finds them by comparing the module objects of the draft model and the target model. The names
-    of the layers do not show the model, and a KV cache group may contain layers of both models.
+    The function finds them by comparing the module objects of the draft model and the target model. A layer's
+    name does not tell which model it belongs to, and a KV cache group may contain layers of both models.
 
     Raises:
         ConfigError: the models are not in this process.

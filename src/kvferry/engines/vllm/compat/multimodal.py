@@ -13,8 +13,8 @@ _PROCESSOR_PARTS = ("image_processor", "video_processor", "feature_extractor", "
 def processor_settings(model: Any) -> dict[str, Any]:
     """Return the effective settings of a model's multimodal processor; empty for a text model.
 
-    The settings include what the user has overridden with `mm_processor_kwargs`. They are read from the
-    processor object that vLLM caches, and creates if it does not exist yet.
+    The settings include the user's overrides (`mm_processor_kwargs`). They are read from vLLM's cached
+    processor object, which is created if it does not exist yet.
 
     Args:
         model: vLLM's ModelConfig of the model.

@@ -27,9 +27,10 @@ def was_rejected(request: Any) -> bool:
 
 
 def own_hit(request: Any) -> int | None:
-    """Return how many tokens vLLM's own prefix cache had of a request when the request was first admitted.
+    """Return the number of a request's tokens that vLLM's own prefix cache had at its first admission.
 
-    Return None if the request has been preempted, because vLLM does not report the number then.
+    Return None if the request has been preempted or has produced output, because vLLM does not provide the
+    number then.
     """
     stats = None if request.num_preemptions else request.prefill_stats
     return None if stats is None else int(stats.num_local_cached_tokens)
@@ -62,9 +63,10 @@ def trim_prompt(request: Any, hash_block_tokens: int | None, sampled_below: int 
 
     Args:
         request: vLLM's request.
-        hash_block_tokens: number of tokens that each of the request's block hashes covers, to remove the
-            hashes that are no longer complete; None or 0 without prefix caching.
-        sampled_below: number of token ids that the engine can sample; 0 without a draft model.
+        hash_block_tokens: number of tokens that each of the request's block hashes covers; None or 0 without
+            prefix caching. The hash of a block that is no longer full is removed.
+        sampled_below: number of token ids that the engine can sample. All sampled ids are below this number.
+            0 without a draft model.
 
     Returns:
         True if the token was dropped. False if the request was left unchanged, because its prompt has only

@@ -164,7 +164,7 @@ def state_block_tokens(spec: KVCacheSpec) -> int:
     """Return the number of tokens that each block of a group with recurrent layers covers.
 
     With prefix caching, each block in a request's block table covers a fixed range of tokens, and holds the
-    recurrent state after a token of this range. Without prefix caching, the first block always holds the
+    recurrent state after one of these tokens. Without prefix caching, the first block always holds the
     current state. Any other blocks are scratch space for speculative decoding.
 
     Returns:
@@ -221,8 +221,8 @@ def has_rings(kv_cache_config: Any) -> bool:
 def reuses_prompts_only(kv_cache_config: Any) -> bool:
     """Return True if only the KV of prompts may be stored and offered, not the KV of generated tokens.
 
-    This is the case for layers in which a generated token attends to fewer earlier tokens than a prompt token
-    at the same position (`RSWASpec`). The generated token's KV then differs from the prompt token's.
+    This is the case if the engine has layers in which a generated token attends to fewer earlier tokens than
+    a prompt token at the same position (`RSWASpec`). The KV of the two tokens then differs.
     """
     return _any_layer(kv_cache_config, RSWASpec)
 

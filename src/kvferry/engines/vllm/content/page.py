@@ -61,8 +61,8 @@ def page_of_attention(
 def content_id(layer: Any, spec: Any, tensor: torch.Tensor) -> str:
     """Return a text that identifies the meaning of the bytes in a layer's cache.
 
-    The text consists of the backend's name, its instruction set (empty if it names none), the tensor's dtype
-    and the KV cache dtype, joined by colons.
+    The text consists of the backend's name, the CPU instruction set of its kernels (``layer.isa``; empty if
+    not set), the tensor's dtype and the KV cache dtype, joined by colons.
     """
     return ":".join(
         [_backend(layer), str(getattr(layer, "isa", "")), str(tensor.dtype), _kv_dtype(layer, spec)]
@@ -94,9 +94,10 @@ def whole_page(
 ) -> PageFormat:
     """Describe pages of unknown content, as opaque bytes that can only move whole.
 
-    Such pages can move only between engines whose pages have the same strides and block size. The content id
-    contains the strides, so that the engines notice a difference. Unless all ranks hold the same bytes, the
-    engines must also have the same number of ranks. Each rank then reads from the rank with the same index.
+    Such pages can move only between engines whose pages have the same shape, strides and block size. The
+    content id contains shape and strides, so that the engines notice a difference. Unless all ranks hold the
+    same bytes, the engines must also have the same number of ranks. Each rank then reads from the rank with
+    the same index.
 
     Args:
         layer: the engine's layer, for its backend.
@@ -167,7 +168,7 @@ def _proved(
 def _with_element_name(element: torch.dtype, fields: tuple[Field, ...]) -> tuple[Field, ...]:
     """Return copies of fields with the element type added to each name (``k in float8_e4m3fn``).
 
-    This is needed if a backend stores another element type than the KV cache dtype names. With the type in
+    This is needed if a backend's element type is not the one that the KV cache dtype names. With the type in
     their names, the fields match only fields of the same element type in other engines.
 
     Args:

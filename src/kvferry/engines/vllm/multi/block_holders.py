@@ -17,7 +17,7 @@ Ending: TypeAlias = tuple[bool, dict[str, Any] | None]
 
 
 class BlockHolders:
-    """Keeps track of which child connectors keep blocks of ended requests, to tell the workers in each step.
+    """Records which child connectors keep blocks of ended requests, so that the workers can be told.
 
     A child connector is one of the connectors that a `FerryMultiConnector` runs. Only the engine's thread may
     use this class.

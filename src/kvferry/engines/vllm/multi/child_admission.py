@@ -33,7 +33,7 @@ class _Plan:
 
     Attributes:
         child_index: index of the child.
-        bid: offer of the child: its name and the number of tokens that it can load.
+        bid: offer of the child, with the child's name and the number of tokens that it can load.
         asynchronous: True if the request waits outside of the steps until the child reports the end of the
             load. False if the child loads within the step that computes the request.
     """
@@ -114,7 +114,7 @@ class ChildAdmission:
         self._new: dict[str, int] = {}
 
     def __len__(self) -> int:
-        """Return the number of requests that have not ended plus that of asynchronous loads in flight."""
+        """Return the number of tracked requests plus the number of asynchronous loads in flight."""
         return len(self._states) + len(self._loads)
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:

@@ -22,9 +22,9 @@ class MultiMeta(KVConnectorMetadata):
 
     Attributes:
         children: message of each child connector, in the order of the configuration.
-        loads: index of the child that runs each asynchronous load that starts, by id of the request. Workers
-            ignore the other children's reports that the load has ended.
-        holders: indices of the children that keep blocks of each ended request, by id of the request.
+        loads: asynchronous loads that start; maps a request's id to the index of the child that runs its
+            load. Workers ignore the other children's reports that the load has ended.
+        holders: maps an ended request's id to the indices of the children that keep its blocks.
     """
 
     children: tuple[KVConnectorMetadata, ...]
@@ -97,7 +97,7 @@ class MultiEvents(KVConnectorKVEvents):
                 mine.increment_workers(theirs.get_number_of_workers())
 
     def aggregate(self) -> MultiEvents:
-        """Return a new object, in which each child connector's events are aggregated by the child's class."""
+        """Return a new object with the aggregated events of each child connector."""
         return MultiEvents(tuple(of.aggregate() if of is not None else None for of in self.children))
 
     def increment_workers(self, count: int = 1) -> None:

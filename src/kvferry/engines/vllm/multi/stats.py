@@ -27,15 +27,15 @@ def path_of(cls: type) -> ClassPath:
 
 
 class MultiStats(KVConnectorStats):
-    """Stats of a `FerryMultiConnector` and its children for one step, on their way to the engine's /metrics.
+    """Stats of a `FerryMultiConnector` and its children, from which the engine's metrics are updated.
 
     A worker has stats of the children only. The scheduler also counts how children are chosen.
 
     Attributes:
-        data: dictionary with three entries. ``children``: by name of the child connector, (module and name
-            of the connector's class, stats of the child). ``more``: list of [metric, name of the child,
-            outcome, increment], one per counter. ``pending``: number of asynchronous loads in flight, by name
-            of the child.
+        data: dictionary with three entries. ``children`` maps a child connector's name to (module and name of
+            the connector's class, stats of the child). ``more`` has a list [metric, name of the child,
+            outcome, increment] per counter. ``pending`` maps a child's name to its number of asynchronous
+            loads in flight; it is empty if ``more`` is empty.
     """
 
     data: dict[str, Any]
@@ -68,7 +68,7 @@ class MultiStats(KVConnectorStats):
         """Combine the stats of the child connectors with the counts of how often each child was chosen.
 
         Args:
-            children: by name of the child, (module and name of the connector's class, stats of the child).
+            children: maps a child's name to (module and name of the connector's class, stats of the child).
             counts: counts of the choices, whose increments are cleared; None on a worker.
         """
         more = counts.take() if counts is not None else {}
