@@ -145,7 +145,7 @@ def _serve(pipe: Connection, producers: Sequence[_ServedEngine], incarnation: in
 
 
 class _ServedEngine:
-    """An engine of the producer, the process to read from.
+    """An engine in the producer's process, from which another process reads.
 
     It consists of the KV cache and the threads of each rank, a control server, and a lease book, which tracks
     the engine's leases.

@@ -111,13 +111,12 @@ class ChunkCopies:
         self._pool.wait()
 
     def _engine_side(self, part: CellCopy) -> PoolCopies:
-        """Return the strided copies of one part of the route, in the form that `PoolCells` takes.
+        """Return strided copies in the form that `PoolCells` takes, for the blocks of this rank's engine.
 
-        Copies with negative strides are replaced by equivalent ones without, because tensor views do not
-        allow negative strides.
+        Copies with a negative stride are replaced by copies without, because tensor views allow none.
 
         Args:
-            part: strided copies of a cell (run of tokens), and the offsets of the cells of a block.
+            part: strided copies of a cell (run of tokens), and the offsets of all cells of a block.
         """
         at = part.src_offsets if self._storing else part.dst_offsets
         return PoolCopies(at, tuple(copy for one in part.copies for copy in one.ascending()))

@@ -165,7 +165,7 @@ class PoolCells:
         return CellViews(self._stride // unit, np.array(part.at, np.int64) // unit, views)
 
     def _view(self, copy: StridedCopy, places: tuple[int, int], alignment: int) -> CopyView:
-        """Return a view of the block pool through which one strided copy can be run for any cell.
+        """Return a view of the block pool with which one strided copy can copy each cell of the pool.
 
         A cell is a run of tokens that is copied as one unit. A place is a position in the pool at which a
         cell may start.

@@ -177,11 +177,12 @@ class TransferMethod:
     is copied as one unit. An image is a cell packed into contiguous memory.
 
     Attributes:
-        strategy: direct, over-read or staged.
-        work: work per cell.
+        strategy: direct, over-read (the destination reads whole pages and unpacks them) or staged (the source
+            packs cells before the destination reads them).
+        work: numbers of descriptors, bytes and copies that one cell costs.
         image: layout of images; None for the direct strategy.
-        landing: copies from an image in the destination's staging memory to the destination blocks, if the
-            source packs the image and the destination reads it in one piece; None otherwise.
+        landing: copies by which the destination unpacks an image that the source has packed. None if no image
+            is packed, or if READs put its bytes straight into blocks.
     """
 
     strategy: Strategy

@@ -170,7 +170,7 @@ class ConnectedPeer:
         self._made.close()
 
     def _absent_layer_clearings(self, order: ReadOrder) -> list[tuple[StagingCopies, Int64s]]:
-        """Return the blocks to zero for the draft model's layers that this rank has and the peer does not.
+        """List the blocks that must be zeroed in draft layers which this rank has and the peer does not have.
 
         No read fills these layers, and the old content of the blocks may be NaN.
 

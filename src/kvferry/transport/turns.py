@@ -139,7 +139,7 @@ class TurnIndex:
                 self._by_key.pop((number, key), None)
 
     def leases(self, tickets: Iterable[bytes]) -> list[str]:
-        """Return the names, in this engine, of the leases on turns that have these tickets (random ids).
+        """Return this engine's names of the leases to which these tickets (random ids) belong.
 
         Args:
             tickets: tickets of leases. Those that do not belong to a turn in the index are ignored.

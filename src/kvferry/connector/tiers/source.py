@@ -359,7 +359,7 @@ class TierSource:
             self._end(loading, report.failure)
 
     def forget(self, load: Load) -> None:
-        """Forget the byte counts of a load whose end all workers have reported."""
+        """Delete the byte counts of a load. Call this when all workers have reported that the load ended."""
         del self._records[load.key]
 
     def take_copy_seconds(self) -> list[float]:

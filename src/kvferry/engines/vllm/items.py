@@ -40,11 +40,13 @@ class Identified:
 
 
 def identify(feature: Any, identified: Identified) -> None:
-    """Attach a record to an image or other item, so that `is_uncertain` can find it; mutates `feature.data`.
+    """Attach the record of an item's identifier to the item, where `is_uncertain` finds it.
+
+    Mutates `feature.data`.
 
     Args:
         feature: vLLM's MultiModalFeatureSpec of the item.
-        identified: record that all items with the item's identifier share.
+        identified: record of the identifier, which all items with this identifier share.
     """
     setattr(feature.data, _IDENTIFIED, identified)
 

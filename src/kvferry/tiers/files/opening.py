@@ -85,8 +85,8 @@ def open_directory(
 
     Args:
         root: path of the directory, which `check_directory` has checked.
-        ledger: ledger (capacity and bytes in use) of the directory. The function sets its `capacity`,
-            `after_swap` and `after_loss`.
+        ledger: ledger (capacity and bytes in use) of the directory. The function sets its capacity, and the
+            callbacks for a lost ledger file (`after_loss`) and a replaced directory (`after_swap`).
         space: object that evicts files of the directory to make room.
         namespace: namespace that the caller will use.
         capacity: maximum bytes of all kvferry files of all processes. If None, the current capacity is kept,

@@ -130,7 +130,7 @@ class TagRows:
             rows[:, :_SLOTS], rows[:, _SLOTS] = old[:, :_SLOTS], those
 
     def clear(self, bit: int) -> None:
-        """Remove one tier from the bits of every tag, because the tier no longer has any chunks.
+        """Clear a tier's bit in every tag of the table, because the tier has no chunks any more.
 
         Args:
             bit: bit of the tier.
