@@ -6,6 +6,7 @@ import typer
 
 from benchmarks.choice.command import choice
 from benchmarks.copies.command import copies
+from benchmarks.handover.command import handover
 from benchmarks.layout.command import layout
 from benchmarks.offload.command import offload
 from benchmarks.overhead.command import overhead
@@ -16,14 +17,14 @@ from kvferry.cli.output import check_output
 
 app = typer.Typer(
     name="python -m benchmarks",
-    help="Measure kvferry's own design: layouts, protections, tiers and policies.",
+    help="Measure kvferry's own design: hand-overs, layouts, protections, tiers and policies.",
     no_args_is_help=True,
     add_completion=False,
     callback=check_output,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _command in (overhead, layout, copies, offload, choice, safety, redeem):
+for _command in (handover, overhead, layout, copies, offload, choice, safety, redeem):
     app.command()(_command)
 
 if __name__ == "__main__":

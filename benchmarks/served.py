@@ -13,7 +13,7 @@ from typing import Any
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.errors import TransferError
 
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -78,7 +78,7 @@ class SteppedEngine:
             cache_bytes: size of the KV cache, in bytes.
             connector: transfer configuration, as returned by `tiered` or `side_by_side`.
         """
-        os.environ.update(_ENVIRONMENT)
+        os.environ.update(ENVIRONMENT)
         os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
         from vllm import LLM  # noqa: PLC0415 - slow, and reads the environment set above
         from vllm.config import KVTransferConfig  # noqa: PLC0415

@@ -55,6 +55,7 @@ class Composition:
         adapters: Adapters,
         refusals: Refusals,
         speeds: Speeds | None = None,
+        idle: Callable[[], bool] = lambda: False,
     ) -> None:
         """Create the records of blocks and speeds that the sources of KV and the admission share.
 
@@ -68,10 +69,11 @@ class Composition:
             adapters: the engine's LoRA adapters.
             refusals: log of the requests that a source refuses.
             speeds: speeds measured so far; None for an empty record.
+            idle: function that returns whether the engine computes no request at present.
         """
         self.engine, self.config, self.pool, self._workers = engine, config, pool, workers
         self._groups, self.events, self.adapters, self._refusals = tuple(groups), events, adapters, refusals
-        self.speeds = Speeds() if speeds is None else speeds
+        self.speeds, self._idle = Speeds() if speeds is None else speeds, idle
         self.pins: Pins[Block] = Pins(workers)
         self.parts = PartBlocks(self._groups, pool, config.whole_blocks)
 
@@ -104,6 +106,7 @@ class Composition:
             most_held=int(config.late_blocks * self.engine.num_blocks),
             turns=TurnFinder(client, keepers, names),
             adapters=self.adapters,
+            idle=self._idle,
         )
 
     def tier_source(self, cache: ChunkCache, prompts: Prompts, canonical: CanonicalForm) -> TierSource:

@@ -125,6 +125,7 @@ class SchedulerHalf:
             adapters=self.adapters,
             refusals=self._refusals,
             speeds=self._speeds,
+            idle=lambda: self._steps.idle,
         )
         self._parts = composition.parts
         sources: list[Source] = []

@@ -1,4 +1,4 @@
-"""Measurement of how fast the engine computes prompts, from the times of its steps.
+"""What the times of the engine's steps tell: how fast it computes prompts, and whether it is idle.
 
 The engine reports when each step is scheduled and when its output is taken, in the order of steps. With
 asynchronous scheduling or pipeline parallelism, a step is scheduled while others are under way. Such a step
@@ -16,6 +16,9 @@ from kvferry.connector.speeds import Speeds
 _PREFILL_TOKENS = 128
 """Minimum number of tokens of a step to be measured. Smaller steps say little about prompt computation."""
 
+_PAUSE_SECONDS = 0.005
+"""Minimum seconds without a step after which an engine is idle: it steps at once while requests run."""
+
 
 class StepTimes:
     """Measures the duration of the engine's steps, and records how fast the engine computes prompts."""
@@ -23,11 +26,19 @@ class StepTimes:
     def __init__(self, speeds: Speeds, clock: Callable[[], float] = time.monotonic) -> None:
         self._speeds, self._clock = speeds, clock
         self._under_way: deque[tuple[float, int]] = deque()
-        self._done = 0.0
+        self._done, self._last_tokens = 0.0, 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is being computed: the last step computed none, or was done some time ago."""
+        if any(tokens for _, tokens in self._under_way):
+            return False
+        return not self._last_tokens or self._clock() - self._done > _PAUSE_SECONDS
 
     def scheduled(self, tokens: int) -> None:
         """Record that the engine schedules a step of `tokens` tokens now."""
         self._under_way.append((self._clock(), tokens))
+        self._last_tokens = tokens
 
     def done(self) -> None:
         """Record that the oldest step under way is done: the engine has taken the step's output."""

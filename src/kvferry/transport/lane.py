@@ -26,7 +26,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -166,6 +166,7 @@ class Lane:
         make_agent: MakeAgent,
         validator: MetadataValidator,
         in_flight: int,
+        on_result: Callable[[], None],
     ) -> None:
         """Start the thread. Use `wait_ready` to wait until it can read.
 
@@ -178,7 +179,9 @@ class Lane:
             make_agent: function that creates the NIXL agent; the thread calls it.
             validator: object that decides whether a peer's transport metadata may be loaded.
             in_flight: maximum number of orders that are executed at the same time; further orders wait.
+            on_result: function that the thread calls when `results` has a new result.
         """
+        self._on_result = on_result
         self._settings, self._geometry, self._images = settings, geometry, landing
         self._landing = np.zeros(in_flight * MAX_SOURCES + MAX_SEGMENTS, np.uint64)
         self._landing_region = Region(int(self._landing.ctypes.data), self._landing.nbytes)
@@ -282,7 +285,7 @@ class Lane:
         nap = _SHORTEST_NAP
         while not (self._stop and not self._reads):
             busy = self._execute_queued(agent)
-            busy |= self._progress(agent)
+            busy |= self._progress(agent, self._reads)
             if busy:
                 nap = _SHORTEST_NAP
             elif self._reads:
@@ -306,7 +309,8 @@ class Lane:
             busy = True
             command = self._queue.popleft()
             if isinstance(command, ReadOrder):
-                self._start(agent, command)
+                if (read := self._start(agent, command)) is not None:
+                    self._progress(agent, [read])  # posting may have run all of the READ
             elif command.cards is not None:
                 self._links.connect(command.peer, command.cards)
             else:
@@ -325,11 +329,12 @@ class Lane:
             settings=self._settings,
         )
 
-    def _start(self, agent: Agent, order: ReadOrder) -> None:
-        """Plan an order and start to read its KV.
+    def _start(self, agent: Agent, order: ReadOrder) -> _Read | None:
+        """Plan an order, start to read its KV, and return the read.
 
-        If the peer's transport metadata is still being validated, keep the order until that is done. If the
-        peer is not connected, or the order cannot be planned, queue a `ReadResult` with the failure.
+        If the peer's transport metadata is still being validated, keep the order until that is done, and
+        return None. If the peer is not connected, or the order cannot be planned, queue a `ReadResult` with
+        the failure, and return None.
 
         Args:
             agent: NIXL agent of this lane (reading thread).
@@ -338,22 +343,22 @@ class Lane:
         peer = self._links.get(order.peer)
         if peer is None:
             self._held.append(order)
-            return
+            return None
         if isinstance(peer, str):
-            self._results.append(ReadResult(order.key, peer, None, 0.0, 0.0, peer_lost=True))
-            return
+            self._deliver(ReadResult(order.key, peer, None, 0.0, 0.0, peer_lost=True))
+            return None
         try:
             plan = peer.plan(order)
         except Exception as error:  # noqa: BLE001 - only this order fails
             log_unexpected(error)
-            self._results.append(ReadResult(order.key, str(error), None, 0.0, 0.0))
-            return
+            self._deliver(ReadResult(order.key, str(error), None, 0.0, 0.0))
+            return None
         try:
             plan.clear()
         except Exception as error:
             logger.exception("lane: blocks cannot be cleared")
-            self._results.append(ReadResult(order.key, f"blocks cannot be cleared: {error}", None, 0.0, 0.0))
-            return
+            self._deliver(ReadResult(order.key, f"blocks cannot be cleared: {error}", None, 0.0, 0.0))
+            return None
         read = _Read(order, peer, self._free_landings.pop(), plan, started=time.perf_counter())
         self._reads.append(read)
         for rank in plan.ranks:
@@ -379,6 +384,7 @@ class Lane:
                     remote=lists.remote,
                     there=rank.direct.src,
                 )
+        return read
 
     def _post(self, agent: Agent, read: _Read, local: Any, here: Any, remote: Any, there: Any) -> None:
         if read.failure is not None:
@@ -410,10 +416,15 @@ class Lane:
         else:
             time.sleep(nap)
 
-    def _progress(self, agent: Agent) -> bool:
-        """Advance all reads in progress; return whether any of them advanced."""
+    def _progress(self, agent: Agent, reads: Sequence[_Read]) -> bool:
+        """Advance reads in progress by a step each; return whether any of them advanced.
+
+        Args:
+            agent: NIXL agent of this lane (reading thread).
+            reads: reads to advance.
+        """
         moved = False
-        for read in list(self._reads):
+        for read in list(reads):
             try:
                 moved |= self._advance(agent, read)
             except Exception as error:  # noqa: BLE001 - only this read fails; its READs in flight are awaited
@@ -489,7 +500,7 @@ class Lane:
         self._reads.remove(read)
         self._free_landings.append(read.landing)
         done = read.data_done or now
-        self._results.append(
+        self._deliver(
             ReadResult(
                 key=read.order.key,
                 failure=read.failure,
@@ -499,6 +510,10 @@ class Lane:
                 peer_lost=read.peer_lost,
             )
         )
+
+    def _deliver(self, result: ReadResult) -> None:
+        self._results.append(result)
+        self._on_result()
 
     def _check_words(self, read: _Read) -> None:
         expected = [read.order.lease.word(rank.source.incarnation) for rank in read.plan.ranks]

@@ -34,6 +34,26 @@ def nixl_package() -> str:
     return str(_api.nixl_agent.__module__).rpartition(".")[0]
 
 
+def sleeping_bindings(bindings: Any) -> Any:
+    """Return NIXL's bindings, changed so that progress threads of agents made with them sleep while idle.
+
+    Args:
+        bindings: module of the bindings, which is not changed.
+    """
+
+    class Config(bindings.nixlAgentConfig):  # type: ignore[misc]
+        def __setattr__(self, field: str, value: Any) -> None:
+            super().__setattr__(field, WAIT_MICROSECONDS if field == "pthrDelay" else value)
+
+    class Bindings:
+        nixlAgentConfig = Config  # noqa: N815 - NIXL's name
+
+        def __getattr__(self, attribute: str) -> Any:
+            return getattr(bindings, attribute)
+
+    return Bindings()
+
+
 def make_nixl_agent(name: str, backends: list[str], *, progress: bool) -> Any:
     """Create a ``nixl_agent`` (endpoint of the NIXL library) whose progress thread sleeps while it is idle.
 
@@ -48,20 +68,9 @@ def make_nixl_agent(name: str, backends: list[str], *, progress: bool) -> Any:
     preload()
     from nixl import _api  # noqa: PLC0415 - heavy, and may be missing
 
-    bindings = _api.nixlBind
-
-    class Config(bindings.nixlAgentConfig):  # type: ignore[misc, name-defined]
-        def __setattr__(self, field: str, value: Any) -> None:
-            super().__setattr__(field, WAIT_MICROSECONDS if field == "pthrDelay" else value)
-
-    class Bindings:
-        nixlAgentConfig = Config  # noqa: N815 - NIXL's name
-
-        def __getattr__(self, attribute: str) -> Any:
-            return getattr(bindings, attribute)
-
     # Run the same constructor with other globals, so that other users of NIXL in this process are unaffected.
-    make = FunctionType(_api.nixl_agent.__init__.__code__, {**vars(_api), "nixlBind": Bindings()})
+    others = {**vars(_api), "nixlBind": sleeping_bindings(_api.nixlBind)}
+    make = FunctionType(_api.nixl_agent.__init__.__code__, others)
     agent = _api.nixl_agent.__new__(_api.nixl_agent)
     config = _api.nixl_agent_config(enable_prog_thread=progress, backends=backends)
     try:

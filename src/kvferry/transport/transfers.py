@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -53,6 +53,7 @@ class Transfers:
         make_agent: MakeAgent = Agent,
         in_flight: int = MAX_IN_FLIGHT,
         validator: MetadataValidator | None = None,
+        on_result: Callable[[], None] = lambda: None,
     ) -> None:
         """Start the lanes (reading threads), and register this worker's memory. Block until both are done.
 
@@ -66,6 +67,7 @@ class Transfers:
             in_flight: maximum number of orders that a lane executes at the same time; further orders wait.
             validator: object that decides whether a peer's transport metadata may be loaded. None for a
                 `SandboxValidator`, which first loads the metadata in a child process.
+            on_result: function that a lane's thread calls when it has done its share of an order.
 
         Raises:
             ConfigError: NIXL is missing, cannot start on this machine, has no UCX backend, or writes
@@ -94,6 +96,7 @@ class Transfers:
                     make_agent=make_agent,
                     validator=self._validator,
                     in_flight=in_flight,
+                    on_result=on_result,
                 )
                 for number in range(settings.lanes)
             ]

@@ -79,3 +79,25 @@ def test_stats_that_are_asked_for_without_a_step_say_nothing():
     engine.schedule(1000, at=101)
     engine.take(at=102)
     assert engine.told() == [(1000, 1)]
+
+
+def test_an_engine_is_idle_after_a_step_without_tokens_and_some_time_after_the_last_step():
+    engine = Engine()
+    assert engine.steps.idle
+    engine.schedule(1, at=100)
+    assert not engine.steps.idle  # under way
+    engine.take(at=102)
+    assert not engine.steps.idle  # the next step of the same requests comes at once
+    engine.clock.now = 102.1
+    assert engine.steps.idle
+    engine.schedule(1, at=103)
+    engine.schedule(0, at=103)
+    engine.take(at=104)
+    assert engine.steps.idle
+
+
+def test_an_engine_is_not_idle_while_one_of_several_steps_computes():
+    engine = Engine()
+    engine.schedule(5, at=100)
+    engine.schedule(0, at=100)
+    assert not engine.steps.idle

@@ -242,6 +242,7 @@ class Engine:
             most_held=2,
             turns=turns,
             adapters=Adapters(),
+            idle=lambda: False,
         )
         self.one.kv_transfer_params = write_offer(
             Offer("engine", "127.0.0.1", 5600, ticket("theirs").hex(), case.offered)

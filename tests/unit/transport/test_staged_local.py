@@ -689,3 +689,24 @@ def test_a_worker_gathers_for_peers_of_its_settings_alone(world):
             reader.send(encode(Gather(1, 0, 0, 1, bytes(4), 0)))
             found.append(bool(reader.poll(500)))
     assert found == [False, True]
+
+
+def test_a_read_that_ran_when_it_was_posted_ends_before_the_next_one_starts(world):
+    """The second order waits in the queue meanwhile: it is submitted while the first one is posted."""
+    src_tables, dst_tables = scattered_tables(dense(), 60, 1), scattered_tables(dense(), 60, 2)
+    producer = world.engine(ranks(dense(), DENSE))
+    reader = world.engine(ranks(dense(), DENSE), 1000)
+    orders = [
+        ReadOrder(key, "P", LoadSpan(0, 60, 60), src_tables, dst_tables, LeaseWord(0, 0, 1)) for key in "ab"
+    ]
+
+    def submit_second(_: object) -> None:
+        if len(orders) == 2:
+            reader.threads[0].submit(orders.pop())
+
+    reader.agents[0].before_post = submit_second
+    reader.threads[0].connect("P", producer.cards)
+    reader.threads[0].submit(orders[0])
+    assert all(reader.result(key).failure is None for key in "ab")
+    words = [length == 8 for _, length in reader.agents[0].reads]
+    assert words.index(True) < len(words) // 2, "the first lease word was read after both prompts"

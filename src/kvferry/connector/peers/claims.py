@@ -10,6 +10,7 @@ it to this engine.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.transport.control_client import ControlClient
@@ -19,6 +20,9 @@ from kvferry.transport.redeem import PromptContent, Redeemed
 STEP_WAIT_SECONDS = 0.0005
 """Maximum seconds that a step waits for answers of producers, over all requests. A nearby peer that is
 already connected answers within this time, so the prompt need not wait for the next step."""
+
+IDLE_STEP_WAIT_SECONDS = 0.002
+"""The same for a step of an engine that computes nothing: it delays no running request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +68,16 @@ class Claims:
     the last of these requests ends its claim. Only the engine's thread calls the methods.
     """
 
-    def __init__(self, client: ControlClient) -> None:
+    def __init__(self, client: ControlClient, idle: Callable[[], bool]) -> None:
         """Create an empty collection of claims.
 
         Args:
             client: control channel to the producers.
+            idle: function that returns whether the engine computes no request at present.
         """
-        self._client = client
+        self._client, self._idle = client, idle
         self._shared: dict[tuple[Address, bytes], _Shared] = {}
-        self._wait_seconds = STEP_WAIT_SECONDS
+        self._waited_seconds = 0.0
 
     def __len__(self) -> int:
         """Return the number of tickets (random ids that claim leases) that requests of this engine use."""
@@ -100,20 +105,22 @@ class Claims:
         """Return the producer's answer to a claim on a lease: the block tables and the lease.
 
         Wait for the answer if it has not arrived. All calls in one engine step together wait at most
-        `STEP_WAIT_SECONDS`. Return Pending if there is still no answer. Return Unusable with the reason if
-        the producer has refused the ticket, or has not answered within ``handshake_seconds``.
+        `STEP_WAIT_SECONDS`, or `IDLE_STEP_WAIT_SECONDS` if the engine computes nothing. Return Pending if
+        there is still no answer. Return Unusable with the reason if the producer has refused the ticket, or
+        has not answered within ``handshake_seconds``.
 
         Args:
             claim: claim that `begin` returned.
         """
+        most = IDLE_STEP_WAIT_SECONDS if self._idle() else STEP_WAIT_SECONDS
         began = time.monotonic()
-        answer = self._client.redemption(claim.number, self._wait_seconds)
-        self._wait_seconds -= time.monotonic() - began
+        answer = self._client.redemption(claim.number, most - self._waited_seconds)
+        self._waited_seconds += time.monotonic() - began
         return answer
 
     def step(self) -> None:
-        """Begin an engine step, in which all calls of `answer` together may wait for `STEP_WAIT_SECONDS`."""
-        self._wait_seconds = STEP_WAIT_SECONDS
+        """Begin an engine step: calls of `answer` may wait again."""
+        self._waited_seconds = 0.0
 
     def end(self, claim: Claim) -> None:
         """End a request's claim on a lease.

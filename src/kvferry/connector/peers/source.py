@@ -15,7 +15,7 @@ engine computes the prompt instead, or when this peer is excluded.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import gcd
 
 from kvferry.connector.adapters import Adapters
@@ -81,6 +81,7 @@ class PeerSource:
         most_held: int,
         turns: TurnFinder,
         adapters: Adapters,
+        idle: Callable[[], bool],
     ) -> None:
         """Create the source. It has no requests yet.
 
@@ -95,6 +96,7 @@ class PeerSource:
                 including loads past their deadline.
             turns: object that asks peers for KV of earlier turns of a conversation.
             adapters: the engine's LoRA adapters.
+            idle: function that returns whether the engine computes no request at present.
         """
         self._adapters = adapters
         self._groups, self._alignments = blocks_of(ranks), dict[str, tuple[int, ...]]()
@@ -106,7 +108,7 @@ class PeerSource:
         self._timeout, self._most_held = timeout_seconds, most_held
         self._turns, self._asking = turns, dict[str, Bidding]()
         self._pulls: dict[str, Pull] = {}
-        self._claims = Claims(client)
+        self._claims = Claims(client, idle)
         self._reads: list[ReadOrder] = []
         self._connects: dict[str, PeerInfo] = {}
         self._stopped = ""

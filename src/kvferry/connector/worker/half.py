@@ -1,11 +1,13 @@
 """The connector's half on each rank.
 
 The engine's hooks call it in every step. It exchanges values with the threads that read from peers (lanes)
-and with the thread that copies chunks. It never waits for these threads, and never calls NIXL itself.
+and with the thread that copies chunks. It never calls NIXL itself. It waits for these threads in one place,
+`ended`, and only in a step that computes nothing.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -35,6 +37,18 @@ from kvferry.transport.lease import LeaseWords, new_incarnation
 from kvferry.transport.settings import TransferSettings
 from kvferry.transport.transfers import Transfers
 
+IDLE_WAIT_SECONDS = 0.005
+"""Maximum seconds that a step which computes nothing waits for loads under way to end.
+
+The engine would only sleep and look again. A request that arrives meanwhile is delayed by this time at most.
+"""
+
+GAP_SECONDS = 0.001
+"""Maximum seconds that such a step waits for the next load to end, after one has ended.
+
+Requests whose loads end in the same step are computed together.
+"""
+
 
 class CacheMirror(Protocol):
     """A copy of the KV cache in host memory, for a cache that cannot be registered with the transport."""
@@ -62,18 +76,25 @@ class WorkerHalf:
     Only the engine's thread calls it.
     """
 
-    def __init__(self) -> None:
-        """Create a worker half without a KV cache. `start` must be called before any other method."""
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Create a worker half without a KV cache. `start` must be called before any other method.
+
+        Args:
+            clock: function that returns the current time in seconds.
+        """
+        self._clock = clock
         self._geometry: RankGeometry | None = None
         self._mirror: CacheMirror | None = None
         self._transfers: Transfers | None = None
         self._mover: ChunkMover | None = None
-        self._loads, self._attempt_results = Loads(time.monotonic), AttemptResults()
+        self._loads, self._attempt_results = Loads(clock), AttemptResults()
         self._orders: dict[str, Load] = {}
         self._results: dict[str, ReadResult] = {}
         self._sent: set[str] = set()
         self._stale, self._void = StaleEpochs(), set[str]()
         self._reports = StepReports()
+        self._computes = True
+        self._arrived = threading.Event()
 
     def start(
         self,
@@ -104,13 +125,13 @@ class WorkerHalf:
         self._geometry, self._mirror = geometry, mirror
         rank_coordinates = geometry.pp_rank, geometry.tp_rank
         if config.tiers:
-            self._mover = ChunkMover(rank_coordinates)
+            self._mover = ChunkMover(rank_coordinates, self._arrived.set)
         if not config.transfers:
             return WorkerInfo(geometry=geometry, card=None, settings=config.without_host)
         words = LeaseWords(new_incarnation(), LEASE_SLOTS)
         name = f"{engine_id}/{geometry.pp_rank}.{geometry.tp_rank}/{words.incarnation:x}"
         settings = _transfer_settings(config)
-        self._transfers = Transfers(name, geometry, words, settings)
+        self._transfers = Transfers(name, geometry, words, settings, on_result=self._arrived.set)
         if reads:
             self._transfers.warm_up()
         return WorkerInfo(
@@ -143,6 +164,7 @@ class WorkerHalf:
         Args:
             orders: the scheduler half's message for the step.
         """
+        self._computes = orders.computes
         if orders.writes_cache:
             self._stale.on_step(orders.epoch)
         for load in orders.loads:
@@ -198,9 +220,12 @@ class WorkerHalf:
     def ended(self) -> EndedRequests:
         """Return the requests whose transfers have ended since the last call.
 
-        Also record the reports of these transfers for `take_reports`.
+        Also record the reports of these transfers for `take_reports`. If the step computes nothing, wait at
+        most `IDLE_WAIT_SECONDS` for a load to end.
         """
         self._take_results()
+        if not self._computes:
+            self._wait_for_results()
         if not (self._orders or self._sent):
             return EndedRequests()
         settled = self._loads.settle()
@@ -224,16 +249,33 @@ class WorkerHalf:
         sent, self._sent = self._sent, set()
         return EndedRequests(frozenset(sent), frozenset(received), frozenset(failed))
 
-    def _take_results(self) -> None:
-        """Collect the results of the threads that read from peers and of the thread that copies chunks."""
+    def _wait_for_results(self) -> None:
+        """Wait until loads end, and collect their results."""
+        until = limit = self._clock() + IDLE_WAIT_SECONDS
+        while self._loads.under_way and (left := until - self._clock()) > 0:
+            self._arrived.wait(left)
+            if self._take_results():
+                until = min(limit, self._clock() + GAP_SECONDS)
+
+    def _take_results(self) -> bool:
+        """Collect the results of the threads that read from peers and of the thread that copies chunks.
+
+        Return whether there was one.
+        """
+        self._arrived.clear()  # before the look: a result that comes in between sets it again
+        found = False
         for result in self._transfers.results() if self._transfers is not None else ():
+            found = True
             self._results[result.key] = result
             self._loads.on_transfer_ended(result.key, result.failure)
         if self._mover is not None:
             for report in self._mover.take_copy_reports():
+                found = True
                 self._reports.copies[report.key] = MergedCopyReport.of(report)
             for end in self._mover.take_ended_loads():
+                found = True
                 self._loads.on_transfer_ended(end.key, end.failure)
+        return found
 
     def take_reports(self) -> StepReports | None:
         """Return the reports recorded since the last call, and clear them; None if there are none."""

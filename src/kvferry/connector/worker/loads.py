@@ -74,6 +74,11 @@ class Loads:
         """Return the number of loads that may still write to their blocks."""
         return len(self._deadlines) + len(self._expired)
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a load that is not past its deadline still has a transfer in flight."""
+        return not self._deadlines.keys() <= self._ended.keys()
+
     def begin(self, key: str, timeout_seconds: float) -> None:
         """Add a load that begins now.
 

@@ -37,13 +37,16 @@ class ChunkMover:
     Only the engine's thread calls the public methods.
     """
 
-    def __init__(self, rank_coordinates: tuple[int, int]) -> None:
+    def __init__(
+        self, rank_coordinates: tuple[int, int], on_result: Callable[[], None] = lambda: None
+    ) -> None:
         """Start the thread that copies chunks.
 
         Args:
             rank_coordinates: (pp_rank, tp_rank) of this rank.
+            on_result: function that the thread calls after each copy, and at the end of each load.
         """
-        self._rank_coordinates = rank_coordinates
+        self._rank_coordinates, self._on_result = rank_coordinates, on_result
         self._jobs: queue.PriorityQueue[tuple[int, int, _Job | None]] = queue.PriorityQueue()
         self._numbers = count()
         self._copy_reports: deque[CopyReport] = deque()
@@ -143,6 +146,7 @@ class ChunkMover:
     def _end(self, end: LoadEnd) -> None:
         failure = self._failed.pop(end.key, None)
         self._ended_loads.append(LoadEnd(end.key, end.failure or failure))
+        self._on_result()
 
     def _copy(self, key: str, what: Callable[[ChunkRoutes], tuple[int, ...]]) -> str | None:
         """Copy the chunks of an order and record a report.
@@ -166,6 +170,7 @@ class ChunkMover:
             logger.exception("tiers: order %s", key)
             failure = f"{type(error).__name__}: {error}"
         self._copy_reports.append(CopyReport(key, failure, copied_bytes, time.perf_counter() - began))
+        self._on_result()
         return failure
 
 

@@ -127,6 +127,7 @@ class Engine:
             most_held=most_held,
             turns=self.turns,
             adapters=self.adapters,
+            idle=lambda: False,
         )
         self.bidding = Bidding(2)
 

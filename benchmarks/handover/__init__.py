@@ -1,0 +1,1 @@
+"""Compare hand-overs between two engines with those of vLLM's NixlConnector, up to the first token."""

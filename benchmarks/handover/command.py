@@ -1,0 +1,75 @@
+"""`python -m benchmarks handover`."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from benchmarks.handover.model import MODELS
+from kvferry.cli.bench_options import progress_line
+from kvferry.errors import ConfigError
+
+if TYPE_CHECKING:
+    from benchmarks.handover.measure import Load
+
+_ALL_MODELS = ",".join(one.name for one in MODELS)
+_MOST_PEERS = "nixl,nixl+"
+
+
+def handover(
+    models: Annotated[str, typer.Option(help="Model families, separated by commas.")] = _ALL_MODELS,
+    loads: Annotated[
+        str, typer.Option(help="Loads, separated by commas: tokens of a prompt, x, requests at once.")
+    ] = "512x1,2048x1,8192x1,16384x1,512x8,2048x8,512x32",
+    peers: Annotated[
+        str,
+        typer.Option(help="Connectors to compare with: nixl, nixl+ (sleeping progress thread, huge pages)."),
+    ] = _MOST_PEERS,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds to count.")] = 9,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: stages of all requests, seconds.")
+    ] = False,
+) -> None:
+    """Hand requests over between two engines, beside NixlConnector.
+
+    Measures the time from a request's arrival at the decode engine to its first token, and its stages. Every
+    connector has two vLLM engines of its own; they take turns, and those that do not run stand still.
+    """
+    from rich.console import Console
+
+    from benchmarks.handover import report
+    from benchmarks.handover.measure import measure
+
+    chosen = [one for one in MODELS if one.name in models.split(",")]
+    if unknown := set(models.split(",")) - {one.name for one in chosen}:
+        names = ", ".join(one.name for one in MODELS)
+        raise ConfigError(f"--models: {', '.join(sorted(unknown))} is unknown; choose from {names}")
+    if unknown := set(filter(None, peers.split(","))) - set(_MOST_PEERS.split(",")):
+        raise ConfigError(f"--peers: {', '.join(sorted(unknown))} is unknown; choose from {_MOST_PEERS}")
+    connectors = ["kvferry", *filter(None, peers.split(","))]
+    console, found = Console(highlight=False), {}
+    for model in chosen:
+        with tempfile.TemporaryDirectory() as folder, progress_line() as progress:
+            found[model.name] = measure(
+                model, _loads(loads), connectors, rounds=rounds, folder=Path(folder), progress=progress
+            )
+        if not as_json:
+            report.show(model, found[model.name], console)
+    if as_json:
+        print(json.dumps(report.as_json(found)))
+
+
+def _loads(text: str) -> list[Load]:
+    from benchmarks.handover.measure import Load
+
+    found = []
+    for one in text.split(","):
+        tokens, _, requests = one.partition("x")
+        if not (tokens.isdecimal() and requests.isdecimal() and int(tokens) > 1 and int(requests) > 0):
+            raise ConfigError(f"--loads: {one!r} is not TOKENSxREQUESTS, such as 2048x8")
+        found.append(Load(int(tokens), int(requests)))
+    return found

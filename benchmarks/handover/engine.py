@@ -1,0 +1,267 @@
+"""A vLLM engine with a connector in this process, which stamps the stages of each hand-over."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from benchmarks.served import ENVIRONMENT
+from kvferry.connector.events import Event, LoadEnded
+from kvferry.connector.load_results import LoadOutcome
+from kvferry.errors import TransferError
+from kvferry.geometry import Region
+from kvferry.memory.huge_pages import request_huge_pages
+from kvferry.serving.router.bodies import ASK_FOR_KV
+
+_IDLE_SECONDS = 1e-3
+_PATIENCE_SECONDS = 300.0
+_KVFERRY = {
+    "kv_connector": "KVFerryConnector",
+    "kv_connector_module_path": "kvferry.engines.vllm.connector",
+}
+_NIXL = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """The configuration of an engine.
+
+    Attributes:
+        model: folder of the checkpoint.
+        connector: ``kvferry``, ``nixl`` (NixlConnector as its users run it), or ``nixl+`` (with a progress
+            thread that sleeps and with huge pages, both of which kvferry has).
+        port: port of NixlConnector's side channel.
+        longest: length of the longest request, in tokens.
+        requests: maximum number of requests at a time.
+        cache_bytes: size of the KV cache, in bytes.
+        engine: further keyword arguments of `vllm.LLM`.
+    """
+
+    model: Path
+    connector: str
+    port: int
+    longest: int
+    requests: int
+    cache_bytes: int
+    engine: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Stamps:
+    """The times of one request's stages, in seconds of `time.perf_counter`; 0 for a stage not reached.
+
+    Attributes:
+        added: the request was given to the engine.
+        asked: the scheduler first asked the connector for its tokens.
+        allocated: the scheduler allocated the blocks that the load writes.
+        started: the worker's hook began the step that starts the load.
+        received: the worker reported the end of the load.
+        answered: the engine gave the first token.
+        transfer_seconds: time of the transfer itself, if the connector tells it.
+        check_seconds: time of the check of the lease word, if the connector tells it.
+    """
+
+    added: float = 0.0
+    asked: float = 0.0
+    allocated: float = 0.0
+    started: float = 0.0
+    received: float = 0.0
+    answered: float = 0.0
+    transfer_seconds: float = 0.0
+    check_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _Watch:
+    """The stamps of the requests under way, by the engine's request id."""
+
+    stamps: dict[str, Stamps] = field(default_factory=dict)
+    starting: list[str] = field(default_factory=list)
+
+    def of(self, request_id: str) -> Stamps | None:
+        """Return the stamps of a request. vLLM appends a suffix to the id that the request was added with."""
+        return self.stamps.get(request_id.partition("-")[0])
+
+
+class HandoverEngine:
+    """A vLLM engine on this machine's CPU that computes prompts for another engine, or continues them."""
+
+    def __init__(self, setup: Setup) -> None:
+        """Start the engine, which takes tens of seconds."""
+        os.environ.update(ENVIRONMENT)
+        os.environ.update(
+            VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1", VLLM_NIXL_SIDE_CHANNEL_PORT=str(setup.port)
+        )
+        if setup.connector == "nixl+":
+            _favour_nixl()
+        from vllm import LLM  # noqa: PLC0415 - slow, and reads the environment set above
+        from vllm.config import KVTransferConfig  # noqa: PLC0415
+        from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: PLC0415
+
+        connector: dict[str, Any] = _KVFERRY if setup.connector == "kvferry" else _NIXL
+        self._engine = LLM(
+            model=str(setup.model),
+            skip_tokenizer_init=True,
+            max_model_len=setup.longest,
+            kv_cache_memory_bytes=setup.cache_bytes,
+            max_num_seqs=setup.requests,
+            max_num_batched_tokens=2048,
+            enforce_eager=True,
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+            kv_transfer_config=KVTransferConfig(
+                kv_role="kv_both", kv_load_failure_policy="recompute", **connector
+            ),
+            **setup.engine,
+        )
+        self._numbers = count()
+        self._core = self._engine.llm_engine.engine_core.engine_core
+        self._watch = _Watch()
+        scheduler, worker = self._core.scheduler.connector, get_kv_transfer_group()
+        _watch_scheduler(scheduler, self._watch)
+        _watch_worker(worker, self._watch)
+        if setup.connector == "kvferry":
+            scheduler.scheduler.half.events.subscribe(self._on_event)
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+        """Compute prompts; return the ``kv_transfer_params`` with which another engine continues each."""
+        names = [self._add(prompt, dict(ASK_FOR_KV)) for prompt in prompts]
+        return [output.kv_transfer_params for output in self._run(names)]
+
+    def decode(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[dict[str, Any]]
+    ) -> list[tuple[Stamps, int]]:
+        """Continue prompts that another engine computed, all at once; return stamps and token of each.
+
+        Args:
+            prompts: token ids of each prompt.
+            params: ``kv_transfer_params`` of each, from `prefill` of the other engine.
+        """
+        names = [self._add(*each) for each in zip(prompts, params, strict=True)]
+        outputs = self._run(names)
+        return [
+            (self._watch.stamps.pop(name), output.outputs[0].token_ids[0])
+            for name, output in zip(names, outputs, strict=True)
+        ]
+
+    def settle(self) -> int:
+        """Run steps until no request and no block is held; return the number of free blocks."""
+        until = time.monotonic() + _PATIENCE_SECONDS
+        while self._core.scheduler.has_requests():
+            if time.monotonic() > until:
+                raise TransferError("an engine kept blocks for minutes after the hand-over")
+            self._step()
+        self._engine.reset_prefix_cache()
+        return int(self._core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self._engine.llm_engine.engine_core.shutdown()
+
+    def _add(self, prompt: Sequence[int], params: dict[str, Any]) -> str:
+        from vllm import SamplingParams  # noqa: PLC0415
+
+        sampling = SamplingParams(
+            max_tokens=1,
+            temperature=0,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_transfer_params": params},
+        )
+        name = f"r{next(self._numbers)}"
+        self._watch.stamps[name] = Stamps(added=time.perf_counter())
+        self._engine.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling)
+        return name
+
+    def _run(self, names: Sequence[str]) -> list[Any]:
+        done: dict[str, Any] = {}
+        until = time.monotonic() + _PATIENCE_SECONDS
+        while len(done) < len(names):
+            if time.monotonic() > until:
+                raise TransferError(f"an engine gave no token within {_PATIENCE_SECONDS:g} s")
+            for output in self._step():
+                self._watch.stamps[output.request_id].answered = time.perf_counter()
+                done[output.request_id] = output
+        return [done[name] for name in names]
+
+    def _step(self) -> list[Any]:
+        """Run one step. Sleep after a step without work, as the loop of a served engine does."""
+        outputs: list[Any] = self._engine.llm_engine.step()
+        if not outputs and not self._core.scheduler.running:
+            time.sleep(_IDLE_SECONDS)
+        return outputs
+
+    def _on_event(self, event: Event) -> None:
+        if not isinstance(event, LoadEnded) or event.outcome is not LoadOutcome.READY:
+            return
+        if (stamps := self._watch.of(event.request_id)) is not None:
+            stamps.transfer_seconds = event.figures.transfer_seconds
+            stamps.check_seconds = event.figures.check_seconds
+
+
+def _watch_scheduler(connector: Any, watch: _Watch) -> None:
+    """Stamp the calls of a connector's scheduler half, in place."""
+    matched, allocated = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
+
+    def get_num_new_matched_tokens(request: Any, *rest: Any, **named: Any) -> Any:
+        if (stamps := watch.of(request.request_id)) is not None and not stamps.asked:
+            stamps.asked = time.perf_counter()
+        return matched(request, *rest, **named)
+
+    def update_state_after_alloc(request: Any, blocks: Any, tokens: int, **named: Any) -> Any:
+        if (stamps := watch.of(request.request_id)) is not None and tokens:
+            stamps.allocated = time.perf_counter()
+            watch.starting.append(request.request_id)
+        return allocated(request, blocks, tokens, **named)
+
+    connector.get_num_new_matched_tokens = get_num_new_matched_tokens
+    connector.update_state_after_alloc = update_state_after_alloc
+
+
+def _watch_worker(connector: Any, watch: _Watch) -> None:
+    """Stamp the calls of a connector's worker half, in place."""
+    start, results = connector.start_load_kv, connector.get_transfer_results
+
+    def start_load_kv(*rest: Any, **named: Any) -> Any:
+        for name in watch.starting:
+            if (stamps := watch.of(name)) is not None:
+                stamps.started = time.perf_counter()
+        watch.starting.clear()
+        return start(*rest, **named)
+
+    def get_transfer_results(*rest: Any, **named: Any) -> Any:
+        found = results(*rest, **named)
+        for name in found.finished_recving or ():
+            if (stamps := watch.of(name)) is not None and name not in (found.failed_recving or ()):
+                stamps.received = time.perf_counter()
+        return found
+
+    connector.start_load_kv = start_load_kv
+    connector.get_transfer_results = get_transfer_results
+
+
+def _favour_nixl() -> None:
+    """Give NixlConnector's agent in this process a progress thread that sleeps, and its cache huge pages."""
+    from nixl import _api  # noqa: PLC0415 - heavy, and may be missing
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (  # noqa: PLC0415
+        NixlBaseConnector,
+    )
+
+    from kvferry.transport.nixl_agent import sleeping_bindings  # noqa: PLC0415
+
+    names = _api.nixl_agent.__init__.__globals__
+    names["nixlBind"] = sleeping_bindings(names["nixlBind"])
+    register = NixlBaseConnector.register_kv_caches
+
+    def register_kv_caches(self: Any, caches: dict[str, Any]) -> Any:
+        storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in caches.values()}
+        for address, storage in storages.items():
+            request_huge_pages(Region(address, storage.nbytes()), touched=True)
+        return register(self, caches)
+
+    NixlBaseConnector.register_kv_caches = register_kv_caches

@@ -1,0 +1,104 @@
+"""An engine in a process of its own: start it, call it, let it stand still, end it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from contextlib import closing
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, Self
+
+from benchmarks.handover.engine import HandoverEngine, Setup
+from kvferry.errors import KVFerryError, TransferError
+
+_START_SECONDS, _ANSWER_SECONDS, _END_SECONDS = 240.0, 600.0, 30.0
+
+
+class EngineProcess:
+    """A handle to the engine's process. Leaving the context manager ends the process."""
+
+    def __init__(self, name: str, setup: Setup) -> None:
+        """Start the process, and return before the engine is ready.
+
+        Args:
+            name: name of the engine, used in messages.
+            setup: configuration of the engine.
+        """
+        self._name = name
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, setup), name=name, daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.go_on()
+        self._pipe.close()
+        self._process.join(0 if kind else _END_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def wait_ready(self) -> None:
+        """Wait until the engine is ready.
+
+        Raises:
+            TransferError: the engine does not start.
+        """
+        self._answer(_START_SECONDS)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the process's `HandoverEngine`, and return its result.
+
+        Raises:
+            TransferError: the call failed, or the process died.
+        """
+        self._pipe.send((method, arguments))
+        return self._answer(_ANSWER_SECONDS)
+
+    def stand_still(self) -> None:
+        """Stop all threads of the process, so that it takes no processor time, until `go_on`."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let a process that stands still go on."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.pid is not None and self._process.is_alive():
+            os.kill(self._process.pid, number)
+
+    def _answer(self, seconds: float) -> Any:
+        try:
+            if not self._pipe.poll(seconds):
+                raise TransferError(f"the engine {self._name} gave no answer within {seconds:g} s")
+            failure, value = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise TransferError(f"the engine {self._name} died; see its last lines above") from error
+        if failure is not None:
+            raise TransferError(f"the engine {self._name}: {failure}")
+        return value
+
+
+def _serve(pipe: Connection, setup: Setup) -> None:
+    """Run the engine until the other end of `pipe` closes. This is the main function of the process."""
+    # Ctrl-C reaches the whole process group. The parent ends this process by closing the pipe.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.dup2(2, 1)  # standard output is for the report
+    try:
+        with closing(HandoverEngine(setup)) as engine:
+            pipe.send((None, None))
+            while True:
+                method, arguments = pipe.recv()
+                pipe.send((None, getattr(engine, method)(*arguments)))
+    except KVFerryError as error:
+        pipe.send((str(error), None))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass

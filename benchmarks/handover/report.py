@@ -1,0 +1,78 @@
+"""The report of `benchmarks handover`, as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.handover.measure import Handover, Load
+from benchmarks.handover.model import HandoverModel
+from kvferry.measuring.spread import Spread
+
+Found = Mapping[Load, Mapping[str, Sequence[Handover]]]
+"""Hand-overs by load and by connector."""
+
+LIMIT_SECONDS = 1e-3
+"""Goal: kvferry's median is at most this much above that of NixlConnector with the same advantages."""
+
+
+def show(model: HandoverModel, found: Found, console: Console) -> None:
+    """Print the times of one model, with at most 80 columns."""
+    console.print(f"\n{model.name} ({model.title}): milliseconds from request to first token")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in ("tokens", "requests"):
+        table.add_column(name, justify="right")
+    for name in next(iter(found.values())):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("difference", justify="right")
+    for load, times in found.items():
+        row = [_milliseconds(Spread.of([one.seconds for one in each])) for each in times.values()]
+        table.add_row(f"{load.tokens:,}", str(load.requests), *row, _difference(times))
+    console.print(table)
+    console.print("stages of kvferry, medians in milliseconds:")
+    stages = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    names = list(next(iter(found.values()))["kvferry"][0].stages())
+    for name in ("tokens", "requests", *names):
+        stages.add_column(name, justify="right")
+    for load, times in found.items():
+        each = [one.stages() for one in times["kvferry"]]
+        row = [f"{Spread.of([one[name] for one in each]).median * 1e3:.2f}" for name in names]
+        stages.add_row(f"{load.tokens:,}", str(load.requests), *row)
+    console.print(stages)
+
+
+def as_json(found: Mapping[str, Found]) -> dict[str, Any]:
+    """Return the stamps of all requests, in seconds, as values for JSON.
+
+    Args:
+        found: hand-overs of each model, by its name.
+    """
+    return {
+        model: [
+            {
+                **asdict(load),
+                "connectors": {
+                    name: [[asdict(stamps) for stamps in one.stamps] for one in each]
+                    for name, each in times.items()
+                },
+            }
+            for load, times in by_load.items()
+        ]
+        for model, by_load in found.items()
+    }
+
+
+def _milliseconds(spread: Spread) -> str:
+    return f"{spread.median * 1e3:.1f} ({spread.low * 1e3:.1f}-{spread.high * 1e3:.1f})"
+
+
+def _difference(times: Mapping[str, Sequence[Handover]]) -> str:
+    """Return by how much kvferry is slower than NixlConnector with the same advantages, pair by pair."""
+    if "nixl+" not in times:
+        return "-"
+    pairs = zip(times["kvferry"], times["nixl+"], strict=True)
+    return f"{Spread.of([ours.seconds - theirs.seconds for ours, theirs in pairs]).median * 1e3:+.1f}"

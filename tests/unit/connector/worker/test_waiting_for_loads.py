@@ -1,0 +1,82 @@
+"""A step that computes nothing waits for loads under way; other steps do not wait."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.connector.messages import StepOrders
+from kvferry.connector.worker.half import GAP_SECONDS, IDLE_WAIT_SECONDS, WorkerHalf
+from kvferry.planning.select import LoadSpan
+from kvferry.transport.lane import ReadResult
+from support.clock import Clock
+from support.loads import made_up_load
+
+
+class Reads:
+    """Lanes whose reads end at given times. Stands for `Transfers`, and for the event of a new result."""
+
+    def __init__(self, clock: Clock, ends: dict[str, float]) -> None:
+        self.clock, self.ends, self.waits = clock, dict(sorted(ends.items(), key=lambda one: one[1])), 0
+
+    def results(self) -> list[ReadResult]:
+        over = [key for key, at in self.ends.items() if at <= self.clock.now]
+        for key in over:
+            del self.ends[key]
+        return [ReadResult(key, None, None, 0.0, 0.0) for key in over]
+
+    def clear(self) -> None:
+        pass
+
+    def wait(self, seconds: float) -> None:
+        self.waits += 1
+        self.clock.now = min([self.clock.now + seconds, *self.ends.values()])
+
+
+def ended(ends: dict[str, float], *, computes: bool = False) -> tuple[set[str], float, int]:
+    """The requests that one step reports, the time at which it does, and how often it has waited."""
+    clock = Clock()
+    half = WorkerHalf(clock)
+    half._transfers = half._arrived = reads = Reads(clock, ends)  # type: ignore[assignment]
+    loads = [made_up_load(key, LoadSpan(0, 4, 5), [[1]], request_id=key) for key in ends]
+    half._begin_transfers = lambda *_: None  # type: ignore[method-assign]
+    half.begin(StepOrders(epoch=0, computes=computes, loads=loads))
+    return set(half.ended().received), clock.now, reads.waits
+
+
+def test_a_step_without_tokens_reports_a_load_as_soon_as_it_ends():
+    assert ended({"a": 0.002}) == ({"a"}, pytest.approx(0.002), 1)
+
+
+def test_a_step_that_computes_does_not_wait():
+    assert ended({"a": 0.002}, computes=True) == (set(), 0.0, 0)
+
+
+def test_a_step_without_loads_does_not_wait():
+    assert ended({}) == (set(), 0.0, 0)
+
+
+def test_a_step_waits_no_longer_than_its_limit():
+    assert ended({"a": 10.0}) == (set(), pytest.approx(IDLE_WAIT_SECONDS), 1)
+
+
+def test_loads_that_end_shortly_after_each_other_are_reported_together():
+    ends = {name: 0.001 + n * 0.8 * GAP_SECONDS for n, name in enumerate("abc")}
+    assert ended(ends) == ({"a", "b", "c"}, pytest.approx(max(ends.values())), 3)
+
+
+def test_a_load_that_takes_long_does_not_hold_up_one_that_has_ended():
+    assert ended({"a": 0.001, "b": 10.0}) == ({"a"}, pytest.approx(0.001 + GAP_SECONDS), 2)
+
+
+def test_a_load_past_its_deadline_is_not_waited_for():
+    clock = Clock()
+    half = WorkerHalf(clock)
+    half._transfers = half._arrived = reads = Reads(clock, {"a": 100.0})  # type: ignore[assignment]
+    half._begin_transfers = lambda *_: None  # type: ignore[method-assign]
+    load = made_up_load("a", LoadSpan(0, 4, 5), [[1]])
+    half.begin(StepOrders(epoch=0, computes=True, loads=[load]))
+    clock.now = 40.0
+    assert half.ended().failed == {"a"}
+    half.begin(StepOrders(epoch=0, computes=False))
+    half.ended()
+    assert reads.waits == 0
