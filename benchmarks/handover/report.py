@@ -33,15 +33,16 @@ def show(model: HandoverModel, found: Found, console: Console) -> None:
         row = [_milliseconds(Spread.of([one.seconds for one in each])) for each in times.values()]
         table.add_row(f"{load.tokens:,}", str(load.requests), *row, _difference(times))
     console.print(table)
-    console.print("stages of kvferry, medians in milliseconds:")
+    console.print("stages, medians in milliseconds (other: threads, and NixlConnector's transfer):")
     stages = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     names = list(next(iter(found.values()))["kvferry"][0].stages())
-    for name in ("tokens", "requests", *names):
-        stages.add_column(name, justify="right")
+    for name in ("load", "connector", *names):
+        stages.add_column(name, justify="left" if name == "connector" else "right")
     for load, times in found.items():
-        each = [one.stages() for one in times["kvferry"]]
-        row = [f"{Spread.of([one[name] for one in each]).median * 1e3:.2f}" for name in names]
-        stages.add_row(f"{load.tokens:,}", str(load.requests), *row)
+        for connector, handovers in times.items():
+            each = [one.stages() for one in handovers]
+            row = [f"{Spread.of([one[name] for one in each]).median * 1e3:.2f}" for name in names]
+            stages.add_row(f"{load.tokens}x{load.requests}", connector, *row)
     console.print(stages)
 
 

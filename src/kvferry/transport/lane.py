@@ -309,8 +309,10 @@ class Lane:
             busy = True
             command = self._queue.popleft()
             if isinstance(command, ReadOrder):
-                if (read := self._start(agent, command)) is not None:
-                    self._progress(agent, [read])  # posting may have run all of the READ
+                read = self._start(agent, command)
+                # Posting may have run all of the READ. Then the lease words are next, and then the end.
+                if read is not None and self._progress(agent, [read]) and read.words:
+                    self._progress(agent, [read])
             elif command.cards is not None:
                 self._links.connect(command.peer, command.cards)
             else:

@@ -1,8 +1,9 @@
 """The transfers of a worker: lanes (threads) that read from peers, and the memory that peers read.
 
-Each order is split over the lanes. Every lane plans and reads its own share, so several cores post
-descriptors and unpack cells. An order has exactly one result, which is delivered when no lane has a READ of
-the order in flight.
+A large order is split over the lanes. Every lane plans and reads its own share, so several cores post
+descriptors and unpack cells. Of many small orders, each lane reads some as a whole, because planning a share
+takes about as long as planning the order. An order has exactly one result, which is delivered when no lane
+has a READ of the order in flight.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvferry.geometry import RankGeometry
@@ -24,7 +25,7 @@ from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata_sandbox import MetadataSandbox
 from kvferry.transport.metadata_validation import MetadataValidator, SandboxValidator
 from kvferry.transport.network_devices import restrict_ucx_to
-from kvferry.transport.read_order import ReadOrder, Share
+from kvferry.transport.read_order import WHOLE_ORDER, ReadOrder, Share
 from kvferry.transport.read_plan import join_plans
 from kvferry.transport.settings import TransferSettings
 from kvferry.transport.staging import StagingArea
@@ -32,6 +33,19 @@ from kvferry.transport.staging import StagingArea
 logger = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 256
+
+
+@dataclass(slots=True)
+class _Parts:
+    """The results of the lanes that read an order.
+
+    Attributes:
+        lanes: number of lanes (reading threads) that have a share of the order.
+        results: results of those that are done.
+    """
+
+    lanes: int
+    results: list[ReadResult] = field(default_factory=list)
 
 
 class Transfers:
@@ -78,7 +92,7 @@ class Transfers:
         self.words = words
         self._least_bytes = settings.lane_bytes
         self._turns = itertools.count()
-        self._parts: dict[str, list[ReadResult]] = {}
+        self._parts: dict[str, _Parts] = {}
         landing = StagingArea(settings.staging_bytes, geometry.regions[0])
         if landing.units:
             request_huge_pages(landing.region, touched=False)
@@ -131,27 +145,39 @@ class Transfers:
         for lane in self._lanes:
             lane.disconnect(peer)
 
-    def submit(self, order: ReadOrder) -> None:
-        """Split an order to read KV into one share for each lane (reading thread), and queue the shares.
+    def submit(self, *orders: ReadOrder) -> None:
+        """Queue orders to read KV, all orders of a step at once.
 
-        The lane that gets the first share changes from order to order, so that all lanes get the same load.
+        An order with at most a lane's part of all tokens is read whole, by the lane (reading thread) that has
+        the fewest tokens so far. A larger order is split into one share for each lane. The lane that gets the
+        first share changes from order to order, so that all lanes get the same load.
 
         Args:
-            order: order to read the KV blocks of one request; its attribute `share` is ignored.
+            orders: orders to read the KV blocks of one request each; their attribute `share` is ignored.
         """
-        turn, lanes = next(self._turns), len(self._lanes)
-        self._parts[order.key] = []
-        for number, lane in enumerate(self._lanes):
-            lane.submit(replace(order, share=Share((number + turn) % lanes, lanes, self._least_bytes)))
+        lanes = len(self._lanes)
+        tokens = [order.span.ends - order.span.begins for order in orders]
+        given = [0] * lanes
+        for order, size in zip(orders, tokens, strict=True):
+            turn = next(self._turns)
+            if size * lanes <= sum(tokens):
+                *_, lane = min((given[n], (n + turn) % lanes, n) for n in range(lanes))
+                given[lane] += size
+                self._parts[order.key] = _Parts(1)
+                self._lanes[lane].submit(replace(order, share=WHOLE_ORDER))
+            else:
+                self._parts[order.key] = _Parts(lanes)
+                for number, one in enumerate(self._lanes):
+                    one.submit(replace(order, share=Share((number + turn) % lanes, lanes, self._least_bytes)))
 
     def results(self) -> list[ReadResult]:
         """Return and remove the results of all read orders that have ended since the last call."""
         done = []
         for result in itertools.chain.from_iterable(lane.results() for lane in self._lanes):
             parts = self._parts[result.key]
-            parts.append(result)
-            if len(parts) == len(self._lanes):
-                done.append(_join_results(self._parts.pop(result.key)))
+            parts.results.append(result)
+            if len(parts.results) == parts.lanes:
+                done.append(_join_results(self._parts.pop(result.key).results))
         return done
 
     def close(self, patience_seconds: float = 2.0) -> None:

@@ -710,3 +710,37 @@ def test_a_read_that_ran_when_it_was_posted_ends_before_the_next_one_starts(worl
     assert all(reader.result(key).failure is None for key in "ab")
     words = [length == 8 for _, length in reader.agents[0].reads]
     assert words.index(True) < len(words) // 2, "the first lease word was read after both prompts"
+
+
+def test_each_lane_reads_some_of_many_small_orders_whole_and_large_orders_are_split(world):
+    spec = wide(block=16)
+    src_tables, dst_tables = scattered_tables(spec, 1600, 1), scattered_tables(spec, 1600, 2)
+    producer = world.engine(ranks(spec, WIDE))
+    for rank, memory in zip(producer.ranks, producer.memories, strict=True):
+        fill(rank, src_tables, memory)
+    reader = world.engine(ranks(spec, WIDE), 1000, lanes=2, lane_bytes=1)
+    reader.threads[0].connect("P", producer.cards)
+
+    def read(spans: list[LoadSpan]) -> list[int]:
+        """Read these parts of the prompt at once; return the number of READs of data of each lane."""
+        before = reader.memories[0].bytes.copy()
+        for agent in reader.agents:
+            agent.reads.clear()
+        keys = [f"{next(_names)}" for _ in spans]
+        orders = zip(keys, spans, strict=True)
+        reader.threads[0].submit(
+            *(ReadOrder(key, "P", one, src_tables, dst_tables, LeaseWord(0, 0, 1)) for key, one in orders)
+        )
+        assert all(reader.result(key).failure is None for key in keys)
+        whole = LoadSpan(min(one.begins for one in spans), max(one.ends for one in spans), 1601)
+        check = expect(reader.ranks[0], producer.ranks, [whole], dst_tables, before, cleared=True)
+        check.check(reader.memories[0].bytes)
+        return [sum(length == 8 for _, length in agent.reads) for agent in reader.agents]
+
+    parts = [LoadSpan(at, at + 400, 1601) for at in range(0, 1600, 400)]
+    assert read(parts) == [2, 2]
+    assert read([LoadSpan(0, 1600, 1601)]) == [1, 1]
+    assert read([LoadSpan(0, 1200, 1601), LoadSpan(1200, 1600, 1601)]) in ([1, 2], [2, 1])
+    bounds = [0, 800, 1072, 1344, 1600]
+    unequal = [LoadSpan(first, end, 1601) for first, end in itertools.pairwise(bounds)]
+    assert sorted(read(unequal)) == [1, 3]

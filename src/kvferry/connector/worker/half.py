@@ -37,16 +37,16 @@ from kvferry.transport.lease import LeaseWords, new_incarnation
 from kvferry.transport.settings import TransferSettings
 from kvferry.transport.transfers import Transfers
 
-IDLE_WAIT_SECONDS = 0.005
-"""Maximum seconds that a step which computes nothing waits for loads under way to end.
+IDLE_WAIT_SECONDS = 0.003
+"""Maximum seconds that a step which computes nothing waits for a load under way to end.
 
 The engine would only sleep and look again. A request that arrives meanwhile is delayed by this time at most.
 """
 
-GAP_SECONDS = 0.001
-"""Maximum seconds that such a step waits for the next load to end, after one has ended.
+BURST_SECONDS, GAP_SECONDS = 0.010, 0.001
+"""If a load has ended in such a step, maximum seconds of the whole wait, and until the next load ends.
 
-Requests whose loads end in the same step are computed together.
+Requests whose loads end in the same step are computed together, in about the time of one.
 """
 
 
@@ -190,10 +190,10 @@ class WorkerHalf:
         if orders.turns_ended:
             transfers.words.end(orders.turns_ended.values())
             self._reports.raised.update(dict.fromkeys(orders.turns_ended, 1))
-        for read in orders.reads:
-            if self._stale.last is None:
-                transfers.submit(read)
-            else:
+        if self._stale.last is None:
+            transfers.submit(*orders.reads)
+        else:
+            for read in orders.reads:
                 self._loads.on_transfer_ended(read.key, CHANGED)
 
     def save(self, orders: StepOrders, mark: Callable[[], Callable[[], None]]) -> None:
@@ -221,7 +221,7 @@ class WorkerHalf:
         """Return the requests whose transfers have ended since the last call.
 
         Also record the reports of these transfers for `take_reports`. If the step computes nothing, wait at
-        most `IDLE_WAIT_SECONDS` for a load to end.
+        most `IDLE_WAIT_SECONDS` for a load to end, and longer only while loads keep ending.
         """
         self._take_results()
         if not self._computes:
@@ -251,11 +251,12 @@ class WorkerHalf:
 
     def _wait_for_results(self) -> None:
         """Wait until loads end, and collect their results."""
-        until = limit = self._clock() + IDLE_WAIT_SECONDS
+        began = self._clock()
+        until = began + IDLE_WAIT_SECONDS
         while self._loads.under_way and (left := until - self._clock()) > 0:
             self._arrived.wait(left)
             if self._take_results():
-                until = min(limit, self._clock() + GAP_SECONDS)
+                until = min(began + BURST_SECONDS, self._clock() + GAP_SECONDS)
 
     def _take_results(self) -> bool:
         """Collect the results of the threads that read from peers and of the thread that copies chunks.

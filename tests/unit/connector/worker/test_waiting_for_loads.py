@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.connector.messages import StepOrders
-from kvferry.connector.worker.half import GAP_SECONDS, IDLE_WAIT_SECONDS, WorkerHalf
+from kvferry.connector.worker.half import BURST_SECONDS, GAP_SECONDS, IDLE_WAIT_SECONDS, WorkerHalf
 from kvferry.planning.select import LoadSpan
 from kvferry.transport.lane import ReadResult
 from support.clock import Clock
@@ -62,6 +62,13 @@ def test_a_step_waits_no_longer_than_its_limit():
 def test_loads_that_end_shortly_after_each_other_are_reported_together():
     ends = {name: 0.001 + n * 0.8 * GAP_SECONDS for n, name in enumerate("abc")}
     assert ended(ends) == ({"a", "b", "c"}, pytest.approx(max(ends.values())), 3)
+
+
+def test_a_step_does_not_wait_for_ever_while_loads_keep_ending():
+    ends = {str(n): 0.8 * GAP_SECONDS * n for n in range(100)}
+    received, at, _ = ended(ends)
+    assert at == pytest.approx(BURST_SECONDS)
+    assert received == {name for name, end in ends.items() if end <= BURST_SECONDS}
 
 
 def test_a_load_that_takes_long_does_not_hold_up_one_that_has_ended():
