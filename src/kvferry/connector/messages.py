@@ -80,6 +80,20 @@ class StepOrders:
         """Whether the step computes KV or begins to load it."""
         return self.computes or bool(self.loads)
 
+    @property
+    def begins_nothing(self) -> bool:
+        """Whether there is nothing to do for workers before the step's forward pass."""
+        return not (
+            self.loads
+            or self.reads
+            or self.connects
+            or self.disconnects
+            or self.given_up
+            or self.ended
+            or self.turns_ended
+            or self.chunks
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -178,3 +192,6 @@ class EndedRequests:
     sent: frozenset[str] = frozenset()
     received: frozenset[str] = frozenset()
     failed: frozenset[str] = frozenset()
+
+
+NOTHING_ENDED = EndedRequests()

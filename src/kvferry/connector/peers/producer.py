@@ -219,6 +219,8 @@ class Producer:
             events: queue of messages from engines that read from this engine. The queue is emptied.
             orders: message to the workers for the coming step. The leases to end are added to it.
         """
+        if not (events or self._withdrawn or len(self._book) or self._turns is not None):
+            return
         while events:
             event = events.popleft()
             if isinstance(event, LeasesClaimed):
@@ -259,6 +261,8 @@ class Producer:
         orders.ended.update(leases)
 
     def _ended(self, leases: dict[str, int], *, expired: bool, withdrawn: bool = False) -> dict[str, int]:
+        if not leases:
+            return leases
         self._tickets.withdraw(leases)
         self._siblings.ended(leases)
         self._unclaimed.ended(leases)

@@ -19,7 +19,7 @@ from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import BlockIds
 from kvferry.connector.load import Load
 from kvferry.connector.load_results import LoadFigures
-from kvferry.connector.messages import EndedRequests, Report, StepOrders, StepReports, WorkerInfo
+from kvferry.connector.messages import NOTHING_ENDED, EndedRequests, Report, StepOrders, StepReports, WorkerInfo
 from kvferry.connector.peers.producer import LEASE_SLOTS
 from kvferry.connector.worker.loads import AttemptResults, Loads
 from kvferry.connector.worker.mover import ChunkMover
@@ -167,6 +167,8 @@ class WorkerHalf:
         self._computes = orders.computes
         if orders.writes_cache:
             self._stale.on_step(orders.epoch)
+        if orders.begins_nothing:
+            return
         for load in orders.loads:
             self._loads.begin(load.key, load.timeout_seconds)
             self._orders[load.key] = load
@@ -223,11 +225,13 @@ class WorkerHalf:
         Also record the reports of these transfers for `take_reports`. If the step computes nothing, wait at
         most `IDLE_WAIT_SECONDS` for a load to end, and longer only while loads keep ending.
         """
+        if not self._orders and not self._sent and self._mover is None:
+            return NOTHING_ENDED
         self._take_results()
         if not self._computes:
             self._wait_for_results()
         if not (self._orders or self._sent):
-            return EndedRequests()
+            return NOTHING_ENDED
         settled = self._loads.settle()
         received, failed = set(), set()
         for key, outcome in settled.reported.items():
