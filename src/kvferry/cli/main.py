@@ -40,7 +40,7 @@ app.add_typer(bench.app, name="bench")
 
 
 def _print_versions(requested: bool) -> None:
-    """Print the versions of kvferry and, if installed, of vLLM and NIXL, and end the command.
+    """Print the versions of kvferry and, if installed, of vLLM and NIXL. Then exit.
 
     Args:
         requested: True if the user gave the option ``--version``; False to do nothing.

@@ -18,7 +18,7 @@ def parse_pairs(texts: list[str] | None) -> dict[str, str]:
     """Parse texts such as ``name=value``, and return the values by name.
 
     Args:
-        texts: values of the option `--option`; None if the option is not given.
+        texts: values of an option that may be repeated; None if it is not given.
 
     Raises:
         ConfigError: a text has no equals sign, or a name is given twice.

@@ -148,10 +148,10 @@ class Bidding:
         self._succeeded += 1
 
     def on_computed(self) -> None:
-        """Give back the attempts that succeeded, so that the request can use them again.
+        """Stop counting the successful loads against the request's limit of attempts.
 
-        Call this when the engine computes tokens of the request. After a preemption, the request may have to
-        load its KV again.
+        Call this when the engine computes tokens of the request. If the request is preempted later, it may
+        have to load its KV again, and must then have attempts left.
         """
         self._left, self._succeeded = self._left + self._succeeded, 0
 

@@ -191,7 +191,10 @@ class SchedulerHalf:
         return self._producer.holds_blocks or (self._tiering is not None and self._tiering.holds_blocks)
 
     def on_new_request(self, request: Request) -> None:
-        """Add a new request: ask which sources can load its KV, and prepare to offer and to store it."""
+        """Add a new request: ask which sources can load its KV.
+
+        Also prepare to offer the request's KV to other engines, and to store it in the tiers.
+        """
         if self._config.transfers:
             self._producer.on_new_request(request)
         self.admission.on_new_request(request)

@@ -109,7 +109,10 @@ class Namespace:
 
     @property
     def note(self) -> str:
-        """Text of the note (small JSON file) that a tier stores beside the chunks: facts and model name."""
+        """JSON text of a small file that a tier stores beside the chunks, so that people can read it.
+
+        It holds the model's name and `facts`: the facts of model and format that the keys depend on.
+        """
         return _to_json({"facts": self.facts, "name": self.name})
 
     @property

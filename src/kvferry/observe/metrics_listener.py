@@ -136,7 +136,7 @@ class MetricsListener:
         """Count the outcome of a load, and record in the history of its request whether the load succeeded.
 
         Args:
-            event: end of the load. It is ignored if the load's beginning was not seen.
+            event: end of the load. It is ignored if the load's start was not recorded.
         """
         began = self._loads.pop(event.load, None)
         if began is None:

@@ -87,7 +87,7 @@ class OutcomeCounter:
 
         Args:
             what: outcome of the attempt.
-            stored_bytes: bytes of the chunk file. They are added to `TierStats.stored_bytes` if the chunk was
+            stored_bytes: size of the chunk file in bytes. It is added to `TierStats.stored_bytes` if the chunk was
                 stored.
         """
         with self._lock:

@@ -105,7 +105,7 @@ def _check_words(card: RankCard) -> None:
 
 
 def _check_agreement(ranks: Sequence[RankGeometry]) -> None:
-    """Check that these are all ranks of one engine, each once, and have the same KV cache groups.
+    """Check that `ranks` has every rank of one engine exactly once, and that their KV cache groups agree.
 
     Raises:
         ProtocolError: a rank is missing or described twice, or the ranks differ in their parallel sizes or KV

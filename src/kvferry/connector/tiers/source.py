@@ -452,9 +452,9 @@ class TierSource:
     def _windows_survive_load(self, tokens: int) -> bool:
         """Return True if the last prompt token can still be computed after a load of the whole prompt.
 
-        After such a load the engine first frees the blocks before the attention window of the next token, and
-        then computes the last prompt token again. The window of the last prompt token begins one token
-        earlier, so it may need a block that has been freed.
+        After such a load the engine frees the blocks outside the attention window of the first output token.
+        Only then does it compute the last prompt token. The window of this token begins one token earlier, so
+        it may need a block that was just freed.
 
         Args:
             tokens: length of the prompt in tokens.

@@ -121,13 +121,13 @@ class ChunkRoutes:
     def load(
         self, pieces: Sequence[Piece], span: LoadSpan, tables: Sequence[Int64s], *, first: bool
     ) -> tuple[int, ...]:
-        """Copy this rank's part of each chunk from the host memory that holds chunks to the rank's KV blocks.
+        """Copy this rank's part of each chunk from host memory into the rank's KV blocks.
 
         Args:
             pieces: chunks to copy, sorted by `Piece.group`, then by `Piece.number`.
             span: range of prompt tokens of the whole load.
             tables: destination block table of each KV cache group, int64, indexed by block position.
-            first: True for the first part of the load. Blocks that the load fills only in part are then
+            first: True for the first part of the load. If True, blocks that the load fills only partly are
                 zeroed before the copy.
 
         Returns:

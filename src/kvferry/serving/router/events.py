@@ -24,7 +24,7 @@ def is_events(response: httpx.Response) -> bool:
 
 
 async def relay_events(response: httpx.Response, send: Send, extra: Headers) -> str | None:
-    """Relay each of an engine's server-sent events to the client as soon as the whole event has arrived.
+    """Relay an engine's server-sent events to the client, each as soon as it has arrived as a whole.
 
     If the engine's stream breaks after the first event, the client gets an error event as the last event.
 

@@ -39,11 +39,11 @@ class UsageReader:
         return self._last
 
     def _same_name_namespace(self) -> str:
-        """Find a namespace in the directory that is not this process's own, but has the same model name.
+        """Find a namespace of another configuration, but with the same model name, in the directory.
 
         Returns:
-            The digest of the namespace in hex; empty if there is none. The result of the last `read` if the
-            directory cannot be listed.
+            The digest of the namespace in hex; empty if there is none. If the directory cannot be listed, the
+            digest that the previous `read` found.
         """
         try:
             folders = [name for name in os.listdir(self._root) if len(name) == len(self._ours)]

@@ -78,7 +78,7 @@ def unavailable(error: Exception) -> Unavailable:
 
 
 def is_of_the_bucket(missing: FileNotFoundError) -> bool:
-    """Return whether a FileNotFoundError means that the whole bucket is missing, and not only an object."""
+    """Return whether a FileNotFoundError means that the whole bucket is missing, not just one object."""
     return re.search(r"NoSuchBucket|ContainerNotFound|bucket does not exist", str(missing)) is not None
 
 

@@ -40,9 +40,9 @@ class ChildSettings(msgspec.Struct, frozen=True):
 
     Attributes:
         name: unique name of the child in errors and metric labels. The default is the name of its class. If
-            this name is taken, a number from 2 on is appended.
-        load_weight: factor by which the policy ``weight`` multiplies the number of tokens that the child
-            offers, to compare the offers of children.
+            this name is taken, a number is appended, starting at 2.
+        load_weight: factor for the number of tokens that the child offers. Only the policy ``weight`` uses
+            it: it chooses the child with the highest product.
         transfer: settings of vLLM's ``KVTransferConfig``, by name.
     """
 
