@@ -87,8 +87,8 @@ class OutcomeCounter:
 
         Args:
             what: outcome of the attempt.
-            stored_bytes: size of the chunk file in bytes. It is added to `TierStats.stored_bytes` if the chunk was
-                stored.
+            stored_bytes: size of the chunk file in bytes. It is added to `TierStats.stored_bytes` if the
+                chunk was stored.
         """
         with self._lock:
             self._puts[what] += 1

@@ -19,7 +19,14 @@ from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import BlockIds
 from kvferry.connector.load import Load
 from kvferry.connector.load_results import LoadFigures
-from kvferry.connector.messages import NOTHING_ENDED, EndedRequests, Report, StepOrders, StepReports, WorkerInfo
+from kvferry.connector.messages import (
+    NOTHING_ENDED,
+    EndedRequests,
+    Report,
+    StepOrders,
+    StepReports,
+    WorkerInfo,
+)
 from kvferry.connector.peers.producer import LEASE_SLOTS
 from kvferry.connector.worker.loads import AttemptResults, Loads
 from kvferry.connector.worker.mover import ChunkMover
