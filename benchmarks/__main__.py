@@ -12,6 +12,7 @@ from benchmarks.offload.command import offload
 from benchmarks.overhead.command import overhead
 from benchmarks.redeem.command import redeem
 from benchmarks.safety.command import safety
+from benchmarks.steps.command import steps
 from kvferry.cli.main import run
 from kvferry.cli.output import check_output
 
@@ -24,7 +25,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _command in (handover, overhead, layout, copies, offload, choice, safety, redeem):
+for _command in (handover, steps, overhead, layout, copies, offload, choice, safety, redeem):
     app.command()(_command)
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.checkpoint import VOCABULARY
-from benchmarks.handover.engine import Setup, Stamps
+from benchmarks.engine_process import EngineProcess
+from benchmarks.handover.engine import HandoverEngine, Setup, Stamps
 from benchmarks.handover.model import HandoverModel, write_model
-from benchmarks.handover.process import EngineProcess
 from kvferry.errors import TransferError
 from kvferry.serving.ports import free_ports
 
@@ -146,7 +146,9 @@ def _pair(connector: str, common: Setup) -> Iterator[_Pair]:
     with ExitStack() as stack:
         engines = [
             stack.enter_context(
-                EngineProcess(f"{connector} {role}", replace(common, connector=connector, port=port))
+                EngineProcess(
+                    f"{connector} {role}", HandoverEngine, replace(common, connector=connector, port=port)
+                )
             )
             for role, port in zip(("prefill", "decode"), ports, strict=True)
         ]

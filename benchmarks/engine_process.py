@@ -1,35 +1,46 @@
-"""An engine in a process of its own: start it, call it, let it stand still, end it."""
+"""An engine in a process of its own: start it, call its methods, let it stand still, end it.
+
+vLLM supports one engine per process, so a benchmark that compares engines runs each in its own.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
+from collections.abc import Callable
 from contextlib import closing
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
-from benchmarks.handover.engine import HandoverEngine, Setup
 from kvferry.errors import KVFerryError, TransferError
 
 _START_SECONDS, _ANSWER_SECONDS, _END_SECONDS = 240.0, 600.0, 30.0
 
 
+class Closable(Protocol):
+    """An engine that can be stopped."""
+
+    def close(self) -> None:
+        """Stop the engine."""
+
+
 class EngineProcess:
     """A handle to the engine's process. Leaving the context manager ends the process."""
 
-    def __init__(self, name: str, setup: Setup) -> None:
+    def __init__(self, name: str, make: Callable[[Any], Closable], setup: Any) -> None:
         """Start the process, and return before the engine is ready.
 
         Args:
             name: name of the engine, used in messages.
-            setup: configuration of the engine.
+            make: function of a module, or class, that the process calls to start the engine.
+            setup: argument of `make`.
         """
         self._name = name
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, setup), name=name, daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, make, setup), name=name, daemon=True)
         self._process.start()
         theirs.close()
 
@@ -55,7 +66,7 @@ class EngineProcess:
         self._answer(_START_SECONDS)
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the process's `HandoverEngine`, and return its result.
+        """Call a method of the engine, and return its result.
 
         Raises:
             TransferError: the call failed, or the process died.
@@ -87,13 +98,13 @@ class EngineProcess:
         return value
 
 
-def _serve(pipe: Connection, setup: Setup) -> None:
+def _serve(pipe: Connection, make: Callable[[Any], Closable], setup: Any) -> None:
     """Run the engine until the other end of `pipe` closes. This is the main function of the process."""
     # Ctrl-C reaches the whole process group. The parent ends this process by closing the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(2, 1)  # standard output is for the report
     try:
-        with closing(HandoverEngine(setup)) as engine:
+        with closing(make(setup)) as engine:
             pipe.send((None, None))
             while True:
                 method, arguments = pipe.recv()
