@@ -35,7 +35,7 @@ class Target:
     """An engine or router to examine.
 
     Attributes:
-        name: address as the user or a router gave it.
+        name: address as the user or a router gave it, without credentials.
         role: role of the engine: PREFILL, DECODE, or BOTH if it is unknown.
         url: base URL of the HTTP endpoint; None if only the control channel is given.
         control: host and port of the control channel; None if a URL is given.
@@ -52,7 +52,7 @@ class ExaminedEngine:
     """An engine and the findings about it. Mutable while the engine is examined.
 
     Attributes:
-        name: address as the user or a router gave it.
+        name: address as the user or a router gave it, without credentials.
         role: role of the engine: PREFILL, DECODE, or BOTH if it is unknown.
         findings: findings in the order of the checks.
         identity: description that the engine's control channel sent; None if the channel could not be

@@ -152,8 +152,8 @@ def group_counts(
     - Blocks are the outermost axis of the layout, and pages differ in size. `_packed_group_counts` has the
       rule for this case (vLLM's `_get_packed_kv_cache_groups`).
     - Otherwise every group has room for the same number of layers
-      (`_get_kv_cache_groups_uniform_page_size`). This is the number of layers of the rarest kind. If the most
-      frequent kind has less than 1.5 times as many layers, it is the number of layers of that kind instead.
+      (`_get_kv_cache_groups_uniform_page_size`): as many as the most frequent kind has, if that is less than
+      1.5 times the number of the rarest kind; else as many as the rarest kind has.
 
     Args:
         layers: KV cache of each layer. Layers are of the same kind if their `LayerCache` is equal.

@@ -76,8 +76,8 @@ class Fleet:
         """Start every engine, and return before the engines are ready.
 
         Raises:
-            ConfigError: the umask removes permissions of the owner of new files, the folder for logs or for
-                temporary files cannot be created, or the path of the latter is too long.
+            ConfigError: the umask takes permissions from the owner of new files; the log folder or the
+                temporary folder cannot be created; or the path of the temporary folder is too long.
             LaunchError: a log file or a process cannot be created.
         """
         check_umask()

@@ -120,7 +120,7 @@ def broken(text: str, width: int) -> list[str]:
 
 
 def _pieces(item: str, room: int) -> Iterator[str]:
-    """Yield the pieces of at most `room` terminal cells into which `item` is split, at spaces if possible."""
+    """Split `item` into pieces of at most `room` terminal cells, at spaces if possible, and yield them."""
     piece = ""
     for word in (part for each in _BREAKS.split(item) for part in chop_cells(each, max(room, 2)) or [each]):
         if piece and cell_len(f"{piece} {word}") > room:

@@ -154,8 +154,9 @@ class Outgoing(msgspec.Struct, frozen=True):
     Attributes:
         host, port: address of the gather channel.
         address, bytes: memory address and size of the staging area.
-        words: number of words that show whether packed cells are valid. A word is an integer in registered
-            memory. These words follow directly after the words of leases.
+        words: number of words that show whether packed cells are valid: integers of 8 bytes in registered
+            memory, which change before packed cells are overwritten. In the worker's array of words
+            (`RankCard.words_address`), they follow the lease words.
     """
 
     host: Host

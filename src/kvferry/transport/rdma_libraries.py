@@ -18,7 +18,7 @@ LIBRARY = "libefa.so.1"
 
 @cache
 def preload() -> bool:
-    """Load the system's RDMA libraries at the first call, before NIXL loads its own copies.
+    """Load the system's RDMA libraries at the first call. Call this before NIXL is imported.
 
     Return whether the system has these libraries.
     """

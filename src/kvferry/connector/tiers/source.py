@@ -307,10 +307,10 @@ class TierSource:
         self._records[load.key] = _LoadRecord()
 
     def alignments(self, request_id: str) -> tuple[int, ...]:
-        """Return the alignment of loaded content, in tokens, for each KV cache group.
+        """Return, for each KV cache group of the engine, the alignment of the content of chunks, in tokens.
 
-        The content of every stored chunk begins at a multiple of its group's alignment. All requests have the
-        same alignments.
+        A chunk of a windowed group may begin with zeros, because the engine had freed that KV. The valid KV
+        begins at a multiple of the alignment. All requests have the same alignments.
         """
         return self._alignments
 

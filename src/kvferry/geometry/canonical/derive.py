@@ -105,7 +105,7 @@ class _StoredLayer:
         kind: kind of attention or state of the layer's KV cache group.
         attention_span: window or attention chunk of that group in tokens; 0 for other kinds.
         fields: (name of the sharded axis, number of its elements over all ranks, field) for each field. The
-            first two are "" and 1 for a field that every rank holds whole.
+            first two are "" and 1 for a field without an axis in `SHARDED`, such as an MLA latent.
     """
 
     kind: GroupKind
@@ -154,7 +154,7 @@ def _sharded(layer: Layer, field: Field, kind: GroupKind) -> tuple[str, int, Sec
     """Return how a field is sharded, and the field as it is stored in a chunk.
 
     The result is (name of the sharded axis, number of its elements over all ranks, stored field). The name is
-    "" and the number is 1 for a field that every rank holds whole.
+    "" and the number is 1 for a field without an axis in `SHARDED`, such as an MLA latent.
 
     Args:
         layer: layer in the geometry of one rank.

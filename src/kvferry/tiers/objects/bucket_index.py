@@ -130,9 +130,9 @@ class BucketIndex:
     def _pages(self, bucket: BucketClient) -> Iterator[Sequence[ListedObject]]:
         """List the objects of the namespace (scope of chunk keys), and yield the pages of the listing.
 
-        If the obstore library cannot read an object's name, it ends the listing with an error. Then list the
-        256 chunk folders one by one, and skip the rest of a folder whose listing ends with the same error.
-        Some objects may be yielded twice.
+        If the obstore library cannot read an object's name, it ends the listing with an error. In that case
+        the 256 chunk folders are listed one by one, and the rest of a folder whose listing ends with the same
+        error is skipped. Some objects may be yielded twice.
 
         Args:
             bucket: client of the bucket.
