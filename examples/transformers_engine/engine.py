@@ -233,7 +233,7 @@ class Engine:
         self._worker.begin(orders)
         if request is not None:
             self._forward(request)
-        self._worker.save(orders, lambda: lambda: None)  # on a CPU, the forward is over by now
+        self._worker.save(orders, lambda: None)  # on a CPU, the forward is over by now
         ended = self._worker.ended()
         if (reports := self._worker.take_reports()) is not None:
             self._half.take_reports(reports)

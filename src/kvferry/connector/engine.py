@@ -23,7 +23,7 @@ computes the last token, so after a load of all tokens it counts one token fewer
     orders = half.orders(step)            before the step's tokens count as computed
     worker.begin(orders)
     (the forward pass)
-    worker.save(orders, mark)
+    worker.save(orders, mark)             `mark` records an event on the GPU, after the forward pass
     ended = worker.ended()
     half.take_reports(worker.take_reports())     unless it is None
     half.sent(ended.sent)                 the blocks of these requests, kept since `finished`, can be freed

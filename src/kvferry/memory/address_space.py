@@ -139,16 +139,21 @@ class AddressSpace:
             self._words[at, word] = whole.view(_WORDS[word])
         return self._words[at, word]
 
-    def bytes_at(self, address: int) -> tuple[npt.NDArray[np.uint8], int]:
+    @property
+    def on_host(self) -> bool:
+        """True if all regions are in host memory."""
+        return all(region.memory == "DRAM" for region in self._regions)
+
+    def bytes_at(self, address: int) -> tuple[npt.NDArray[np.uint8] | torch.Tensor, int]:
         """Return the memory of the region that contains `address`, and the address's byte offset in it.
 
-        The region must be in host memory.
-
         Returns:
-            (array, byte offset). The array shares the memory of the region, uint8 of shape (length,).
+            (memory, byte offset). The memory is that of the region, uint8 of shape (length,): an array in
+            host memory, a tensor on a GPU.
         """
         at = max(bisect.bisect_right(self._starts, address) - 1, 0)
-        return self._flat(at, 1).numpy(), address - self._starts[at]
+        flat = self._flat(at, 1)
+        return flat.numpy() if self.on_host else flat, address - self._starts[at]
 
     def base(self, address: int) -> int:
         """Return the start address of the region that contains `address`, which must lie in a region."""

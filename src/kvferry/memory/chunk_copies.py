@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from kvferry.memory.address_space import AddressSpace
-from kvferry.memory.host_copy import copy_cells, packed_cell
+from kvferry.memory.host_copy import packed_cell
 from kvferry.memory.pool_cells import PoolCells
 from kvferry.planning.cell_copy import CellCopy, PoolCopies
 from kvferry.planning.descriptors import Int64s
@@ -30,11 +30,19 @@ class ChunkCopies:
     """Copies cells between one rank's KV blocks and chunks in host memory, for the layers of one route.
 
     A cell is a run of tokens that is copied as one unit. Blocks and chunks consist of whole cells. A route is
-    a set of layers with the same strided copies. Every method returns when its copies are complete, also on a
-    GPU. Until it returns, nothing else may write to these blocks and chunks.
+    a set of layers with the same strided copies. If the blocks are on a GPU, `store`, `load` and `clear` only
+    queue their copies on the calling thread's current stream, and `wait` waits for them. Until then nothing
+    else may write to these blocks and chunks.
     """
 
-    def __init__(self, route: Route, side: str, engine: AddressSpace, memory: npt.NDArray[np.uint8]) -> None:
+    def __init__(
+        self,
+        route: Route,
+        side: str,
+        engine: AddressSpace,
+        memory: npt.NDArray[np.uint8],
+        engine_bytes: int,
+    ) -> None:
         """Create tensor views of the rank's KV blocks.
 
         Args:
@@ -42,7 +50,9 @@ class ChunkCopies:
                 is described with address 0, so its addresses are byte offsets in host memory.
             side: side of the route that is the rank: "src" to store chunks, "dst" to load them.
             engine: registered memory of the rank.
-            memory: host memory that holds the chunks (the arena), uint8 of shape (bytes,).
+            memory: host memory that holds the chunks (the arena), uint8 of shape (bytes,). If the blocks are
+                on a GPU, it must be registered with CUDA (`host_registration`).
+            engine_bytes: run length in bytes from which the GPU's copy engine copies, not a kernel.
 
         Raises:
             TransferError: the strided copies exceed the rank's memory.
@@ -56,7 +66,16 @@ class ChunkCopies:
         ]
         alignments = [gcd(*cells.tolist()) for cells in self._chunk_cells]
         parts = [self._engine_side(part) for part in route.cell_copies]
-        self._pool = PoolCells(parts, engine, side=side, stride=stride, blocks=blocks, alignments=alignments)
+        self._pool = PoolCells(
+            parts,
+            engine,
+            side=side,
+            stride=stride,
+            blocks=blocks,
+            alignments=alignments,
+            engine_bytes=engine_bytes,
+        )
+        self._packed = memory if self._pool.on_host else torch.from_numpy(memory)
 
     def store(self, cells: Cells, offsets: Int64s) -> None:
         """Copy cells from KV blocks to chunks in host memory.
@@ -96,19 +115,15 @@ class ChunkCopies:
         """
         self._pool.clear(blocks)
 
+    def wait(self) -> None:
+        """Wait until all copies that the calling thread has queued are complete. Return at once on a CPU."""
+        self._pool.wait()
+
     def _copy(self, cells: Cells, blocks: Int64s, chunks: Int64s) -> None:
         for part, chunk_cells in zip(self._pool.parts, self._chunk_cells, strict=True):
             places = part.places(blocks, cells.number)
             offsets = _offsets(chunk_cells, chunks, cells.number)
-            for view in part.copies:
-                if view.on_host:
-                    copy_cells(view, places, self._memory, offsets)
-                    continue
-                for place, offset in zip(places.tolist(), offsets.tolist(), strict=True):
-                    there = torch.from_numpy(packed_cell(view, self._memory, offset))
-                    pages = view.elements[place]
-                    there.copy_(pages) if view.storing else pages.copy_(there)
-        self._pool.wait()
+            self._pool.copy(part, places, self._packed, offsets)
 
     def _engine_side(self, part: CellCopy) -> PoolCopies:
         """Return strided copies in the form that `PoolCells` takes, for the blocks of this rank's engine.

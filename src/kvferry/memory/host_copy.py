@@ -41,8 +41,8 @@ def copy_cells(view: CopyView, places: Int64s, memory: npt.NDArray[np.uint8], of
     if not len(places):
         return
     _check_arrays(view, places, memory, offsets)
-    _check("places of the block pool", places, 0, len(view.elements))
-    _check("bytes of the packed memory", offsets + view.offset, 0, memory.size - view.extent + 1)
+    check_bounds("places of the block pool", places, 0, len(view.elements))
+    check_bounds("bytes of the packed memory", offsets + view.offset, 0, memory.size - view.extent + 1)
     kernel = copy_kernel.KERNEL
     if kernel is None or len(view.loops) > copy_kernel.MAX_LOOPS:
         for place, offset in zip(places.tolist(), offsets.tolist(), strict=True):
@@ -91,8 +91,15 @@ def _check_arrays(view: CopyView, places: Int64s, memory: npt.NDArray[np.uint8],
         raise TransferError(f"strides of a packed cell are {view.strides}; expected none below 0")
 
 
-def _check(what: str, values: Int64s, low: int, high: int) -> None:
-    """Raise `TransferError` unless all `values` are in the range ``[low, high)``."""
+def check_bounds(what: str, values: Int64s, low: int, high: int) -> None:
+    """Raise `TransferError` unless all `values` are in the range ``[low, high)``.
+
+    Args:
+        what: name of the memory that the values index.
+        values: places or byte offsets, int64 of shape (n,).
+        low: smallest allowed value.
+        high: value after the largest allowed value.
+    """
     least, most = int(values.min()), int(values.max())
     if least < low or most >= high:
         raise TransferError(

@@ -18,6 +18,9 @@ import numpy as np
 import torch
 
 from kvferry.memory.address_space import AddressSpace, largest_word
+from kvferry.memory.device_copy import compile_kernel, copy_cells_on_device
+from kvferry.memory.device_stream import finish_stream
+from kvferry.memory.host_copy import copy_cells
 from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.strided_copy import StridedCopy
@@ -39,6 +42,8 @@ class CopyView:
         word: size in bytes of an element of `elements`.
         elements: view of the pool, of shape (places, count of every loop in `copy.loops`, elements of a run).
             It is a numpy array for host memory, and a tensor for GPU memory.
+        device_loops: the loops in GPU memory, the innermost first, int64 of shape (loops, 3); None for host
+            memory.
         offset: byte offset of the first run in the cell outside the pool.
         shape: shape of a view of the cell outside the pool: (count of every loop in `copy.loops`, elements of
             a run).
@@ -51,15 +56,11 @@ class CopyView:
     loops: Int64s
     word: int
     elements: Any
+    device_loops: Any
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     extent: int
-
-    @property
-    def on_host(self) -> bool:
-        """True if the pool is in host memory, so that numpy can copy the elements."""
-        return isinstance(self.elements, np.ndarray)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,6 +103,7 @@ class PoolCells:
 
     Attributes:
         parts: views of the cells, for each entry of the constructor's argument `parts`, in the same order.
+        on_host: True if the pool is in host memory, False if it is on a GPU.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class PoolCells:
         stride: int,
         blocks: int,
         alignments: Sequence[int] = (),
+        engine_bytes: int = 0,
     ) -> None:
         """Create the views of the block pool.
 
@@ -126,15 +129,42 @@ class PoolCells:
             blocks: number of blocks.
             alignments: for each part, a number of bytes that divides all distances between its cells outside
                 the pool. The element size of the part's copies divides this number, too. Empty for no limit.
+            engine_bytes: run length in bytes from which the GPU's copy engine copies between GPU and host.
 
         Raises:
             TransferError: the copies exceed the pool's memory.
         """
         self._pool, self._side, self._stride, self._blocks = pool, side, stride, blocks
+        self.on_host, self._engine_bytes = pool.on_host, engine_bytes
         self.parts = tuple(map(self._part, parts, alignments or [0] * len(parts)))
+        if not self.on_host:
+            for part in self.parts:
+                for view in part.copies:
+                    compile_kernel(view)
+
+    def copy(self, part: CellViews, places: Int64s, memory: Any, offsets: Int64s) -> None:
+        """Copy cells between the pool and packed memory. On a GPU, only queue the copies; `wait` waits.
+
+        A cell is a run of tokens that is copied as one unit.
+
+        Args:
+            part: entry of `parts` to copy.
+            places: index of each cell on the first axis of `CopyView.elements`, int64 of shape (n,).
+            memory: packed memory, uint8 of shape (bytes,): a numpy array for a pool in host memory, a tensor
+                for a pool on a GPU. If the tensor is in host memory, it must be registered with CUDA.
+            offsets: byte offset in `memory` of each packed cell, int64 of shape (n,).
+
+        Raises:
+            TransferError: a cell is outside the block pool or `memory`.
+        """
+        if not self.on_host:
+            copy_cells_on_device(part, places, memory, offsets, self._engine_bytes)
+            return
+        for view in part.copies:
+            copy_cells(view, places, memory, offsets)
 
     def clear(self, blocks: Int64s) -> None:
-        """Zero the bytes of these blocks that belong to the pool's cells, and wait until this is done.
+        """Zero the bytes of these blocks that belong to the pool's cells. On a GPU, only queue it.
 
         Bytes that no strided copy of a cell reads or writes stay as they are.
 
@@ -146,17 +176,16 @@ class PoolCells:
             for view in part.copies:
                 for place in places:
                     view.elements[place] = 0
-        self.wait()
 
     def wait(self) -> None:
-        """Wait until all copy operations on the pool's GPU have completed.
+        """Wait until the copies that the calling thread has queued are done. Other threads' work goes on.
 
         Return at once if the pool is in host memory.
         """
         for part in self.parts[:1]:
             for view in part.copies[:1]:
-                if not view.on_host:
-                    torch.cuda.synchronize(view.elements.device)
+                if not self.on_host:
+                    finish_stream(view.elements.device)
 
     def _part(self, part: PoolCopies, alignment: int) -> CellViews:
         unit = gcd(self._stride, *part.at)
@@ -177,17 +206,21 @@ class PoolCells:
         """
         storing = self._side == "src"
         address, offset = (copy.src, copy.dst) if storing else (copy.dst, copy.src)
-        word = largest_word(copy, alignment, offset, address - self._pool.base(address))
+        # GPUs access whole words at multiples of their size only. CPUs access them anywhere.
+        origin = self._pool.base(address) if self.on_host else 0
+        word = largest_word(copy, alignment, offset, address - origin)
         elements = self._pool.view(copy, self._side, *places, word)
         distances = [loop.dst if storing else loop.src for loop in copy.loops]
         # In the order of addresses in the pool, whose runs are far apart: CPUs read ahead in sequence only.
         in_order = sorted(copy.loops, key=lambda loop: loop.src if storing else loop.dst, reverse=True)
+        loops = np.array([(loop.count, loop.src, loop.dst) for loop in in_order], np.int64).reshape(-1, 3)
         return CopyView(
             copy=copy,
             storing=storing,
-            loops=np.array([(loop.count, loop.src, loop.dst) for loop in in_order], np.int64).reshape(-1, 3),
+            loops=loops,
             word=word,
-            elements=elements if elements.is_cuda else elements.numpy(),
+            elements=elements.numpy() if self.on_host else elements,
+            device_loops=None if self.on_host else torch.from_numpy(loops[::-1].copy()).to(elements.device),
             offset=offset,
             shape=(*(loop.count for loop in copy.loops), copy.run // word),
             strides=(*distances, word),

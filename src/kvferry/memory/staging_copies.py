@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from kvferry.memory.address_space import AddressSpace
-from kvferry.memory.host_copy import copy_cells
-from kvferry.memory.pool_cells import CopyView, PoolCells
+from kvferry.memory.pool_cells import PoolCells
 from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.descriptors import Int64s
 
@@ -100,36 +98,11 @@ class StagingCopies:
             blocks: block ids, int64 of shape (n,).
         """
         self._pool.clear(blocks)
-
-    def _copy(self, blocks: Int64s, cells: Int64s, staged: StagedImages, first: int) -> None:
-        numbers = first + np.arange(len(blocks))
-        for part in self._pool.parts:
-            places = part.places(blocks, cells)
-            for view in part.copies:
-                if view.on_host:
-                    # Not torch: its operations on more than some thousand elements wait for all compute
-                    # threads of the process. While an engine is busy, `index_select` takes 20 ms, not 0.5.
-                    memory, start = staged.space.bytes_at(staged.address)
-                    copy_cells(view, places, memory, start + numbers * staged.stride)
-                else:
-                    self._copy_on_device(view, places, staged, first)
         self._pool.wait()
 
-    def _copy_on_device(self, view: CopyView, places: Int64s, staged: StagedImages, first: int) -> None:
-        """Copy cells (runs of tokens) between the block pool and staging memory on a GPU.
-
-        Args:
-            view: strided copy with its view of the block pool. Cells are copied out of the pool if
-                `view.storing` is True, and into the pool otherwise.
-            places: index of each cell on the first axis of `view.elements`, int64 of shape (n,).
-            staged: images (packed cells) in staging memory.
-            first: index of the image of the first cell.
-        """
-        address = staged.address + first * staged.stride
-        side, copy = ("dst", view.copy.at(0, address)) if view.storing else ("src", view.copy.at(address, 0))
-        images = staged.space.view(copy, side, staged.stride, len(places), view.word)
-        index = torch.from_numpy(places).to(view.elements.device)
-        if view.storing:
-            torch.index_select(view.elements, 0, index, out=images)
-        else:
-            view.elements.index_copy_(0, index, images)
+    def _copy(self, blocks: Int64s, cells: Int64s, staged: StagedImages, first: int) -> None:
+        memory, start = staged.space.bytes_at(staged.address)
+        offsets = start + (first + np.arange(len(blocks))) * staged.stride
+        for part in self._pool.parts:
+            self._pool.copy(part, part.places(blocks, cells), memory, offsets)
+        self._pool.wait()

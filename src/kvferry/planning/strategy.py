@@ -46,6 +46,10 @@ LANE_BYTES = 2 << 20
 """Smallest part of a route in bytes that is given to one lane (thread that reads)."""
 
 
+COPY_ENGINE_BYTES = 512 << 10
+"""Run length from which a GPU's copy engine copies to and from host memory, unless it was measured."""
+
+
 class Strategy(StrEnum):
     """How the bytes of a cell (part of a block that is copied as one unit) are transferred.
 
@@ -57,6 +61,10 @@ class Strategy(StrEnum):
     DIRECT = "direct"
     OVER_READ = "over-read"
     STAGED = "staged"
+
+
+_LIMITS = {"copy_engine_bytes": (1, 1 << 40)}
+"""Smallest and largest value of costs that are neither seconds, nor shares, nor gains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +87,8 @@ class Costs:
             descriptor, call and run; limited by CPU cores.
         lanes_byte_gain: factor by which all lanes together are faster than one lane at the work per byte;
             limited by memory bandwidth.
+        copy_engine_bytes: length in bytes of the shortest run that a GPU's copy engine copies to or from host
+            memory faster than a kernel does. Not used where KV is in host memory.
     """
 
     read_descriptor_seconds: float = 2.0e-6
@@ -90,11 +100,12 @@ class Costs:
     overlap: float = 0.0
     lanes_work_gain: float = 1.8
     lanes_byte_gain: float = 1.2
+    copy_engine_bytes: float = COPY_ENGINE_BYTES
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
             value = getattr(self, name)
-            low, high = (1, 64) if name.endswith("_gain") else (0, 1)
+            low, high = _LIMITS.get(name, (1, 64) if name.endswith("_gain") else (0, 1))
             if not low <= value <= high:
                 raise ConfigError(f"{name} is {value}, it must be at least {low} and at most {high}")
 

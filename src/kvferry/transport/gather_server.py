@@ -26,6 +26,7 @@ from kvferry.errors import KVFerryError
 from kvferry.geometry import RankGeometry
 from kvferry.limited_log import LimitedLog
 from kvferry.memory.address_space import AddressSpace
+from kvferry.memory.device_stream import enter_stream
 from kvferry.memory.staging_copies import StagingCopies
 from kvferry.planning.descriptors import Int64s
 from kvferry.terminal import shown
@@ -177,6 +178,7 @@ class GatherServer:
     # -- the thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        enter_stream(self.area.region)
         while not self._stop.is_set():
             if self._listener.wait(_POLL_SECONDS):
                 self._run_guarded(self._serve)

@@ -36,6 +36,7 @@ import numpy as np
 import zmq
 
 from kvferry.geometry import RankGeometry, Region
+from kvferry.memory.device_stream import enter_stream
 from kvferry.transport.agent import Agent, ReadState
 from kvferry.transport.connected_peer import MAX_SOURCES, ConnectedPeer
 from kvferry.transport.messages import RankCard
@@ -262,6 +263,7 @@ class Lane:
 
     def _run(self, name: str, make_agent: MakeAgent) -> None:
         try:
+            enter_stream(self._geometry.regions[0])
             agent = make_agent(name, progress=False)
             images = [self._images.region] if self._images.units else []
             agent.register([*self._geometry.regions, *images, self._landing_region])

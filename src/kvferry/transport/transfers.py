@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvferry.geometry import RankGeometry
+from kvferry.memory.device_stream import on_device
 from kvferry.memory.huge_pages import request_huge_pages
 from kvferry.transport.agent import Agent
 from kvferry.transport.exported_memory import ExportedMemory
@@ -96,7 +97,7 @@ class Transfers:
         landing = StagingArea(settings.staging_bytes, geometry.regions[0])
         if landing.units:
             request_huge_pages(landing.region, touched=False)
-        with ExitStack() as started, restrict_ucx_to(settings.host):
+        with ExitStack() as started, restrict_ucx_to(settings.host), on_device(geometry.regions[0]):
             self._exposed = ExportedMemory(geometry, words, settings, make_agent(name, progress=True))
             started.callback(self._exposed.close)
             self._validator = validator or SandboxValidator(partial(MetadataSandbox, settings.host))

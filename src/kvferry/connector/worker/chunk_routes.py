@@ -20,9 +20,11 @@ from kvferry.geometry import RankGeometry
 from kvferry.geometry.canonical import CanonicalForm, chunk_pool
 from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.chunk_copies import ChunkCopies, offsets_of
+from kvferry.memory.device_stream import DeviceEvent, wait_event
 from kvferry.planning.chunk_cells import cells_to_load, cells_to_store, unfilled_cells
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import LoadSpan, partly_written_blocks
+from kvferry.planning.strategy import COPY_ENGINE_BYTES
 from kvferry.planning.template import Route, build_templates
 
 _SLOTS = 1 << 20
@@ -58,6 +60,8 @@ class ChunkRoutes:
         ranks: Sequence[RankGeometry],
         rank_coordinates: tuple[int, int],
         memory: npt.NDArray[uint8],
+        *,
+        engine_bytes: int = COPY_ENGINE_BYTES,
     ) -> None:
         """Prepare the copies between this rank's KV blocks and the arena (host memory that holds chunks).
 
@@ -65,7 +69,9 @@ class ChunkRoutes:
             canonical: format in which chunks are stored.
             ranks: geometry of every rank of the engine.
             rank_coordinates: (pp_rank, tp_rank) of the rank in this process; it must be in `ranks`.
-            memory: host memory that holds the chunks, uint8 of shape (bytes,).
+            memory: host memory that holds the chunks, uint8 of shape (bytes,). If the blocks are on a GPU, it
+                must be registered with CUDA.
+            engine_bytes: run length in bytes from which the GPU's copy engine copies, not a kernel.
 
         Raises:
             Incompatible: some layers cannot be stored in the format or loaded from it.
@@ -77,7 +83,7 @@ class ChunkRoutes:
         space = AddressSpace(self._rank.regions)
 
         def copier(route: Route, side: str) -> RouteCopier:
-            return RouteCopier(route, ChunkCopies(route, side, space, memory))
+            return RouteCopier(route, ChunkCopies(route, side, space, memory, engine_bytes))
 
         pools = _pools(canonical)
         self._out = [
@@ -88,11 +94,12 @@ class ChunkRoutes:
             for template in build_templates(pools, self._rank)
         ]
 
-    def store(self, order: StoreOrder) -> tuple[int, ...]:
+    def store(self, order: StoreOrder, computed: DeviceEvent | None = None) -> tuple[int, ...]:
         """Copy this rank's part of each chunk from the rank's KV blocks to the host memory that holds chunks.
 
         Args:
             order: chunks to store, their byte offsets in host memory, and the blocks that hold their tokens.
+            computed: event of the GPU after which the blocks hold their KV; None if they hold it already.
 
         Returns:
             Number of bytes copied, per KV cache group of the storage format.
@@ -101,6 +108,7 @@ class ChunkRoutes:
             TransferError: the order names blocks that do not hold the tokens.
         """
         found = [0] * len(self._canonical.groups)
+        wait_event(self._rank.regions[0], computed)
         for group, pieces in _by_group(order.pieces):
             numbers, offsets = [piece.number for piece in pieces], offsets_of([p.offset for p in pieces])
             for each in self._out[group]:
@@ -116,6 +124,7 @@ class ChunkRoutes:
                 for piece in {pieces[0], pieces[-1]}:
                     beside = unfilled_cells(each.route, tokens, piece.number, order.available)
                     each.copies.blank(beside, piece.offset)
+        self._wait(self._out)
         return tuple(found)
 
     def load(
@@ -149,7 +158,13 @@ class ChunkRoutes:
                 ):
                     each.copies.load(cells, offsets)
                     found[group] += len(cells) * route.cell_bytes
+        self._wait(self._in)
         return tuple(found)
+
+    def _wait(self, routes: Sequence[Sequence[RouteCopier]]) -> None:
+        """Wait for all copies. Those of one thread are queued on one stream, so any of its routes will do."""
+        for each in [each for of_group in routes for each in of_group][:1]:
+            each.copies.wait()
 
     def _clear(self, span: LoadSpan, tables: Sequence[Int64s]) -> None:
         for routes in self._in:

@@ -34,6 +34,7 @@ from kvferry.connector.worker.orders import MergedCopyReport
 from kvferry.connector.worker.stale import CHANGED, StaleEpochs
 from kvferry.errors import KVFerryError
 from kvferry.geometry import Group, RankGeometry
+from kvferry.memory.device_stream import DeviceEvent
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import LoadSpan, blocks_needed
 from kvferry.planning.strategy import Strategy
@@ -132,7 +133,8 @@ class WorkerHalf:
         self._geometry, self._mirror = geometry, mirror
         rank_coordinates = geometry.pp_rank, geometry.tp_rank
         if config.tiers:
-            self._mover = ChunkMover(rank_coordinates, self._arrived.set)
+            engine_bytes = int(load_costs(config.costs).copy_engine_bytes)
+            self._mover = ChunkMover(rank_coordinates, self._arrived.set, engine_bytes=engine_bytes)
         if not config.transfers:
             return WorkerInfo(geometry=geometry, card=None, settings=config.without_host)
         words = LeaseWords(new_incarnation(), LEASE_SLOTS)
@@ -205,7 +207,7 @@ class WorkerHalf:
             for read in orders.reads:
                 self._loads.on_transfer_ended(read.key, CHANGED)
 
-    def save(self, orders: StepOrders, mark: Callable[[], Callable[[], None]]) -> None:
+    def save(self, orders: StepOrders, mark: Callable[[], DeviceEvent | None]) -> None:
         """Copy completed prompts to the host buffer, and start to store the step's chunks.
 
         Called after the step's forward pass has been submitted. Prompts and chunks contain KV that the pass
@@ -213,8 +215,8 @@ class WorkerHalf:
 
         Args:
             orders: the scheduler half's message for the step.
-            mark: function that records an event on the device after the work submitted so far. It returns a
-                function that waits for this event, in any thread.
+            mark: function that records an event on the device after the work submitted so far, and returns
+                it; None if that work is done already.
         """
         for tables, tokens in orders.saves:
             if self._mirror is not None:

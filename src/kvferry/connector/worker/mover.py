@@ -20,6 +20,9 @@ from kvferry.connector.worker.chunk_routes import ChunkRoutes
 from kvferry.connector.worker.orders import ArenaCard, ChunkOrders, CopyReport, LoadEnd, LoadPart, StoreOrder
 from kvferry.errors import KVFerryError, TransferError
 from kvferry.geometry.canonical import canonical_form_of
+from kvferry.memory.device_stream import DeviceEvent, enter_stream
+from kvferry.memory.host_registration import HostRegistration
+from kvferry.planning.strategy import COPY_ENGINE_BYTES
 from kvferry.tiers.host.arena import Arena
 
 logger = logging.getLogger(__name__)
@@ -38,21 +41,28 @@ class ChunkMover:
     """
 
     def __init__(
-        self, rank_coordinates: tuple[int, int], on_result: Callable[[], None] = lambda: None
+        self,
+        rank_coordinates: tuple[int, int],
+        on_result: Callable[[], None] = lambda: None,
+        *,
+        engine_bytes: int = COPY_ENGINE_BYTES,
     ) -> None:
         """Start the thread that copies chunks.
 
         Args:
             rank_coordinates: (pp_rank, tp_rank) of this rank.
             on_result: function that the thread calls after each copy, and at the end of each load.
+            engine_bytes: run length in bytes from which a GPU's copy engine copies, not a kernel.
         """
         self._rank_coordinates, self._on_result = rank_coordinates, on_result
+        self._engine_bytes = engine_bytes
         self._jobs: queue.PriorityQueue[tuple[int, int, _Job | None]] = queue.PriorityQueue()
         self._numbers = count()
         self._copy_reports: deque[CopyReport] = deque()
         self._ended_loads: deque[LoadEnd] = deque()
         self._routes: ChunkRoutes | None = None
         self._arena: Arena | None = None
+        self._registration: HostRegistration | None = None
         self._unusable = "no arena yet"
         self._failed: dict[str, str] = {}
         self._thread = threading.Thread(target=self._run, name="kvferry-chunks", daemon=True)
@@ -73,12 +83,13 @@ class ChunkMover:
         for end in orders.ends:
             self._put(_LOAD, partial(self._end, end))
 
-    def store(self, orders: ChunkOrders, computed: Callable[[], None]) -> None:
+    def store(self, orders: ChunkOrders, computed: DeviceEvent | None) -> None:
         """Queue one step's copies of chunks from KV blocks to host memory.
 
         Args:
             orders: copies that the scheduler half wants done in the step.
-            computed: function that waits until the step's forward pass has written the blocks.
+            computed: event of the GPU after which the blocks hold what the step's forward pass wrote; None if
+                they hold it already. The copies wait for it.
         """
         for order in orders.stores:
             self._put(_STORE, partial(self._store, order, computed))
@@ -111,6 +122,9 @@ class ChunkMover:
         self._put(_LAST, None)
         self._thread.join()
         self._routes = None
+        if self._registration is not None:
+            self._registration.close()
+            self._registration = None
         if self._arena is not None:
             self._arena.close()
             self._arena = None
@@ -126,14 +140,23 @@ class ChunkMover:
         try:
             canonical = canonical_form_of(card.ranks, card.chunk_tokens)
             self._arena = Arena.attach(card.name)
-            self._routes = ChunkRoutes(canonical, card.ranks, self._rank_coordinates, self._arena.memory)
+            (rank,) = (one for one in card.ranks if (one.pp_rank, one.tp_rank) == self._rank_coordinates)
+            enter_stream(rank.regions[0])
+            if rank.regions[0].memory == "VRAM":
+                self._registration = HostRegistration(self._arena.region)
+            self._routes = ChunkRoutes(
+                canonical,
+                card.ranks,
+                self._rank_coordinates,
+                self._arena.memory,
+                engine_bytes=self._engine_bytes,
+            )
         except KVFerryError as error:
             self._unusable = str(error)
             logger.error("tiers: rank %s can neither store nor load: %s", self._rank_coordinates, error)  # noqa: TRY400 - said in full
 
-    def _store(self, order: StoreOrder, computed: Callable[[], None]) -> None:
-        computed()
-        self._copy(order.key, lambda routes: routes.store(order))
+    def _store(self, order: StoreOrder, computed: DeviceEvent | None) -> None:
+        self._copy(order.key, lambda routes: routes.store(order, computed))
 
     def _part(self, part: LoadPart) -> None:
         load = part.load

@@ -10,12 +10,13 @@ from kvferry.engines.vllm import layout
 from kvferry.engines.vllm.built import built_of
 from kvferry.engines.vllm.compat.contract import KVConnectorTransferResults
 from kvferry.engines.vllm.compat.memory import keep_memory
-from kvferry.engines.vllm.compat.process import after_forward, tensor_and_pipeline_rank
+from kvferry.engines.vllm.compat.process import tensor_and_pipeline_rank
 from kvferry.engines.vllm.compat.weights import hook_weight_changes
 from kvferry.engines.vllm.config import read_settings
 from kvferry.engines.vllm.geometry import describe_cache
 from kvferry.engines.vllm.host_buffer import CopyBlocks, HostBuffer
 from kvferry.engines.vllm.meta import SchedulerMeta, WorkerCard, WorkerMeta
+from kvferry.memory.device_stream import record_event
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class VLLMWorker:
         Args:
             meta: message of the scheduler half for the step.
         """
-        self.half.save(meta.orders, after_forward)
+        self.half.save(meta.orders, record_event)
 
     def results(self) -> KVConnectorTransferResults:
         """Return the ids of requests whose transfers have ended since the last call.

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import groupby
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -13,11 +17,15 @@ from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.layout import EngineShape
 from kvferry.geometry.store import LayerCache, ModelCache, StoredField
+from kvferry.memory import address_space, device_stream, host_registration, pool_cells
+from kvferry.memory.address_space import tensor_over
+from kvferry.memory.device_copy import copy_cells_on_device
 from kvferry.memory.owned import allocate
 from kvferry.planning.chunk_cells import slice_table
 from kvferry.planning.select import LoadSpan
 from kvferry.tiers.host.arena import Arena
 from support.loads import made_up_load
+from support.recorded_cuda import RecordedCuda
 
 KV = tuple(StoredField(name, 2, 4, (("content", 8),)) for name in ("k", "v"))
 STATE = StoredField("ssm", 4, 4, (("width", 6),)), StoredField("conv", 2, 0, (("width", 5),))
@@ -226,9 +234,10 @@ def test_a_mover_does_loads_first_and_says_what_it_did(arena: Arena) -> None:
     pieces, tables = pieces_of(a, range(3)), a.tables(0, TOKENS)
     mover = ChunkMover((0, 0))
     waited = []
-    mover.store(ChunkOrders(stores=[StoreOrder("early", pieces, tables, WHOLE)]), lambda: waited.append(1))
+    forward = SimpleNamespace(synchronize=lambda: waited.append(1))
+    mover.store(ChunkOrders(stores=[StoreOrder("early", pieces, tables, WHOLE)]), forward)
     mover.load(ChunkOrders(arena=ArenaCard(arena.handle, tuple(a.ranks), CHUNK)))
-    mover.store(ChunkOrders(stores=[StoreOrder("s", pieces, tables, WHOLE)]), lambda: waited.append(1))
+    mover.store(ChunkOrders(stores=[StoreOrder("s", pieces, tables, WHOLE)]), forward)
     load = made_up_load("l", LoadSpan(0, TOKENS, 400), [tables[0].ids])
     part = LoadPart("p", load, pieces, first=True)
     mover.load(ChunkOrders(parts=[part], ends=[LoadEnd("l", None)]))
@@ -240,3 +249,64 @@ def test_a_mover_does_loads_first_and_says_what_it_did(arena: Arena) -> None:
     assert moved["p"].failure is not None, "tables for one group of three"
     assert [(end.key, end.failure) for end in mover.take_ended_loads()] == [("l", moved["p"].failure)]
     assert len(waited) == 2
+
+
+def test_a_mover_on_a_gpu_copies_after_the_forward_and_reports_after_its_copies(arena, monkeypatch) -> None:
+    cuda = RecordedCuda()
+    for module in (device_stream, host_registration):
+        monkeypatch.setattr(module, "torch", SimpleNamespace(cuda=cuda))
+    # Memory of the CPU stands for the GPU's, and torch copies it.
+    monkeypatch.setattr(
+        address_space, "tensor_over", lambda region, over=tensor_over: over(replace(region, memory="DRAM"))
+    )
+    monkeypatch.setattr(
+        pool_cells,
+        "finish_stream",
+        lambda device: device_stream.finish_stream(SimpleNamespace(type="cuda", index=0)),
+    )
+
+    def copy(part, *arguments) -> None:
+        cuda.calls.append("copy")
+        copy_cells_on_device(part, *arguments)
+
+    monkeypatch.setattr(pool_cells, "copy_cells_on_device", copy)
+    a, _ = engines(1, 2)
+    before = [cache.buffer.clone() for cache in a.caches]
+    ranks = tuple(
+        replace(rank, regions=tuple(replace(one, memory="VRAM") for one in rank.regions)) for rank in a.ranks
+    )
+    pieces = pieces_of(a, range(3))
+    mover = ChunkMover((0, 0), engine_bytes=4096)
+    event = device_stream.record_event()
+    mover.load(ChunkOrders(arena=ArenaCard(arena.handle, ranks, CHUNK)))
+    mover.store(ChunkOrders(stores=[StoreOrder("s", pieces, a.tables(0, TOKENS), WHOLE)]), event)
+    while not (reports := mover.take_copy_reports()):
+        pass
+    assert reports[0].failure is None
+    for cache in a.caches:
+        cache.buffer.zero_()
+    load = made_up_load("l", LoadSpan(0, TOKENS, 400), arrays(a))
+    mover.load(ChunkOrders(parts=[LoadPart("p", load, pieces, first=True)], ends=[LoadEnd("l", None)]))
+    mover.close()
+    assert [end.failure for end in mover.take_ended_loads()] == [None]
+    calls = [call for call, _ in groupby(cuda.calls)]
+    size = arena.handle.size
+    assert calls[0] == "record event 1"
+    assert calls[1:3] == ["set_device 0", "set_stream 1 of 0"]
+    assert calls[3].startswith("cudaHostRegister ")
+    assert calls[3].endswith(f" {size} 3")
+    assert calls[4:8] == [
+        "stream 1 of 0 waits for event 1",
+        "copy",
+        "record event 2 on stream 1 of 0",
+        "synchronize event 2",
+    ]
+    assert calls[8:11] == ["copy", "record event 3 on stream 1 of 0", "synchronize event 3"]
+    assert calls[11].startswith("cudaHostUnregister ")
+    tables = arrays(a)
+    full = next(n for n, group in enumerate(a.groups) if group.kind is GroupKind.FULL)
+    for layer in a.groups[full].layers:
+        for block in tables[full].tolist():
+            start = layer.address + block * layer.block_stride - a.ranks[0].regions[0].address
+            page = slice(start, start + layer.page.content_bytes)
+            assert (a.caches[0].buffer[page] == before[0][page]).all()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 
-import torch
 from vllm.config import VllmConfig
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -34,20 +32,6 @@ def sleep_between_polls(vllm_config: VllmConfig) -> None:
     """
     if vllm_config.device_config.device_type == "cpu":
         shm_broadcast.sched_yield = lambda: time.sleep(_SLEEP_SECONDS)
-
-
-def after_forward() -> Callable[[], None]:
-    """Mark the end of the GPU work queued on the current stream; return a function that waits for that work.
-
-    The returned function does not wait for work that is queued after this call. It may be called in any
-    thread. If no GPU is in use, it returns at once.
-    """
-    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
-        return lambda: None
-    event = torch.cuda.Event()
-    event.record()
-    wait: Callable[[], None] = event.synchronize
-    return wait
 
 
 def tensor_and_pipeline_rank() -> tuple[int, int]:

@@ -1,0 +1,190 @@
+"""Copy cells between a block pool on a GPU and packed memory: staging memory, or registered host memory.
+
+There are two ways. The *kernel* (`device_kernel`) copies all cells of a strided copy in one launch, whatever
+their runs. The GPU's *copy engine* takes one call per run; it is used between GPU and host if runs are long
+(`PoolCells.engine_bytes`), because it then reaches the bus's full speed and leaves the GPU's cores to the
+engine. Without Triton the copy engine copies everything.
+
+Copies are queued on the calling thread's current stream (`device_stream`). Nothing here waits for them.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvferry.errors import TransferError
+from kvferry.memory import device_kernel
+from kvferry.memory.host_copy import check_bounds
+from kvferry.planning.descriptors import Int64s
+
+if TYPE_CHECKING:
+    from kvferry.memory.pool_cells import CellViews, CopyView
+
+_TILE_WORDS, _WARPS = 2048, 8
+"""Words that a program of the kernel copies at a time, and its warps."""
+
+_PROGRAMS_PER_CORE = 4
+"""Programs per streaming multiprocessor for copies inside of a GPU."""
+
+_HOST_PROGRAMS = 16
+"""Programs for copies between GPU and host. More would take cores from the engine, for no more speed."""
+
+_CPU_PROGRAMS = 3
+"""Programs where Triton's interpreter runs the kernel."""
+
+_LARGEST_WORD, _LARGEST_UNIT = 8, 16
+
+
+def copy_cells_on_device(
+    part: CellViews, places: Int64s, memory: torch.Tensor, offsets: Int64s, engine_bytes: int
+) -> None:
+    """Queue copies of cells between a block pool on a GPU and packed memory.
+
+    A cell is a run of tokens that is copied as one unit.
+
+    Args:
+        part: strided copies with their views of the block pool.
+        places: index of each cell on the first axis of `CopyView.elements`, int64 of shape (n,).
+        memory: packed memory, uint8 of shape (bytes,): on the pool's GPU, or host memory that is registered
+            with CUDA.
+        offsets: byte offset in `memory` of each packed cell, int64 of shape (n,).
+        engine_bytes: run length in bytes from which the copy engine copies between GPU and host.
+
+    Raises:
+        TransferError: a cell is outside the block pool or `memory`. Nothing is copied.
+    """
+    if not len(places):
+        return
+    for view in part.copies:
+        check_bounds("places of the block pool", places, 0, len(view.elements))
+        check_bounds("bytes of the packed memory", offsets + view.offset, 0, len(memory) - view.extent + 1)
+    cells: dict[int, torch.Tensor] = {}
+    for view in part.copies:
+        stride = view.elements.stride(0) * view.word
+        bits = memory.data_ptr() | int(np.bitwise_or.reduce(places * stride | offsets))
+        if bits % view.word:
+            raise TransferError(f"packed cells do not begin at whole words of {view.word} bytes")
+        words = memory[: len(memory) // view.word * view.word].view(view.elements.dtype)
+        to_or_from_host = view.elements.is_cuda and not memory.is_cuda
+        if uses_copy_engine(view.copy.run, engine_bytes, to_or_from_host=to_or_from_host):
+            _copy_by_engine(view, places, words, offsets)
+            continue
+        if stride not in cells:
+            cells[stride] = _upload(np.stack([places * stride, offsets]), view.elements.device)
+        packed = words[view.offset // view.word :]
+        _launch(view, packed, cells[stride], _unit(view, bits), len(places))
+
+
+def uses_copy_engine(run: int, engine_bytes: int, *, to_or_from_host: bool) -> bool:
+    """Return True if the GPU's copy engine copies runs of a length, False if the kernel does.
+
+    Args:
+        run: length of a run in bytes.
+        engine_bytes: run length from which the copy engine copies between GPU and host.
+        to_or_from_host: True for a copy between GPU and host, False for one inside of a GPU.
+    """
+    return device_kernel.copy_cells_kernel is None or (to_or_from_host and run >= engine_bytes)
+
+
+def compile_kernel(view: CopyView) -> None:
+    """Compile the kernel for a strided copy, so that its first transfer need not wait for it.
+
+    Args:
+        view: strided copy with its view of the block pool.
+    """
+    if device_kernel.copy_cells_kernel is not None:
+        device = view.elements.device
+        packed = torch.zeros(2 * _LARGEST_UNIT, dtype=torch.uint8, device=device)
+        first = view.offset % _LARGEST_UNIT // view.word
+        nothing = torch.zeros((2, 1), dtype=torch.int64, device=device)
+        _launch(view, packed.view(view.elements.dtype)[first:], nothing, _unit(view, 0), 0)
+
+
+def _launch(view: CopyView, packed: torch.Tensor, cells: torch.Tensor, unit: int, count: int) -> None:
+    """Launch the kernel on the calling thread's current stream.
+
+    Args:
+        view: strided copy with its view of the block pool.
+        packed: words of packed memory. It begins at the first run of a cell with offset 0.
+        cells: byte offset of each cell in the pool, and in `packed`, int64 of shape (2, n), on the GPU.
+        unit: bytes that divide all offsets and strides.
+        count: number of cells to copy; 0 only compiles the kernel.
+    """
+    pool = view.elements
+    words = view.copy.run // view.word
+    columns = min(_power_of_two(words), _TILE_WORDS)
+    rows = min(_power_of_two(view.copy.run_count), _TILE_WORDS // columns)
+    column_tiles = -(-words // columns)
+    tiles = -(-view.copy.run_count // rows) * column_tiles
+    here, there = (pool, cells[0]), (packed, cells[1])
+    (source, source_cells), (destination, destination_cells) = (
+        (here, there) if view.storing else (there, here)
+    )
+    grid = (max(1, min(count * tiles, _programs(pool, packed))),)
+    with torch.cuda.device(pool.device) if pool.is_cuda else nullcontext():
+        device_kernel.copy_cells_kernel[grid](
+            source, destination, source_cells, destination_cells, view.device_loops, words,
+            count * tiles, tiles, column_tiles,
+            LOOPS=len(view.loops), ROWS=rows, COLUMNS=columns, WORD=view.word, UNIT=unit, num_warps=_WARPS,
+        )  # fmt: skip
+
+
+def _copy_by_engine(view: CopyView, places: Int64s, words: torch.Tensor, offsets: Int64s) -> None:
+    """Queue one copy per run. The copy engine of the GPU executes each of them.
+
+    Args:
+        view: strided copy with its view of the block pool.
+        places: index of each cell on the first axis of `view.elements`, int64 of shape (n,).
+        words: packed memory, in words of the view.
+        offsets: byte offset in `words` of each packed cell, int64 of shape (n,).
+    """
+    strides = [stride // view.word for stride in view.strides]
+    for place, offset in zip(places.tolist(), offsets.tolist(), strict=True):
+        cell = view.elements[place]
+        packed = words.as_strided(view.shape, strides, (offset + view.offset) // view.word)
+        source, destination = (cell, packed) if view.storing else (packed, cell)
+        for run in np.ndindex(view.shape[:-1]):
+            # Of one contiguous run. A copy of more would go through a temporary tensor.
+            destination[run].copy_(source[run], non_blocking=True)
+
+
+def _upload(cells: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """Return an array on the device. The upload is queued on the current stream, like the copies that use it.
+
+    Args:
+        cells: int64 of any shape.
+        device: device of the block pool.
+    """
+    host = torch.from_numpy(cells)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def _unit(view: CopyView, bits: int) -> int:
+    """Return the number of bytes that the kernel copies at a time: 16, or a word if offsets are odd.
+
+    Args:
+        view: strided copy with its view of the block pool.
+        bits: bitwise or of the address of packed memory and of the byte offsets of all cells.
+    """
+    strides = int(np.bitwise_or.reduce(view.loops[:, 1:].reshape(-1), initial=0))
+    bits |= strides | view.elements.data_ptr() | view.offset | view.copy.run
+    return _LARGEST_UNIT if view.word == _LARGEST_WORD and not bits % _LARGEST_UNIT else view.word
+
+
+def _programs(pool: torch.Tensor, packed: torch.Tensor) -> int:
+    if not pool.is_cuda:
+        return _CPU_PROGRAMS
+    if not packed.is_cuda:
+        return _HOST_PROGRAMS
+    cores = torch.cuda.get_device_properties(pool.device).multi_processor_count
+    return int(cores) * _PROGRAMS_PER_CORE
+
+
+def _power_of_two(number: int) -> int:
+    """Return the smallest power of two that is at least `number`."""
+    return 1 << max(number - 1, 0).bit_length()
