@@ -23,16 +23,18 @@ import zmq
 from kvferry.bench.fit import Fit, fit
 from kvferry.bench.rounds import run_rounds
 from kvferry.errors import TransferError
-from kvferry.geometry import Region
+from kvferry.measuring.gpus import shortest_engine_run, source_and_destination
+from kvferry.measuring.host_copies import HostCopy
 from kvferry.measuring.producer_process import ProducerProcess, use_transports
 from kvferry.measuring.raw_reads import RawReads, WaitLimit
 from kvferry.measuring.reader import Reader
 from kvferry.measuring.simulated import plain_engine
 from kvferry.measuring.spread import Spread
-from kvferry.memory.address_space import AddressSpace
+from kvferry.memory.address_space import AddressSpace, region_over
+from kvferry.memory.device_stream import enter_stream
 from kvferry.memory.staging_copies import StagedImages, StagingCopies
 from kvferry.planning.cell_copy import ONE_CELL, PoolCopies
-from kvferry.planning.strategy import LARGEST_SEGMENT_BYTES, Costs
+from kvferry.planning.strategy import COPY_ENGINE_BYTES, LARGEST_SEGMENT_BYTES, Costs
 from kvferry.planning.strided_copy import Loop, StridedCopy
 from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.gather_messages import Gathered, GatherRoute
@@ -58,6 +60,9 @@ class CalibrationJob:
         runs: run lengths to measure, in bytes.
         cells: cell sizes to measure, in bytes.
         copy_bytes: number of bytes that one gather or scatter copies.
+        device: where the KV is: ``cpu``, ``cuda``, or ``auto`` for ``cuda`` if there is a GPU.
+        host_runs: run lengths of copies between GPU and host memory to measure, in bytes, ascending.
+        host_bytes: number of bytes of such a copy.
     """
 
     repeats: int = 9
@@ -68,6 +73,9 @@ class CalibrationJob:
     runs: tuple[int, ...] = (64, 256, 1024, 4096, 16384)
     cells: tuple[int, ...] = (16 << 10, 64 << 10, 256 << 10)
     copy_bytes: int = LARGEST_SEGMENT_BYTES
+    device: str = "cpu"
+    host_runs: tuple[int, ...] = tuple(1 << n for n in range(14, 23))
+    host_bytes: int = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +107,16 @@ def calibrate(job: CalibrationJob, progress: Callable[[str], None]) -> Calibrati
         progress: function that is called with a line of text before each step.
 
     Raises:
-        ConfigError: memory cannot be allocated, or NIXL cannot be used.
+        ConfigError: memory cannot be allocated, NIXL cannot be used, or there is no such device.
         TransferError: the second process died, or a transfer failed.
     """
+    there, here = source_and_destination(job.device)
     settings = use_transports(job.transports)
     progress("starting the producer process")
-    src, dst = (plain_engine(name, job.read_bytes) for name in ("source", "destination"))
+    src, dst = (
+        plain_engine("source", job.read_bytes, there),
+        plain_engine("destination", job.read_bytes, here),
+    )
     with ProducerProcess([src], settings) as producer, Reader(dst, producer) as reader:
         progress("reading descriptors of several sizes")
         with closing(RawReads(reader)) as raw:
@@ -119,7 +131,11 @@ def calibrate(job: CalibrationJob, progress: Callable[[str], None]) -> Calibrati
                 ask = Spread.of([channel.time_small() for _ in range(10 * job.repeats + 1)][1:])
                 overlap = _overlap(job, channel, raw, reader.cache.buffer.nbytes // 2)
     progress("copying runs of several lengths")
-    copies = _copies(job)
+    copies = _copies(job, here)
+    engine_bytes = float(COPY_ENGINE_BYTES)
+    if here != "cpu":
+        progress("copying between GPU and host memory")
+        engine_bytes = _copy_engine_bytes(job, here)
     read_descriptor, read_byte = reads.costs.tolist()
     call, run, byte = copies.costs.tolist()
     costs = Costs(
@@ -132,6 +148,7 @@ def calibrate(job: CalibrationJob, progress: Callable[[str], None]) -> Calibrati
         overlap=overlap,
         lanes_work_gain=work,
         lanes_byte_gain=byte_gain,
+        copy_engine_bytes=engine_bytes,
     )
     return CalibrationResult(costs, reads, copies, ask)
 
@@ -164,7 +181,8 @@ def _lanes_gain(job: CalibrationJob, reader: Reader, agent: RawReads, run: int, 
     lanes, size = TransferSettings().lanes, min(room, run * job.read_descriptors)
     with ExitStack() as stack:
         others = [stack.enter_context(closing(RawReads(reader))) for _ in range(lanes - 1)]
-        threads = stack.enter_context(ThreadPoolExecutor(lanes))
+        enter = partial(enter_stream, reader.cache.geometry.regions[0])
+        threads = stack.enter_context(ThreadPoolExecutor(lanes, initializer=enter))
         parts = [(raw, raw.equal_descriptors(size // lanes, run)) for raw in (agent, *others)]
         whole = agent.equal_descriptors(size, run)
 
@@ -178,13 +196,13 @@ def _lanes_gain(job: CalibrationJob, reader: Reader, agent: RawReads, run: int, 
     return float(np.clip(np.median(one / all_of_them), 1, lanes))
 
 
-def _copies(job: CalibrationJob) -> Fit:
+def _copies(job: CalibrationJob, device: str) -> Fit:
     copies = [
         copy
         for run in job.runs
         for cell in job.cells
         if cell >= run
-        for copy in (_Copy(run, cell, job.copy_bytes, "src"), _Copy(run, cell, job.copy_bytes, "dst"))
+        for copy in (_Copy(run, cell, job.copy_bytes, side, device) for side in ("src", "dst"))
     ]
     seconds = np.median(run_rounds([copy.run for copy in copies], job.repeats), axis=1)
     return fit(np.array([copy.work for copy in copies], np.float64), seconds)
@@ -201,7 +219,7 @@ class _Copy:
         work: numbers of cells, of runs and of bytes that one copy moves, in this order.
     """
 
-    def __init__(self, run: int, cell: int, size: int, side: str) -> None:
+    def __init__(self, run: int, cell: int, size: int, side: str, device: str) -> None:
         """Allocate the pool and the contiguous memory, and prepare the copies between them.
 
         Args:
@@ -209,11 +227,14 @@ class _Copy:
             cell: size of a cell, in bytes; a multiple of `run`.
             size: number of bytes to copy; rounded down to whole cells, but at least one cell.
             side: ``src`` to copy out of the pool (gather), ``dst`` to copy into the pool (scatter).
+            device: torch device of the pool and of the contiguous memory.
         """
         cells = max(1, size // cell)
         runs = cell // run
-        pool, images = (torch.zeros(cells * cell * factor, dtype=torch.uint8) for factor in (2, 1))
-        regions = [Region(memory.data_ptr(), memory.nbytes) for memory in (pool, images)]
+        pool, images = (
+            torch.zeros(cells * cell * factor, dtype=torch.uint8, device=device) for factor in (2, 1)
+        )
+        regions = [region_over(memory) for memory in (pool, images)]
         there, here = regions[0].address, 0
         loops = (Loop(runs, 2 * run, run),) if runs > 1 else ()
         strided = StridedCopy(there, here, run, loops)
@@ -236,6 +257,23 @@ class _Copy:
         started = time.perf_counter()
         copy(self._blocks, self._blocks, self._slots, 0)
         return time.perf_counter() - started
+
+
+def _copy_engine_bytes(job: CalibrationJob, device: str) -> float:
+    """Measure the length of the shortest run that the GPU's copy engine copies faster than the kernel does.
+
+    Args:
+        job: calibration job. Only its `repeats`, `host_runs` and `host_bytes` are used.
+        device: torch device of the GPU.
+    """
+    copies = [
+        HostCopy(run, job.host_bytes, device, engine_bytes=limit)
+        for limit in (1 << 40, 1)
+        for run in job.host_runs
+    ]
+    seconds = np.median(run_rounds([copy.store for copy in copies], job.repeats), axis=1)
+    kernel, engine = seconds.reshape(2, -1).tolist()
+    return float(shortest_engine_run(job.host_runs, kernel, engine))
 
 
 class _GatherChannel:

@@ -23,6 +23,7 @@ _WHAT = {
     "ask_seconds": ("request for a gather", 1e6, "µs"),
     "lanes_work_gain": ("gain of more lanes, short runs", 1, ""),
     "lanes_byte_gain": ("gain of more lanes, long runs", 1, ""),
+    "copy_engine_bytes": ("shortest run for a GPU's copy engine", 2**-10, "KiB"),
     "overlap": ("gathering hidden behind reading", 1e2, "%"),
 }
 

@@ -152,6 +152,9 @@ def calibrate(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and print, but write nothing.")] = False,
     repeats: Annotated[int, typer.Option(min=7, help="Number of rounds; each measures every size once.")] = 9,
     transports: Transports = None,
+    device: Annotated[
+        str, typer.Option(help="Where KV is: cpu, cuda, or auto for cuda if there is a GPU.")
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure this machine's costs, and store them for the planner.
@@ -170,9 +173,9 @@ def calibrate(
     from kvferry.transport.costs_file import default_costs_path, write_costs
 
     with progress_line() as progress:
-        found = measure(CalibrationJob(repeats=repeats, transports=transports), progress)
+        found = measure(CalibrationJob(repeats=repeats, transports=transports, device=device), progress)
     path = None if dry_run else out or default_costs_path()
-    facts = calibrate_report.facts(machine_facts(), found)
+    facts = calibrate_report.facts(machine_facts(), found) | {"device": device}
     if path is not None:
         write_costs(path, found.costs, datetime.now(UTC).isoformat(timespec="seconds"), facts)
     if as_json:

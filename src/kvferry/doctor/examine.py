@@ -17,6 +17,7 @@ from kvferry.doctor.reads import ReadTimings
 from kvferry.engines.vllm.version import nixl_version
 from kvferry.errors import ConfigError
 from kvferry.planning.strategy import Costs
+from kvferry.serving.devices import visible_devices
 from kvferry.transport.costs_file import load_costs
 from kvferry.transport.key_file import existing_keys
 from kvferry.transport.security import Keys
@@ -101,6 +102,8 @@ def _check_machine(
     if version is not None:
         progress("reading between two processes")
         found += run_check("READ", _LONG_SECONDS, lambda: _time_reads(timed))
+        gpus = visible_devices().gpus
+        found += run_check("READ of GPU memory", _LONG_SECONDS, lambda: list(reads.check_gpu(gpus)))
     one = timed[0] if timed else None
     if not any(config.costs for config in configs):
         found.append(costs.check(None, one))

@@ -74,10 +74,15 @@ def nixl() -> None:
         _print_result(plugin=plugin, why=why)
 
 
-def reads() -> None:
-    """Time READs between two processes, with small and with large descriptors, and print the times."""
+def reads(device: str = "cpu") -> None:
+    """Time READs between two processes, with small and with large descriptors, and print the times.
+
+    Args:
+        device: where the KV caches are: ``cpu``, or ``cuda`` for two GPUs, or one if there is only one.
+    """
     import numpy as np  # noqa: PLC0415
 
+    from kvferry.measuring.gpus import source_and_destination  # noqa: PLC0415 - loads torch
     from kvferry.measuring.machine import machine_facts  # noqa: PLC0415
     from kvferry.measuring.producer_process import ProducerProcess  # noqa: PLC0415
     from kvferry.measuring.raw_reads import RawReads  # noqa: PLC0415
@@ -85,7 +90,8 @@ def reads() -> None:
     from kvferry.measuring.simulated import plain_engine  # noqa: PLC0415 - loads torch
 
     _print_result(machine=asdict(machine_facts()))
-    src, dst = (plain_engine(name, _READ_BYTES) for name in ("source", "destination"))
+    there, here = source_and_destination(device)
+    src, dst = plain_engine("source", _READ_BYTES, there), plain_engine("destination", _READ_BYTES, here)
     with (
         ProducerProcess([src], {}) as producer,
         Reader(dst, producer) as reader,

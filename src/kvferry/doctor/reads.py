@@ -1,5 +1,7 @@
 """Time READs between two processes of this machine, and find the transports that UCX uses for them.
 
+READs of host memory are timed on every machine, READs of GPU memory where there is a GPU.
+
 With ``UCX_TLS=^sm`` the processes use the network devices, as if they were on two machines. The network
 between machines is not measured.
 """
@@ -7,7 +9,7 @@ between machines is not measured.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,8 @@ from kvferry.units import format_bytes
 
 _SECONDS = 90.0
 _TABLE = "remote memory read by ucp_get"
+_RDMA = ("rc", "dc", "gga")
+"""Beginnings of UCX's names of RDMA transports that read GPU memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,50 +58,53 @@ class ReadTimings:
         )
 
 
-def transport_of(out: Iterable[str]) -> tuple[str, ...]:
+def transport_of(out: Iterable[str], memory: str = "") -> tuple[str, ...]:
     """Return UCX's names of the transports that READs used, e.g. ``cma/memory``.
 
     Args:
         out: lines that UCX prints if ``UCX_PROTO_INFO`` is set.
+        memory: UCX's name of the kind of memory that was read, e.g. ``cuda``; empty for any.
     """
     found: dict[str, None] = {}
     inside = False
     for line in out:
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
         if len(cells) == 1:
-            inside = cells[0].startswith(_TABLE)
+            inside = cells[0].startswith(_TABLE) and memory in cells[0]
         elif inside and len(cells) == 3 and cells[0] != "Range":
             emulated = " (emulated)" if "emulation" in cells[1] else ""
             found[cells[2] + emulated] = None
     return tuple(found)
 
 
-def start_reads(transports: str | None) -> ProcessResult:
+def start_reads(transports: str | None, device: str = "cpu") -> ProcessResult:
     """Run the check that times READs between two processes, and return the result of its process.
 
     Args:
         transports: value of ``UCX_TLS``; None to leave the variable as it is.
+        device: memory to read: ``cpu`` or ``cuda``.
     """
     variables = {"UCX_PROTO_INFO": "y", "NIXL_LOG_LEVEL": "ERROR"}
     return run_python(
-        ["-m", MODULE, "reads"],
+        ["-m", MODULE, "reads", device],
         _SECONDS,
         variables if transports is None else {**variables, "UCX_TLS": transports},
     )
 
 
-def parse_timings(ended: ProcessResult) -> ReadTimings | str:
+def parse_timings(ended: ProcessResult, memory: str = "") -> ReadTimings | str:
     """Return the times of READs that a check printed, or the reason why there are none.
 
     Args:
         ended: result of the process that ran the check.
+        memory: UCX's name of the kind of memory that was read, e.g. ``cuda``; empty for any.
     """
     lines = parse_output(ended.out)
     timed = tuple((n["descriptors"], n["bytes"], n["seconds"]) for n in lines if "descriptors" in n)
     if len(timed) < 2:
         return ended.last_words
     machine: dict[str, Any] = next((line["machine"] for line in lines if "machine" in line), {})
-    return ReadTimings(transport_of(ended.out.splitlines()), timed, machine)
+    return ReadTimings(transport_of(ended.out.splitlines(), memory), timed, machine)
 
 
 def check(
@@ -152,3 +159,41 @@ def check(
         )
     else:
         yield ok(subject, f"{remote.summary}; measured on this machine, without a network between machines")
+
+
+def check_gpu(
+    gpus: Sequence[str], start: Callable[[], ProcessResult] = lambda: start_reads(None, "cuda")
+) -> Iterator[Finding]:
+    """Check which transport carries GPU memory between two processes, and yield its measured speed.
+
+    Nothing is measured on a machine without GPUs.
+
+    Args:
+        gpus: GPUs of this machine.
+        start: function that times READs of GPU memory in another process, and returns that process's result.
+    """
+    subject = "READ of GPU memory"
+    if not gpus:
+        yield ok(subject, "not measured: no GPU here that the installed vLLM uses")
+        return
+    timed = parse_timings(start(), "cuda")
+    if isinstance(timed, str):
+        yield bad(
+            subject,
+            f"does not work: {timed}",
+            "check that UCX of the installed NIXL supports this CUDA (ucx_info -d lists cuda_ipc, cuda_copy)",
+        )
+        return
+    where = "between two GPUs" if len(gpus) > 1 else "inside of the only GPU"
+    ways = " ".join(timed.transports)
+    if "cuda_ipc" in ways:
+        yield ok(subject, f"{timed.summary}; directly {where} (CUDA IPC, over NVLink where they have it)")
+    elif any(name.startswith(_RDMA) for name in timed.transports) and "emulated" not in ways:
+        yield ok(subject, f"{timed.summary}; directly by RDMA {where}")
+    else:
+        yield note(
+            subject,
+            f"{timed.summary}; UCX bounces it through host memory",
+            "see why UCX has no cuda_ipc: UCX_TLS must allow it, and containers must share the IPC namespace "
+            "and see both GPUs",
+        )

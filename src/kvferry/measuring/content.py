@@ -16,6 +16,7 @@ import torch
 from kvferry.errors import TransferError
 from kvferry.geometry import Group, GroupKind, Layer
 from kvferry.measuring.simulated import SimulatedEngine
+from kvferry.memory.device_stream import finish_stream
 from kvferry.memory.owned import OwnedCache
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -42,6 +43,7 @@ def fill_blocks(memory: OwnedCache, engine: SimulatedEngine) -> None:
                 _fill_state(states[layer.name], layer, number, int(table[0]))
             else:
                 _fill_pages(pages[layer.name], group, layer, number, table.tolist())
+    finish_stream(memory.buffer.device)
 
 
 def check_memory(memory: OwnedCache, expected: OwnedCache) -> None:
@@ -54,7 +56,7 @@ def check_memory(memory: OwnedCache, expected: OwnedCache) -> None:
     Raises:
         TransferError: a byte differs.
     """
-    found, wanted = memory.buffer.numpy(), expected.buffer.numpy()
+    found, wanted = memory.buffer.cpu().numpy(), expected.buffer.cpu().numpy()
     if np.array_equal(found, wanted):
         return
     wrong = int((found != wanted).sum())

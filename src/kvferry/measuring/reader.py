@@ -17,6 +17,7 @@ from kvferry.measuring.producer_main import CONTENT
 from kvferry.measuring.producer_process import ProducerProcess
 from kvferry.measuring.simulated import SimulatedEngine
 from kvferry.measuring.worker_steps import LoadRequest, WorkerSteps
+from kvferry.memory.device_stream import finish_stream
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import LoadSpan
 from kvferry.planning.strategy import Strategy
@@ -73,7 +74,7 @@ class Reader:
         self._leases, self._tickets = 0, dict[str, bytes]()
         with ExitStack() as stack:
             self.cache = engine.allocated(rank)
-            self._expected = engine.allocated(rank)
+            self._expected = replace(engine, device="cpu").allocated(rank)
             fill_blocks(self._expected, engine)
             words = LeaseWords(new_incarnation(), _LEASE_SLOTS)
             name = f"bench-reader/{engine.name}/{words.incarnation:x}"
@@ -170,8 +171,12 @@ class Reader:
 
     def clear(self) -> None:
         """Fill the KV cache of this rank with zeros."""
-        # Use numpy, because torch's threads would keep spinning during the timed part.
-        self.cache.buffer.numpy().fill(0)
+        if self.cache.buffer.is_cuda:
+            self.cache.buffer.zero_()
+            finish_stream(self.cache.buffer.device)
+        else:
+            # Not torch, because its threads would keep spinning during the timed part.
+            self.cache.buffer.numpy().fill(0)
 
     def check(self) -> None:
         """Check that the KV cache has the expected bytes after a read.

@@ -37,6 +37,7 @@ class SimulatedEngine:
         tokens: length of the request, in tokens.
         tables: block table of each KV cache group: block ids in the order of the tokens, int64 of shape
             (blocks,). The id is 0 (the null block) if no block is needed at this position.
+        device: torch device of the KV cache, such as ``cpu`` or ``cuda:0``.
     """
 
     name: str
@@ -44,6 +45,7 @@ class SimulatedEngine:
     shape: EngineShape
     tokens: int
     tables: tuple[Int64s, ...]
+    device: str = "cpu"
 
     @property
     def span(self) -> LoadSpan:
@@ -80,7 +82,7 @@ class SimulatedEngine:
             ConfigError: there is not enough memory.
         """
         try:
-            return allocate(self.model, self.shape, rank, "cpu")
+            return allocate(self.model, self.shape, rank, self.device)
         except (MemoryError, RuntimeError) as error:
             raise ConfigError(
                 f"memory for {self.blocks:,} blocks of {self.model.name} cannot be had ({error}); "
@@ -155,7 +157,7 @@ def simulate_engine(
     return found
 
 
-def plain_engine(name: str, size: int) -> SimulatedEngine:
+def plain_engine(name: str, size: int, device: str = "cpu") -> SimulatedEngine:
     """Return an engine without a model, with one rank, whose request has about `size` bytes of KV.
 
     All layers have full attention.
@@ -163,10 +165,11 @@ def plain_engine(name: str, size: int) -> SimulatedEngine:
     Args:
         name: name of the engine, unique in its process.
         size: size of the request's KV, in bytes.
+        device: torch device of the KV cache.
     """
     reading = read_geometry("Llama-3.1-8B", {"num_hidden_layers": 8})
     tokens = max(16, size // reading.cache.layers[0].whole_bytes // len(reading.cache.layers))
-    return simulate_engine(name, reading, EngineSide(layout="BLHNC"), tokens)
+    return replace(simulate_engine(name, reading, EngineSide(layout="BLHNC"), tokens), device=device)
 
 
 def block_ids(blocks: int, order: str, seed: int) -> Int64s:

@@ -40,6 +40,12 @@ def tensor_over(region: Region) -> torch.Tensor:
     return torch.from_numpy(np.ctypeslib.as_array(memory))
 
 
+def region_over(tensor: torch.Tensor) -> Region:
+    """Return the region of a contiguous tensor's memory: address, length, kind and device."""
+    kind, device = ("VRAM", tensor.device.index) if tensor.is_cuda else ("DRAM", 0)
+    return Region(tensor.data_ptr(), tensor.nbytes, kind, device)
+
+
 class AddressSpace:
     """Tensor views of registered regions of memory, looked up by address.
 

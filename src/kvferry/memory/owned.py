@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvferry.errors import GeometryError
-from kvferry.geometry import Field, Group, GroupKind, Layer, RankGeometry, Region
+from kvferry.geometry import Field, Group, GroupKind, Layer, RankGeometry
 from kvferry.geometry.layout import EngineShape, lay_out_rank
 from kvferry.geometry.pagemap import PageMap
 from kvferry.geometry.store import ModelCache
+from kvferry.memory.address_space import region_over
 from kvferry.memory.guard import guard
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -144,10 +145,6 @@ def allocate(model: ModelCache, engine: EngineShape, rank: int, device: torch.de
     size = lay_out_rank(model, engine, rank, 0).geometry.regions[0].length
     buffer = torch.zeros(size, dtype=torch.uint8, device=device)
     placed = lay_out_rank(model, engine, rank, buffer.data_ptr())
-    on_host = buffer.device.type == "cpu"
-    region = Region(
-        buffer.data_ptr(), size, "DRAM" if on_host else "VRAM", 0 if on_host else buffer.device.index or 0
-    )
-    geometry = replace(placed.geometry, regions=(region,))
+    geometry = replace(placed.geometry, regions=(region_over(buffer),))
     geometry.check()
     return OwnedCache(buffer, geometry, placed.maps)

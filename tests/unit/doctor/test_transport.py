@@ -121,6 +121,38 @@ def test_reads_that_fail_are_bad():
     assert findings({}, read(), told(code=None))[1].state is State.BAD
 
 
+def gpu_read(way: str) -> ProcessResult:
+    """What a process says that reads GPU memory by one way, and its words in host memory by another."""
+    of_gpu = UCX.replace("into host memory from host", "into cuda/GPU0 from cuda/GPU1").replace("WAY", way)
+    ended = read("cma/memory")
+    return ProcessResult(ended.code, of_gpu + ended.out, ended.err)
+
+
+@pytest.mark.parametrize(
+    ("way", "state", "says"),
+    [
+        ("cuda_ipc/cuda", State.OK, "by cuda_ipc/cuda: 1.7 GB/s in pieces of 4 KiB"),
+        ("rc_mlx5/mlx5_0:1", State.OK, "directly by RDMA between two GPUs"),
+        ("tcp/eth0", State.NOTE, "bounces it through host memory"),
+    ],
+)
+def test_the_way_of_gpu_memory_is_told_with_its_speed(way, state, says):
+    (found,) = reads.check_gpu(["0", "1"], lambda: gpu_read(way))
+    assert found.state is state
+    assert says in found.found
+    assert "cma" not in found.found, "that is the way of host memory"
+
+
+def test_gpu_memory_that_cannot_be_read_is_bad():
+    (found,) = reads.check_gpu(["0"], lambda: told(err="no cuda_ipc", code=1))
+    assert (found.state, "no cuda_ipc" in found.found) == (State.BAD, True)
+
+
+def test_nothing_is_measured_without_a_gpu():
+    (found,) = reads.check_gpu([], lambda: pytest.fail("nothing to measure"))
+    assert found.found.startswith("not measured: no GPU here")
+
+
 def test_an_operators_choice_of_transports_is_kept():
     (found,) = findings({"UCX_TLS": "tcp,self"}, read("tcp/lo"))
     assert found.found.endswith("(UCX_TLS=tcp,self)")
