@@ -6,6 +6,7 @@ import typer
 
 from benchmarks.choice.command import choice
 from benchmarks.copies.command import copies
+from benchmarks.gpu_check.command import gpu_check
 from benchmarks.handover.command import handover
 from benchmarks.layout.command import layout
 from benchmarks.offload.command import offload
@@ -25,8 +26,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _command in (handover, steps, overhead, layout, copies, offload, choice, safety, redeem):
-    app.command()(_command)
+for _command in (handover, overhead, steps, layout, copies, offload, choice, safety, redeem, gpu_check):
+    app.command(_command.__name__)(_command)
 
 if __name__ == "__main__":
     run(app)

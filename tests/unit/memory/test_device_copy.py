@@ -6,6 +6,7 @@ as well, and Triton's interpreter executes the kernel, in a process of its own.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -38,7 +39,9 @@ ON_THE_GPU = (
 )
 """Tests whose copies the kernel executes: every shape that is planned, staged reads, and chunks."""
 
-SOME = "not what_torch_copies and not staged-3 and not over-read-3 and not direct"
+SOME = (
+    "not what_torch_copies and not compiles and not staged-3 and not over-read-3 and not direct and not many"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -132,9 +135,9 @@ def test_sixteen_bytes_are_copied_at_a_time_only_where_everything_is_a_multiple(
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.skipif(WHERE is None, reason="KVFERRY_TEST_TRITON is not set; `make test-unit` sets it")
+@pytest.mark.skipif(not WHERE, reason="KVFERRY_TEST_TRITON is not set; `make test-unit` sets it")
 def test_the_kernel_copies_what_torch_copies():
-    assert WHERE is not None
+    assert WHERE
     found = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "-p", "support.device_by_interpreter", "-p", "no:xdist"),
@@ -159,7 +162,7 @@ def test_the_kernel_copies_what_torch_copies():
 
 
 def test_there_is_no_kernel_without_triton():
-    if WHERE is None and device_kernel.copy_cells_kernel is None:
+    if not WHERE and device_kernel.copy_cells_kernel is None:
         assert "install triton" in device_kernel.WHY_NO_KERNEL
 
 
@@ -171,3 +174,32 @@ def test_the_copy_engine_copies_long_runs_to_and_from_the_host(monkeypatch, run,
     assert device_copy.uses_copy_engine(run, 4096, to_or_from_host=to_or_from_host) is engine
     monkeypatch.setattr(device_kernel, "copy_cells_kernel", None)
     assert device_copy.uses_copy_engine(run, 4096, to_or_from_host=to_or_from_host), "there is no kernel"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not WHERE, reason="KVFERRY_TEST_TRITON is not set; `make test-unit` sets it")
+def test_the_kernel_compiles_for_gpus_and_copies_sixteen_bytes_at_a_time(tmp_path):
+    assert WHERE
+    found = subprocess.run(
+        [sys.executable, "-m", "support.compiled_kernel"],
+        env=os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), WHERE]),
+            "TRITON_CACHE_DIR": str(tmp_path),
+        },
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr[-4000:]
+    stores = {
+        name: [one.removeprefix("st.global.") for one in accesses if one.startswith("st.")]
+        for name, accesses in json.loads(found.stdout).items()
+    }
+    for architecture in (80, 90, 100):
+        assert stores[f"16 bytes, {architecture}"] == ["v2.b64"]
+        assert stores[f"one run, {architecture}"] == ["v2.b64"]
+        assert stores[f"odd offsets, {architecture}"] == ["b64"]
+        assert stores[f"one element, {architecture}"] == ["b16"]
+        assert stores[f"bytes, {architecture}"] == ["b8"]
