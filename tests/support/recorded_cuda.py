@@ -54,7 +54,10 @@ class RecordedCuda:
             self.calls.append(f"record event {number}{f' on stream {stream.name}' if stream else ''}")
 
         return SimpleNamespace(
-            number=number, record=record, synchronize=lambda: self.calls.append(f"synchronize event {number}")
+            number=number,
+            record=record,
+            query=lambda: True,
+            synchronize=lambda: self.calls.append(f"synchronize event {number}"),
         )
 
     def cudart(self):

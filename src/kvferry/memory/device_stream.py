@@ -28,6 +28,9 @@ class DeviceEvent(Protocol):
     def record(self) -> None:
         """Record the work that the calling thread has queued on its current stream so far."""
 
+    def query(self) -> bool:
+        """Return whether the GPU has reached this point."""
+
     def synchronize(self) -> None:
         """Wait until the GPU has reached this point."""
 

@@ -103,6 +103,8 @@ class StagingCopies:
     def _copy(self, blocks: Int64s, cells: Int64s, staged: StagedImages, first: int) -> None:
         memory, start = staged.space.bytes_at(staged.address)
         offsets = start + (first + np.arange(len(blocks))) * staged.stride
-        for part in self._pool.parts:
-            self._pool.copy(part, part.places(blocks, cells), memory, offsets)
-        self._pool.wait()
+        try:
+            for part in self._pool.parts:
+                self._pool.copy(part, part.places(blocks, cells), memory, offsets)
+        finally:
+            self._pool.wait()  # also after an error: the memory may then be used for something else

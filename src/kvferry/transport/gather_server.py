@@ -19,6 +19,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -178,7 +179,7 @@ class GatherServer:
     # -- the thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        enter_stream(self.area.region)
+        self._run_guarded(partial(enter_stream, self.area.region))
         while not self._stop.is_set():
             if self._listener.wait(_POLL_SECONDS):
                 self._run_guarded(self._serve)

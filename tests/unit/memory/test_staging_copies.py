@@ -8,6 +8,7 @@ from hypothesis import given, settings, strategies as st
 from kvferry.errors import TransferError
 from kvferry.geometry import Region
 from kvferry.memory.address_space import AddressSpace, largest_word, tensor_over
+from kvferry.memory.pool_cells import PoolCells
 from kvferry.memory.staging_copies import StagedImages, StagingCopies
 from kvferry.planning.cell_copy import ONE_CELL, PoolCopies
 from kvferry.planning.strided_copy import Loop, StridedCopy
@@ -120,3 +121,16 @@ def test_blocks_that_are_no_whole_words_apart_are_copied_whole(distance):
     loops.gather(np.array([1, 3]), np.zeros(2, np.int64), slots, 0)
     for number, block in enumerate((1, 3)):
         assert (area[number * IMAGE :][:8] == pool[block * distance :][:8]).all()
+
+
+def test_copies_that_were_queued_are_awaited_if_a_later_one_is_refused(monkeypatch):
+    _, region = memory(BLOCKS * STRIDE, "cpu", 1)
+    _, area = memory(16 * IMAGE, "cpu", 2)
+    parts = [PoolCopies(ONE_CELL, (StridedCopy(region.address, at, 8),)) for at in (0, 17 * IMAGE)]
+    loops = StagingCopies(parts, AddressSpace([region]), "src", STRIDE, BLOCKS)
+    waited = []
+    monkeypatch.setattr(PoolCells, "wait", lambda _: waited.append(1))
+    slots = StagedImages(AddressSpace([area]), area.address, IMAGE)
+    with pytest.raises(TransferError, match="exceeds the bytes of the packed memory"):
+        loops.gather(np.array([1]), np.zeros(1, np.int64), slots, 0)
+    assert waited

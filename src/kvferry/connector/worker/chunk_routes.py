@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy.typing as npt
@@ -109,22 +110,22 @@ class ChunkRoutes:
         """
         found = [0] * len(self._canonical.groups)
         wait_event(self._rank.regions[0], computed)
-        for group, pieces in _by_group(order.pieces):
-            numbers, offsets = [piece.number for piece in pieces], offsets_of([p.offset for p in pieces])
-            for each in self._out[group]:
-                blocks = order.tables[each.route.src_group]
-                if blocks is None:
-                    raise TransferError(
-                        f"a store of group {each.route.src_group} has no block table of it; expected one"
-                    )
-                tokens = self._canonical.chunk_tokens
-                for cells in cells_to_store(each.route, tokens, numbers, order.available, blocks):
-                    each.copies.store(cells, offsets)
-                    found[group] += len(cells) * each.route.cell_bytes
-                for piece in {pieces[0], pieces[-1]}:
-                    beside = unfilled_cells(each.route, tokens, piece.number, order.available)
-                    each.copies.blank(beside, piece.offset)
-        self._wait(self._out)
+        with self._awaited(self._out):
+            for group, pieces in _by_group(order.pieces):
+                numbers, offsets = [piece.number for piece in pieces], offsets_of([p.offset for p in pieces])
+                for each in self._out[group]:
+                    blocks = order.tables[each.route.src_group]
+                    if blocks is None:
+                        raise TransferError(
+                            f"a store of group {each.route.src_group} has no block table of it; expected one"
+                        )
+                    tokens = self._canonical.chunk_tokens
+                    for cells in cells_to_store(each.route, tokens, numbers, order.available, blocks):
+                        each.copies.store(cells, offsets)
+                        found[group] += len(cells) * each.route.cell_bytes
+                    for piece in {pieces[0], pieces[-1]}:
+                        beside = unfilled_cells(each.route, tokens, piece.number, order.available)
+                        each.copies.blank(beside, piece.offset)
         return tuple(found)
 
     def load(
@@ -146,25 +147,38 @@ class ChunkRoutes:
             TransferError: the tables name blocks that cannot hold the tokens.
         """
         found = [0] * len(self._canonical.groups)
-        if first:
-            self._clear(span, tables)
-        for group, of_group in _by_group(pieces):
-            numbers, offsets = [piece.number for piece in of_group], offsets_of([p.offset for p in of_group])
-            for each in self._in[group]:
-                route, here = each.route, self._rank.groups[each.route.dst_group]
-                table, tokens = tables[route.dst_group], self._canonical.chunk_tokens
-                for cells in cells_to_load(
-                    route, tokens, group=here, span=span, numbers=numbers, table=table
-                ):
-                    each.copies.load(cells, offsets)
-                    found[group] += len(cells) * route.cell_bytes
-        self._wait(self._in)
+        with self._awaited(self._in):
+            if first:
+                self._clear(span, tables)
+            for group, of_group in _by_group(pieces):
+                numbers, offsets = (
+                    [piece.number for piece in of_group],
+                    offsets_of([p.offset for p in of_group]),
+                )
+                for each in self._in[group]:
+                    route, here = each.route, self._rank.groups[each.route.dst_group]
+                    table, tokens = tables[route.dst_group], self._canonical.chunk_tokens
+                    for cells in cells_to_load(
+                        route, tokens, group=here, span=span, numbers=numbers, table=table
+                    ):
+                        each.copies.load(cells, offsets)
+                        found[group] += len(cells) * route.cell_bytes
         return tuple(found)
 
-    def _wait(self, routes: Sequence[Sequence[RouteCopier]]) -> None:
-        """Wait for all copies. Those of one thread are queued on one stream, so any of its routes will do."""
-        for each in [each for of_group in routes for each in of_group][:1]:
-            each.copies.wait()
+    @contextmanager
+    def _awaited(self, routes: Sequence[Sequence[RouteCopier]]) -> Iterator[None]:
+        """Wait at the end for all copies that were queued meanwhile, also if an error ends the block.
+
+        After an error, the engine may use the blocks and the host memory for something else.
+
+        Args:
+            routes: routes of the copies. All queue on the thread's stream, so waiting on one is enough.
+        """
+        try:
+            yield
+        finally:
+            for each in [each for of_group in routes for each in of_group][:1]:
+                each.copies.wait()
 
     def _clear(self, span: LoadSpan, tables: Sequence[Int64s]) -> None:
         for routes in self._in:

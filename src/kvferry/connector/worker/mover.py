@@ -30,7 +30,11 @@ logger = logging.getLogger(__name__)
 _FIRST, _LOAD, _STORE, _LAST = range(4)
 """Priorities of the thread's jobs, the most urgent first: attach the arena, load, store, end the thread."""
 
-_Job: TypeAlias = Callable[[], None]
+_FORWARD_POLL_SECONDS = 5e-4
+"""Seconds between checks whether a store's forward is over, while there is nothing else to copy."""
+
+_Job: TypeAlias = Callable[[], bool | None]
+"""A job of the thread. It returns True if it could not begin yet, and must be called again."""
 _Item = TypeVar("_Item")
 
 
@@ -133,8 +137,9 @@ class ChunkMover:
         self._jobs.put((rank, next(self._numbers), job))
 
     def _run(self) -> None:
-        while (job := self._jobs.get()[2]) is not None:
-            job()
+        while (item := self._jobs.get())[2] is not None:
+            if item[2]():
+                self._jobs.put(item)
 
     def _attach(self, card: ArenaCard) -> None:
         try:
@@ -154,9 +159,17 @@ class ChunkMover:
         except KVFerryError as error:
             self._unusable = str(error)
             logger.error("tiers: rank %s can neither store nor load: %s", self._rank_coordinates, error)  # noqa: TRY400 - said in full
+        except Exception as error:  # torch's and Triton's own exceptions, on a GPU
+            self._unusable = f"{type(error).__name__}: {error}"
+            logger.exception("tiers: rank %s can neither store nor load", self._rank_coordinates)
 
-    def _store(self, order: StoreOrder, computed: DeviceEvent | None) -> None:
+    def _store(self, order: StoreOrder, computed: DeviceEvent | None) -> bool:
+        # Loads that are ordered while the forward still runs must not wait behind this store.
+        if _still_runs(computed):
+            time.sleep(_FORWARD_POLL_SECONDS)
+            return True
         self._copy(order.key, lambda routes: routes.store(order, computed))
+        return False
 
     def _part(self, part: LoadPart) -> None:
         load = part.load
@@ -195,6 +208,19 @@ class ChunkMover:
         self._copy_reports.append(CopyReport(key, failure, copied_bytes, time.perf_counter() - began))
         self._on_result()
         return failure
+
+
+def _still_runs(computed: DeviceEvent | None) -> bool:
+    """Return whether a forward still runs. If the GPU has failed, return False: the copy then says why.
+
+    Args:
+        computed: event behind the forward; None if it is over.
+    """
+    try:
+        return computed is not None and not computed.query()
+    except Exception:
+        logger.exception("tiers: the event of a forward cannot be queried")
+        return False
 
 
 def _take_all(of: deque[_Item]) -> list[_Item]:

@@ -234,7 +234,7 @@ def test_a_mover_does_loads_first_and_says_what_it_did(arena: Arena) -> None:
     pieces, tables = pieces_of(a, range(3)), a.tables(0, TOKENS)
     mover = ChunkMover((0, 0))
     waited = []
-    forward = SimpleNamespace(synchronize=lambda: waited.append(1))
+    forward = SimpleNamespace(query=lambda: True, synchronize=lambda: waited.append(1))
     mover.store(ChunkOrders(stores=[StoreOrder("early", pieces, tables, WHOLE)]), forward)
     mover.load(ChunkOrders(arena=ArenaCard(arena.handle, tuple(a.ranks), CHUNK)))
     mover.store(ChunkOrders(stores=[StoreOrder("s", pieces, tables, WHOLE)]), forward)
@@ -310,3 +310,65 @@ def test_a_mover_on_a_gpu_copies_after_the_forward_and_reports_after_its_copies(
             start = layer.address + block * layer.block_stride - a.ranks[0].regions[0].address
             page = slice(start, start + layer.page.content_bytes)
             assert (a.caches[0].buffer[page] == before[0][page]).all()
+
+
+def test_a_load_does_not_wait_behind_a_store_whose_forward_still_runs(arena: Arena) -> None:
+    a, _ = engines(1, 2)
+    pieces, over = pieces_of(a, range(3)), []
+    mover = ChunkMover((0, 0))
+    mover.load(ChunkOrders(arena=ArenaCard(arena.handle, tuple(a.ranks), CHUNK)))
+    forward = SimpleNamespace(query=lambda: bool(over), synchronize=lambda: None)
+    order = StoreOrder("s", pieces, a.tables(0, TOKENS), WHOLE)
+    mover.store(ChunkOrders(stores=[order, replace(order, key="t")]), forward)
+    load = made_up_load("l", LoadSpan(0, TOKENS, 400), arrays(a))
+    mover.load(ChunkOrders(parts=[LoadPart("p", load, pieces, first=True)], ends=[LoadEnd("l", None)]))
+    while not (ended := mover.take_ended_loads()):
+        pass
+    assert [(end.key, end.failure) for end in ended] == [("l", None)]
+    assert [report.key for report in mover.take_copy_reports()] == ["p"]
+    over.append(True)
+    mover.close()
+    assert [report.key for report in mover.take_copy_reports()] == ["s", "t"], "stores keep their order"
+
+
+def test_a_gpu_that_fails_is_reported_and_the_thread_goes_on(arena: Arena, monkeypatch) -> None:
+    a, _ = engines(1, 2)
+
+    def fail(*_) -> bool:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    mover = ChunkMover((0, 0))
+    order = StoreOrder("s", pieces_of(a, range(3)), a.tables(0, TOKENS), WHOLE)
+    card = ChunkOrders(arena=ArenaCard(arena.handle, tuple(a.ranks), CHUNK))
+    monkeypatch.setattr("kvferry.connector.worker.mover.enter_stream", fail)
+    mover.load(card)
+    mover.store(ChunkOrders(stores=[order]), SimpleNamespace(query=fail, synchronize=fail))
+    while not (first := mover.take_copy_reports()):
+        pass
+    monkeypatch.undo()
+    mover.load(card)
+    mover.store(ChunkOrders(stores=[order]), SimpleNamespace(query=fail, synchronize=fail))
+    mover.store(ChunkOrders(stores=[order]), None)
+    mover.close()
+    failures = [report.failure for report in (*first, *mover.take_copy_reports())]
+    assert failures == [*["RuntimeError: CUDA error: unspecified launch failure"] * 2, None]
+
+
+def test_copies_that_were_queued_are_awaited_if_a_later_one_is_refused(arena: Arena, monkeypatch) -> None:
+    a, _ = engines(1, 2)
+    calls: list[str] = []
+    copy = pool_cells.PoolCells.copy
+    monkeypatch.setattr(
+        pool_cells.PoolCells, "copy", lambda self, *given: (calls.append("copy"), copy(self, *given))
+    )
+    monkeypatch.setattr(pool_cells.PoolCells, "wait", lambda _: calls.append("wait"))
+    (routes,) = a.routes(arena)
+    tables = [*a.tables(0, TOKENS)]
+    tables[-1] = None
+    with pytest.raises(TransferError, match="no block table"):
+        routes.store(StoreOrder("s", pieces_of(a, range(3)), tuple(tables), WHOLE))
+    assert (calls[0], calls[-1]) == ("copy", "wait")
+    calls.clear()
+    with pytest.raises(IndexError):
+        routes.load(pieces_of(a, range(3)), LoadSpan(0, TOKENS, 400), arrays(a)[:1], first=False)
+    assert (calls[0], calls[-1]) == ("copy", "wait")
