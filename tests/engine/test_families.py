@@ -162,12 +162,49 @@ def test_a_second_turn_moves_what_the_first_left_out(pair: Pair) -> None:
     pair.agree(answer, pair.reference([second])[0])
     pair.forget()
     whole = sum(len(p) for p in pair.through([second])[0]["moved"].values())
-    # Recurrent state of the first turn stands at its end, inside a block: it is no prefix to go on from.
-    recurrent = any(name == "MambaSpec" for name, _, _ in pair.about["groups"])
-    if pair.prefix_caching and not recurrent:
+    if pair.prefix_caching:
         assert 0 < pages < whole
     else:
         assert pages == whole
+    pair.forget()
+
+
+def test_a_turn_shares_the_attention_blocks_of_the_turn_before_though_its_state_stands_inside_one(
+    pair: Pair,
+) -> None:
+    """What is loaded is what comes after these blocks, and the state; what was shared decides the answer."""
+    kinds = [name for name, _, _ in pair.about["groups"]]
+    if not pair.prefix_caching or "MambaSpec" not in kinds:
+        pytest.skip("this setup has no prefixes without a state")
+    block, first = pair.about["block_size"], prompt(290, 7)
+    answers = []
+    for spoiled in (False, True):
+        second = first + pair.through([first])[0]["tokens"] + prompt(50, 8)
+        reference = second if spoiled else pair.reference([second])[0]
+        pair.decode.call("new_loads")
+        if spoiled:
+            assert pair.decode.call("spoil_cached", kinds.index("FullAttentionSpec")) == 290 // block
+        answers += pair.through([second])
+        assert pair.decode.call("new_loads") == [("peer", 290 // block * block, len(second) - 1)]
+        if not spoiled:
+            pair.agree(answers[0], reference)
+        pair.forget()
+    assert distance(answers[0], answers[1]) > 1e-3, "the blocks that were shared are not used"
+
+
+def test_a_prompt_of_whole_blocks_loads_the_state_that_is_missing_after_them(pair: Pair) -> None:
+    """All of its attention blocks are here. The load brings the last of them again, and the state."""
+    kinds = [name for name, _, _ in pair.about["groups"]]
+    if not pair.prefix_caching or "MambaSpec" not in kinds:
+        pytest.skip("this setup has no prefixes without a state")
+    block = pair.about["block_size"]
+    text = prompt(2 * block + 20, 13)
+    pair.through([text])
+    shorter = text[: 2 * block + 1]
+    pair.decode.call("new_loads")
+    answer = pair.through([shorter])[0]
+    assert pair.decode.call("new_loads") == [("peer", block, 2 * block)]
+    pair.agree(answer, pair.reference([shorter])[0])
     pair.forget()
 
 

@@ -20,6 +20,7 @@ def sources_asked(at: float, *bids: ValuedBid, request_id: str = "a", **more: An
         "why": DecisionReason.NOTHING,
         **more,
     }
+    given.setdefault("resumable_tokens", given["local_tokens"])
     return SourcesAsked(request_id, at, bids=bids, **given)
 
 

@@ -48,6 +48,7 @@ from kvferry.connector.refusals import Refusals
 from kvferry.connector.stream import EventStream
 from kvferry.connector.tiers.source import TierSource
 from kvferry.engines.vllm.compat.frees import defer_frees
+from kvferry.engines.vllm.compat.prefix_cache import VLLMPrefixCache
 from kvferry.engines.vllm.info import engine_info
 from kvferry.engines.vllm.meta import SchedulerMeta, WorkerMeta
 from kvferry.engines.vllm.requests import VLLMRequests
@@ -166,6 +167,7 @@ class PlayedConnector(KVConnectorBase_V1, SupportsHMA):
         admissions: of each request since something of it was last computed.
         most: of these there ever were.
         loads: (tokens at hand before, after, of the request) of each that began.
+        found: tokens of its own prefix cache that vLLM reported last, by request.
         defers: whether vLLM is made to defer frees, as `KVFerryConnector` does.
     """
 
@@ -176,6 +178,14 @@ class PlayedConnector(KVConnectorBase_V1, SupportsHMA):
         if self.defers:
             defer_frees(vllm_config)
 
+    def bind_kv_cache_manager(self, manager: Any) -> None:
+        self.prefix_cache = VLLMPrefixCache.of(manager)
+        super().bind_kv_cache_manager(manager)
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        return self.prefix_cache is not None
+
     def bind_gpu_block_pool(self, pool: Any) -> None:
         config = self._kv_cache_config
         self.engine = engine_info(self._vllm_config, config)
@@ -184,6 +194,7 @@ class PlayedConnector(KVConnectorBase_V1, SupportsHMA):
         self.sources = [Played("tiers"), Played("peer")]
         self.admissions, self.most = Counter[str](), 0
         self.loads: list[tuple[int, int, int]] = []
+        self.found: dict[str, int] = {}
         composition = Composition(
             self.engine,
             ConnectorConfig(attempts=ATTEMPTS, patience_seconds=PATIENCE),
@@ -193,6 +204,7 @@ class PlayedConnector(KVConnectorBase_V1, SupportsHMA):
             events=EventStream(),
             adapters=Adapters(),
             refusals=Refusals(),
+            prefix_cache=self.prefix_cache,
         )
         self.parts, self.pins = composition.parts, composition.pins
         for source in self.sources:
@@ -204,7 +216,7 @@ class PlayedConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         tokens = self.admission.matched(self.wrap(request), local_tokens)
-        self.asked = local_tokens
+        self.asked = self.found[request.request_id] = local_tokens
         return tokens, bool(tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:

@@ -10,6 +10,10 @@ to the request.
 
 Blocks that a load writes stay pinned in the engine's pool until every worker reports that nothing of the load
 is in flight, even if the request ends before.
+
+The engine's own prefix may need a load before it can be used (`local_prefix`). Admission then prefers loads
+that begin where this prefix ends. If there is none, but a source has a shorter prefix, admission shortens the
+engine's own prefix once, and the engine asks again.
 """
 
 from __future__ import annotations
@@ -24,10 +28,11 @@ import numpy as np
 
 from kvferry.connector.admission_events import OTHER_PART, AdmissionEvents
 from kvferry.connector.bids import Bid, Bidding
-from kvferry.connector.engine import Block, BlockPool, CacheGroup, Request, RequestBlocks
+from kvferry.connector.engine import Block, BlockPool, CacheGroup, PrefixCache, Request, RequestBlocks
 from kvferry.connector.headroom import Headroom
 from kvferry.connector.load import Load
 from kvferry.connector.load_plans import LoadPlan, common_alignment, load_plans
+from kvferry.connector.local_prefix import LocalPrefix, last_boundary_before
 from kvferry.connector.messages import Report, StepOrders, StepReports
 from kvferry.connector.must_compute import must_compute
 from kvferry.connector.part_blocks import PartBlocks
@@ -83,11 +88,14 @@ class _RequestState(RequestState[LoadPlan]):
         sources: sources that may be able to serve the request.
         loads: loads of the request that not all workers have reported yet.
         broken: True if a load of the current attempt has failed.
+        shortened: True if the engine's own prefix of the request was shortened since the request was last
+            admitted. It is then not shortened again, so that the request is not put off for ever.
     """
 
     sources: tuple[Source, ...]
     loads: list[_LoadState] = field(default_factory=list)
     broken: bool = False
+    shortened: bool = False
 
 
 class Admission:
@@ -113,6 +121,7 @@ class Admission:
         sources: Sequence[Source],
         chooser: BidChooser,
         events: EventStream,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         """Create the object that chooses the source of each request's KV. It has no requests yet.
 
@@ -130,8 +139,10 @@ class Admission:
                 offer of the first source is taken.
             chooser: object that chooses between the offers of the sources by a policy.
             events: stream that receives an event for each decision.
+            prefix_cache: the engine's prefix cache, if it shares attention blocks where it lacks recurrent
+                state; None if the engine can use its own prefix without a load.
         """
-        self.pins = pins
+        self.pins, self._prefix_cache = pins, prefix_cache
         self._groups = tuple(groups)
         self._parts, self._pool = parts, pool
         self._phases = RequestPhases(chooser, headroom, time.monotonic)
@@ -164,7 +175,8 @@ class Admission:
 
         Args:
             request: the request.
-            local_tokens: number of tokens of the request in the engine's own prefix cache.
+            local_tokens: number of tokens of the request in the engine's own prefix cache. If the result is
+                0, an engine with a `PrefixCache` continues from `PrefixCache.resumable_tokens`.
         """
         if self._parts.evict():
             return None  # the prefix that the engine has just found for this request may contain these blocks
@@ -174,14 +186,15 @@ class Admission:
             return 0
         if action is AdmitAction.SET_ASIDE:
             return None
+        prefix = LocalPrefix.of(self._prefix_cache, request, local_tokens)
         if action is AdmitAction.COMPUTE:
-            self._events.no_room(request.request_id, local_tokens)
+            self._events.no_room(request.request_id, prefix.resumable_tokens)
             return 0
-        if (why := must_compute(request, local_tokens)) is not None:
+        if (why := must_compute(request, prefix.resumable_tokens)) is not None:
             known.taken = None
-            self._events.not_asked(request, known.sources, local_tokens, *why)
+            self._events.not_asked(request, known.sources, prefix.resumable_tokens, *why)
             return 0
-        return self._best(known, request, local_tokens)
+        return self._best(known, request, prefix)
 
     def allocated(self, request: Request, blocks: RequestBlocks, load_tokens: int) -> None:
         """Begin the loads of a request for which the engine has just allocated blocks.
@@ -197,7 +210,7 @@ class Admission:
         if known is None or known.phase is not RequestPhase.OPEN:
             return
         self._parts.forget(request.request_id)  # left from an earlier admission
-        proposed = known.taken
+        proposed, known.shortened = known.taken, False
         taken = self._phases.admit(known, load_tokens)
         if taken is None:
             if proposed is not None and known.crowded:
@@ -320,30 +333,73 @@ class Admission:
                 self._given_up[one.load.key] = OTHER_PART
                 one.source.dropped(one.load)
 
-    def _best(self, known: _RequestState, request: Request, local_tokens: int) -> int | None:
+    def _best(self, known: _RequestState, request: Request, prefix: LocalPrefix) -> int | None:
         """Choose the best plan for a request; return the number of tokens to load, 0 to compute the prompt.
 
         Return None while the request waits for free blocks, or for a source that is still looking up its KV.
+        Also return None if the engine must look its own prefix up again, because it was shortened.
 
         Args:
             known: state of the request.
             request: the request.
-            local_tokens: number of the request's tokens in the engine's own prefix cache.
+            prefix: part of the request's prompt in the engine's own prefix cache.
         """
-        plans = self._plans(known, request, local_tokens)
-        best = self._phases.best(known, plans, request, local_tokens)
-        bids = [(plan.last, plan.bid) for plan in plans]
+        local_tokens = prefix.tokens
+        plans, best = self._ask(known, request, prefix, local_tokens)
+        if best is None and prefix.needs_load and not known.shortened:
+            local_tokens = prefix.resumable_tokens
+            plans, best = self._ask(known, request, prefix, local_tokens)
         self._events.asked(
             request,
             known.sources,
             bidding=known.bidding,
+            prefix=prefix,
             local_tokens=local_tokens,
-            offers=bids,
+            offers=[(plan.last, plan.bid) for plan in plans],
             best=None if best is None else best.bid,
         )
+        if best is not None and local_tokens < prefix.tokens and not best.bid.looking:
+            self._shorten(known, request, local_tokens + best.bid.tokens)
+            return None
         return self._phases.propose(
             known, best, local_tokens, lambda plan: self._has_room(plan, request, local_tokens)
         )
+
+    def _ask(
+        self, known: _RequestState, request: Request, prefix: LocalPrefix, local_tokens: int
+    ) -> tuple[list[LoadPlan], LoadPlan | None]:
+        """Return all plans to load tokens after the first `local_tokens` tokens of a request, and the best.
+
+        The best is None if the engine computes the prompt. If `local_tokens` is less than all tokens of
+        `prefix`, leave out plans for a longer prefix than `prefix`.
+
+        Args:
+            known: state of the request.
+            request: the request.
+            prefix: part of the request's prompt in the engine's own prefix cache.
+            local_tokens: number of tokens before the loads: all tokens of `prefix`, or its resumable tokens.
+        """
+        plans = self._plans(known, request, local_tokens)
+        if local_tokens < prefix.tokens:
+            plans = [plan for plan in plans if local_tokens + plan.bid.tokens <= prefix.tokens]
+        best = self._phases.best(
+            known, plans, request, local_tokens, resumable_tokens=prefix.resumable_tokens
+        )
+        return plans, best
+
+    def _shorten(self, known: _RequestState, request: Request, end: int) -> None:
+        """Shorten the engine's own prefix of a request, so that a load up to `end` brings at least a token.
+
+        The evicted block enters the prefix cache again when the request has loaded or computed its tokens.
+
+        Args:
+            known: state of the request.
+            request: the request.
+            end: number of tokens of the prefix that a source can load.
+        """
+        assert self._prefix_cache is not None
+        self._prefix_cache.shorten(request, last_boundary_before(end, self._alignment_tokens))
+        known.shortened, known.taken = True, None
 
     def _plans(self, known: _RequestState, request: Request, local_tokens: int) -> list[LoadPlan]:
         """Return the plans to load a request's prefix, from one source or from two.

@@ -23,6 +23,7 @@ from kvferry.connector.events import (
 )
 from kvferry.connector.load import Load
 from kvferry.connector.load_results import LoadOutcome
+from kvferry.connector.local_prefix import LocalPrefix
 from kvferry.connector.messages import Report
 from kvferry.connector.policies import Policy
 from kvferry.connector.source import Source
@@ -86,25 +87,28 @@ class AdmissionEvents:
         self,
         request: Request,
         sources: Sequence[Source],
+        *,
         bidding: Bidding,
+        prefix: LocalPrefix,
         local_tokens: int,
         offers: Sequence[tuple[Source, Bid]],
         best: Bid | None,
     ) -> None:
         """Emit a `SourcesAsked` event with all bids (offers of sources to load tokens) and the chosen one.
 
-        Emit nothing if the bids, the choice, `local_tokens` and whether an attempt is left are the same as in
-        the request's last event.
+        Emit nothing if the bids, the choice, the prefix and whether an attempt is left are the same as in the
+        request's last event.
 
         Args:
             request: the request.
             sources: sources that may be able to serve the request.
             bidding: excluded sources and remaining attempts of the request.
-            local_tokens: number of the request's tokens in the engine's own prefix cache.
+            prefix: part of the request's prompt in the engine's own prefix cache.
+            local_tokens: number of tokens of the prefix after which the offered tokens begin.
             offers: (source, bid) of every bid.
             best: chosen bid; None if the engine computes the tokens.
         """
-        now = (local_tokens, [bid for _, bid in offers], best, bidding.spent)
+        now = (prefix, local_tokens, [bid for _, bid in offers], best, bidding.spent)
         last = self._asked.get(request.request_id)
         if last is not None and last[0] == now:
             return
@@ -114,9 +118,10 @@ class AdmissionEvents:
         event = SourcesAsked(
             request.request_id,
             time.monotonic(),
-            local_tokens=local_tokens,
+            local_tokens=prefix.tokens,
+            resumable_tokens=prefix.resumable_tokens,
             bids=bids,
-            compute_value=self._policy.value(None, missing_tokens),
+            compute_value=self._policy.value(None, request.num_tokens - prefix.resumable_tokens),
             misses=tuple(source.why_no_bid(request, local_tokens) for source in silent),
             chosen=best,
             why=_why(bids, bidding, best),
@@ -146,6 +151,7 @@ class AdmissionEvents:
             request.request_id,
             time.monotonic(),
             local_tokens=local_tokens,
+            resumable_tokens=local_tokens,
             bids=(),
             compute_value=self._policy.value(None, request.num_tokens - local_tokens),
             misses=tuple(SourceMiss(source.name, miss, detail=detail) for source in sources),
@@ -165,7 +171,14 @@ class AdmissionEvents:
         """
         _, last = self._asked[request_id]
         now = time.monotonic()
-        event = replace(last, at=now, local_tokens=local_tokens, chosen=None, why=DecisionReason.NO_ROOM)
+        event = replace(
+            last,
+            at=now,
+            local_tokens=local_tokens,
+            resumable_tokens=local_tokens,
+            chosen=None,
+            why=DecisionReason.NO_ROOM,
+        )
         self._asked[request_id] = None, event
         self._events.emit(event)
 
@@ -256,7 +269,7 @@ class AdmissionEvents:
             request = self._unserved.pop(name)
             own, last = request.own_hit, self._asked.get(name)
             if own is None:
-                own = 0 if last is None else last[1].local_tokens
+                own = 0 if last is None else last[1].resumable_tokens
             available = request.num_computed_tokens
             self._events.emit(
                 Scheduled(name, time.monotonic(), available, request.num_tokens, max(0, available - own))

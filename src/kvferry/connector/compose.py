@@ -8,7 +8,7 @@ from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.admission import Admission
 from kvferry.connector.config import ConnectorConfig
-from kvferry.connector.engine import Block, BlockPool, EngineFacts
+from kvferry.connector.engine import Block, BlockPool, EngineFacts, PrefixCache
 from kvferry.connector.headroom import Headroom
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.peers.source import PeerSource
@@ -56,6 +56,7 @@ class Composition:
         refusals: Refusals,
         speeds: Speeds | None = None,
         idle: Callable[[], bool] = lambda: False,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         """Create the records of blocks and speeds that the sources of KV and the admission share.
 
@@ -70,7 +71,10 @@ class Composition:
             refusals: log of the requests that a source refuses.
             speeds: speeds measured so far; None for an empty record.
             idle: function that returns whether the engine computes no request at present.
+            prefix_cache: the engine's prefix cache, if it shares attention blocks where it lacks recurrent
+                state; else None.
         """
+        self._prefix_cache = prefix_cache
         self.engine, self.config, self.pool, self._workers = engine, config, pool, workers
         self._groups, self.events, self.adapters, self._refusals = tuple(groups), events, adapters, refusals
         self.speeds, self._idle = Speeds() if speeds is None else speeds, idle
@@ -146,4 +150,5 @@ class Composition:
             sources=sources,
             chooser=BidChooser(policy, self.speeds, config.patience_seconds),
             events=self.events,
+            prefix_cache=self._prefix_cache,
         )

@@ -97,6 +97,31 @@ class BlockPool(Protocol):
         """
 
 
+class PrefixCache(Protocol):
+    """The prefix cache of an engine that shares attention blocks even where it lacks recurrent state.
+
+    Such an engine passes to `Admission.matched` the tokens that its layers with full attention have. It uses
+    them only if a load brings the recurrent state after them. Otherwise it continues from a shorter prefix.
+    """
+
+    def resumable_tokens(self, request: Request) -> int:
+        """Return the number of a request's tokens after which the engine can continue without a load.
+
+        All KV cache groups have their part of this prefix.
+        """
+
+    def shorten(self, request: Request, tokens: int) -> None:
+        """Make the engine find at most `tokens` tokens of a request at its next look-up.
+
+        Evict the block of full attention that follows these tokens. Requests that hold the block keep it.
+        Mutates the prefix cache.
+
+        Args:
+            request: the request.
+            tokens: number of tokens, a multiple of the block size of the layers with full attention.
+        """
+
+
 class LoraAdapter(Protocol):
     """A LoRA adapter of a request.
 

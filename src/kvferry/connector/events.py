@@ -52,12 +52,14 @@ class Arrived:
 class SourcesAsked:
     """Event: for one request, admission chose a source's bid, or chose to compute the tokens.
 
-    It is emitted again when the bids, the choice or `local_tokens` change.
+    It is emitted again when the bids, the choice or the numbers of tokens change.
 
     Attributes:
         request_id: the engine's id of the request.
         at: time of the event, monotonic seconds.
         local_tokens: number of tokens in the engine's own prefix cache.
+        resumable_tokens: number of these tokens that the engine can use if nothing is loaded. It is less than
+            `local_tokens` if the engine lacks the recurrent state after them.
         bids: all bids (offers of sources to load tokens) with their values, in the order of their sources.
         compute_value: value, under the policy, of computing all tokens that are not in the prefix cache.
         misses: for each source without a bid, the reason why it makes none.
@@ -70,6 +72,7 @@ class SourcesAsked:
     at: float
     _: KW_ONLY
     local_tokens: int
+    resumable_tokens: int
     bids: tuple[ValuedBid, ...]
     compute_value: float
     misses: tuple[SourceMiss, ...]

@@ -147,7 +147,13 @@ class BidChooser:
     patience_seconds: float
 
     def choose(
-        self, bids: Sequence[Bid], missing_tokens: int, *, waited: float, before: Bid | None
+        self,
+        bids: Sequence[Bid],
+        missing_tokens: int,
+        *,
+        waited: float,
+        before: Bid | None,
+        computed_tokens: int | None = None,
     ) -> Bid | None:
         """Return the bid (a source's offer to load tokens) to take; None if the engine computes the prompt.
 
@@ -159,12 +165,27 @@ class BidChooser:
             waited: seconds that the request has waited so far.
             before: bid that was chosen for this request last time; None if there is none. A bid of the same
                 sources and places wins unless another bid has more than `MARGIN` times its value.
+            computed_tokens: number of tokens that the engine computes if no bid is taken; None for
+                `missing_tokens`.
         """
-        return choose(self.policy, bids, missing_tokens, waits=waited < self.patience_seconds, before=before)
+        return choose(
+            self.policy,
+            bids,
+            missing_tokens,
+            waits=waited < self.patience_seconds,
+            before=before,
+            computed_tokens=computed_tokens,
+        )
 
 
 def choose(
-    policy: Policy, bids: Sequence[Bid], missing_tokens: int, *, waits: bool, before: Bid | None = None
+    policy: Policy,
+    bids: Sequence[Bid],
+    missing_tokens: int,
+    *,
+    waits: bool,
+    before: Bid | None = None,
+    computed_tokens: int | None = None,
 ) -> Bid | None:
     """Return the bid (a source's offer to load tokens) to take; None if the engine computes the prompt.
 
@@ -183,10 +204,13 @@ def choose(
             of such sources are ignored.
         before: bid that was chosen for this request last time; None if there is none. A bid of the same
             sources and places wins unless another bid has more than `MARGIN` times its value.
+        computed_tokens: number of tokens that the engine computes if no bid is taken; None for
+            `missing_tokens`. It is larger if the engine can use a part of its prefix cache only with a load.
     """
     values = [(policy.value(bid, missing_tokens), bid) for bid in bids if waits or not bid.looking]
     most, best = max(values, key=lambda one: one[0], default=(0.0, None))
     for value, bid in values:
         if bid.has_same_sources(before) and value * MARGIN >= most:
             most, best = value, bid
-    return best if most > policy.value(None, missing_tokens) else None
+    computed_tokens = missing_tokens if computed_tokens is None else computed_tokens
+    return best if most > policy.value(None, computed_tokens) else None

@@ -134,7 +134,13 @@ class RequestPhases:
         return AdmitAction.ASK
 
     def best(
-        self, state: RequestState[PlanT], plans: Sequence[PlanT], request: Request, local_tokens: int
+        self,
+        state: RequestState[PlanT],
+        plans: Sequence[PlanT],
+        request: Request,
+        local_tokens: int,
+        *,
+        resumable_tokens: int | None = None,
     ) -> PlanT | None:
         """Return the plan to take; None if the engine computes the prompt.
 
@@ -145,6 +151,8 @@ class RequestPhases:
             plans: plans to load the request's prefix, in the order of their sources.
             request: the request.
             local_tokens: number of the request's tokens in the engine's own prefix cache.
+            resumable_tokens: number of these tokens that the engine can use if nothing is loaded; None for
+                all of them.
         """
         missing_tokens = request.num_tokens - local_tokens
         best = self._chooser.choose(
@@ -152,6 +160,7 @@ class RequestPhases:
             missing_tokens,
             waited=state.waiting.until(self._clock()),
             before=None if state.taken is None else state.taken[0].bid,
+            computed_tokens=None if resumable_tokens is None else request.num_tokens - resumable_tokens,
         )
         return next((plan for plan in plans if plan.bid is best), None)
 

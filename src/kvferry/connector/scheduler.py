@@ -13,7 +13,7 @@ from kvferry.connector.adapters import Adapters
 from kvferry.connector.admission import Admission
 from kvferry.connector.compose import Composition
 from kvferry.connector.config import ConnectorConfig
-from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request, Step
+from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, PrefixCache, Request, Step
 from kvferry.connector.messages import StepOrders, StepReports, WorkerInfo
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.peers.compatible import check_readable
@@ -99,6 +99,7 @@ class SchedulerHalf:
         *,
         facts: Facts,
         namespace: NamespaceOf,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         """Start the control channel to other engines, and open the tiers. Call it when all workers run.
 
@@ -108,6 +109,8 @@ class SchedulerHalf:
             facts: facts about the engine that peers compare at the handshake.
             namespace: function that takes the format in which chunks are stored, and returns the namespace
                 (scope) of the chunk keys.
+            prefix_cache: the engine's prefix cache, if it shares attention blocks where it lacks recurrent
+                state; else None.
 
         Raises:
             ConfigError: the control channel cannot listen at its address, no chunk could ever be stored in
@@ -126,6 +129,7 @@ class SchedulerHalf:
             refusals=self._refusals,
             speeds=self._speeds,
             idle=lambda: self._steps.idle,
+            prefix_cache=prefix_cache,
         )
         self._parts = composition.parts
         sources: list[Source] = []

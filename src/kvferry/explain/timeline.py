@@ -77,7 +77,12 @@ class _Timeline:
     def _asked(self, event: events.SourcesAsked) -> Iterator[str]:
         yield from self._again()
         if event.local_tokens:
-            yield f"The engine's own cache has {_tokens(event.local_tokens)}."
+            lacks = (
+                f", but no recurrent state after more than {format_count(event.resumable_tokens)} of them"
+                if event.resumable_tokens < event.local_tokens
+                else ""
+            )
+            yield f"The engine's own cache has {_tokens(event.local_tokens)}{lacks}."
         for one in event.bids:
             if one.excluded:
                 yield f"{one.source} is not asked again: {one.excluded}"
@@ -91,7 +96,7 @@ class _Timeline:
             yield f"{source_miss.source} bids nothing, {_describe_miss(source_miss)}"
         chosen = next((one.source for one in event.bids if one.bid == event.chosen), "")
         if event.chosen is None:
-            yield f"{'The rest' if event.local_tokens else 'Everything'} is computed: {event.why}."
+            yield f"{'The rest' if event.resumable_tokens else 'Everything'} is computed: {event.why}."
         elif event.why is DecisionReason.LOOKING:
             yield f"The request waits for {chosen}: {event.why}."
         else:

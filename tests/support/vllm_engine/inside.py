@@ -722,6 +722,19 @@ def spoil(engine: Any, group: int | None) -> None:
     engine.witness.spoil_group = group
 
 
+def spoil_cached(engine: Any, group: int) -> int:
+    """Spoil all blocks of this group in the engine's own prefix cache; their number."""
+    from vllm.v1.core.kv_cache_utils import get_group_id
+
+    worker = worker_half(engine)
+    blocks = _scheduler(engine).kv_cache_manager.block_pool.blocks
+    ids = [one.block_id for one in blocks if one.block_hash and get_group_id(one.block_hash) == group]
+    for layer in worker._geometry.groups[group].layers:
+        for block in ids:
+            negate(worker, layer, block)
+    return len(ids)
+
+
 def counters(engine: Any) -> dict[str, Any]:
     """Inner counts of the connector."""
     ours = half(engine)

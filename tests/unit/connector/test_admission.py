@@ -123,7 +123,17 @@ class Stand:
 
 
 class Engine:
-    def __init__(self, *sources, workers=2, attempts=2, policy=None, patience=10.0, whole=False, windows=()):
+    def __init__(
+        self,
+        *sources,
+        workers=2,
+        attempts=2,
+        policy=None,
+        patience=10.0,
+        whole=False,
+        windows=(),
+        prefix_cache=None,
+    ):
         self.pool, self.workers = BlockPool(60), workers
         self.fold, self.told = MetricsListener(), []
         self.parts = PartBlocks(GROUPS, self.pool)
@@ -141,6 +151,7 @@ class Engine:
             sources=sources,
             chooser=BidChooser(policy or WeightPolicy({}), Speeds(), patience),
             events=EventStream(self.fold, self.told.append),
+            prefix_cache=prefix_cache,
         )
         self.held = {}
 
@@ -1258,3 +1269,83 @@ def test_a_request_that_no_source_can_serve_is_told_with_its_trace_and_its_end()
     assert said(engine) == (["Arrived", "Finished"], {})
     came = engine.told[0]
     assert (came.tokens, came.sources, came.trace_headers) == (PROMPT, (), (("traceparent", "00-1-2-01"),))
+
+
+class HalfPrefix:
+    """A prefix cache that can continue after fewer tokens than it has attention blocks for."""
+
+    def __init__(self, resumable_tokens):
+        self.resumable, self.shortened = resumable_tokens, []
+
+    def resumable_tokens(self, request):
+        return self.resumable
+
+    def shorten(self, request, tokens):
+        self.shortened.append(tokens)
+
+
+def test_a_load_begins_where_the_engines_blocks_end_though_it_could_not_continue_there():
+    source, cache = Stand("one", 24), HalfPrefix(4)
+    engine = Engine(source, prefix_cache=cache)
+    assert engine.admit(engine.arrive(), local_tokens=16) == 8
+    assert (source.heard, cache.shortened) == ([("begin", 16, 24)], [])
+    (asked,) = [event for event in engine.told if isinstance(event, SourcesAsked)]
+    assert (asked.local_tokens, asked.resumable_tokens) == (16, 4)
+
+
+@pytest.mark.parametrize(("total", "cut"), [(16, 12), (13, 12), (12, 8), (5, 4)])
+def test_for_a_shorter_prefix_the_engine_gives_up_blocks_once(total, cut):
+    source, cache = Stand("one", total), HalfPrefix(4)
+    engine = Engine(source, prefix_cache=cache)
+    one = engine.arrive()
+    assert engine.admission.matched(one, 16) is None
+    assert cache.shortened == [cut]
+    assert engine.admission.matched(one, 16) == 0, "somebody has put the block back"
+    assert cache.shortened == [cut]
+    assert engine.admission.matched(one, cut) == total - cut
+    engine.allocate(one, total - cut)
+    assert source.heard[0] == ("begin", cut, total)
+
+
+@pytest.mark.parametrize("total", [0, 3, 4])
+def test_a_prefix_that_the_engine_can_continue_alone_is_not_given_up(total):
+    cache = HalfPrefix(4)
+    engine = Engine(Stand("one", total), prefix_cache=cache)
+    assert engine.admit(engine.arrive(), local_tokens=16) == 0
+    assert cache.shortened == []
+    (asked,) = [event for event in engine.told if isinstance(event, SourcesAsked)]
+    assert (asked.local_tokens, asked.resumable_tokens, asked.chosen) == (16, 4, None)
+
+
+def test_a_source_that_is_looking_is_waited_for_before_blocks_are_given_up():
+    source, cache = Stand("one", 16, looking=True), HalfPrefix(0)
+    engine = Engine(source, prefix_cache=cache)
+    one = engine.arrive()
+    assert engine.admission.matched(one, 16) is None
+    assert cache.shortened == []
+    source.looking = False
+    assert engine.admission.matched(one, 16) is None
+    assert cache.shortened == [12]
+
+
+class FromTheStart(Stand):
+    """A source that can load all of its tokens or none."""
+
+    def bids(self, request, local_tokens):
+        return [] if local_tokens else super().bids(request, local_tokens)
+
+
+def test_blocks_are_not_given_up_for_a_source_that_has_more_than_they_hold():
+    """To find fewer of them would not let it load: they end where it has tokens."""
+    cache = HalfPrefix(0)
+    engine = Engine(FromTheStart("one", 24), prefix_cache=cache)
+    assert engine.admit(engine.arrive(), local_tokens=16) == 0
+    assert cache.shortened == []
+
+
+def test_all_blocks_of_a_prompt_without_its_state_are_worth_a_load():
+    source, cache = Stand("one", PROMPT - 1), HalfPrefix(0)
+    engine = Engine(source, prefix_cache=cache)
+    one = engine.arrive()
+    assert engine.admission.matched(one, PROMPT - 1) is None
+    assert cache.shortened == [PROMPT - BLOCK]

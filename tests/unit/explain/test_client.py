@@ -65,6 +65,7 @@ def everything(name: str, at: float) -> tuple[Event, ...]:
             name,
             at,
             local_tokens=1,
+            resumable_tokens=1,
             bids=(ValuedBid("peer", bid, 1.5),),
             compute_value=0.5,
             misses=(lack,),

@@ -138,6 +138,7 @@ def test_long_texts_of_others_are_cut() -> None:
             "a",
             0.0,
             local_tokens=0,
+            resumable_tokens=0,
             bids=(bid,),
             compute_value=0.0,
             misses=(lack,),

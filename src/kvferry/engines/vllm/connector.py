@@ -94,6 +94,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """
         return bool(read_settings(self._vllm_config).transfers and super().requires_kv_delivery)
 
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """True if vLLM may share attention blocks whose recurrent state it lacks, because a load brings it.
+
+        If nothing is loaded, vLLM falls back to the prefix that all KV cache groups have.
+        """
+        return self._scheduler is not None and self._scheduler.completes_prefixes
+
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         return layout.requested_layout(vllm_config, read_settings(vllm_config))
@@ -106,8 +114,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler is not None
         return self._scheduler
 
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self.scheduler.bind_pool(gpu_block_pool)
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self.scheduler.bind_manager(kv_cache_manager)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         self.scheduler.start(sorted_cards(metadata))

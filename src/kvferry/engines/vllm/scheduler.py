@@ -9,6 +9,7 @@ from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.scheduler import SchedulerHalf
 from kvferry.connector.stream import EventStream
 from kvferry.engines.vllm.compat.loras import hook_adapter_loads
+from kvferry.engines.vllm.compat.prefix_cache import VLLMPrefixCache
 from kvferry.engines.vllm.compat.spans import is_traced
 from kvferry.engines.vllm.identifiers import Identifiers
 from kvferry.engines.vllm.identity import built_by_all, facts_of, lora_settings, must_agree, namespace_of
@@ -68,10 +69,20 @@ class VLLMScheduler:
         self._log: TransferLog | None = None
         self.half = SchedulerHalf(engine, config, adapters, events)
         self._pool: Any = None
+        self._prefix_cache: VLLMPrefixCache | None = None
 
-    def bind_pool(self, pool: Any) -> None:
-        """Store the engine's block pool, which `start` passes to the scheduler half."""
-        self._pool = pool
+    def bind_manager(self, manager: Any) -> None:
+        """Store the engine's block pool and prefix cache, which `start` passes to the scheduler half.
+
+        Args:
+            manager: vLLM's KVCacheManager.
+        """
+        self._pool, self._prefix_cache = manager.block_pool, VLLMPrefixCache.of(manager)
+
+    @property
+    def completes_prefixes(self) -> bool:
+        """Whether loads bring the recurrent state that vLLM lacks after a prefix of its own cache."""
+        return self._prefix_cache is not None
 
     def start(self, cards: tuple[WorkerCard, ...]) -> None:
         """Start the scheduler half, after all workers of the engine have started.
@@ -97,6 +108,7 @@ class VLLMScheduler:
             self._pool,
             facts=facts_of(self._vllm_config, agree, self.half.incarnation),
             namespace=lambda canonical: namespace_of(self._vllm_config, agree, canonical),
+            prefix_cache=self._prefix_cache,
         )
         self._explaining.start()
 

@@ -1,0 +1,275 @@
+"""Prefixes of which vLLM has the attention blocks only, over vLLM's scheduler: a load completes them.
+
+The workers know what each block holds, so every step is checked: it finds the KV of all tokens before it, and
+the recurrent state after exactly these tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from kvferry.engines.vllm.compat.prefix_cache import VLLMPrefixCache
+from kvferry.geometry import GroupKind
+from support.vllm_scheduler import BLOCK, Engine
+
+FOLDER = Path("/tmp")
+HYBRID = ("full", "state")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    global FOLDER  # noqa: PLW0603 - hypothesis takes no fixtures of a function
+    FOLDER = tmp_path_factory.mktemp("checkpoints")
+
+
+class WitnessedEngine(Engine):
+    """An engine whose blocks hold the tokens that were computed or loaded into them.
+
+    Attributes:
+        content: the tokens, from the first of the prompt on, after which a block's KV or state was written.
+        checked: number of requests that were checked in all steps.
+    """
+
+    def __init__(self, kinds: tuple[str, ...] = HYBRID, blocks: int = 80, **more: Any) -> None:
+        super().__init__(FOLDER, kinds, blocks, **more)
+        self.content: dict[int, tuple[int, ...]] = {}
+        self.checked = 0
+
+    def end(self, load: Any, failure: str | None = None, *, late: bool = False) -> None:
+        if failure is None and load.request_id in self.scheduler.requests:
+            tokens = tuple(self.scheduler.requests[load.request_id].all_token_ids)
+            for group, table in zip(self.connector.engine.groups, load.tables, strict=True):
+                span = load.span
+                if group.kind is GroupKind.STATE:
+                    self.content[int(table[0])] = tokens[: span.total]
+                    continue
+                for number in range(span.begins // BLOCK, -(-span.ends // BLOCK)):
+                    self.content[int(table[number])] = tokens[: min(span.ends, (number + 1) * BLOCK)]
+        super().end(load, failure, late=late)
+
+    def _written(self, output: Any) -> set[int]:
+        for name, count in output.num_scheduled_tokens.items():
+            request = self.scheduler.requests[name]
+            tokens, end = tuple(request.all_token_ids), request.num_computed_tokens
+            before = end - count
+            tables = self.scheduler.kv_cache_manager.get_block_ids(name)
+            self.checked += 1
+            for group, table in zip(self.connector.engine.groups, tables, strict=True):
+                if group.kind is GroupKind.STATE:
+                    if before:
+                        held = self.content[table[(before - 1) // BLOCK]]
+                        assert held == tokens[:before], "not the state after the tokens before this step"
+                    self.content[table[(end - 1) // BLOCK]] = tokens[:end]
+                    continue
+                for number in range(-(-before // BLOCK)):
+                    wanted = tokens[: min(before, (number + 1) * BLOCK)]
+                    assert self.content[table[number]][: len(wanted)] == wanted, "not the KV of these tokens"
+                for number in range(before // BLOCK, -(-end // BLOCK)):
+                    self.content[table[number]] = tokens[: min(end, (number + 1) * BLOCK)]
+        return super()._written(output)
+
+    def serve(self, tokens: Any, answer: int = 1, failure: str | None = None, **totals: int) -> Any:
+        """Ask, and step until it is answered. The first load fails if there is a `failure`."""
+        one = self.ask(tokens, answer, **totals)
+        for _ in range(200):
+            if one.request_id in self.answered:
+                return one
+            self.step()
+            for load in list(self.loading):
+                self.end(load, failure)
+                failure = None
+        raise AssertionError("the request never ends")
+
+    @property
+    def loads(self) -> list[tuple[int, int, int]]:
+        """(tokens before, tokens after, tokens of the request) of the loads since the last call."""
+        taken, self.connector.loads = self.connector.loads, []
+        return taken
+
+
+def two_turns(**more: Any) -> tuple[WitnessedEngine, Any]:
+    """An engine that has loaded 70 tokens of a first turn, and the prompt of the second, of 100 tokens.
+
+    The engine has four attention blocks, and no snapshot at the end of a block.
+    """
+    engine = WitnessedEngine(**more)
+    engine.serve(range(71), peer=70)
+    assert engine.loads == [(0, 70, 71)]
+    return engine, range(100)
+
+
+def test_a_load_completes_the_attention_blocks_that_the_engine_has() -> None:
+    engine, prompt = two_turns()
+    engine.serve(prompt, peer=99)
+    assert engine.loads == [(4 * BLOCK, 99, 100)]
+
+
+def test_without_a_source_the_engine_continues_from_the_state_that_it_has() -> None:
+    engine, prompt = two_turns()
+    one = engine.serve(prompt)
+    assert engine.loads == []
+    assert one.num_preemptions == 0
+    assert engine.connector.found[one.request_id] == 4 * BLOCK
+
+
+def test_a_source_that_has_no_more_than_the_engines_blocks_brings_the_last_of_them_and_the_state() -> None:
+    for total in (64, 50, 49, 48, 20, 16, 1):
+        engine, prompt = two_turns()
+        engine.serve(prompt, peer=total)
+        cut = (total - 1) // BLOCK * BLOCK
+        assert engine.loads == [(cut, total, 100)], f"{total} tokens are offered"
+        engine.serve(range(120), peer=119)
+        assert engine.loads == [(96, 119, 120)], "the evicted block is in the prefix cache again"
+
+
+def test_a_prompt_of_whole_blocks_whose_state_is_missing_is_loaded_not_computed() -> None:
+    """Its last token is computed here. All of its other tokens have attention blocks."""
+    engine = WitnessedEngine()
+    engine.serve(range(71), peer=70)
+    engine.serve(range(65), peer=64)
+    assert engine.loads == [(0, 70, 71), (48, 64, 65)]
+
+
+def test_all_copies_of_a_block_are_evicted() -> None:
+    engine = WitnessedEngine()
+    both = [engine.ask(range(71), 1, peer=70) for _ in range(2)]
+    while not {one.request_id for one in both} <= engine.answered:
+        engine.step()
+        for load in list(engine.loading):
+            engine.end(load)
+    (one,) = engine.pool.get_cached_block(both[0].block_hashes[3], [0])
+    assert sum(block.block_hash == one.block_hash for block in engine.pool.blocks) == 2
+    engine.serve(range(100), peer=50)
+    assert engine.loads[-1] == (48, 50, 100)
+
+
+def test_a_prefix_that_stays_as_long_is_not_shortened_again(monkeypatch) -> None:
+    """Others may put the evicted block back at once."""
+    engine, prompt = two_turns()
+    shortened: list[int] = []
+    monkeypatch.setattr(VLLMPrefixCache, "shorten", lambda _, request, tokens: shortened.append(tokens))
+    engine.serve(prompt, peer=50)
+    assert (engine.loads, shortened) == ([], [48])
+
+
+def test_if_the_load_fails_the_next_source_completes_the_blocks_or_the_prompt_is_computed() -> None:
+    engine, prompt = two_turns()
+    engine.serve(prompt, failure="lost", peer=99, tiers=90)
+    assert engine.loads == [(64, 99, 100), (64, 90, 100)]
+    engine, prompt = two_turns()
+    engine.serve(prompt, failure="lost", peer=99)
+    assert engine.loads == [(64, 99, 100)]
+
+
+def test_a_preempted_request_loads_the_state_anew() -> None:
+    engine, prompt = two_turns()
+    one = engine.ask(prompt, answer=30, peer=99)
+    for _ in range(4):
+        engine.step()
+        for load in list(engine.loading):
+            engine.end(load)
+    engine.preempt()
+    while one.request_id not in engine.answered:
+        engine.step()
+        for load in list(engine.loading):
+            engine.end(load)
+    assert engine.loads[0] == (64, 99, 100)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    turns=st.lists(
+        st.tuples(
+            st.integers(2, 60),  # tokens that a turn adds
+            st.integers(1, 61),  # tokens at its end that no source has; state must not have seen the last
+            st.sampled_from([None, None, None, "lost"]),
+            st.integers(1, 20),
+        ),
+        min_size=2,
+        max_size=6,
+    ),
+    blocks=st.integers(30, 80),
+    text=st.integers(0, 3),
+)
+def test_each_step_of_a_conversation_finds_what_it_needs(turns, blocks, text) -> None:
+    engine = WitnessedEngine(blocks=blocks)
+    free = engine.pool.get_num_free_blocks()
+    said: list[int] = []
+    for number, (more, lacking, failure, answer) in enumerate(turns):
+        said += [1000 * text + 100 * number + n for n in range(more)]
+        if len(said) + answer >= 390:
+            break
+        one = engine.serve(said, answer, failure, peer=max(len(said) - lacking, 0))
+        for local_tokens, total, tokens in engine.loads:
+            assert local_tokens % BLOCK == 0
+            assert local_tokens < total <= tokens
+        said = list(one.all_token_ids)
+    for _ in range(3):
+        engine.step()
+    assert engine.checked
+    assert engine.pool.get_num_free_blocks() == free
+
+
+def test_the_witness_notices_a_load_without_the_state(monkeypatch) -> None:
+    engine, prompt = two_turns()
+    end = WitnessedEngine.end
+
+    def without_state(self: Any, load: Any, *more: Any, **named: Any) -> None:
+        before = dict(self.content)
+        end(self, load, *more, **named)
+        block = int(load.tables[1][0])
+        self.content[block] = before.get(block, ())
+
+    monkeypatch.setattr(WitnessedEngine, "end", without_state)
+    with pytest.raises(AssertionError, match="not the state"):
+        engine.serve(prompt, peer=99)
+
+
+def test_the_witness_notices_blocks_that_are_used_without_a_load(monkeypatch) -> None:
+    engine, prompt = two_turns()
+    manager = engine.scheduler.kv_cache_manager
+    monkeypatch.setattr(
+        manager,
+        "get_computed_blocks_for_connector",
+        lambda request, find=manager.get_computed_blocks_for_connector: (*find(request)[:3], False),
+    )
+    with pytest.raises((AssertionError, KeyError)):
+        engine.serve(prompt)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "completes"),
+    [
+        (("full", "state"), True),
+        (("full", "state", "state"), True),
+        (("full", "full", "state"), True),  # one block table each, of one kind: vLLM looks them up together
+        (("full",), False),
+        (("full", "window"), False),
+        (("state",), False),
+        (("window", "state"), False),
+        (("full", "window", "state"), False),  # a load would not bring the window that vLLM lacks
+    ],
+    ids=str,
+)
+def test_only_state_may_be_missing(kinds, completes) -> None:
+    engine = Engine(FOLDER, kinds)
+    assert (VLLMPrefixCache.of(engine.scheduler.kv_cache_manager) is not None) == completes
+    assert engine.connector.supports_divergent_local_hybrid_hits == completes
+
+
+def test_computing_is_valued_from_the_state_that_the_engine_has(monkeypatch) -> None:
+    engine, prompt = two_turns()
+    asked: list[tuple[bool, int]] = []
+    value = engine.connector.admission._chooser.policy.value
+    monkeypatch.setattr(
+        type(engine.connector.admission._chooser.policy),
+        "value",
+        lambda self, bid, missing: asked.append((bid is None, missing)) or value(bid, missing),
+    )
+    engine.serve(prompt, peer=99)
+    assert (False, 36) in asked, "of a load, all tokens beyond the blocks"
+    assert {missing for computing, missing in asked if computing} == {100}, "the engine has no state"
