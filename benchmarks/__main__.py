@@ -14,19 +14,20 @@ from benchmarks.overhead.command import overhead
 from benchmarks.redeem.command import redeem
 from benchmarks.safety.command import safety
 from benchmarks.steps.command import steps
+from benchmarks.turns.command import turns
 from kvferry.cli.main import run
 from kvferry.cli.output import check_output
 
 app = typer.Typer(
     name="python -m benchmarks",
-    help="Measure kvferry's own design: hand-overs, layouts, protections, tiers and policies.",
+    help="Measure kvferry's own design: hand-overs, layouts, protections, tiers, policies and turns.",
     no_args_is_help=True,
     add_completion=False,
     callback=check_output,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _command in (handover, steps, overhead, layout, copies, offload, choice, safety, redeem, gpu_check):
+for _command in (handover, steps, overhead, layout, copies, offload, choice, safety, redeem, turns, gpu_check):
     app.command(_command.__name__)(_command)
 
 if __name__ == "__main__":

@@ -138,6 +138,27 @@ def test_a_prefix_ends_where_all_groups_can_go_on(family: Life) -> None:
         assert distance(answer, family.long) < 1e-4
 
 
+def test_a_snapshot_completes_the_attention_blocks_that_the_engine_still_has(family: Life) -> None:
+    """The tiers' prefix ends where these blocks end: the load brings the last of them, and the snapshot."""
+    kinds = [name for name, _, _ in family.engine.about["groups"]]
+    if "MambaSpec" not in kinds:
+        pytest.skip("this family has no states")
+    engine, block = family.engine.engine, family.engine.about["block_size"]
+    family.engine.forget()
+    same_words(family, "host")
+    answers = []
+    for spoiled in (False, True):
+        assert engine.call("evict_states")
+        if spoiled:
+            assert engine.call("spoil_cached", kinds.index("FullAttentionSpec"))
+        engine.call("new_loads")
+        answers.append(family.engine.say(family.asked))
+        assert engine.call("new_loads") == [("tiers", len(TEXT) - block, len(TEXT))]
+    assert distance(answers[0], family.reference) == 0.0
+    assert distance(answers[1], answers[0]) > 1e-4, "the engine's own blocks are not used"
+    family.engine.forget()
+
+
 def test_what_was_loaded_is_used_and_what_is_damaged_is_not(family: Life) -> None:
     for group, paths in chunk_files(family.directory).items():
         sound = {path: path.read_bytes() for path in paths}

@@ -1,8 +1,9 @@
 """The tokens of a request in the engine's own prefix cache.
 
 To continue a prompt, layers with full attention need the KV of all tokens, and layers with recurrent state
-need one snapshot. A load leaves its snapshot inside a block, where no later request can share it. Requests can
-still share the attention blocks before it. So the engine may have more attention blocks than it can use alone:
+need one snapshot. A load leaves its snapshot inside a block, where no later request can share it. Requests
+can still share the attention blocks before it. So the engine may have more attention blocks than it can use
+without a load:
 
     attention blocks   0 ──────────────────────────▶ 512
     with a snapshot    0 ────▶ 128

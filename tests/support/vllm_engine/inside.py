@@ -724,15 +724,27 @@ def spoil(engine: Any, group: int | None) -> None:
 
 def spoil_cached(engine: Any, group: int) -> int:
     """Spoil all blocks of this group in the engine's own prefix cache; their number."""
-    from vllm.v1.core.kv_cache_utils import get_group_id
-
-    worker = worker_half(engine)
-    blocks = _scheduler(engine).kv_cache_manager.block_pool.blocks
-    ids = [one.block_id for one in blocks if one.block_hash and get_group_id(one.block_hash) == group]
+    worker, ids = worker_half(engine), _cached(engine, group)
     for layer in worker._geometry.groups[group].layers:
         for block in ids:
             negate(worker, layer, block)
     return len(ids)
+
+
+def evict_states(engine: Any) -> int:
+    """Evict all snapshots of recurrent state from the engine's own prefix cache; their number."""
+    groups = enumerate(worker_half(engine)._geometry.groups)
+    ids = [block for n, group in groups if group.kind == "state" for block in _cached(engine, n)]
+    _scheduler(engine).kv_cache_manager.block_pool.evict_blocks(set(ids))
+    return len(ids)
+
+
+def _cached(engine: Any, group: int) -> list[int]:
+    """Blocks of a group in the engine's own prefix cache."""
+    from vllm.v1.core.kv_cache_utils import get_group_id
+
+    blocks = _scheduler(engine).kv_cache_manager.block_pool.blocks
+    return [one.block_id for one in blocks if one.block_hash and get_group_id(one.block_hash) == group]
 
 
 def counters(engine: Any) -> dict[str, Any]:

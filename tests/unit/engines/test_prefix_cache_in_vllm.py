@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from kvferry.engines.vllm.compat.prefix_cache import VLLMPrefixCache
+from kvferry.engines.vllm.connector import KVFerryConnector
+from kvferry.engines.vllm.multi.connector import FerryMultiConnector
 from kvferry.geometry import GroupKind
 from support.vllm_scheduler import BLOCK, Engine
 
@@ -273,3 +275,17 @@ def test_computing_is_valued_from_the_state_that_the_engine_has(monkeypatch) -> 
     engine.serve(prompt, peer=99)
     assert (False, 36) in asked, "of a load, all tokens beyond the blocks"
     assert {missing for computing, missing in asked if computing} == {100}, "the engine has no state"
+
+
+@pytest.mark.parametrize("connector", ["KVFerryConnector", "FerryMultiConnector"])
+@pytest.mark.parametrize(("kinds", "completes"), [(HYBRID, True), (("full", "window"), False)], ids=str)
+def test_kvferrys_connectors_say_so(connector, kinds, completes) -> None:
+    own = {"kv_connector": "KVFerryConnector", "kv_connector_module_path": KVFerryConnector.__module__}
+    module, extra = own["kv_connector_module_path"], {}
+    if connector == "FerryMultiConnector":
+        module, extra = FerryMultiConnector.__module__, {"connectors": [own]}
+    engine = Engine(FOLDER, kinds, connector=connector, connector_module=module, settings=extra)
+    found = engine.scheduler.connector
+    assert found.supports_divergent_local_hybrid_hits == completes
+    if connector == "FerryMultiConnector":
+        assert (found._admission.prefix_cache is not None) == completes

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 from hypothesis import given, strategies as st
 
+from kvferry.connector.bids import PlaceTokens
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.headroom import Headroom
 from kvferry.connector.policies import BidChooser, CostPolicy, FirstPolicy, WeightPolicy
@@ -93,6 +94,19 @@ def test_by_cost_a_slow_child_is_left_for_a_faster_one() -> None:
         ours.allocated(request(name), blocks(1), tokens)
         clock.now += seconds
         ours.take_results({name}, set(), set())
+
+
+def test_by_cost_computing_begins_where_all_groups_can_continue() -> None:
+    """Of 1,000 tokens the engine has the attention blocks of 800, and no state. Computing takes 1 s."""
+    clock = Clock()
+    speeds = Speeds(clock)
+    speeds.record_computation(1000, 1.0)
+    children = [Child((199, True))]
+    ours = ChildAdmission(["one"], children, BidChooser(CostPolicy(speeds), speeds, PATIENCE), 2, clock)
+    speeds.record_load((PlaceTokens("one", 199),), 0.3)
+    assert ours.matched(request("a", 1000), 800) == (0, False), "the engine can compute the rest by itself"
+    ours.prefix_cache = SimpleNamespace(resumable_tokens=lambda request: 0)
+    assert ours.matched(request("b", 1000), 800) == (199, True)
 
 
 def test_a_child_that_is_looking_is_waited_for_as_long_as_there_is_patience() -> None:

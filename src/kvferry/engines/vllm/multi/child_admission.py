@@ -21,10 +21,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.connector.bids import Bid, Bidding, PlaceTokens
+from kvferry.connector.engine import PrefixCache
 from kvferry.connector.headroom import Headroom
+from kvferry.connector.local_prefix import LocalPrefix
 from kvferry.connector.policies import BidChooser
 from kvferry.connector.request_phases import AdmitAction, RequestPhase, RequestPhases, RequestState
 from kvferry.engines.vllm.multi.counts import Counts
+from kvferry.engines.vllm.requests import VLLMRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,8 @@ class ChildAdmission:
         phases: state machine that tracks the phase of each request, such as waiting for its load. Its
             attribute `headroom` decides whether a load leaves enough free blocks for waiting requests. The
             initial `headroom` accepts every load; `FerryMultiConnector` replaces it.
+        prefix_cache: vLLM's prefix cache, if it shares attention blocks where it lacks recurrent state; else
+            None. `FerryMultiConnector` sets it.
     """
 
     def __init__(
@@ -107,6 +112,7 @@ class ChildAdmission:
             clock: function that returns the time in seconds.
         """
         self.counts, self.phases = Counts(), RequestPhases(chooser, Headroom(), clock)
+        self.prefix_cache: PrefixCache | None = None
         self._names, self._children = tuple(names), tuple(children)
         self._chooser, self._attempts, self._clock = chooser, attempts, clock
         self._states: dict[str, _RequestState] = {}
@@ -136,8 +142,13 @@ class ChildAdmission:
         action = self.phases.next_action(state)
         if action is not AdmitAction.ASK:
             return (None if action is AdmitAction.SET_ASIDE else 0), False
+        prefix = LocalPrefix.of(self.prefix_cache, VLLMRequest(request), local_tokens)
         best = self.phases.best(
-            state, self._plans(request.num_tokens - local_tokens, answers), request, local_tokens
+            state,
+            self._plans(request.num_tokens - local_tokens, answers),
+            request,
+            local_tokens,
+            resumable_tokens=prefix.resumable_tokens,
         )
         tokens = self.phases.propose(
             state, best, local_tokens, lambda plan: self._has_room(plan, request, local_tokens)

@@ -26,6 +26,7 @@ from kvferry.engines.vllm.compat.contract import (
     SupportsHMA,
 )
 from kvferry.engines.vllm.compat.frees import defer_frees
+from kvferry.engines.vllm.compat.prefix_cache import VLLMPrefixCache
 from kvferry.engines.vllm.compat.process import share_logging
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.info import cache_group, step_tokens
@@ -125,6 +126,8 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
         )
         for child in self._connectors:
             child.bind_kv_cache_manager(kv_cache_manager)
+        if self.supports_divergent_local_hybrid_hits:
+            self._admission.prefix_cache = VLLMPrefixCache.of(kv_cache_manager)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         for child_index, child in enumerate(self._connectors):
