@@ -128,11 +128,21 @@ def measure(
         with EngineProcess(setup) as prefill, EngineProcess(setup) as decode:
             block_tokens = prefill.wait()
             decode.wait()
-            found.append(_lead(conversation, prefill, decode))
+            found.append(lead(conversation, prefill, decode))
     return FamilyTurns(name, block_tokens, *found)
 
 
-def _lead(conversation: Conversation, prefill: EngineProcess, decode: EngineProcess) -> tuple[TurnLoad, ...]:
+def lead(conversation: Conversation, prefill: EngineProcess, decode: EngineProcess) -> tuple[TurnLoad, ...]:
+    """Send all turns of a conversation through two engines; return what the decode engine read for each.
+
+    Args:
+        conversation: lengths of the conversation. Its tokens are random, the same in each call.
+        prefill: engine that computes the prompts.
+        decode: engine that reads them and answers.
+
+    Raises:
+        TransferError: an engine does not answer, or a load has failed.
+    """
     words = np.random.default_rng(1)
     said: list[int] = []
     known, loads = 0, []

@@ -77,12 +77,9 @@ class _Timeline:
     def _asked(self, event: events.SourcesAsked) -> Iterator[str]:
         yield from self._again()
         if event.local_tokens:
-            lacks = (
-                f", but no recurrent state after more than {format_count(event.resumable_tokens)} of them"
-                if event.resumable_tokens < event.local_tokens
-                else ""
-            )
-            yield f"The engine's own cache has {_tokens(event.local_tokens)}{lacks}."
+            usable = f" Without a load it can use {format_count(event.resumable_tokens)} of them."
+            lacks = usable if event.resumable_tokens < event.local_tokens else ""
+            yield f"The engine's own cache has {_tokens(event.local_tokens)}.{lacks}"
         for one in event.bids:
             if one.excluded:
                 yield f"{one.source} is not asked again: {one.excluded}"

@@ -132,6 +132,29 @@ def test_a_failure_is_told_with_what_was_struck_out_and_tried_next() -> None:
     )
 
 
+def test_attention_blocks_without_a_state_are_told() -> None:
+    lines = told(
+        sources_asked(
+            10.1,
+            ValuedBid("peer", PEER, 444.0),
+            local_tokens=256,
+            resumable_tokens=0,
+            chosen=PEER,
+            why=DecisionReason.BEST,
+        ),
+        sources_asked(10.2, local_tokens=256, resumable_tokens=128, why=DecisionReason.NOTHING),
+        sources_asked(10.3, local_tokens=256, resumable_tokens=0, why=DecisionReason.NOTHING),
+    )
+    own = "The engine's own cache has 256 tokens. Without a load it can use"
+    assert f"0.1 {own} 0 of them." in lines
+    assert [line for line in lines if line.startswith(("0.2", "0.3")) or "computed" in line] == [
+        f"0.2 {own} 128 of them.",
+        "The rest is computed: no source has more.",
+        f"0.3 {own} 0 of them.",
+        "Everything is computed: no source has more.",
+    ]
+
+
 def test_what_another_connector_has_brought_is_told_and_no_hit_of_the_engines_own() -> None:
     events = (
         sources_asked(
