@@ -269,7 +269,7 @@ class AdmissionEvents:
             request = self._unserved.pop(name)
             own, last = request.own_hit, self._asked.get(name)
             if own is None:
-                own = 0 if last is None else last[1].resumable_tokens
+                own = 0 if last is None else last[1].local_tokens
             available = request.num_computed_tokens
             self._events.emit(
                 Scheduled(name, time.monotonic(), available, request.num_tokens, max(0, available - own))

@@ -13,6 +13,7 @@ whenever it is called.
     tokens > 0: run steps without the request until `WorkerHalf.ended` names it in `received`
         also in `failed`: free its blocks, and ask `matched` again
 
+If `matched` returns 0, an engine with a `PrefixCache` takes the prefix of `PrefixCache.resumable_tokens`.
 A load fills the blocks from position `local_tokens` on. A group with a window needs blocks only from
 `planning.select.first_attended` of the next computed token on, and has null blocks before. The engine always
 computes the last token, so after a load of all tokens it counts one token fewer as loaded.
