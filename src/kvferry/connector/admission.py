@@ -186,10 +186,10 @@ class Admission:
             return 0
         if action is AdmitAction.SET_ASIDE:
             return None
-        prefix = LocalPrefix.of(self._prefix_cache, request, local_tokens)
         if action is AdmitAction.COMPUTE:
-            self._events.no_room(request.request_id, prefix.resumable_tokens)
+            self._events.no_room(request.request_id, local_tokens)
             return 0
+        prefix = LocalPrefix.of(self._prefix_cache, request, local_tokens)
         if (why := must_compute(request, prefix.resumable_tokens)) is not None:
             known.taken = None
             self._events.not_asked(request, known.sources, prefix.resumable_tokens, *why)

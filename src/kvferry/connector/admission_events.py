@@ -175,7 +175,7 @@ class AdmissionEvents:
             last,
             at=now,
             local_tokens=local_tokens,
-            resumable_tokens=local_tokens,
+            resumable_tokens=min(local_tokens, last.resumable_tokens),
             chosen=None,
             why=DecisionReason.NO_ROOM,
         )

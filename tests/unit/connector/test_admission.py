@@ -1349,3 +1349,13 @@ def test_all_blocks_of_a_prompt_without_its_state_are_worth_a_load():
     one = engine.arrive()
     assert engine.admission.matched(one, PROMPT - 1) is None
     assert cache.shortened == [PROMPT - BLOCK]
+
+
+def test_what_is_computed_for_want_of_blocks_begins_where_the_engine_can_continue():
+    source = Stand("one", 24)
+    source.has_room = lambda bid, blocks: False
+    engine = Engine(source, prefix_cache=HalfPrefix(4), patience=0.0)
+    one = engine.arrive()
+    assert engine.admit(one, local_tokens=16) == 0
+    last = [event for event in engine.told if isinstance(event, SourcesAsked)][-1]
+    assert (last.local_tokens, last.resumable_tokens, last.why) == (16, 4, DecisionReason.NO_ROOM)
