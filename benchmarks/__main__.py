@@ -27,7 +27,19 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _command in (handover, steps, overhead, layout, copies, offload, choice, safety, redeem, turns, gpu_check):
+for _command in (
+    handover,
+    steps,
+    overhead,
+    layout,
+    copies,
+    offload,
+    choice,
+    safety,
+    redeem,
+    turns,
+    gpu_check,
+):
     app.command(_command.__name__)(_command)
 
 if __name__ == "__main__":
