@@ -49,8 +49,6 @@ def test_what_pages_hold_is_proved_or_not_claimed(pair: Pair) -> None:
         if kind == "state":
             assert fields, content
             assert all(name.startswith(("ssm", "conv")) for name in fields), fields
-        elif ":amx:" in content:
-            assert all(name.startswith("opaque") for name in fields)
         else:
             assert fields == (["latent"] if right == "latent" else ["k", "v"])
     if right == "cpu_kv":

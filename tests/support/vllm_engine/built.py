@@ -89,7 +89,7 @@ class _Missing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _replace() -> None:
-    """Take out of vLLM's way what this machine lacks."""
+    """Take out of vLLM's way what this machine lacks, or has and other machines lack."""
     from transformers import AutoConfig
     from transformers.utils import import_utils
 
@@ -97,6 +97,8 @@ def _replace() -> None:
     import_utils.is_torchvision_available()
     import_utils.is_torchvision_v2_available()
     import torch
+
+    torch.cpu._is_amx_tile_supported = lambda: False  # as `no_amx`
     import torch._dynamo
 
     with suppress(ImportError):

@@ -19,6 +19,7 @@ _MODELS = (
 )  # fmt: skip
 MODULES = (
     "pytest",
+    "support.vllm_engine.no_amx",
     "vllm",
     "vllm.entrypoints.llm",
     "vllm.model_executor.model_loader",

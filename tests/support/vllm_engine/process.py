@@ -52,7 +52,7 @@ def begin(
     os.dup2(out, 1)
     os.dup2(out, 2)
     try:
-        from support.vllm_engine import inside
+        from support.vllm_engine import inside, no_amx  # noqa: F401 - the import is what counts
 
         engine = inside.start(settings)
         pipe.send(("ready", inside.about(engine)))
