@@ -8,8 +8,9 @@ from kvferry.connector.messages import StepOrders
 from kvferry.connector.worker.half import BURST_SECONDS, GAP_SECONDS, IDLE_WAIT_SECONDS, WorkerHalf
 from kvferry.planning.select import LoadSpan
 from kvferry.transport.lane import ReadResult
+from kvferry.transport.read_order import ReadOrder
 from support.clock import Clock
-from support.loads import made_up_load
+from support.loads import made_up_load, only_read
 
 
 class Reads:
@@ -23,6 +24,9 @@ class Reads:
         for key in over:
             del self.ends[key]
         return [ReadResult(key, None, None, 0.0, 0.0) for key in over]
+
+    def submit(self, *orders: ReadOrder) -> None:
+        pass
 
     def clear(self) -> None:
         pass
@@ -38,8 +42,8 @@ def ended(ends: dict[str, float], *, computes: bool = False) -> tuple[set[str], 
     half = WorkerHalf(clock)
     half._transfers = half._arrived = reads = Reads(clock, ends)  # type: ignore[assignment]
     loads = [made_up_load(key, LoadSpan(0, 4, 5), [[1]], request_id=key) for key in ends]
-    half._begin_transfers = lambda *_: None  # type: ignore[method-assign]
-    half.begin(StepOrders(epoch=0, computes=computes, loads=loads))
+    reads_of = [only_read(key) for key in ends]
+    half.begin(StepOrders(epoch=0, computes=computes, loads=loads, reads=reads_of))
     return set(half.ended().received), clock.now, reads.waits
 
 
@@ -79,9 +83,8 @@ def test_a_load_past_its_deadline_is_not_waited_for():
     clock = Clock()
     half = WorkerHalf(clock)
     half._transfers = half._arrived = reads = Reads(clock, {"a": 100.0})  # type: ignore[assignment]
-    half._begin_transfers = lambda *_: None  # type: ignore[method-assign]
     load = made_up_load("a", LoadSpan(0, 4, 5), [[1]])
-    half.begin(StepOrders(epoch=0, computes=True, loads=[load]))
+    half.begin(StepOrders(epoch=0, computes=True, loads=[load], reads=[only_read("a")]))
     clock.now = 40.0
     assert half.ended().failed == {"a"}
     half.begin(StepOrders(epoch=0, computes=False))
