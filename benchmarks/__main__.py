@@ -14,6 +14,7 @@ from benchmarks.overhead.command import overhead
 from benchmarks.redeem.command import redeem
 from benchmarks.safety.command import safety
 from benchmarks.steps.command import steps
+from benchmarks.streaming.command import streaming
 from kvferry.cli.main import run
 from kvferry.cli.output import check_output
 
@@ -26,7 +27,19 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _command in (handover, steps, overhead, layout, copies, offload, choice, safety, redeem, gpu_check):
+for _command in (
+    handover,
+    steps,
+    overhead,
+    layout,
+    copies,
+    offload,
+    choice,
+    safety,
+    redeem,
+    streaming,
+    gpu_check,
+):
     app.command(_command.__name__)(_command)
 
 if __name__ == "__main__":
