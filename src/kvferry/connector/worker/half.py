@@ -198,6 +198,7 @@ class WorkerHalf:
             self._orders[load.key] = load
             if orders.epoch in self._stale:
                 self._loads.give_up(load.key, CHANGED)
+                self._void.add(load.key)  # it may end before it is given up
         if self._transfers is not None:
             self._begin_transfers(self._transfers, orders)
         for key, why in orders.given_up.items():

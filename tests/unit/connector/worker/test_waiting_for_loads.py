@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 
 from kvferry.connector.messages import StepOrders
@@ -77,6 +80,22 @@ def test_a_step_does_not_wait_for_ever_while_loads_keep_ending():
 
 def test_a_load_that_takes_long_does_not_hold_up_one_that_has_ended():
     assert ended({"a": 0.001, "b": 10.0}) == ({"a"}, pytest.approx(0.001 + GAP_SECONDS), 2)
+
+
+def test_a_load_of_other_weights_that_ends_in_its_first_step_has_failed():
+    clock = Clock()
+    half = WorkerHalf(clock)
+    half._transfers = half._arrived = reads = Reads(clock, {})  # type: ignore[assignment]
+    reads.words = SimpleNamespace(invalidate_all=lambda: None)
+    half.on_weights_changed()
+    reads.ends["a"] = 0.001
+    with mock.patch.object(
+        half, "_begin_transfers"
+    ):  # as for a load from the tiers, which is begun all the same
+        half._reads.begin(["a"])
+        half._reads.add(only_read("a"))
+        half.begin(StepOrders(loads=[made_up_load("a", LoadSpan(0, 4, 5), [[1]])]))
+    assert (half.ended().failed, clock.now) == ({"a"}, 0.001)
 
 
 def test_a_load_past_its_deadline_is_not_waited_for():
