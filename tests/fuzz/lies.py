@@ -66,6 +66,7 @@ class Lies:
                 Redeemed(number, 1, LIE, 1 + asked.tokens // 2),
                 Unchanged(number, 1),
                 NotRedeemed(number, 1, "no"),
+                NotRedeemed(number, 1, "never heard of it", unknown=True),
             ]
         turn = KeptTurn("P", 1, ticket("t1"), LIE, 600, 1, 2, [5, 6])
         return [
