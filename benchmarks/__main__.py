@@ -14,6 +14,7 @@ from benchmarks.overhead.command import overhead
 from benchmarks.redeem.command import redeem
 from benchmarks.safety.command import safety
 from benchmarks.steps.command import steps
+from benchmarks.streaming.command import streaming
 from benchmarks.turns.command import turns
 from kvferry.cli.main import run
 from kvferry.cli.output import check_output
@@ -38,6 +39,7 @@ for _command in (
     safety,
     redeem,
     turns,
+    streaming,
     gpu_check,
 ):
     app.command(_command.__name__)(_command)

@@ -242,7 +242,7 @@ class AskingScheduler:
         one, ticket = PlainRequest(request_id=name, prompt_token_ids=tokens), new_ticket()
         grant = Grant.of(0, 1, [[1] for _ in self._groups])
         self._tickets.publish(ticket, name, offered, content_of(one, offered, Adapters()), grant)
-        one.kv_transfer_params = write_offer(Offer("peer", *self._address, ticket.hex(), offered))
+        one.kv_transfer_params = write_offer(Offer("peer", *self._address, ticket.hex(), offered, 0))
         return one
 
     def wait_redeemed(self, one: Any) -> None:

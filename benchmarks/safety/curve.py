@@ -153,7 +153,7 @@ def _talk_of(plan: ReadPlan | None, tables: Sequence[list[int]], tokens: int) ->
     """
     ticket, digest = new_ticket(), secrets.token_hex(16)
     redeem = Redeem(1, 1, ticket, tokens, PromptContent(digest, salt=digest))
-    redeemed = Redeemed(1, 1, Grant.of(0, 1, tables))
+    redeemed = Redeemed(1, 1, Grant.of(0, 1, tables), tokens)
     talk = [(encode_control(redeem), encode_control(redeemed))]
     ranks = plan.ranks if plan is not None else ()
     for packed in (each for rank in ranks for each in rank.packed if each.method.announced_route >= 0):

@@ -230,6 +230,7 @@ class Engine:
                 tokens={request.request_id: new}, tables={request.request_id: request.tables.get_block_ids()}
             )
         orders = self._half.orders(step)
+        self._worker.raise_words(orders)
         self._worker.begin(orders)
         if request is not None:
             self._forward(request)

@@ -27,6 +27,9 @@ from support.vllm_engine.ranks import ARGUMENTS, ENVIRONMENT, ask_ranks
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
+STEP = 256
+"""Tokens of a step: the prefill engine computes a longer prompt in several, and is read from meanwhile."""
+
 ROUTER = (sys.executable, "-c", "from kvferry.cli.main import main; main()", "router")
 
 
@@ -89,7 +92,7 @@ def served(
         prefill_tensor_parallel=2,
         prefill_settings=settings,
         decode_settings={**settings, "transfer_log": str(log)},
-        arguments=(*family_model("gemma3").arguments, *ARGUMENTS),
+        arguments=(*family_model("gemma3").arguments, *ARGUMENTS, f"--max-num-batched-tokens={STEP}"),
     )
     here = {Role.PREFILL: hosts[0], Role.DECODE: hosts[1]}
     environment = ENVIRONMENT | with_plugins(folder / "plugins", copied)
@@ -119,6 +122,8 @@ def test_an_answer_of_the_router_is_a_single_engines_and_its_kv_came_over_the_wi
         assert transfer.outcome == "ready", transfer.reason
         assert hosts[0].address in transfer.peer
         assert transfer.tokens == length - 1
+        # The router knows the prefill engine from its first answer on.
+        assert (transfer.reads > 1) == (length == 700)
         assert came > transfer.bytes > 0, "the bytes took another way"
         for url in (served.prefill, served.decode):
             alone = served.alone(url, text)

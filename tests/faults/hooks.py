@@ -43,6 +43,7 @@ class Hooks:
     held: dict[str, list[Callable[[], None]]] = field(default_factory=lambda: defaultdict(list))
     leases: dict[str, tuple[str, list[list[int]]]] = field(default_factory=dict)
     of_load: dict[str, str] = field(default_factory=dict)
+    of_read: dict[str, str] = field(default_factory=dict)
 
     def take(self, fault: str, name: str = "") -> bool:
         """Return whether a fault is to be injected now, and count it."""
@@ -195,14 +196,20 @@ def _hook_reads(worker: Any, hooks: Hooks) -> None:
     def begun(of: Any, meta: Any) -> None:
         for load in meta.loads:
             hooks.of_load[load.key] = outer(load.request_id)
+        for read in meta.reads:
+            if read.order is not None:
+                hooks.of_read[read.order.key] = hooks.of_load[read.load]
         begin_transfers(of, meta)
 
-    def submitted(order: Any) -> None:
-        name = hooks.of_load.get(order.key, "")
-        if hooks.take("hold", name):
-            hooks.held[name].append(partial(submit, order))
-        else:
-            submit(order)
+    def submitted(*orders: Any) -> None:
+        posted = []
+        for order in orders:
+            name = hooks.of_read.get(order.key, "")
+            if hooks.take("hold", name):
+                hooks.held[name].append(partial(submit, order))
+            else:
+                posted.append(order)
+        submit(*posted)
 
     worker._begin_transfers, transfers.submit = begun, submitted
     for lane in transfers._lanes:
@@ -217,7 +224,7 @@ class _Refusing:
 
 
 def _post(inner: Any, hooks: Hooks, agent: Any, read: Any, **lists: Any) -> None:
-    refused = hooks.take("refuse", hooks.of_load.get(read.order.key, ""))
+    refused = hooks.take("refuse", hooks.of_read.get(read.order.key, ""))
     inner(_Refusing() if refused else agent, read, **lists)
 
 

@@ -18,7 +18,7 @@ from kvferry.transport.messages import (
     decode_request,
     encode,
 )
-from kvferry.transport.redeem import Grant, NotRedeemed, Redeem, Redeemed
+from kvferry.transport.redeem import Grant, NotRedeemed, Redeem, Redeemed, Unchanged
 from transport.cards import cards, facts, ticket
 
 LIE = Grant.of(9, 9, [[7, 7, 7]])
@@ -61,7 +61,13 @@ class Lies:
             return []
         number = max(0, asked.number + self._odd.draw.choice((0, 0, 0, -1, 1)))
         if isinstance(asked, Redeem):
-            return [Redeemed(number, 1, LIE), Redeemed(number, 1, LIE), NotRedeemed(number, 1, "no")]
+            return [
+                Redeemed(number, 1, LIE, asked.tokens),
+                Redeemed(number, 1, LIE, 1 + asked.tokens // 2),
+                Unchanged(number, 1),
+                NotRedeemed(number, 1, "no"),
+                NotRedeemed(number, 1, "never heard of it", unknown=True),
+            ]
         turn = KeptTurn("P", 1, ticket("t1"), LIE, 600, 1, 2, [5, 6])
         return [
             Turns(number, [turn]),

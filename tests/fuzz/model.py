@@ -56,6 +56,7 @@ class Model:
         server.events.put = self._told  # type: ignore[method-assign]
 
     def _grant(self, name: str) -> None:
+        self._server.tickets.withdraw([name])  # a ticket names one lease
         self._server.tickets.publish(ticket(name), name, TOKENS, CONTENT, GRANT)
         self._claimed.pop(ticket(name), None)
         self._released.pop(ticket(name), None)

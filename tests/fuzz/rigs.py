@@ -118,6 +118,7 @@ def meet(client: ControlClient, port: int, limit: float = 20.0) -> float:
 
 def keep(client: ControlClient, server: ControlServer) -> None:
     """Have a lease, of the name ``honest``, that the client keeps alive."""
+    server.tickets.withdraw(["honest"])  # a ticket names one lease
     server.tickets.publish(ticket("honest"), "honest", TOKENS, CONTENT, GRANT)
     assert redeem(client, server.port).grant == GRANT
 

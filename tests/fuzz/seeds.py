@@ -22,7 +22,7 @@ from kvferry.transport.messages import (
     Release,
     Turns,
 )
-from kvferry.transport.redeem import Grant, NotRedeemed, PromptContent, Redeem, Redeemed
+from kvferry.transport.redeem import Grant, NotRedeemed, PromptContent, Redeem, Redeemed, Unchanged
 from transport.cards import cards, facts, ticket
 
 CHUNK_TOKENS = 256
@@ -75,8 +75,9 @@ def replies() -> list[bytes]:
         Ranks(list(cards())),
         Ranks(list(cards(2))),
         Turns(1, [turn]),
-        Redeemed(1, 1, GRANT),
-        NotRedeemed(1, 1, "no such ticket"),
+        Redeemed(1, 1, GRANT, 4),
+        Unchanged(1, 1),
+        NotRedeemed(1, 1, "no such ticket", unknown=True),
     ]
     return [messages.encode(one) for one in found]
 

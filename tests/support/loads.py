@@ -8,8 +8,11 @@ import numpy as np
 
 from kvferry.connector.bids import Bid
 from kvferry.connector.load import Load
+from kvferry.connector.messages import LoadRead
 from kvferry.planning.select import LoadSpan
 from kvferry.tiers.names import TIERS
+from kvferry.transport.lease import LeaseWord
+from kvferry.transport.read_order import ReadOrder
 
 
 def made_up_load(
@@ -34,3 +37,9 @@ def made_up_load(
         timeout_seconds=30.0,
         began=0.0,
     )
+
+
+def only_read(load: str) -> LoadRead:
+    """The read of a load that has one part. Its order has the key of the load."""
+    order = ReadOrder(load, "peer", LoadSpan(0, 4, 5), (), (), LeaseWord(0, 0, 1))
+    return LoadRead(load, order, last=True)

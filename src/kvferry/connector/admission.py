@@ -308,7 +308,7 @@ class Admission:
         if not in_vain:
             source.ended(load, merged)
         # A late load takes at least this long. A part is not timed: windows and states dominate its time.
-        if load.loads == 1 and (merged.failure is None or merged.late):
+        if load.loads == 1 and not load.bid.growing and (merged.failure is None or merged.late):
             self._chooser.speeds.record_load(load.bid.parts, time.monotonic() - load.began)
         if known.loads:
             return

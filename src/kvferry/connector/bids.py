@@ -46,12 +46,15 @@ class Bid:
             upper bounds.
         head: bid of another source for the start of the prefix, if two sources load one prefix together.
             `parts` begins with the parts of that bid. None if `source` loads everything.
+        growing: True if the place still computes some of the tokens. The time of the load then tells nothing
+            about the speed of the place.
     """
 
     source: str
     parts: tuple[PlaceTokens, ...]
     looking: bool = False
     head: Bid | None = None
+    growing: bool = False
 
     @classmethod
     def composed(cls, head: Bid, tail: Bid) -> Bid:

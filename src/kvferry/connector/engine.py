@@ -22,6 +22,7 @@ computes the last token, so after a load of all tokens it counts one token fewer
 `worker` is the `WorkerHalf` of each rank:
 
     orders = half.orders(step)            before the step's tokens count as computed
+    worker.raise_words(orders)            before the step writes to the cache, or zeroes blocks
     worker.begin(orders)
     (the forward pass)
     worker.save(orders, mark)             `mark` records an event on the GPU, after the forward pass

@@ -45,6 +45,7 @@ class LoadFigures:
             are read and discarded. Empty if no read was planned.
         strategy_by_group: name of the transfer strategy of each group; an empty name for a group without
             bytes.
+        reads: number of reads of the load: more than 1 if the peer was still computing the KV when it began.
         pages: number of contiguous runs of bytes before merging adjacent runs.
         descriptors: number of transfer descriptors: one for each run after merging.
         run_bytes: size in bytes of the largest run after merging.
@@ -56,6 +57,7 @@ class LoadFigures:
 
     bytes_by_group: tuple[int, ...] = ()
     strategy_by_group: tuple[str, ...] = ()
+    reads: int = 0
     pages: int = 0
     descriptors: int = 0
     run_bytes: int = 0
@@ -77,6 +79,7 @@ class LoadFigures:
         return LoadFigures(
             bytes_by_group=tuple(a + b for a, b in zip(longer, others, strict=True)),
             strategy_by_group=_merged(self.strategy_by_group, other.strategy_by_group),
+            reads=max(self.reads, other.reads),
             pages=self.pages + other.pages,
             descriptors=self.descriptors + other.descriptors,
             run_bytes=max(self.run_bytes, other.run_bytes),

@@ -36,6 +36,27 @@ class WorkerInfo:
     key: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LoadRead:
+    """The next part of a load from a peer.
+
+    A load whose KV is complete at the peer has one part. Otherwise its parts follow each other while the peer
+    computes the prompt. The first part is sent in the same message as the load.
+
+    Attributes:
+        load: key of the load.
+        order: order to read the part; None if there is nothing to read yet, although the peer has computed
+            more, or if nothing more will be read.
+        last: True if this is the last part of the load.
+        failure: reason why no more parts will come and the load has failed; None if it has not.
+    """
+
+    load: str
+    order: ReadOrder | None
+    last: bool = False
+    failure: str | None = None
+
+
 @dataclass(slots=True, kw_only=True)
 class StepOrders:
     """Message of the connector's scheduler half to its worker halves: the work of one engine step.
@@ -48,14 +69,15 @@ class StepOrders:
         connects: descriptions of all ranks of each peer to connect to, by peer name.
         disconnects: names of the peers to disconnect, because no load has used them for a while.
         loads: loads to begin, from any source.
-        reads: reads from peers. Each carries out the load in `loads` that has the same key.
+        reads: reads from peers. Each carries out a part of a load.
         given_up: reason why a request no longer waits for a load, by load key. Workers report these loads as
             failed at once.
         ended: lease slot of each ended lease, by request id. Workers raise the lease word in this slot, then
-            report the request as sent.
-        turns_ended: lease slot of each ended lease of a kept turn, by lease name. A turn is a finished
-            request's KV, kept for the next turn of its conversation. Workers raise the lease word in
-            this slot, then report the lease in `StepReports.raised`.
+            report the request as sent. The engine keeps the blocks until then.
+        raised: lease slot of each ended lease on blocks that the engine does not keep for the lease, by lease
+            name: those of a prompt that is still computed, and those of a kept turn (a finished request's KV,
+            kept for the next turn of its conversation). Workers raise the lease word in this slot before the
+            forward pass, then report the lease in `StepReports.raised`.
         saves: (block table per group, number of tokens) of each prompt whose computation this step completes.
             Workers copy the prompt's blocks to the host buffer, from which peers read them.
         chunks: orders to store and load chunks of the tiers.
@@ -66,10 +88,10 @@ class StepOrders:
     connects: dict[str, tuple[RankCard, ...]] = field(default_factory=dict)
     disconnects: list[str] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
-    reads: list[ReadOrder] = field(default_factory=list)
+    reads: list[LoadRead] = field(default_factory=list)
     given_up: dict[str, str] = field(default_factory=dict)
     ended: dict[str, int] = field(default_factory=dict)
-    turns_ended: dict[str, int] = field(default_factory=dict)
+    raised: dict[str, int] = field(default_factory=dict)
     saves: list[tuple[BlockIds, int]] = field(default_factory=list)
     chunks: ChunkOrders = field(default_factory=ChunkOrders)
     epoch: int = 0
@@ -82,7 +104,7 @@ class StepOrders:
 
     @property
     def begins_nothing(self) -> bool:
-        """Whether there is nothing to do for workers before the step's forward pass."""
+        """Whether there is nothing for workers to begin, apart from lease words to raise (`raised`)."""
         return not (
             self.loads
             or self.reads
@@ -90,7 +112,6 @@ class StepOrders:
             or self.disconnects
             or self.given_up
             or self.ended
-            or self.turns_ended
             or self.chunks
         )
 
@@ -140,8 +161,8 @@ class StepReports:
         reported: number of workers whose reports are merged in `reports`, by load key.
         released: number of workers on which no transfer of the load is in flight any more, by load key.
         copies: merged report of each order to copy chunks, by order key.
-        raised: number of workers that have incremented the lease word of each ended lease of a kept turn, by
-            lease name. A lease word is an integer in registered memory that reading peers check.
+        raised: number of workers that have incremented the lease word of each lease in `StepOrders.raised`,
+            by lease name. A lease word is an integer in registered memory that reading peers check.
         stale: number of the last epoch in which the weights changed; None if they have not changed. An epoch
             is the time between two cache resets, numbered from 0.
     """

@@ -232,10 +232,11 @@ class SchedulerHalf:
         computed = sum(step.tokens.values())
         self._steps.scheduled(computed)
         orders = StepOrders(epoch=self._epoch, computes=computed > 0)
-        if self._admission is None:
-            return orders
         if self._server is not None:
             self._producer.take_events(self._server.events, orders)
+        self._producer.scheduled(step, lambda name: self.parts.masked_tables(name, step.block_ids(name)))
+        if self._admission is None:
+            return orders
         if self._tiering is not None:
             self._tiering.schedule(step, orders)
         self._admission.scheduled(step.tokens)
@@ -264,6 +265,7 @@ class SchedulerHalf:
     def step_done(self) -> None:
         """Record that the oldest step under way is done: the engine has taken the step's output."""
         self._steps.done()
+        self._producer.step_done()
         if self._tiering is not None:
             self._tiering.step_done()
 

@@ -81,6 +81,7 @@ class TransferLog:
             "bytes_by_group": dict(zip(self._labels, figures.bytes_by_group, strict=False)),
             "strategy_by_group": dict(zip(self._labels, figures.strategy_by_group, strict=False)),
             "full_attention_bytes": round(self._block_bytes * self._blocks(began)),
+            "reads": figures.reads,
             "descriptors": figures.descriptors,
             "pages": figures.pages,
             "run_bytes": figures.run_bytes,

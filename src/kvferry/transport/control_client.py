@@ -152,8 +152,13 @@ class ControlClient:
         """Forget the status of a peer that failed, so that the next `look_up` starts a new handshake."""
         self._handshakes.forget(address)
 
-    def redeem(self, address: Address, ticket: bytes, tokens: int, content: PromptContent) -> int:
+    def redeem(
+        self, address: Address, ticket: bytes, tokens: int, content: PromptContent, *, foreseen: bool = False
+    ) -> int:
         """Ask a producer to exchange a ticket (random id) for block tables and a lease.
+
+        If the producer is still computing the prompt, the client's thread asks again until the reply covers
+        all tokens.
 
         Args:
             address: (host, port) of the producer's control channel.
@@ -161,12 +166,13 @@ class ControlClient:
             tokens: number of tokens whose KV the producer has offered.
             content: digests of the first `tokens` tokens of this engine's prompt. The producer compares them
                 with the digests of its own prompt.
+            foreseen: True if the producer may learn of the ticket later than this engine.
 
         Returns:
             Id of the exchange. Pass it to `redemption` to get the reply, and then to `end_redemption`.
         """
         self._questions.note_ticket(address)
-        message = self._redemptions.begin(address, ticket, tokens, content)
+        message = self._redemptions.begin(address, ticket, tokens, content, foreseen=foreseen)
         self._queue_command(address, message)
         return message.number
 
@@ -181,8 +187,9 @@ class ControlClient:
             wait_seconds: maximum time in seconds to wait for the reply.
 
         Returns:
-            Redeemed, with block tables and lease, if the producer accepted the ticket. Unusable, with the
-            reason, if the producer refused or has not replied in time. Otherwise Pending.
+            Redeemed, with block tables and lease, if the producer accepted the ticket; this is its last such
+            reply. Unusable, with the reason, if the producer refused or has not replied in time. Otherwise
+            Pending.
         """
         answer = self._redemptions.answer(number, wait_seconds)
         if isinstance(answer, Unusable) and (silent := self._redemptions.silent_producer(number)) is not None:
@@ -317,6 +324,8 @@ class ControlClient:
             self._try_execute(poller, *command)
         while self._commands:
             self._try_execute(poller, *self._commands.popleft())
+        for question in self._redemptions.due():
+            self._try_execute(poller, *question)
         now = time.monotonic()
         if now >= self._next_beat:
             self._next_beat = now + self._heartbeat_seconds
@@ -333,7 +342,7 @@ class ControlClient:
         Args:
             beat: time of the next heartbeat, in monotonic seconds.
         """
-        soonest = min([beat, *self._handshakes.deadlines])
+        soonest = min([beat, *self._handshakes.deadlines, *self._redemptions.deadlines])
         return min(1.0, max(0.0, soonest - time.monotonic()) + 0.001)
 
     def _send_heartbeats(self, poller: zmq.Poller) -> None:

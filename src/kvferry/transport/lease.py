@@ -202,6 +202,15 @@ class LeaseBook:
         self._held[name] = _HeldLease(slot, now, now + (self.seconds if seconds is None else seconds))
         return LeaseWord(slot, self._generations[slot], self._incarnation)
 
+    def restart(self, name: str) -> None:
+        """Let a lease run for the default duration from now on, as if it were granted now.
+
+        Args:
+            name: name of a lease that has not ended.
+        """
+        held, now = self._held[name], self._clock()
+        held.granted, held.expires = now, now + self.seconds
+
     def extend(self, names: Iterable[str]) -> list[str]:
         """Mark leases as claimed by a consumer, and extend each to at least the default duration from now.
 

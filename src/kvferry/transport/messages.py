@@ -6,7 +6,8 @@
     AskRanks(facts)       ──────▶    compares facts again, because it keeps no state of peers
                           ◀──────    Ranks(geometry, transport metadata, lease words of every rank)
     Redeem(ticket)        ──────▶    compares the prompts    (`transport.redeem`)
-                          ◀──────    Redeemed(block tables, lease word) | NotRedeemed(reason)
+                          ◀──────    Redeemed(block tables, lease word, number of tokens)
+                                     | Unchanged | NotRedeemed(reason)
     Heartbeat(tickets)    ──────▶    extends their leases    (no answer)
     Release(tickets)      ──────▶    ends this consumer's claims                (no answer)
     AskTurn(keys)         ──────▶    looks the keys up in the earlier turns that it keeps
@@ -34,9 +35,9 @@ from kvferry.geometry import RankGeometry
 from kvferry.terminal import shown
 from kvferry.transport.check_ranks import check_ranks
 from kvferry.transport.decode_errors import as_protocol_error
-from kvferry.transport.redeem import Grant, Incarnation, NotRedeemed, Redeem, Redeemed, Ticket
+from kvferry.transport.redeem import Grant, Incarnation, NotRedeemed, Redeem, Redeemed, Ticket, Unchanged
 
-PROTOCOL = 6
+PROTOCOL = 7
 MAX_REQUEST_BYTES = 4 << 20
 """Maximum size in bytes of a message to a producer."""
 MAX_REPLY_BYTES = 64 << 20
@@ -305,8 +306,8 @@ class Turns(msgspec.Struct, frozen=True, tag="turns"):
 
 
 Request: TypeAlias = Hello | AskRanks | Redeem | Heartbeat | Release | AskTurn
-Reply: TypeAlias = Accepted | Refused | Ranks | Redeemed | NotRedeemed | Turns
-Numbered: TypeAlias = Redeemed | NotRedeemed | Turns
+Reply: TypeAlias = Accepted | Refused | Ranks | Redeemed | Unchanged | NotRedeemed | Turns
+Numbered: TypeAlias = Redeemed | Unchanged | NotRedeemed | Turns
 """Replies that repeat the number of their request. All other replies belong to a handshake."""
 
 _encoder = msgspec.msgpack.Encoder()

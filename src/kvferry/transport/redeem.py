@@ -2,7 +2,10 @@
 
     consumer                                  producer
     Redeem(ticket, digests of its prompt) ──▶ looks the ticket up, and compares its own digests
-                                          ◀── Redeemed(grant) | NotRedeemed(reason)
+                                          ◀── Redeemed(grant, tokens) | Unchanged | NotRedeemed(reason)
+
+The producer may still be computing the prompt. The reply then covers the first tokens of the prompt, and the
+consumer repeats its request until the reply covers all of them.
 
 A ticket is a random id of 128 bits that names a lease: the producer's promise to keep KV blocks. Only the
 ticket passes through clients. It is useless without a prompt of the same content. The grant never leaves the
@@ -159,6 +162,7 @@ class Redeem(msgspec.Struct, frozen=True, tag="redeem"):
         ticket: random id that names the lease.
         tokens: number of tokens whose KV the producer has offered.
         content: digests of the first `tokens` tokens of the consumer's own prompt.
+        known_tokens: number of tokens that the last reply covered; 0 in the first request.
     """
 
     number: Number
@@ -166,6 +170,7 @@ class Redeem(msgspec.Struct, frozen=True, tag="redeem"):
     ticket: Ticket
     tokens: Annotated[int, msgspec.Meta(ge=1, lt=MAX_TOKENS)]
     content: PromptContent
+    known_tokens: Annotated[int, msgspec.Meta(ge=0, lt=MAX_TOKENS)] = 0
 
 
 class Redeemed(msgspec.Struct, frozen=True, tag="redeemed"):
@@ -177,12 +182,27 @@ class Redeemed(msgspec.Struct, frozen=True, tag="redeemed"):
         number: id of the request.
         incarnation: random number that identifies the producer's run.
         grant: block tables, and the word (integer in registered memory) that shows whether the lease is
-            valid.
+            valid. While the producer computes the prompt, the tables of groups that do not attend to all
+            tokens are empty.
+        tokens: number of tokens whose KV the blocks hold, from the start of the prompt.
     """
 
     number: Number
     incarnation: Incarnation
     grant: Grant
+    tokens: Annotated[int, msgspec.Meta(ge=1, lt=MAX_TOKENS)]
+
+
+class Unchanged(msgspec.Struct, frozen=True, tag="unchanged"):
+    """Reply: the ticket is accepted, but its blocks hold no more tokens than the consumer knows of.
+
+    Attributes:
+        number: id of the request.
+        incarnation: random number that identifies the producer's run.
+    """
+
+    number: Number
+    incarnation: Incarnation
 
 
 class NotRedeemed(msgspec.Struct, frozen=True, tag="not-redeemed"):
@@ -192,8 +212,10 @@ class NotRedeemed(msgspec.Struct, frozen=True, tag="not-redeemed"):
         number: id of the request.
         incarnation: random number that identifies the producer's run.
         reason: why the ticket is not accepted, as a text.
+        unknown: True if the producer does not know the ticket.
     """
 
     number: Number
     incarnation: Incarnation
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
+    unknown: bool = False

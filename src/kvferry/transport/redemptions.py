@@ -1,8 +1,12 @@
 """The consumer's side of redemptions: requests that exchange a ticket for block tables and a lease.
 
-begin ─▶ asked ─Redeemed─▶ granted
-├─NotRedeemed, or silent until its deadline─▶ refused
-└─resent on a new connection to the same producer, which gives the same reply again
+    begin ─▶ asked ─Redeemed for all tokens─▶ granted
+      ┌───────▶│ ├─NotRedeemed, or silent until its deadline─▶ refused
+      │        │ └─resent on a new connection to the same producer, which gives the same reply again
+      └─time─ growing ◀─Redeemed for some of the tokens, or Unchanged
+
+A redemption is *growing* while the producer computes the prompt. A *foreseen* ticket may be redeemed before
+the producer knows it. It is growing until the producer's first grant.
 """
 
 from __future__ import annotations
@@ -13,10 +17,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
+from msgspec import structs
+
 from kvferry.transport.handshake import Address, Pending, Unusable
-from kvferry.transport.redeem import NotRedeemed, PromptContent, Redeem, Redeemed
+from kvferry.transport.redeem import NotRedeemed, PromptContent, Redeem, Redeemed, Unchanged
 
 SILENT = "it did not answer within {seconds:g} s (handshake_seconds) when a ticket was to be redeemed"
+
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.002, 0.1
+"""Shortest and longest time in seconds between a producer's reply and the next request, while it computes."""
+
+_PAUSE_SHARE = 0.125
+"""Time until the next request, as a part of the time since the last news. So a chunk is noticed late by at
+most an eighth of the time that it took, and a slow producer is asked seldom."""
 
 
 @dataclass(slots=True)
@@ -27,13 +40,30 @@ class _PendingRedemption:
         address: (host, port) of the producer's control channel.
         message: request to the producer, with the ticket (random id that names the lease).
         deadline: time until which the producer must reply, in seconds of the clock of `Redemptions`.
-        answer: reply of the producer; None if it has not arrived.
+        foreseen: True if the producer may learn of the ticket later.
+        news: time of the last reply that covered more tokens, by the same clock; of `begin` before that.
+        asked: True while a reply to `message` is missing.
+        granted: True once the producer has accepted the ticket, even if it has ended the lease since.
+        again: time of the next request while the redemption is growing, by the same clock.
+        answer: last reply that granted or refused; None if there is none.
     """
 
     address: Address
     message: Redeem
     deadline: float
+    foreseen: bool
+    news: float
+    asked: bool = True
+    granted: bool = False
+    again: float = 0.0
     answer: Redeemed | NotRedeemed | None = None
+
+    @property
+    def grows(self) -> bool:
+        """Whether the producer may cover more tokens in a later reply."""
+        if self.answer is None:
+            return self.foreseen
+        return isinstance(self.answer, Redeemed) and self.answer.tokens < self.message.tokens
 
 
 class Redemptions:
@@ -61,7 +91,9 @@ class Redemptions:
 
     # -- the engine's thread ------------------------------------------------------------------------------
 
-    def begin(self, address: Address, ticket: bytes, tokens: int, content: PromptContent) -> Redeem:
+    def begin(
+        self, address: Address, ticket: bytes, tokens: int, content: PromptContent, *, foreseen: bool = False
+    ) -> Redeem:
         """Create a request to exchange a ticket for block tables and a lease. The caller must send it.
 
         Args:
@@ -69,13 +101,15 @@ class Redemptions:
             ticket: random id that names the lease.
             tokens: number of tokens whose KV the producer has offered.
             content: digests of the first `tokens` tokens of this engine's prompt.
+            foreseen: True if the producer may learn of the ticket later, because its request for the prompt
+                may arrive after this one.
 
         Returns:
             The request. The other methods take its attribute `number`.
         """
         message = Redeem(next(self._numbers), self._consumer, ticket, tokens, content)
         self._asked[message.number] = _PendingRedemption(
-            address, message, self._clock() + self._patience_seconds
+            address, message, self._clock() + self._patience_seconds, foreseen, self._clock()
         )
         return message
 
@@ -87,20 +121,19 @@ class Redemptions:
             wait_seconds: maximum time in seconds to wait for the reply.
 
         Returns:
-            Redeemed, with block tables and lease, if the producer accepted the ticket. Unusable, with the
-            reason, if the producer refused or has not replied in time. Otherwise Pending.
+            Redeemed, with block tables and lease, if the producer accepted the ticket; this is its last such
+            reply. Unusable, with the reason, if the producer refused or has not replied in time. Otherwise
+            Pending.
         """
         asked = self._asked[number]
-        if asked.answer is None and wait_seconds > 0:
+        if asked.answer is None and not asked.foreseen and wait_seconds > 0:
             with self._heard:
                 self._heard.wait_for(lambda: asked.answer is not None, wait_seconds)
         if isinstance(asked.answer, NotRedeemed):
             return Unusable(asked.answer.reason)
-        if asked.answer is not None:
-            return asked.answer
-        if self._clock() >= asked.deadline:
+        if asked.asked and self._clock() >= asked.deadline:
             return Unusable(SILENT.format(seconds=self._patience_seconds))
-        return Pending()
+        return Pending() if asked.answer is None else asked.answer
 
     def silent_producer(self, number: int) -> Address | None:
         """Return the producer to which a request was sent, if that producer has not replied yet.
@@ -112,7 +145,7 @@ class Redemptions:
             (host, port) of the producer's control channel; None if the producer has replied.
         """
         asked = self._asked[number]
-        return asked.address if asked.answer is None else None
+        return asked.address if asked.asked else None
 
     def end(self, number: int) -> bool:
         """Forget a request to exchange a ticket for block tables and a lease. Ignore later replies.
@@ -124,11 +157,12 @@ class Redemptions:
             False if the producer refused the ticket. True if it accepted the ticket or has not replied: then
             it may be keeping the KV for this engine.
         """
-        return not isinstance(self._asked.pop(number).answer, NotRedeemed)
+        asked = self._asked.pop(number)
+        return asked.granted or not isinstance(asked.answer, NotRedeemed)
 
     # -- the channel's thread -----------------------------------------------------------------------------
 
-    def handle_reply(self, address: Address, answer: Redeemed | NotRedeemed) -> bytes | None:
+    def handle_reply(self, address: Address, answer: Redeemed | Unchanged | NotRedeemed) -> bytes | None:
         """Store a producer's reply to a request to exchange a ticket for block tables and a lease.
 
         Ignore the reply if it does not come from the producer that was asked, if `end` was called for the
@@ -142,12 +176,21 @@ class Redemptions:
             The ticket if the reply was stored and the producer accepted the ticket; otherwise None.
         """
         asked = self._asked.get(answer.number)
-        if asked is None or asked.address != address or asked.answer is not None:
+        if asked is None or asked.address != address or not asked.asked:
             return None
         with self._heard:
-            asked.answer = answer
+            now = self._clock()
+            if isinstance(answer, Redeemed):
+                asked.answer, asked.news = answer, now
+            elif isinstance(answer, NotRedeemed) and not (
+                answer.unknown and asked.foreseen and asked.answer is None
+            ):
+                asked.answer = answer
+            pause = min(max((now - asked.news) * _PAUSE_SHARE, SHORTEST_PAUSE), LONGEST_PAUSE)
+            asked.asked, asked.again = False, now + pause
+            asked.granted |= not isinstance(answer, NotRedeemed)
             self._heard.notify_all()
-        return asked.message.ticket if isinstance(answer, Redeemed) else None
+        return None if isinstance(answer, NotRedeemed) else asked.message.ticket
 
     def unanswered(self, address: Address) -> list[Redeem]:
         """Return the requests that a producer has not replied to, and restart their timeouts.
@@ -157,7 +200,28 @@ class Redemptions:
         Args:
             address: (host, port) of the producer's control channel.
         """
-        found = [one for one in list(self._asked.values()) if one.address == address and one.answer is None]
+        found = [one for one in list(self._asked.values()) if one.address == address and one.asked]
         for one in found:
             one.deadline = self._clock() + self._patience_seconds
         return [one.message for one in found]
+
+    def due(self) -> list[tuple[Address, Redeem]]:
+        """Return the requests to send again now, because the producer may have computed more tokens.
+
+        Each is the (host, port) of the producer and the message. Their timeouts begin now.
+        """
+        now = self._clock()
+        found = [one for one in self._paused() if one.again <= now]
+        for one in found:
+            known = one.answer.tokens if isinstance(one.answer, Redeemed) else 0
+            one.message = structs.replace(one.message, known_tokens=known)
+            one.deadline, one.asked = now + self._patience_seconds, True
+        return [(one.address, one.message) for one in found]
+
+    @property
+    def deadlines(self) -> list[float]:
+        """Times at which `due` will return further requests, in seconds of the clock."""
+        return [one.again for one in self._paused()]
+
+    def _paused(self) -> list[_PendingRedemption]:
+        return [one for one in list(self._asked.values()) if not one.asked and one.grows]

@@ -4,7 +4,8 @@ A ticket is a random id that names a lease: the promise to keep KV blocks. A con
 the ticket for a grant, which holds the block tables and the lease's word. This *claims* the lease for the
 consumer.
 
-The engine's thread publishes a ticket when it grants the lease. It withdraws the ticket when the lease ends,
+The engine's thread publishes a ticket when it grants the lease. If it is still computing the prompt, it
+adds the blocks of further tokens as they are computed. It withdraws the ticket when the lease ends,
 before any lease word is raised. The thread of the control channel redeems tickets, and reports claims and
 releases.
 
@@ -22,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvferry.transport.redeem import Grant, NotRedeemed, PromptContent, Redeem, Redeemed
+from kvferry.transport.redeem import Grant, NotRedeemed, PromptContent, Redeem, Redeemed, Unchanged
 
 UNKNOWN: Final = (
     "it does not know the ticket: its lease has ended (released, or not claimed within lease_seconds), or "
@@ -41,10 +42,11 @@ class _OpenTicket:
 
     Attributes:
         lease: name of the lease in this engine.
-        tokens: number of tokens whose KV the leased blocks hold.
-        content: digests of the prompt prefix whose KV the blocks hold.
+        tokens: number of tokens whose KV the leased blocks hold in the end.
+        content: digests of these tokens.
         grant: block tables and lease word (integer that shows whether the lease is valid), given to
             consumers.
+        ready: number of tokens whose KV the blocks hold already.
         claimed: incarnations (random numbers of their runs) of the consumers that have redeemed the ticket
             and have not released it.
         released: incarnations of the consumers that have released the ticket.
@@ -54,6 +56,7 @@ class _OpenTicket:
     tokens: int
     content: PromptContent
     grant: Grant
+    ready: int
     claimed: set[int] = field(default_factory=set)
     released: set[int] = field(default_factory=set)
 
@@ -98,22 +101,55 @@ class TicketBook:
         """Return the number of tickets (random ids that name leases) that can be redeemed."""
         return len(self._open)
 
+    def __contains__(self, ticket: bytes) -> bool:
+        """Return whether a ticket (random id that names a lease) can be redeemed."""
+        return ticket in self._open
+
     # -- the engine's thread ------------------------------------------------------------------------------
 
-    def publish(self, ticket: bytes, lease: str, tokens: int, content: PromptContent, grant: Grant) -> None:
+    def publish(
+        self,
+        ticket: bytes,
+        lease: str,
+        tokens: int,
+        content: PromptContent,
+        grant: Grant,
+        *,
+        ready: int | None = None,
+    ) -> None:
         """Add a ticket (random id that names a lease), which consumers can redeem from now on.
 
         Args:
-            ticket: random id that names the lease in messages.
+            ticket: random id that names the lease in messages. No ticket in this book may have the same id.
             lease: name of the lease in this engine.
-            tokens: number of tokens whose KV the leased blocks hold.
-            content: digests of the prompt prefix whose KV the blocks hold.
+            tokens: number of tokens whose KV the leased blocks hold in the end.
+            content: digests of these tokens.
             grant: block tables and lease word (integer that shows whether the lease is valid), given to
                 consumers.
+            ready: number of tokens whose KV the blocks hold already; None for all. `advance` raises it.
+
+        Raises:
+            ValueError: the book has a ticket with this id already.
         """
         with self._lock:
-            self._open[ticket] = _OpenTicket(lease, tokens, content, grant)
+            if ticket in self._open:
+                raise ValueError("the ticket names another lease already")
+            self._open[ticket] = _OpenTicket(
+                lease, tokens, content, grant, tokens if ready is None else ready
+            )
             self._tickets[lease] = ticket
+
+    def advance(self, lease: str, grant: Grant, ready: int) -> None:
+        """Record that the blocks of a lease hold the KV of more tokens.
+
+        Args:
+            lease: name of a lease in this engine. A lease without a ticket is ignored.
+            grant: block tables of all these tokens, and the same lease word as before.
+            ready: number of tokens whose KV the blocks hold now, from the start of the prompt.
+        """
+        with self._lock:
+            if (found := self._open.get(self._tickets.get(lease, b""))) is not None:
+                found.grant, found.ready = grant, ready
 
     def withdraw(self, leases: Iterable[str]) -> None:
         """Remove the tickets (random ids) of some leases, so that consumers can no longer claim the leases.
@@ -127,25 +163,27 @@ class TicketBook:
 
     # -- the thread of the control channel ----------------------------------------------------------------
 
-    def redeem(self, asked: Redeem) -> Redeemed | NotRedeemed:
+    def redeem(self, asked: Redeem) -> Redeemed | Unchanged | NotRedeemed:
         """Handle a consumer's request to exchange a ticket for block tables and a claim on the lease.
 
-        A consumer that repeats its request gets the same reply again, because the first reply may have been
-        lost.
+        A consumer that repeats its request gets the reply again, because the first reply may have been lost.
 
         Args:
             asked: request of the consumer, with the ticket (random id that names the lease).
 
         Returns:
-            Reply to send: Redeemed, with the block tables, or NotRedeemed, with the reason for the refusal.
+            Reply to send: Redeemed, with the block tables; Unchanged, if they hold no more tokens than the
+            consumer knows of; or NotRedeemed, with the reason for the refusal.
         """
         with self._lock:
             if (found := self._open.get(asked.ticket)) is None:
-                return NotRedeemed(asked.number, self._incarnation, UNKNOWN)
+                return NotRedeemed(asked.number, self._incarnation, UNKNOWN, unknown=True)
             if (reason := found.refusal(asked)) is not None:
                 return NotRedeemed(asked.number, self._incarnation, reason)
             found.claimed.add(asked.consumer)
-            return Redeemed(asked.number, self._incarnation, found.grant)
+            if found.ready <= asked.known_tokens:
+                return Unchanged(asked.number, self._incarnation)
+            return Redeemed(asked.number, self._incarnation, found.grant, found.ready)
 
     def claimed(self, consumer: int, tickets: Iterable[bytes]) -> list[str]:
         """Return the names of the given leases that a consumer has claimed and not released.

@@ -73,6 +73,7 @@ def start(settings: dict[str, Any]) -> Any:
     if transfer is not None:
         settings["kv_transfer_config"] = KVTransferConfig(**transfer)
     engine = LLM(**settings)
+    engine.finished = {}
     overlapped.check(engine, wanted=asynchronous)
     worker = worker_half(engine)
     _count_drafts(engine)
@@ -80,6 +81,7 @@ def start(settings: dict[str, Any]) -> Any:
         engine.witness = Witness(worker, half(engine).admission)
     if ferries(engine.llm_engine.engine_core.engine_core.scheduler.connector):
         engine.granted = _grants(half(engine)._producer._tickets)
+        _note_parts(engine)
         engine.fold = MetricsListener()
         half(engine).events.subscribe(engine.fold)
         engine.begun = []
@@ -283,11 +285,11 @@ def add(
 
 def answers(engine: Any, names: list[str]) -> list[dict[str, Any]]:
     """Step until requests of `add` have finished; what they say, as `generate` returns it."""
-    done: dict[str, dict[str, Any]] = {}
+    done = engine.finished
     while not done.keys() >= set(names):
-        done |= {o.request_id: _answer(o) for o in engine.llm_engine.step() if o.finished}
+        done |= {o.request_id: o for o in engine.llm_engine.step() if o.finished}
         time.sleep(0.002)
-    return [done[name] for name in names]
+    return [_answer(done.pop(name)) for name in names]
 
 
 def redeemed(engine: Any) -> int:
@@ -303,11 +305,12 @@ def say_again(engine: Any) -> None:
 
 def steps(engine: Any, count: int) -> list[str]:
     """Step the engine so many times; requests that finished."""
-    finished = []
+    finished = {}
     for _ in range(count):
-        finished += [o.request_id for o in engine.llm_engine.step() if o.finished]
+        finished |= {o.request_id: o for o in engine.llm_engine.step() if o.finished}
         time.sleep(0.002)
-    return finished
+    engine.finished |= finished
+    return list(finished)
 
 
 def prefill_among_others(engine: Any, prompts: list[list[int]]) -> list[dict[str, Any]]:
@@ -322,6 +325,29 @@ def prefill_among_others(engine: Any, prompts: list[list[int]]) -> list[dict[str
 def abort(engine: Any, names: list[str]) -> None:
     """Abort requests, as a client that went away would."""
     engine.llm_engine.abort_request(names)
+
+
+def ordered_parts(engine: Any) -> dict[str, list[tuple[int, int]]]:
+    """Token ranges of the reads that were begun here since the last call, by id of the request."""
+    found, engine.parts = engine.parts, {}
+    return found
+
+
+def _note_parts(engine: Any) -> None:
+    """Note which parts of loads from peers are begun."""
+    engine.parts, worker = {}, worker_half(engine)
+    if worker is None:  # it runs in another process
+        return
+    add = worker._reads.add
+
+    def noted(read: Any) -> Any:
+        order = add(read)
+        if order is not None:
+            name = worker._orders[read.load].request_id.split("-")[0]
+            engine.parts.setdefault(name, []).append((order.span.begins, order.span.ends))
+        return order
+
+    worker._reads.add = noted
 
 
 def waiting_for_kv(engine: Any) -> int:
@@ -368,6 +394,14 @@ def give_up_memory(engine: Any, *, of_worker: bool) -> None:
 def reset_prefix_cache(engine: Any) -> bool:
     """Forget all cached prefixes."""
     return bool(engine.reset_prefix_cache())
+
+
+def preempt(engine: Any, name: str) -> None:
+    """Preempt a running request, as for want of blocks."""
+    scheduler = _scheduler(engine)
+    request = next(one for one in scheduler.running if one.request_id.split("-")[0] == name)
+    scheduler.running.remove(request)
+    scheduler._preempt_request(request, time.monotonic())
 
 
 def step(engine: Any, seconds: float) -> None:
@@ -499,13 +533,17 @@ def busy(engine: Any) -> bool:
 def _grants(book: Any) -> dict[str, list[list[int]]]:
     """Block tables of every ticket to come, by its hex digits; they stay when it has ended."""
     found: dict[str, list[list[int]]] = {}
-    publish = book.publish
+    publish, advance = book.publish, book.advance
 
-    def noted(ticket: bytes, lease: str, tokens: int, content: Any, grant: Any) -> None:
+    def noted(ticket: bytes, lease: str, tokens: int, content: Any, grant: Any, **ready: Any) -> None:
         found[ticket.hex()] = [ids.tolist() for ids in grant.block_ids]
-        publish(ticket, lease, tokens, content, grant)
+        publish(ticket, lease, tokens, content, grant, **ready)
 
-    book.publish = noted
+    def more(lease: str, grant: Any, ready: int) -> None:
+        found[book._tickets[lease].hex()] = [ids.tolist() for ids in grant.block_ids]
+        advance(lease, grant, ready)
+
+    book.publish, book.advance = noted, more
     return found
 
 

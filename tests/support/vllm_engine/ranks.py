@@ -69,7 +69,11 @@ class RankWitness:
 
 def _begun(half: Any, begin: Any, transfers: Any, orders: Any) -> None:
     # What comes from the tiers is not looked at.
-    half.unread |= {read.key: (half._orders[read.key], read) for read in orders.reads}
+    half.unread |= {
+        read.load: (half._orders[read.load], read.order)
+        for read in orders.reads
+        if read.order is not None and read.load in half._orders
+    }
     begin(transfers, orders)
 
 

@@ -23,6 +23,7 @@ LINE = {
         "2 sliding_window(4096)": 5 << 10,
     },
     "full_attention_bytes": (97 << 10) + 1000,
+    "reads": 1,
     "descriptors": 10240,
     "pages": 10,
     "run_bytes": 1023 << 10,

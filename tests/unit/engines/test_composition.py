@@ -179,7 +179,7 @@ class Client:
     def look_up(self, address: Any, incarnation: int | None = None) -> PeerInfo:
         return self._known
 
-    def redeem(self, address: Any, ticket: bytes, tokens: int, content: Any) -> int:
+    def redeem(self, address: Any, ticket: bytes, tokens: int, content: Any, *, foreseen: bool) -> int:
         return 0
 
     def redemption(self, number: int, wait_seconds: float) -> Redeemed:
@@ -232,7 +232,7 @@ class Engine:
         )
         turns: set[str] = set()
         pins = SimpleNamespace(late_blocks=lambda _: 0)
-        client = Client(theirs, Redeemed(0, 11, Grant.of(3, 7, self._tables())))
+        client = Client(theirs, Redeemed(0, 11, Grant.of(3, 7, self._tables()), 1 << 20))
         self.peer = PeerSource(
             client,
             ranks=[case.rank],
@@ -245,7 +245,7 @@ class Engine:
             idle=lambda: False,
         )
         self.one.kv_transfer_params = write_offer(
-            Offer("engine", "127.0.0.1", 5600, ticket("theirs").hex(), case.offered)
+            Offer("engine", "127.0.0.1", 5600, ticket("theirs").hex(), case.offered, 0)
         )
         bidding = Bidding(2)
         assert self.tiers.arrived(self.one, bidding)
@@ -279,8 +279,8 @@ class Engine:
     def _read(self, span: LoadSpan) -> list[Brought]:
         meta = StepOrders()
         self.peer.hand_over(meta)
-        (order,) = meta.reads
-        assert order.span == span
+        ((order, last),) = [(read.order, read.last) for read in meta.reads]
+        assert (order.span, last) == (span, True)
         found = [Brought() for _ in self.case.kinds]
         for route in self._from_peer.routes:
             group, to = self.case.rank.groups[route.dst_group], found[route.dst_group]

@@ -192,7 +192,7 @@ def test_a_message_at_which_the_server_raises_costs_that_message_only(ends, monk
     assert granted(client, lost).reason.startswith("it did not answer")
     assert "nobody expects this" in caplog.text
     again = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
-    assert granted(client, again) == Redeemed(again, 1, GRANT)
+    assert granted(client, again) == Redeemed(again, 1, GRANT, 4)
 
 
 @pytest.mark.parametrize("method", ["_receive", "_send_heartbeats"])
@@ -512,7 +512,7 @@ def test_a_ticket_travels_behind_the_first_message_to_a_new_peer(ends):
     assert isinstance(client.look_up((HOST, server.port)), Pending)
     number = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
     assert isinstance(client.redemption(number), Pending), "the first answer does not wait"
-    assert granted(client, number) == Redeemed(number, 1, GRANT)
+    assert granted(client, number) == Redeemed(number, 1, GRANT, 4)
     assert settled(client, server.port) == PeerInfo(facts(), cards())
 
 
@@ -525,7 +525,7 @@ def test_a_ticket_alone_opens_no_connection(ends):
     assert not client._peers
     assert isinstance(client.redemption(number), Pending)
     settled(client, server.port)
-    assert granted(client, number) == Redeemed(number, 1, GRANT)
+    assert granted(client, number) == Redeemed(number, 1, GRANT, 4)
 
 
 def test_a_ticket_that_is_refused_says_why_and_claims_nothing(ends):
@@ -568,7 +568,7 @@ def test_what_was_asked_on_a_connection_that_is_made_anew_is_asked_again(ends, m
         time.sleep(0.05)
     client.forget((HOST, server.port))
     settled(client, server.port)
-    assert granted(client, number) == Redeemed(number, 1, GRANT)
+    assert granted(client, number) == Redeemed(number, 1, GRANT, 4)
 
 
 def test_a_ticket_that_two_decode_engines_have_redeemed_ends_with_the_last_of_them(ends):

@@ -139,7 +139,7 @@ def test_a_redemption_is_bounded_in_every_part():
 )  # fmt: skip
 def test_a_grant_out_of_bounds_is_none(grant):
     with pytest.raises(ProtocolError):
-        decode_reply(encode(Redeemed(7, 9, grant)))
+        decode_reply(encode(Redeemed(7, 9, grant, 4)))
 
 
 def test_a_count_that_the_bytes_do_not_hold_is_refused():

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvferry.transport.redeem import Grant, NotRedeemed, PromptContent, Redeem, Redeemed, new_ticket
+from kvferry.transport.redeem import (
+    Grant,
+    NotRedeemed,
+    PromptContent,
+    Redeem,
+    Redeemed,
+    Unchanged,
+    new_ticket,
+)
 from kvferry.transport.tickets import CROWDED, MAX_CONSUMERS, RELEASED, UNKNOWN, TicketBook
 from support.locked import locked
 from transport.cards import ticket
@@ -37,9 +45,39 @@ def refused(answer) -> str:
 
 def test_a_ticket_is_exchanged_for_its_grant_as_often_as_its_consumer_asks():
     made = book("a")
-    assert redeem(made, "a") == redeem(made, "a") == Redeemed(8, RUN, GRANT)
+    assert redeem(made, "a") == redeem(made, "a") == Redeemed(8, RUN, GRANT, 4)
     assert made.claimed(1, [ticket("a"), ticket("b")]) == ["a"]
     assert made.claimed(2, [ticket("a")]) == []
+
+
+def test_a_prompt_that_is_being_computed_is_granted_as_far_as_it_is():
+    made = TicketBook(RUN)
+    made.publish(ticket("a"), "a", 4, CONTENT, GRANT, ready=2)
+    assert redeem(made, "a") == Redeemed(8, RUN, GRANT, 2)
+    again = Redeem(8, 1, ticket("a"), 4, CONTENT, 2)
+    assert made.redeem(again) == Unchanged(8, RUN)
+    longer = Grant.of(3, 7, [[1, 2, 5]])
+    made.advance("a", longer, 4)
+    made.advance("never published", longer, 4)
+    assert made.redeem(again) == Redeemed(8, RUN, longer, 4)
+    assert made.claimed(1, [ticket("a")]) == ["a"]
+
+
+def test_who_does_not_know_the_prompt_learns_nothing_of_one_that_is_being_computed():
+    made = TicketBook(RUN)
+    made.publish(ticket("a"), "a", 4, CONTENT, GRANT, ready=2)
+    for known in (0, 2):
+        asked = Redeem(8, 2, ticket("a"), 4, PromptContent("others", "items", "adapter", "salt"), known)
+        assert "hold other tokens" in refused(made.redeem(asked))
+    assert made.claimed(2, [ticket("a")]) == []
+    assert made.release(2, [ticket("a")]) == []
+
+
+def test_a_ticket_names_one_lease():
+    made = book("a")
+    with pytest.raises(ValueError, match="names another lease"):
+        made.publish(ticket("a"), "b", 4, CONTENT, Grant.of(9, 9, [[9]]))
+    assert redeem(made, "a") == Redeemed(8, RUN, GRANT, 4)
 
 
 def test_a_guessed_ticket_is_unknown_and_so_is_one_that_was_withdrawn():
@@ -69,7 +107,7 @@ def test_a_stolen_ticket_is_worth_nothing_with_another_prompt_and_stays_its_owne
     redeem(made, "a", 1)
     assert says in refused(redeem(made, "a", 2, **change))
     assert made.claimed(2, [ticket("a")]) == made.release(2, [ticket("a")]) == []
-    assert redeem(made, "a", 1) == Redeemed(8, RUN, GRANT)
+    assert redeem(made, "a", 1) == Redeemed(8, RUN, GRANT, 4)
 
 
 def test_a_lease_ends_with_the_last_consumer_that_has_claimed_it():
@@ -96,7 +134,7 @@ def test_runs_that_somebody_makes_up_fill_no_memory_and_cost_no_claim_that_stand
     made.release(3, [ticket("a")])
     assert refused(redeem(made, "a", MAX_CONSUMERS)) == CROWDED
     assert refused(redeem(made, "a", 3)) == RELEASED
-    assert redeem(made, "a", 4) == Redeemed(8, RUN, GRANT)
+    assert redeem(made, "a", 4) == Redeemed(8, RUN, GRANT, 4)
 
 
 def test_a_stolen_ticket_alone_ends_no_lease():
@@ -104,7 +142,7 @@ def test_a_stolen_ticket_alone_ends_no_lease():
     assert made.release(1, [ticket("a")]) == []
     refused(redeem(made, "a", 1, PromptContent("others")))
     assert made.release(1, [ticket("a")]) == []
-    assert redeem(made, "a", 2) == Redeemed(8, RUN, GRANT)
+    assert redeem(made, "a", 2) == Redeemed(8, RUN, GRANT, 4)
 
 
 def test_a_reason_is_cut_to_what_a_message_may_carry():

@@ -83,7 +83,9 @@ class Claims:
         """Return the number of tickets (random ids that claim leases) that requests of this engine use."""
         return len(self._shared)
 
-    def begin(self, address: Address, ticket: bytes, tokens: int, content: PromptContent) -> Claim:
+    def begin(
+        self, address: Address, ticket: bytes, tokens: int, content: PromptContent, *, foreseen: bool = False
+    ) -> Claim:
         """Claim a lease for a request, by sending the ticket to the producer. Return the claim.
 
         If another request has sent the ticket with the same prompt content, the ticket is not sent again.
@@ -93,16 +95,21 @@ class Claims:
             ticket: random id that claims the lease.
             tokens: number of offered tokens, from the start of the prompt.
             content: digests of the content of these tokens.
+            foreseen: True if the producer may learn of the ticket later than this engine.
         """
         shared = self._shared.setdefault((address, ticket), _Shared())
         number = shared.numbers.get(content)
         if number is None:
-            number = shared.numbers[content] = self._client.redeem(address, ticket, tokens, content)
+            number = shared.numbers[content] = self._client.redeem(
+                address, ticket, tokens, content, foreseen=foreseen
+            )
         shared.users[number] = shared.users.get(number, 0) + 1
         return Claim(address, ticket, content, number)
 
     def answer(self, claim: Claim) -> Redeemed | Unusable | Pending:
-        """Return the producer's answer to a claim on a lease: the block tables and the lease.
+        """Return the producer's last answer to a claim on a lease: the block tables and the lease.
+
+        While the producer computes the prompt, later calls return answers that cover more tokens.
 
         Wait for the answer if it has not arrived. All calls in one engine step together wait at most
         `STEP_WAIT_SECONDS`, or `IDLE_STEP_WAIT_SECONDS` if the engine computes nothing. Return Pending if

@@ -6,6 +6,10 @@ random 128-bit id. ``remote_num_tokens`` is the number of offered tokens. Block 
 through clients. The reading engine sends the ticket and the digest of its prompt over the control channel,
 and the offering engine replies with the block tables and the lease (`transport.redeem`). An offer comes from
 a client, so it is checked against a schema before it is used.
+
+A router may ask both engines at once. It then draws the ticket, gives it to the prefill engine, and makes the
+offer for the decode engine itself, from an earlier offer of the prefill engine. The number of tokens is null
+in such an offer: the prefill engine is computing the prompt.
 """
 
 from __future__ import annotations
@@ -34,14 +38,18 @@ class Offer(msgspec.Struct, frozen=True):
         remote_engine_id: id of the offering engine.
         remote_host, remote_port: address of the offering engine's control channel.
         remote_request_id: ticket, as 32 hex digits.
-        remote_num_tokens: number of offered tokens, from the start of the prompt.
+        remote_num_tokens: number of offered tokens, from the start of the prompt. None for all tokens but
+            the last one, if the offering engine is still computing them.
+        remote_step_tokens: number of tokens of a prompt that the offering engine computes in one step. Its KV
+            may be read while it computes longer prompts. 0 if KV can only be read after the last step.
     """
 
     remote_engine_id: _EngineId
     remote_host: Host
     remote_port: Port
     remote_request_id: _Hex
-    remote_num_tokens: _Tokens
+    remote_num_tokens: _Tokens | None
+    remote_step_tokens: Annotated[int, msgspec.Meta(ge=0)]
 
     @property
     def address(self) -> Address:
@@ -61,6 +69,18 @@ def wants_prefill(params: Any) -> bool:
         params: the request's ``kv_transfer_params``, as the client sent them; None if there are none.
     """
     return isinstance(params, dict) and params.get("do_remote_decode") is True
+
+
+def ticket_of(params: Any) -> bytes | None:
+    """Return the ticket that a router has drawn for a prompt that this engine prefills; None without one.
+
+    Args:
+        params: the request's ``kv_transfer_params``, as the client sent them.
+    """
+    try:
+        return bytes.fromhex(msgspec.convert(params["remote_request_id"], _Hex))
+    except (KeyError, TypeError, msgspec.ValidationError, UnicodeError):
+        return None
 
 
 def read_offer(params: Any) -> Offer | None:

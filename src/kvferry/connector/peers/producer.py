@@ -6,24 +6,27 @@ stay silent for too long. A lease that no consumer has claimed may end early if 
 (`unclaimed`). When a lease ends, each worker raises its lease word, an integer in registered memory, so that
 a consumer that is still reading notices. Then the worker reports the request as sent. The engine frees the
 blocks only after all workers have reported.
+
+Consumers may also read the KV of a prompt while this engine computes it (`streams`).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.blocks_wanted import BlocksWanted
 from kvferry.connector.config import ConnectorConfig
-from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request
+from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request, Step
 from kvferry.connector.events import LeaseEnded, LeaseExtended, LeaseGranted
 from kvferry.connector.messages import StepOrders
 from kvferry.connector.peers.offer import Offer, wants_prefill, write_nothing, write_offer
 from kvferry.connector.peers.siblings import Siblings
+from kvferry.connector.peers.streams import Streams, steps_readable
 from kvferry.connector.peers.turn_keeper import TurnKeeper
 from kvferry.connector.peers.turn_names import TurnNames
 from kvferry.connector.peers.unclaimed import UnclaimedLeases
@@ -78,10 +81,14 @@ class Producer:
         # tokens are not offered, except with recurrent state, of which there is no earlier snapshot.
         self._unsettled = 0 if engine.has_state else max(engine.draft_lookahead - 1, 0)
         self._book = LeaseBook(incarnation, LEASE_SLOTS, config.lease_seconds, time.monotonic)
+        self._step_tokens = 0 if config.host_buffer else steps_readable(engine)
+        self._streams = Streams(engine, self._book, adapters)
         self._host = config.advertise_host or config.host
         self._events = events
         self._prompts: dict[str, Request] = {}
         self._withdrawn: list[str] = []
+        self._ended: dict[str, int] = {}
+        self._raised: dict[str, int] = {}
         self._log = LimitedLog(logger)
         self._siblings = Siblings(engine.parent_of)
         self._wanted = BlocksWanted(engine.groups, engine.tokens_in_flight)
@@ -112,6 +119,7 @@ class Producer:
         """
         self.port, self._tickets = server.port, server.tickets
         self._unclaimed.start(pool)
+        self._streams.start(server.tickets, workers)
         if self._turns is not None:
             self._turns.start(server.turns, pool, workers)
 
@@ -149,6 +157,8 @@ class Producer:
         self._wanted.add(request)
         if wants_prefill(request.kv_transfer_params) and request.trim_prompt():
             self._prompts[request.request_id] = request
+            if self._step_tokens and not self._stopped:
+                self._streams.on_new_request(request)
             with suppress(Unnameable):
                 self._adapters.name(request.adapter)  # starts to read it while the prompt is computed
 
@@ -164,6 +174,24 @@ class Producer:
             if name in scheduled
             and 0 < request.num_prompt_tokens - request.num_computed_tokens <= scheduled[name]
         ]
+
+    def scheduled(self, step: Step, block_ids: Callable[[str], BlockIds]) -> None:
+        """Remember the tokens that the coming step computes. Call this once per step, after `take_events`.
+
+        Args:
+            step: the coming step.
+            block_ids: function that takes a request id and returns the request's block table for each KV
+                cache group.
+        """
+        self._streams.scheduled(step, block_ids)
+
+    def step_done(self) -> None:
+        """Let other engines read the tokens that the oldest step under way has computed."""
+        for stream in self._streams.step_done():
+            request, now = stream.request, time.monotonic()
+            self._events.emit(
+                LeaseGranted(request.request_id, now, request.num_prompt_tokens, self._book.seconds)
+            )
 
     def finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         """Handle the end of a request: offer its prompt's KV to another engine, or keep it for the next turn.
@@ -182,6 +210,11 @@ class Producer:
             if self._turns is not None and not self._stopped:
                 self._turns.finished(request, block_ids)
             return False, None
+        readable = request.request_id in self._streams
+        if readable and not request.is_complete:
+            # Its blocks are free from now on. The workers raise the word before a step writes them.
+            self._end(self._book.end([request.request_id]), expired=False, withdrawn=True)
+        stream = self._streams.finished(request.request_id)
         if self._prompts.pop(request.request_id, None) is None or not request.is_complete:
             if (lease := self._siblings.lease_of(request.request_id)) is not None:
                 self._withdrawn.append(lease)  # without this sample no response carries the offer
@@ -189,25 +222,55 @@ class Producer:
         if (made := self._siblings.offer_of(request.request_id)) is not None:
             return False, made
         tokens = request.num_prompt_tokens - self._unsettled
-        if tokens < 1 or self._stopped:
+        over = stream is not None and stream.over  # its readers have failed or left, and no other has a claim
+        if tokens < 1 or self._stopped or over:
             return False, write_nothing()
-        try:
-            content = content_of(request, tokens, self._adapters)
-            word = self._book.grant(request.request_id)
-        except (TransferError, Unnameable) as error:
-            self._log.say(str(error), f"request {shown(request.request_id)}: not offered: {error}")
-            return False, write_nothing()
-        now = time.monotonic()
-        self._events.emit(LeaseGranted(request.request_id, now, tokens, self._book.seconds))
-        ticket, grant = (
-            new_ticket(),
-            Grant.of(word.slot, word.generation, self._engine.tables(block_ids, tokens)),
+        tables = self._engine.tables(block_ids, tokens)
+        if stream is not None and stream.word is not None:
+            ticket = stream.ticket
+            self._book.restart(request.request_id)
+            grant = Grant.of(stream.word.slot, stream.word.generation, tables)
+            self._tickets.advance(request.request_id, grant, tokens)
+        else:
+            drawn = stream is not None and stream.ticket not in self._tickets
+            ticket = stream.ticket if stream is not None and drawn else new_ticket()
+            try:
+                self._grant(request, ticket, tokens, tables)
+            except (TransferError, Unnameable) as error:
+                self._log.say(str(error), f"request {shown(request.request_id)}: not offered: {error}")
+                return False, write_nothing()
+        params = write_offer(
+            Offer(
+                remote_engine_id=self._engine.engine_id,
+                remote_host=self._host,
+                remote_port=self.port,
+                remote_request_id=ticket.hex(),
+                remote_num_tokens=tokens,
+                remote_step_tokens=self._step_tokens,
+            )
         )
-        self._tickets.publish(ticket, request.request_id, tokens, content, grant)
-        params = write_offer(Offer(self._engine.engine_id, self._host, self.port, ticket.hex(), tokens))
         self._siblings.offered(request.request_id, params)
         self._unclaimed.granted(request.request_id, block_ids)
         return True, params
+
+    def _grant(self, request: Request, ticket: bytes, tokens: int, tables: BlockIds) -> None:
+        """Grant a lease on the blocks of a finished request, and publish its ticket.
+
+        Args:
+            request: request that has ended.
+            ticket: random id that claims the lease.
+            tokens: number of offered tokens, from the start of the prompt.
+            tables: block ids to transfer for each KV cache group.
+
+        Raises:
+            TransferError: all lease slots are in use.
+            Unnameable: the content of the prompt has no digest.
+        """
+        content = content_of(request, tokens, self._adapters)
+        word = self._book.grant(request.request_id)
+        self._events.emit(LeaseGranted(request.request_id, time.monotonic(), tokens, self._book.seconds))
+        grant = Grant.of(word.slot, word.generation, tables)
+        self._tickets.publish(ticket, request.request_id, tokens, content, grant)
 
     def take_events(self, events: FairQueue[LeasesClaimed | LeasesReleased], orders: StepOrders) -> None:
         """Process the messages of other engines, and tell the workers which leases to end.
@@ -227,50 +290,55 @@ class Producer:
                 for name in self._book.extend(event.leases):
                     self._events.emit(LeaseExtended(name, time.monotonic()))
             else:
-                orders.ended.update(self._ended(self._book.end(event.leases), expired=False))
+                self._end(self._book.end(event.leases), expired=False)
         withdrawn, self._withdrawn = self._withdrawn, []
-        orders.ended.update(self._ended(self._book.end(withdrawn), expired=False, withdrawn=True))
-        self._end_unclaimed(orders)
-        over = self._book.end_expired()
-        if self._turns is not None:
-            turns = {name: over.pop(name) for name in list(over) if name in self._turns}
-            turns.update(self._book.end(self._turns.step()))
-            orders.turns_ended = self._ended(turns, expired=False)
-        expired = self._ended(over, expired=True)
-        for name in expired:
-            self._log.say(
-                "silent",
-                f"request {shown(name)}: its consumer was silent for {self._book.seconds:g} s "
-                "(lease_seconds), its blocks are given back",
-            )
-        orders.ended.update(expired)
-
-    def _end_unclaimed(self, orders: StepOrders) -> None:
-        """End leases that no engine has claimed yet, if requests of this engine wait for blocks.
-
-        Args:
-            orders: message to the workers for the coming step. The leases to end are added to it.
-        """
-        leases = self._ended(self._book.end(self._unclaimed.leases_to_end()), expired=True)
-        for name in leases:
+        withdrawn += self._streams.preempted()
+        self._end(self._book.end(withdrawn), expired=False, withdrawn=True)
+        for name in self._end(self._book.end(self._unclaimed.leases_to_end()), expired=True):
             self._log.say(
                 "unclaimed",
                 f"request {shown(name)}: no consumer has claimed its blocks in "
                 f"{self._unclaimed.seconds:g} s, and other requests wait for blocks, so they are given back",
             )
-        orders.ended.update(leases)
+        over = self._book.end_expired()
+        if self._turns is not None:
+            turns = {name: over.pop(name) for name in list(over) if name in self._turns}
+            turns.update(self._book.end(self._turns.step()))
+            self._end(turns, expired=False)
+        for name in self._end(over, expired=True):
+            self._log.say(
+                "silent",
+                f"request {shown(name)}: its consumer was silent for {self._book.seconds:g} s "
+                "(lease_seconds), its blocks are given back",
+            )
+        orders.ended, self._ended = self._ended, {}
+        orders.raised, self._raised = self._raised, {}
 
-    def _ended(self, leases: dict[str, int], *, expired: bool, withdrawn: bool = False) -> dict[str, int]:
+    def _end(self, leases: Mapping[str, int], *, expired: bool, withdrawn: bool = False) -> list[str]:
+        """Handle the end of leases, and order the workers to raise their words with the coming step.
+
+        Args:
+            leases: lease slot of each ended lease, by name.
+            expired, withdrawn: values of the event that is emitted for each lease.
+
+        Returns:
+            The names of the leases.
+        """
         if not leases:
-            return leases
+            return []
+        for name, slot in leases.items():
+            # The engine keeps the blocks of finished requests until the workers have reported them as sent.
+            kept = name not in self._streams and (self._turns is None or name not in self._turns)
+            (self._ended if kept else self._raised)[name] = slot
         self._tickets.withdraw(leases)
+        self._streams.ended(leases)
         self._siblings.ended(leases)
         self._unclaimed.ended(leases)
         for name in leases:
             if self._turns is not None:
                 self._turns.ended(name)
             self._events.emit(LeaseEnded(name, time.monotonic(), expired, withdrawn))
-        return leases
+        return list(leases)
 
     def reset(self) -> None:
         """Withdraw all offers of KV, and all KV kept for next turns, because this KV is no longer valid.
@@ -285,6 +353,7 @@ class Producer:
     def stop_offering(self) -> None:
         """Withdraw all offers of KV, and all KV kept for next turns. Offer and keep no KV from now on."""
         self.reset()
+        self._streams.stop()
         self._stopped = True
 
     def sent(self, request_ids: set[str]) -> None:
@@ -297,15 +366,17 @@ class Producer:
             self._book.ended(name)
             self._unclaimed.on_blocks_freed(name)
 
-    def on_workers_confirmed(self, turns: Mapping[str, int]) -> None:
-        """Count the workers that have ended leases of retained turns (KV of finished requests).
+    def on_workers_confirmed(self, raised: Mapping[str, int]) -> None:
+        """Count the workers that have raised lease words, so that the words can be used for other leases.
 
-        When all workers have ended a lease, its blocks are freed. A worker ends a lease by changing the lease
-        word, an integer in registered memory that readers check.
+        A lease word is an integer in registered memory that readers check. When all workers have raised the
+        word of a retained turn (KV of a finished request), its blocks are freed.
 
         Args:
-            turns: number of workers that have ended each lease since the last call, by name of the lease.
+            raised: number of workers that have raised the word of each lease since the last call, by name of
+                the lease.
         """
-        for name, workers in turns.items():
-            if self._turns is not None and self._turns.on_workers_confirmed(name, workers):
+        for name, workers in raised.items():
+            turn = self._turns is not None and self._turns.on_workers_confirmed(name, workers)
+            if self._streams.on_workers_confirmed(name, workers) or turn:
                 self._book.ended(name)

@@ -9,7 +9,7 @@ from kvferry.connector.bids import Bid, Bidding
 from kvferry.connector.peers.claims import Claim
 from kvferry.geometry import RankGeometry
 from kvferry.transport.handshake import Address, PeerInfo
-from kvferry.transport.redeem import Grant
+from kvferry.transport.redeem import Grant, Redeemed
 
 
 @dataclass(slots=True)
@@ -25,8 +25,10 @@ class Pull:
         until: deadline for sending the ticket to the peer, monotonic seconds.
         claim: the request's claim on the lease; None before the ticket has been sent, and if the peer offered
             the KV of an earlier turn of the conversation, which needs no claim.
+        foreseen: True if the peer may still be computing the prompt, or may not know the ticket yet.
         grant: the peer's block tables and lease word (integer in registered memory that shows whether the
             lease is valid); None until they are known.
+        ready: number of tokens, from the start of the prompt, whose KV is in the peer's blocks.
         incarnation: random number that identifies the run of the peer's engine that granted the lease; None
             until it is known.
         settled: True when the request will read no more from this peer.
@@ -40,10 +42,34 @@ class Pull:
     bidding: Bidding
     until: float
     claim: Claim | None = None
+    foreseen: bool = False
     grant: Grant | None = None
+    ready: int = 0
     incarnation: int | None = None
     settled: bool = False
     bid: Bid | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the peer's blocks hold the KV of all offered tokens."""
+        return self.ready >= self.tokens
+
+    def take(self, answer: Redeemed) -> str | None:
+        """Store the peer's answer to the ticket, and return why it cannot be used; None if it can.
+
+        Args:
+            answer: the peer's last answer. While the peer computes the prompt, answers cover more and more
+                tokens under the same lease.
+        """
+        if self.grant is not None and (answer.incarnation, answer.grant.slot, answer.grant.generation) != (
+            self.incarnation,
+            self.grant.slot,
+            self.grant.generation,
+        ):
+            return "the peer has replaced the lease while its blocks were read"
+        self.grant, self.incarnation = answer.grant, answer.incarnation
+        self.ready = max(self.ready, answer.tokens)
+        return None
 
     @property
     def peer(self) -> str:

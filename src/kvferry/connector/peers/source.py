@@ -7,6 +7,9 @@ conversation. There is one `Pull` for each request that came with a ticket, or f
     TICKET ─the prompt has a name─▶ REDEEMING ─▶ GRANTED ─▶ SETTLED
        └──────────┴─peer excluded──────────────────┴───────────▲      a turn that was found begins as GRANTED
 
+A peer may grant blocks before it has computed the whole prompt. Then a load reads what is computed, and goes
+on with each further grant (`LoadFeed`).
+
 The ticket is redeemed as the request arrives. From then on heartbeats keep the lease alive, however long the
 request queues. The request's claim on the lease ends once: when the request's loads have succeeded, when the
 engine computes the prompt instead, or when this peer is excluded.
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import gcd
 
 from kvferry.connector.adapters import Adapters
@@ -23,9 +27,11 @@ from kvferry.connector.bids import Bid, Bidding, PlaceTokens
 from kvferry.connector.decisions import MissReason, SourceMiss
 from kvferry.connector.engine import Block, Request
 from kvferry.connector.load import Load
+from kvferry.connector.load_plans import common_alignment
 from kvferry.connector.load_results import GroupBytes
-from kvferry.connector.messages import Report, StepOrders
+from kvferry.connector.messages import LoadRead, Report, StepOrders
 from kvferry.connector.peers.claims import Claims
+from kvferry.connector.peers.feed import LoadFeed
 from kvferry.connector.peers.offer import read_offer
 from kvferry.connector.peers.pull import Pull, blocks_of
 from kvferry.connector.peers.turn_finder import TurnFinder
@@ -37,7 +43,6 @@ from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.tiers.names import PEER, TIERS
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.handshake import PeerInfo, Pending, Unusable
-from kvferry.transport.read_order import ReadOrder
 from kvferry.transport.redeem import Redeemed
 
 _LOOKING = Bid("peers that keep earlier turns", (), looking=True)
@@ -53,12 +58,10 @@ def _shorter(bid: Bid | None, tokens: int) -> Bid | None:
     A bid is the offer of a source to load a part of a prompt.
 
     Args:
-        bid: bid whose attributes `source` and `looking` are copied.
+        bid: bid whose other attributes are copied.
         tokens: number of tokens that the copy offers to load.
     """
-    return (
-        Bid(bid.source, (PlaceTokens(PEER, tokens),), bid.looking) if bid is not None and tokens > 0 else None
-    )
+    return replace(bid, parts=(PlaceTokens(PEER, tokens),)) if bid is not None and tokens > 0 else None
 
 
 class PeerSource:
@@ -101,6 +104,7 @@ class PeerSource:
         self._adapters = adapters
         self._groups, self._alignments = blocks_of(ranks), dict[str, tuple[int, ...]]()
         self._labels = ranks[0].labels
+        self._alignment_tokens = common_alignment((one.kind, one.block_tokens) for one in ranks[0].groups)
         # The engine computes the last token of a prompt even if all of it is loaded. Attention writes the
         # same KV again, but recurrent state would have seen the token twice.
         self._computed_again = any(one.kind is GroupKind.STATE for rank in ranks for one in rank.groups)
@@ -109,7 +113,8 @@ class PeerSource:
         self._turns, self._asking = turns, dict[str, Bidding]()
         self._pulls: dict[str, Pull] = {}
         self._claims = Claims(client, idle)
-        self._reads: list[ReadOrder] = []
+        self._feeds: dict[str, LoadFeed] = {}
+        self._reads: list[LoadRead] = []
         self._connects: dict[str, PeerInfo] = {}
         self._stopped = ""
         self._connected: dict[str, float] = {}  # peers connected to workers, and the time of their last use
@@ -144,14 +149,18 @@ class PeerSource:
             return name in self._asking
         if request.was_rejected:
             return False  # its prompt is unknown here, so the ticket cannot be redeemed; the lease expires
+        tokens = offer.remote_num_tokens or request.num_prompt_tokens - 1
+        if tokens < 1:
+            return False
         until = time.monotonic() + self._timeout
         pull = self._pulls[name] = Pull(
             address=offer.address,
             engine_id=offer.remote_engine_id,
             ticket=offer.ticket,
-            tokens=offer.remote_num_tokens,
+            tokens=tokens,
             bidding=bidding,
             until=until,
+            foreseen=offer.remote_num_tokens is None,
         )
         self._redeem(pull, request)
         if self._stopped:
@@ -247,6 +256,8 @@ class PeerSource:
     def begin(self, load: Load, request: Request) -> None:
         """Make all workers read the KV of a load from its peer, from the coming engine step on.
 
+        If the peer still computes some of the KV, it is read in later steps.
+
         If the workers are not connected to the peer yet, they connect first. `hand_over` adds this work to
         the message that the workers receive for the step.
 
@@ -262,16 +273,7 @@ class PeerSource:
             if pull.peer not in self._connected:
                 self._connects[pull.peer] = answer
             self._connected[pull.peer] = time.monotonic()
-        self._reads.append(
-            ReadOrder(
-                key=load.key,
-                peer=pull.peer,
-                span=load.span,
-                src_tables=pull.grant.block_ids,
-                dst_tables=load.tables,
-                lease=pull.grant.word(pull.incarnation),
-            )
-        )
+        self._feeds[load.key] = LoadFeed(load, pull, self._alignment_tokens)
 
     def alignments(self, request_id: str) -> tuple[int, ...]:
         """Return the alignment of content loaded from a request's peer, in tokens, for each KV cache group.
@@ -331,10 +333,16 @@ class PeerSource:
             self._exclude_peer(load.request_id, report.failure)
 
     def forget(self, load: Load) -> None:
-        """Do nothing. This source keeps no state for a load that has ended."""
+        """Read nothing more for a load that has ended."""
+        self._feeds.pop(load.key, None)
 
     def dropped(self, load: Load) -> None:
-        """Do nothing when a request stops waiting for a load. The workers cannot cancel reads in flight."""
+        """Begin no more reads of a load whose request stops waiting for it.
+
+        The workers cannot cancel reads in flight.
+        """
+        if self._feeds.pop(load.key, None) is not None:
+            self._reads.append(LoadRead(load.key, None, failure="no request waits for it any more"))
 
     def settled(self, request_id: str) -> None:
         """End a request's claim on a peer's lease, because the request will not read from the peer again.
@@ -395,6 +403,12 @@ class PeerSource:
             del self._connected[name]
             self._alignments.pop(name, None)
         orders.reads, self._reads = self._reads, []
+        for key, feed in list(self._feeds.items()):
+            read = feed.next_read(self._update(feed.pull))
+            if read is not None:
+                orders.reads.append(read)
+                if read.last or read.failure is not None:
+                    del self._feeds[key]
 
     def _redeem(self, pull: Pull, request: Request) -> None:
         """Send a request's ticket (random id that claims a lease) to the peer that offered KV.
@@ -424,7 +438,9 @@ class PeerSource:
             return
         # The first message to a new peer opens the handshake, and the ticket travels right behind it.
         if not isinstance(self._client.look_up(pull.address), Unusable):
-            pull.claim = self._claims.begin(pull.address, pull.ticket, pull.tokens, content)
+            pull.claim = self._claims.begin(
+                pull.address, pull.ticket, pull.tokens, content, foreseen=pull.foreseen
+            )
 
     def _ready_peer(self, pull: Pull) -> PeerInfo | Pending | Unusable:
         """Return the description of a peer that has granted a lease and can be read from.
@@ -438,17 +454,31 @@ class PeerSource:
         peer = self._client.look_up(pull.address, pull.incarnation)
         if not isinstance(peer, PeerInfo):
             return peer
+        known = pull.grant is not None
+        if (reason := self._update(pull)) is not None:
+            return Unusable(reason)
         if pull.grant is None:
-            if pull.claim is None:
-                return Pending()
-            answer = self._claims.answer(pull.claim)
-            if not isinstance(answer, Redeemed):
-                return answer
-            pull.grant, pull.incarnation = answer.grant, answer.incarnation
+            return Pending()
+        if not known:
             peer = self._client.look_up(pull.address, pull.incarnation)
         if isinstance(peer, PeerInfo) and (refusal := self._refusal(pull, peer)) is not None:
             return Unusable(refusal)
         return peer
+
+    def _update(self, pull: Pull) -> str | None:
+        """Store the peer's last answer to a ticket. Return why its KV cannot be read; None if it can.
+
+        Args:
+            pull: state of the exchange with the peer. This method sets `grant`, `ready` and `incarnation`.
+        """
+        if pull.settled:
+            return pull.bidding.exclusion_reason(pull.peer) or "the claim on its lease has ended"
+        if pull.is_whole or pull.claim is None:
+            return None
+        answer = self._claims.answer(pull.claim)
+        if isinstance(answer, Unusable):
+            return answer.reason
+        return pull.take(answer) if isinstance(answer, Redeemed) else None
 
     def _process_turn_answers(self, request: Request, local_tokens: int) -> Bid | None:
         """Process the answers of peers that were asked for an earlier turn of the conversation.
@@ -477,6 +507,7 @@ class PeerSource:
                 bidding=self._asking[name],
                 until=0.0,
                 grant=kept.grant,
+                ready=found.tokens,
                 incarnation=kept.incarnation,
             )
             self._client.hold(found.address, kept.ticket)
@@ -504,7 +535,10 @@ class PeerSource:
         if isinstance(peer, Unusable):
             self._exclude_peer(request.request_id, peer.reason)
             return None
-        return Bid(pull.peer, (PlaceTokens(PEER, tokens),), isinstance(peer, Pending))
+        looking = isinstance(peer, Pending)
+        return Bid(
+            pull.peer, (PlaceTokens(PEER, tokens),), looking, growing=not looking and not pull.is_whole
+        )
 
     def _refusal(self, pull: Pull, peer: PeerInfo) -> str | None:
         """Return the reason why KV cannot be read from a peer; None if it can be read.

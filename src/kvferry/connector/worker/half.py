@@ -28,6 +28,7 @@ from kvferry.connector.messages import (
     WorkerInfo,
 )
 from kvferry.connector.peers.producer import LEASE_SLOTS
+from kvferry.connector.worker.load_reads import LoadReads
 from kvferry.connector.worker.loads import AttemptResults, Loads
 from kvferry.connector.worker.mover import ChunkMover
 from kvferry.connector.worker.orders import MergedCopyReport
@@ -96,6 +97,7 @@ class WorkerHalf:
         self._transfers: Transfers | None = None
         self._mover: ChunkMover | None = None
         self._loads, self._attempt_results = Loads(clock), AttemptResults()
+        self._reads = LoadReads()
         self._orders: dict[str, Load] = {}
         self._results: dict[str, ReadResult] = {}
         self._sent: set[str] = set()
@@ -164,6 +166,19 @@ class WorkerHalf:
         if self._transfers is not None:
             self._transfers.words.invalidate_all()
 
+    def raise_words(self, orders: StepOrders) -> None:
+        """Raise the lease words of blocks that the step may write for another request.
+
+        Call this before anything of the step writes to the cache: before its forward pass, and before the
+        engine zeroes blocks. A lease word is an integer in registered memory that peers check.
+
+        Args:
+            orders: the scheduler half's message for the step.
+        """
+        if self._transfers is not None and orders.raised:
+            self._transfers.words.end(orders.raised.values())
+            self._reports.raised.update(dict.fromkeys(orders.raised, 1))
+
     def begin(self, orders: StepOrders) -> None:
         """Begin the work that the scheduler half wants done in a step, before the step's forward pass.
 
@@ -183,6 +198,7 @@ class WorkerHalf:
             self._orders[load.key] = load
             if orders.epoch in self._stale:
                 self._loads.give_up(load.key, CHANGED)
+                self._void.add(load.key)  # it may end before it is given up
         if self._transfers is not None:
             self._begin_transfers(self._transfers, orders)
         for key, why in orders.given_up.items():
@@ -198,14 +214,16 @@ class WorkerHalf:
         if orders.ended:
             transfers.words.end(orders.ended.values())
             self._sent.update(orders.ended)
-        if orders.turns_ended:
-            transfers.words.end(orders.turns_ended.values())
-            self._reports.raised.update(dict.fromkeys(orders.turns_ended, 1))
-        if self._stale.last is None:
-            transfers.submit(*orders.reads)
-        else:
-            for read in orders.reads:
-                self._loads.on_transfer_ended(read.key, CHANGED)
+        self._reads.begin({read.load for read in orders.reads} & {load.key for load in orders.loads})
+        begun = []
+        for read in orders.reads:
+            if self._stale.last is not None:
+                self._reads.fail(read.load, CHANGED)
+            if (order := self._reads.add(read)) is not None:
+                begun.append(order)
+            if read.failure is None and read.load in self._orders:
+                self._loads.extend(read.load, self._orders[read.load].timeout_seconds)
+        transfers.submit(*begun)
 
     def save(self, orders: StepOrders, mark: Callable[[], DeviceEvent | None]) -> None:
         """Copy completed prompts to the host buffer, and start to store the step's chunks.
@@ -242,6 +260,8 @@ class WorkerHalf:
         if not (self._orders or self._sent):
             return NOTHING_ENDED
         settled = self._loads.settle()
+        for key in settled.reported.keys() - settled.released:
+            self._reads.fail(key, settled.reported[key] or "")  # reported before its transfers have ended
         received, failed = set(), set()
         for key, outcome in settled.reported.items():
             load, failure = self._orders[key], outcome or (CHANGED if key in self._void else None)
@@ -280,8 +300,10 @@ class WorkerHalf:
         found = False
         for result in self._transfers.results() if self._transfers is not None else ():
             found = True
-            self._results[result.key] = result
-            self._loads.on_transfer_ended(result.key, result.failure)
+            self._reads.on_result(result)
+        for ended in self._reads.take_ended():
+            self._results[ended.key] = ended
+            self._loads.on_transfer_ended(ended.key, ended.failure)
         if self._mover is not None:
             for report in self._mover.take_copy_reports():
                 found = True
@@ -344,6 +366,7 @@ def _report(failure: str | None, late: bool, result: ReadResult | None) -> Repor
     figures = LoadFigures(
         bytes_by_group=plan.bytes_by_group,
         strategy_by_group=plan.strategy_by_group,
+        reads=result.reads,
         pages=plan.counts.pages,
         descriptors=plan.counts.descriptors,
         run_bytes=plan.counts.largest_run,

@@ -17,6 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+MOST_TIMEOUTS = 20
+"""Maximum time of a load whose KV a peer still computes, as a multiple of its timeout.
+
+So a peer that computes without end does not hold a request for ever.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class SettledLoads:
@@ -66,6 +72,7 @@ class Loads:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._deadlines: dict[str, float] = {}
+        self._latest: dict[str, float] = {}
         self._given_up: dict[str, str] = {}
         self._expired: set[str] = set()
         self._ended: dict[str, str | None] = {}
@@ -88,7 +95,21 @@ class Loads:
         """
         if key in self._deadlines or key in self._expired:
             raise ValueError(f"load {key!r} has begun already")
-        self._deadlines[key] = self._clock() + timeout_seconds
+        now = self._clock()
+        self._deadlines[key], self._latest[key] = now + timeout_seconds, now + MOST_TIMEOUTS * timeout_seconds
+
+    def extend(self, key: str, timeout_seconds: float) -> None:
+        """Let the timeout of a load begin anew, because its peer has computed more of the KV.
+
+        The load ends at most `MOST_TIMEOUTS` timeouts after its beginning. Do nothing if its result has been
+        reported already.
+
+        Args:
+            key: name of the load.
+            timeout_seconds: seconds from now to the new deadline.
+        """
+        if key in self._deadlines:
+            self._deadlines[key] = min(self._clock() + timeout_seconds, self._latest[key])
 
     def give_up(self, key: str, why: str) -> None:
         """Mark a load as failed because its request does not need it any more.
@@ -124,14 +145,14 @@ class Loads:
             if key in self._expired:
                 self._expired.discard(key)
             else:
-                del self._deadlines[key]
+                del self._deadlines[key], self._latest[key]
                 self._given_up.pop(key, None)
                 reported[key] = failure
         self._ended.clear()
         now = self._clock()
         over = {k: "its deadline passed" for k, deadline in self._deadlines.items() if deadline <= now}
         for key, why in {**over, **self._given_up}.items():
-            del self._deadlines[key]
+            del self._deadlines[key], self._latest[key]
             self._expired.add(key)
             reported[key] = why
         self._given_up.clear()

@@ -202,9 +202,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
-        if connector_metadata.engine_id not in self._workers:
-            raise ConfigError(f"a KVFerryConnector was not asked for its handshake: {ONE_HANDSHAKE}")
-        self._current = self._workers[connector_metadata.engine_id]
+        self._current = self._worker_of(connector_metadata)
+
+    def handle_preemptions(self, kv_connector_metadata: SchedulerMeta) -> None:
+        """Raise the lease words of blocks that the coming step may write.
+
+        vLLM calls this hook in every step, before it zeroes blocks and before the forward pass. It calls
+        `start_load_kv` after the forward pass.
+        """
+        self._worker_of(kv_connector_metadata).raise_words(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self.worker.begin(self._step_meta())
@@ -248,6 +254,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.shutdown()
         for worker in self._workers.values():
             worker.half.shutdown()
+
+    def _worker_of(self, meta: SchedulerMeta) -> VLLMWorker:
+        if meta.engine_id not in self._workers:
+            raise ConfigError(f"a KVFerryConnector was not asked for its handshake: {ONE_HANDSHAKE}")
+        return self._workers[meta.engine_id]
 
     def _step_meta(self) -> SchedulerMeta:
         meta = self._get_connector_metadata()

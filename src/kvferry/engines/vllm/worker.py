@@ -84,6 +84,14 @@ class VLLMWorker:
         info = self.half.start(self.engine_id, geometry, settings, mirror=mirror, reads=reads)
         return WorkerCard(info, self._built)
 
+    def raise_words(self, meta: SchedulerMeta) -> None:
+        """Tell peers which blocks the coming step may write. Call this before the step writes to the cache.
+
+        Args:
+            meta: message of the scheduler half for the step.
+        """
+        self.half.raise_words(meta.orders)
+
     def begin(self, meta: SchedulerMeta) -> None:
         """Start the work that a step's message asks for, except stores. Call this before the forward pass.
 

@@ -20,6 +20,7 @@ class Transfer(msgspec.Struct, frozen=True):
         bytes_by_group: number of these bytes for each KV cache group. A key is the group's number and kind,
             such as ``0 full_attention``.
         full_attention_bytes: number of bytes that the load would have moved if all layers had full attention.
+        reads: number of reads of the load: more than 1 if the KV was read while it was computed.
         descriptors: number of transfer descriptors, after adjacent ones are merged.
         run_bytes: length in bytes of the longest contiguous run that is transferred.
         plan_seconds: time to plan the reads, in seconds.
@@ -36,6 +37,7 @@ class Transfer(msgspec.Struct, frozen=True):
     bytes: int
     bytes_by_group: dict[str, int]
     full_attention_bytes: int
+    reads: int
     descriptors: int
     run_bytes: int
     plan_seconds: float

@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
+
+from kvferry.serving.router.streaming import StreamSource
 
 _log = logging.getLogger("kvferry.router")
 
@@ -30,6 +33,17 @@ class Backend:
         self.outstanding = 0
         self.last_used = 0
         self._hands_over = True
+        self._source: StreamSource | None = None
+        self._same, self._varies = 0, False
+
+    @property
+    def stream_source(self) -> StreamSource | None:
+        """The engine behind this URL, if its KV can be read while it computes a prompt; None otherwise.
+
+        None as well if several engines answer at this URL, because the next one cannot be known. So two
+        answers must have come from the same engine.
+        """
+        return self._source if self._same > 1 and not self._varies else None
 
     def mark_down(self, reason: str) -> None:
         """Stop sending requests to the engine until `mark_up` is called.
@@ -40,6 +54,7 @@ class Backend:
         if self.up:
             _log.warning("%s engine %s is down: %s", self.role, self.url, reason)
         self.up, self.reason = False, reason
+        self._source, self._same, self._varies = None, 0, False  # it may return as another engine
 
     def mark_up(self) -> None:
         """Resume sending requests to the engine."""
@@ -47,14 +62,19 @@ class Backend:
             _log.warning("%s engine %s is up again", self.role, self.url)
         self.up, self.reason = True, None
 
-    def note_hand_over(self, *, done: bool) -> None:
+    def note_hand_over(self, params: dict[str, Any] | None) -> None:
         """Record whether this prefill engine's last answer offered the KV of the prompt to a decode engine.
 
         A warning is logged when the engine stops offering KV, and when it starts again.
 
         Args:
-            done: True if the answer had ``kv_transfer_params``.
+            params: ``kv_transfer_params`` of the answer; None if it had none.
         """
+        done = params is not None
+        if params is not None and params.get("do_remote_prefill"):
+            source = StreamSource.of(params)
+            self._varies |= self._same > 0 and source != self._source
+            self._source, self._same = source, self._same + 1
         if done != self._hands_over:
             if done:
                 _log.warning("prefill engine %s hands over KV again", self.url)

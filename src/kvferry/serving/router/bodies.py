@@ -110,7 +110,7 @@ def encoded(body: dict[str, Any]) -> bytes:
         raise MalformedBody("the request body is nested too deeply") from error
 
 
-def prefill_body(body: dict[str, Any]) -> bytes:
+def prefill_body(body: dict[str, Any], ticket: str | None = None) -> bytes:
     """Return the body of the request to a prefill engine.
 
     The body makes the engine compute the prompt, generate one token and keep the KV for another engine. It
@@ -118,9 +118,12 @@ def prefill_body(body: dict[str, Any]) -> bytes:
 
     Args:
         body: parsed body of the client's request.
+        ticket: random id under which the decode engine asks for the KV while the prompt is computed, 32 hex
+            digits; None if the prefill engine draws it and answers with it.
     """
     kept = {key: value for key, value in body.items() if key not in _ANSWER_ONLY}
-    kept |= {"max_tokens": 1, "stream": False, "ignore_eos": True, KV_PARAMS: ASK_FOR_KV}
+    params = ASK_FOR_KV if ticket is None else {**ASK_FOR_KV, "remote_request_id": ticket}
+    kept |= {"max_tokens": 1, "stream": False, "ignore_eos": True, KV_PARAMS: params}
     if "max_completion_tokens" in body:
         kept["max_completion_tokens"] = 1
     return encoded(kept)

@@ -4,6 +4,10 @@
          │ dead, busy, or no kv_transfer_params
          └→ the next prefill engine; without one, or after a timeout, the decode engine computes the prompt
 
+If a long prompt finds an idle prefill engine that can hand over KV while it computes, both engines are asked
+at once (`streaming`). If the prefill engine then fails before the client got any data, the decode engine's
+request is cancelled, and the next prefill engine is asked as above.
+
 The request itself may make an engine fail. After a failure it is therefore retried on only one further engine
 (`failures`).
 
@@ -33,6 +37,7 @@ from kvferry.serving.router.failures import Failures, failure_of, is_busy, is_fa
 from kvferry.serving.router.probe import probe
 from kvferry.serving.router.replies import Headers, Reply, unavailable
 from kvferry.serving.router.settings import RouterSettings
+from kvferry.serving.router.streaming import StreamSource, estimated_tokens, new_ticket
 from kvferry.serving.router.upstream import NOT_CONNECTED, describe_error, opened, read_whole
 
 
@@ -81,17 +86,81 @@ class CompletionFlow:
             completion: request to serve.
             send: ASGI function that sends to the client.
         """
-        failures = Failures()
+        failures, tried = Failures(), list[Backend]()
         params = None
         if not decodes_alone(completion.path, completion.body):
-            params = await self._kv_of_prompt(completion, failures)
+            backend = self._prefill.next(tried)
+            if backend is not None and (source := _stream_source(backend, completion)) is not None:
+                tried.append(backend)
+                if await self._streamed(completion, backend, source, failures, send):
+                    return
+            params = await self._kv_of_prompt(completion, failures, tried)
         if isinstance(params, Reply):
             await params.send(send, completion.reply_headers)
         else:
             await self._answer(completion, params, failures, send)
 
+    async def _streamed(
+        self,
+        completion: Completion,
+        backend: Backend,
+        source: StreamSource,
+        failures: Failures,
+        send: Send,
+    ) -> bool:
+        """Ask a prefill and a decode engine at once, and relay the decode engine's answer to the client.
+
+        If the prefill engine rejects the request before the client got any data, the client gets that answer.
+
+        Args:
+            completion: request to serve.
+            backend: prefill engine.
+            source: the engine behind `backend`, as the decode engine finds it.
+            failures: failures of engines during this request, to which new failures are added.
+            send: ASGI function that sends to the client.
+
+        Returns:
+            True if the client has been answered. False if the prefill engine failed before the client got any
+            data.
+        """
+        ticket = new_ticket()
+        sent = replace(
+            completion,
+            raw=prefill_body(completion.body, ticket),
+            headers=prefill_headers(completion.headers),
+        )
+        begun, failed, rejection = False, False, None
+
+        async def send_noted(message: Any) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        async def prefill() -> None:
+            nonlocal failed, rejection
+            try:
+                reply = await self._prefilled(backend, sent, failures)
+            except TimeoutError:
+                return  # the decode engine computes what it has not read
+            if reply is not None and reply.status == 200:
+                backend.note_hand_over(kv_params_of(reply.body))
+            elif not begun:
+                failed, rejection = True, reply
+                group.cancel_scope.cancel()
+
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(prefill)
+                await self._answer(completion, source.offer(ticket), failures, send_noted)
+                group.cancel_scope.cancel()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None  # the callers know the exceptions of `_answer`
+        if rejection is not None:
+            await rejection.send(send, completion.reply_headers)
+        return not failed or rejection is not None
+
     async def _kv_of_prompt(
-        self, completion: Completion, failures: Failures
+        self, completion: Completion, failures: Failures, tried: list[Backend]
     ) -> dict[str, Any] | Reply | None:
         """Have a prefill engine compute the prompt, and return the ``kv_transfer_params`` of its KV.
 
@@ -102,10 +171,12 @@ class CompletionFlow:
         Args:
             completion: request to serve.
             failures: failures of engines during this request, to which new failures are added.
+            tried: prefill engines that have failed already. Further ones are added.
         """
+        if failures.exhausted:
+            return failures.reply(completion.reply_headers)
         headers = prefill_headers(completion.headers)
         sent = replace(completion, raw=prefill_body(completion.body), headers=headers)
-        tried: list[Backend] = []
         while backend := self._prefill.next(tried):
             tried.append(backend)
             try:
@@ -119,7 +190,7 @@ class CompletionFlow:
             if reply.status != 200:
                 return reply
             params = kv_params_of(reply.body)
-            backend.note_hand_over(done=params is not None)
+            backend.note_hand_over(params)
             if params is not None:
                 return params
         return None
@@ -221,3 +292,19 @@ class CompletionFlow:
                 break
         reply = last or failures.reply(completion.reply_headers)
         await reply.send(send, completion.reply_headers)
+
+
+def _stream_source(backend: Backend, completion: Completion) -> StreamSource | None:
+    """Return the engine to read from while it computes the prompt; None to ask the engines one by one.
+
+    A prompt of one step gains nothing. A prompt that would queue at the prefill engine is not begun soon, and
+    the decode engine does not wait for it longer than its patience.
+
+    Args:
+        backend: prefill engine that gets the request.
+        completion: request to serve.
+    """
+    source = backend.stream_source
+    if source is None or backend.outstanding or estimated_tokens(completion.body) <= source.step_tokens:
+        return None
+    return source

@@ -11,7 +11,7 @@ from transport.cards import ticket
 
 AT = ("127.0.0.1", 5600)
 MINE, OTHER = PromptContent("mine"), PromptContent("other")
-GRANTED, REFUSED = Redeemed(0, 1, Grant.of(1, 2, [[1]])), Unusable("other tokens")
+GRANTED, REFUSED = Redeemed(0, 1, Grant.of(1, 2, [[1]]), 4), Unusable("other tokens")
 
 
 class Client:
@@ -23,7 +23,7 @@ class Client:
         self.waits: list[float] = []
         self.answers = True
 
-    def redeem(self, address, ticket, tokens, content) -> int:
+    def redeem(self, address, ticket, tokens, content, *, foreseen=False) -> int:
         self.asked.append(content)
         return len(self.asked) - 1
 

@@ -17,7 +17,7 @@ from support.lora import adapter, settled
 from support.mm import feature
 
 TICKET = bytes(range(16))
-OFFER = Offer("engine", "127.0.0.1", 5600, TICKET.hex(), 40)
+OFFER = Offer("engine", "127.0.0.1", 5600, TICKET.hex(), 40, 2048)
 OPTIONAL = {"do_remote_prefill", "do_remote_decode"}
 QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=300)
 
@@ -40,12 +40,13 @@ def test_keys_mean_what_they_mean_to_routers_made_for_vllm():
         "remote_port": 5600,
         "remote_request_id": "000102030405060708090a0b0c0d0e0f",
         "remote_num_tokens": 40,
+        "remote_step_tokens": 2048,
     }
 
 
 def test_an_offer_of_any_length_takes_less_than_300_bytes():
     """Block tables of 131,072 tokens were 50 KiB of JSON, and no longer pass through users."""
-    long = Offer(str(uuid.UUID(int=0)), "fe80:1234:5678:9abc:def0::1", 65_535, "f" * 32, 131_072)
+    long = Offer(str(uuid.UUID(int=0)), "fe80:1234:5678:9abc:def0::1", 65_535, "f" * 32, 131_072, 8192)
     assert len(json.dumps(write_offer(long))) < 300
 
 

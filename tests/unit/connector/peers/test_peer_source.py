@@ -12,7 +12,7 @@ from kvferry.connector.bids import Bid, Bidding, PlaceTokens
 from kvferry.connector.decisions import MissReason, SourceMiss
 from kvferry.connector.events import SourceRefused
 from kvferry.connector.load_results import GroupBytes, LoadFigures
-from kvferry.connector.messages import Report, StepOrders
+from kvferry.connector.messages import LoadRead, Report, StepOrders
 from kvferry.connector.peers import claims, source as peer_source
 from kvferry.connector.peers.claims import STEP_WAIT_SECONDS
 from kvferry.connector.peers.offer import Offer, write_offer
@@ -49,7 +49,7 @@ class Client:
     def look_up(self, address, incarnation=None):
         return self.answer
 
-    def redeem(self, address, ticket, tokens, content):
+    def redeem(self, address, ticket, tokens, content, *, foreseen=False):
         self.claimed.append(name_of(ticket))
         self.asked.append((tokens, content))
         return len(self.asked) - 1
@@ -76,7 +76,7 @@ RANKS = [card.geometry for card in cards()]
 KNOWN = PeerInfo(facts("engine", 11), cards())
 UNREDEEMED = "engine@127.0.0.1:5600"
 PEER = f"{UNREDEEMED}#b"
-GRANTED = Redeemed(0, 11, Grant.of(3, 7, [[1, 2, 3]]))
+GRANTED = Redeemed(0, 11, Grant.of(3, 7, [[1, 2, 3]]), 40)
 
 
 def name_of(ticket):
@@ -109,7 +109,7 @@ class Turns:
 def offered(name="a", of="theirs", **changes):
     """A request that came with an offer."""
     one = request(name, [*TOKENS, 99])
-    one.kv_transfer_params = {**write_offer(Offer("engine", *ADDRESS, ticket(of).hex(), 40)), **changes}
+    one.kv_transfer_params = {**write_offer(Offer("engine", *ADDRESS, ticket(of).hex(), 40, 0)), **changes}
     return one
 
 
@@ -189,8 +189,10 @@ def test_a_load_is_ordered_with_the_peer_met_before():
     load = engine.begin(one, 8)
     meta = engine.step()
     assert meta.connects == {PEER: KNOWN.ranks}
-    (read,) = meta.reads
-    assert (read.key, read.peer, read.span) == ("a#1", PEER, LoadSpan(8, 40, 41))
+    (part,) = meta.reads
+    assert (part.load, part.last, part.failure) == ("a#1", True, None)
+    read = part.order
+    assert (read.key, read.peer, read.span) == ("a#1.1", PEER, LoadSpan(8, 40, 41))
     assert [ids.tolist() for ids in read.src_tables] == [[1, 2, 3]]
     assert read.dst_tables is load.tables
     assert (read.lease.slot, read.lease.generation, read.lease.incarnation) == (3, 7, 11)
@@ -291,7 +293,7 @@ def test_a_peer_that_was_restarted_before_it_granted_a_ticket_is_met_anew(monkey
 
 
 def test_a_grant_has_a_block_table_for_each_group_of_the_peer():
-    engine = Engine(redeemed=Redeemed(0, 11, Grant.of(3, 7, [[1], [2], [3]])))
+    engine = Engine(redeemed=Redeemed(0, 11, Grant.of(3, 7, [[1], [2], [3]]), 40))
     one = engine.arrive(offered())
     assert engine.source.bids(one, 0) == ()
     assert engine.refused() == ["block tables for 3 groups, the peer has 1"]
@@ -620,3 +622,110 @@ def test_an_adapter_that_is_never_read_does_not_delay_a_request_for_ever(tmp_pat
         (why,) = engine.refused()
         assert why.endswith("are still being read for their digest, after 30 s")
         go_on.set()
+
+
+def some_of_it(tokens, blocks=(1, 2, 3), generation=7):
+    return Redeemed(0, 11, Grant.of(3, generation, [list(blocks)]), tokens)
+
+
+def streaming(granted=16):
+    """A request whose prompt its peer computes, and the load of it."""
+    engine = Engine(redeemed=some_of_it(granted))
+    one = engine.arrive(offered(remote_num_tokens=None))
+    return engine, one, engine.begin(one)
+
+
+def spans(meta):
+    return [(part.order.span.begins, part.order.span.ends, part.last) for part in meta.reads]
+
+
+def test_an_offer_without_a_number_of_tokens_is_of_all_but_the_last():
+    engine = Engine(redeemed=Pending())
+    one = engine.arrive(offered(remote_num_tokens=None))
+    assert engine.client.asked == [(40, content_of(one, 40, Adapters()))]
+    assert engine.source.bids(one, 0) == (Bid(UNREDEEMED, (PlaceTokens("peer", 40),), looking=True),)
+    engine.client.redeemed = some_of_it(16)
+    assert engine.source.bids(one, 0) == (Bid(PEER, (PlaceTokens("peer", 40),), growing=True),)
+    engine.client.redeemed = some_of_it(40)
+    assert engine.source.bids(one, 0) == (Bid(PEER, (PlaceTokens("peer", 40),)),)
+    short = request("b", [1])
+    short.kv_transfer_params = offered(remote_num_tokens=None).kv_transfer_params
+    assert not engine.source.arrived(short, Bidding(2)), "nothing of it can be loaded"
+
+
+def test_a_load_is_read_as_its_peer_computes_it():
+    engine, _, load = streaming()
+    meta = engine.step()
+    assert spans(meta) == [(0, 16, False)]
+    assert [part.load for part in meta.reads] == [load.key]
+    assert engine.step().reads == []
+    engine.client.redeemed = some_of_it(39, (1, 2, 3))
+    assert spans(engine.step()) == [(16, 32, False)]
+    engine.client.redeemed = some_of_it(40, (1, 2, 9))
+    meta = engine.step()
+    assert spans(meta) == [(32, 40, True)]
+    assert meta.reads[0].order.src_tables[0].tolist() == [1, 2, 9], "as the last grant has it"
+    assert engine.step().reads == []
+    engine.source.settled("a")
+    assert engine.client.released == ["theirs"]
+
+
+def test_a_load_is_begun_with_its_first_message_even_if_nothing_can_be_read_yet():
+    engine, _, load = streaming(granted=8)
+    assert engine.step().reads == [LoadRead(load.key, None)]
+    assert engine.step().reads == []
+    engine.client.redeemed = some_of_it(15)
+    assert engine.step().reads == [LoadRead(load.key, None)], "its deadline begins anew"
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (Unusable("its lease has ended"), "its lease has ended"),
+        (some_of_it(32, generation=8), "the peer has replaced the lease"),
+        (Redeemed(0, 12, Grant.of(3, 7, [[1, 2, 3]]), 32), "the peer has replaced the lease"),
+    ],
+)
+def test_a_load_whose_peer_ends_the_lease_fails_once_and_is_not_read_on(answer, why):
+    engine, _, load = streaming()
+    engine.step()
+    engine.client.redeemed = answer
+    (told,) = engine.step().reads
+    assert (told.load, told.order) == (load.key, None)
+    assert told.failure.startswith(why)
+    assert engine.step().reads == []
+    engine.source.forget(load)
+    engine.source.ended(load, Report(told.failure))
+    assert engine.refused() == [told.failure]
+    assert not engine.source.bids(offered(), 0)
+
+
+def test_a_load_that_no_request_waits_for_is_not_read_on():
+    engine, _, load = streaming()
+    engine.step()
+    engine.source.dropped(load)
+    engine.source.settled("a")
+    engine.source.finished("a")
+    engine.client.redeemed = some_of_it(40)
+    (told,) = engine.step().reads
+    assert (told.order, told.failure) == (None, "no request waits for it any more")
+    engine.source.dropped(load)
+    assert engine.step().reads == []
+    assert engine.client.released == ["theirs"]
+
+
+def test_a_load_that_was_reported_is_not_read_on():
+    engine, _, load = streaming()
+    engine.step()
+    engine.source.forget(load)
+    engine.client.redeemed = some_of_it(40)
+    assert engine.step().reads == []
+
+
+def test_after_a_reset_a_load_is_not_read_on():
+    engine, _, load = streaming()
+    engine.step()
+    engine.source.start_anew()
+    (told,) = engine.step().reads
+    assert (told.load, told.order, told.failure) == (load.key, None, "the cache was reset")
+    assert engine.step().reads == []

@@ -83,8 +83,8 @@ class Engine:
     def hear(self, *events: LeasesClaimed | LeasesReleased, turns: bool = False) -> dict[str, int]:
         meta = StepOrders()
         self.producer.take_events(deque(events), meta)
-        assert not (meta.ended if turns else meta.turns_ended)
-        return meta.turns_ended if turns else meta.ended
+        assert not (meta.ended if turns else meta.raised)
+        return meta.raised if turns else meta.ended
 
 
 def test_a_lease_is_told_from_its_grant_to_its_end(clock) -> None:
@@ -199,7 +199,7 @@ def test_a_ticket_is_exchanged_for_the_blocks_of_a_prompt_computed_from_the_same
 def test_what_passes_through_users_names_no_block_no_memory_and_no_request(clock) -> None:
     engine = Engine()
     one, other = (engine.end(name)[1] for name in ("a", "b"))
-    assert one.keys() == write_offer(Offer("e", "h", 1, "0" * 32, 1)).keys()
+    assert one.keys() == write_offer(Offer("e", "h", 1, "0" * 32, 1, 1)).keys()
     assert one["remote_request_id"] != other["remote_request_id"]
     assert {**one, "remote_request_id": ""} == {**other, "remote_request_id": ""}
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from kvferry.connector.worker.loads import AttemptResults, Loads, SettledLoads
+from kvferry.connector.worker.loads import MOST_TIMEOUTS, AttemptResults, Loads, SettledLoads
 from support.clock import Clock
 
 
@@ -23,6 +23,20 @@ def test_nothing_is_settled_while_nothing_happens(loads, clock):
     clock.now = 29.9
     assert loads.settle() == SettledLoads({}, set())
     assert len(loads) == 1
+
+
+def test_a_load_that_gets_on_is_not_late_but_does_not_go_on_for_ever(loads, clock):
+    loads.begin("a", 30.0)
+    for _ in range(MOST_TIMEOUTS - 1):
+        clock.now += 29.9
+        loads.extend("a", 30.0)
+        assert loads.settle() == SettledLoads({}, set())
+    clock.now += 29.9
+    loads.extend("a", 30.0)
+    clock.now = MOST_TIMEOUTS * 30.0
+    assert loads.settle() == SettledLoads({"a": "its deadline passed"}, set())
+    loads.extend("a", 30.0)
+    assert loads.settle() == SettledLoads({}, set()), "it is reported once"
 
 
 @pytest.mark.parametrize("failure", [None, "it broke"])

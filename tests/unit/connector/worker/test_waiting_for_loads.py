@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 
 from kvferry.connector.messages import StepOrders
 from kvferry.connector.worker.half import BURST_SECONDS, GAP_SECONDS, IDLE_WAIT_SECONDS, WorkerHalf
 from kvferry.planning.select import LoadSpan
 from kvferry.transport.lane import ReadResult
+from kvferry.transport.read_order import ReadOrder
 from support.clock import Clock
-from support.loads import made_up_load
+from support.loads import made_up_load, only_read
 
 
 class Reads:
@@ -23,6 +27,9 @@ class Reads:
         for key in over:
             del self.ends[key]
         return [ReadResult(key, None, None, 0.0, 0.0) for key in over]
+
+    def submit(self, *orders: ReadOrder) -> None:
+        pass
 
     def clear(self) -> None:
         pass
@@ -38,8 +45,8 @@ def ended(ends: dict[str, float], *, computes: bool = False) -> tuple[set[str], 
     half = WorkerHalf(clock)
     half._transfers = half._arrived = reads = Reads(clock, ends)  # type: ignore[assignment]
     loads = [made_up_load(key, LoadSpan(0, 4, 5), [[1]], request_id=key) for key in ends]
-    half._begin_transfers = lambda *_: None  # type: ignore[method-assign]
-    half.begin(StepOrders(epoch=0, computes=computes, loads=loads))
+    reads_of = [only_read(key) for key in ends]
+    half.begin(StepOrders(epoch=0, computes=computes, loads=loads, reads=reads_of))
     return set(half.ended().received), clock.now, reads.waits
 
 
@@ -75,13 +82,28 @@ def test_a_load_that_takes_long_does_not_hold_up_one_that_has_ended():
     assert ended({"a": 0.001, "b": 10.0}) == ({"a"}, pytest.approx(0.001 + GAP_SECONDS), 2)
 
 
+def test_a_load_of_other_weights_that_ends_in_its_first_step_has_failed():
+    clock = Clock()
+    half = WorkerHalf(clock)
+    half._transfers = half._arrived = reads = Reads(clock, {})  # type: ignore[assignment]
+    reads.words = SimpleNamespace(invalidate_all=lambda: None)
+    half.on_weights_changed()
+    reads.ends["a"] = 0.001
+    with mock.patch.object(
+        half, "_begin_transfers"
+    ):  # as for a load from the tiers, which is begun all the same
+        half._reads.begin(["a"])
+        half._reads.add(only_read("a"))
+        half.begin(StepOrders(loads=[made_up_load("a", LoadSpan(0, 4, 5), [[1]])]))
+    assert (half.ended().failed, clock.now) == ({"a"}, 0.001)
+
+
 def test_a_load_past_its_deadline_is_not_waited_for():
     clock = Clock()
     half = WorkerHalf(clock)
     half._transfers = half._arrived = reads = Reads(clock, {"a": 100.0})  # type: ignore[assignment]
-    half._begin_transfers = lambda *_: None  # type: ignore[method-assign]
     load = made_up_load("a", LoadSpan(0, 4, 5), [[1]])
-    half.begin(StepOrders(epoch=0, computes=True, loads=[load]))
+    half.begin(StepOrders(epoch=0, computes=True, loads=[load], reads=[only_read("a")]))
     clock.now = 40.0
     assert half.ended().failed == {"a"}
     half.begin(StepOrders(epoch=0, computes=False))

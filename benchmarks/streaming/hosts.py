@@ -1,0 +1,87 @@
+"""Two hosts on this machine: network namespaces joined by a link of a given rate."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvferry.errors import ConfigError
+
+_QUEUE_MILLISECONDS = 50
+_BURST_BYTES = 1 << 20
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_NETWORK = 0x40000000
+"""CLONE_NEWNET of setns(2). Python has this call since 3.12."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkedHost:
+    """One of two hosts.
+
+    Attributes:
+        name: name of the network namespace.
+        address: IP address of the host on the link.
+        device: network device at the host's end of the link.
+    """
+
+    name: str
+    address: str
+    device: str
+
+    def command(self, command: list[str]) -> list[str]:
+        """Return the command line that runs a command on this host."""
+        return ["ip", "netns", "exec", self.name, *command]
+
+    def enter(self) -> None:
+        """Move the calling thread to this host: its new connections begin there."""
+        with Path("/run/netns", self.name).open() as namespace:
+            if _LIBC.setns(namespace.fileno(), _NETWORK):
+                raise OSError(ctypes.get_errno(), f"cannot enter network namespace {self.name}")
+
+    def limit(self, gigabits: float) -> None:
+        """Limit the rate at which the host sends over the link.
+
+        Args:
+            gigabits: rate in Gbit/s; 0 for no limit.
+        """
+        _run("tc", "-n", self.name, "qdisc", "del", "dev", self.device, "root", check=False)
+        if gigabits:
+            rate = ("rate", f"{gigabits:g}gbit", "burst", str(_BURST_BYTES))
+            queue = ("latency", f"{_QUEUE_MILLISECONDS}ms")
+            _run("tc", "-n", self.name, "qdisc", "add", "dev", self.device, "root", "tbf", *rate, *queue)
+
+
+@contextmanager
+def linked_hosts() -> Iterator[tuple[LinkedHost, LinkedHost]]:
+    """Yield two hosts that reach only each other. They are removed at the end of the ``with`` block.
+
+    Raises:
+        ConfigError: this user or machine cannot create network namespaces.
+    """
+    here, there = (LinkedHost(f"kvferry-bench-{os.getpid()}-{n}", f"10.179.0.{n}", f"kvb{n}") for n in (1, 2))
+    try:
+        try:
+            for host in (here, there):
+                _run("ip", "netns", "add", host.name)
+            peer = ("peer", "name", there.device, "netns", there.name)
+            _run("ip", "link", "add", here.device, "netns", here.name, "type", "veth", *peer)
+            for host in (here, there):
+                _run("ip", "-n", host.name, "address", "add", f"{host.address}/24", "dev", host.device)
+                for device in ("lo", host.device):
+                    _run("ip", "-n", host.name, "link", "set", device, "up")
+        except (OSError, subprocess.CalledProcessError) as error:
+            said = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
+            raise ConfigError(f"two network namespaces cannot be joined here: {said}; run as root") from error
+        yield here, there
+    finally:
+        for host in (here, there):
+            _run("ip", "netns", "delete", host.name, check=False)
+
+
+def _run(*command: str, check: bool = True) -> None:
+    subprocess.run(command, check=check, capture_output=True, text=True, timeout=10)

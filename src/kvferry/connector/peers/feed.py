@@ -1,0 +1,65 @@
+"""The parts of a load from a peer, ordered as the peer computes them."""
+
+from __future__ import annotations
+
+from kvferry.connector.load import Load
+from kvferry.connector.messages import LoadRead
+from kvferry.connector.peers.pull import Pull
+from kvferry.planning.increments import next_part
+from kvferry.transport.read_order import ReadOrder
+
+
+class LoadFeed:
+    """Orders the parts of one load from a peer. KV that the peer has computed is ordered as one part.
+
+    Attributes:
+        pull: state of the exchange with the peer.
+    """
+
+    def __init__(self, load: Load, pull: Pull, alignment_tokens: int) -> None:
+        """Create the feed of a load that begins now.
+
+        Args:
+            load: load to order.
+            pull: state of the exchange with the peer. It has a grant.
+            alignment_tokens: alignment of the positions at which two parts may meet, in tokens
+                (`common_alignment`).
+        """
+        self.pull = pull
+        self._load, self._alignment_tokens = load, alignment_tokens
+        self._done, self._parts, self._ready = load.span.begins, 0, 0
+
+    def next_read(self, failure: str | None) -> LoadRead | None:
+        """Return the next message about the load to the workers; None if there is nothing to tell them.
+
+        The workers are also told that the peer has computed more, if nothing of it can be read yet. With each
+        message the load's deadline begins anew.
+
+        Args:
+            failure: reason why the peer's KV cannot be read any more; None if it can.
+        """
+        load, pull = self._load, self.pull
+        news, self._ready = pull.ready > self._ready, pull.ready
+        if failure is not None:
+            return LoadRead(load.key, None, failure=failure)
+        assert pull.grant is not None
+        assert pull.incarnation is not None
+        span = next_part(
+            load.span,
+            self._done,
+            pull.ready,
+            alignment_tokens=self._alignment_tokens,
+            whole=pull.is_whole,
+        )
+        if span is None:
+            return LoadRead(load.key, None) if news else None
+        self._done, self._parts = span.ends, self._parts + 1
+        order = ReadOrder(
+            key=f"{load.key}.{self._parts}",
+            peer=pull.peer,
+            span=span,
+            src_tables=pull.grant.block_ids,
+            dst_tables=load.tables,
+            lease=pull.grant.word(pull.incarnation),
+        )
+        return LoadRead(load.key, order, last=span.ends == load.span.ends)

@@ -1,0 +1,228 @@
+"""Prompts whose KV other engines read while this engine computes them.
+
+A router may ask a prefill and a decode engine at once, and give both the same ticket. The prefill engine
+then publishes the ticket as soon as it has computed the first tokens, and adds further tokens after each
+step. Only the blocks of groups that attend to all tokens are added: those of sliding windows and recurrent
+state change until the prompt's last token.
+
+    WAITING ─first tokens computed─▶ READABLE ─▶ handed over with its last tokens, like any other prompt
+                                        └─preempted, aborted, released, or the cache was reset─▶ OVER
+
+While a prompt is readable, a lease word covers its blocks, but the engine may take them at any time. So when
+the lease ends, each worker raises the word before the forward pass of the next step, which is the first that
+can write the blocks for another request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvferry.connector.adapters import Adapters
+from kvferry.connector.engine import BlockIds, EngineFacts, Request, Step
+from kvferry.connector.peers.offer import ticket_of
+from kvferry.connector.prompt_content import content_of
+from kvferry.errors import TransferError, Unnameable
+from kvferry.planning.select import NULL_BLOCK, attends_to_all
+from kvferry.transport.lease import LeaseBook, LeaseWord
+from kvferry.transport.redeem import Grant
+from kvferry.transport.tickets import TicketBook
+
+
+def steps_readable(engine: EngineFacts) -> int:
+    """Return the number of prompt tokens that a step computes, if their KV is final after the step; else 0.
+
+    Draft layers may complete their KV later. Without a group that attends to all tokens, nothing is final
+    before the prompt's end.
+
+    Args:
+        engine: properties of the engine.
+    """
+    final = any(attends_to_all(group.kind) for group in engine.groups)
+    return engine.step_tokens if final and not engine.speculates else 0
+
+
+@dataclass(slots=True)
+class Stream:
+    """A prompt that this engine computes, and whose KV another engine may read meanwhile.
+
+    Attributes:
+        request: request of the prompt.
+        ticket: random id, drawn by the router, that claims the lease on the blocks.
+        preemptions: number of the request's preemptions when its last step was scheduled.
+        word: lease word of the blocks; None before the first tokens were published.
+        over: True once the lease has ended.
+    """
+
+    request: Request
+    ticket: bytes
+    preemptions: int = 0
+    word: LeaseWord | None = None
+    over: bool = False
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether other engines may read blocks of the prompt."""
+        return self.word is not None and not self.over
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """The tokens of a prompt that will have been computed when a step is done.
+
+    Attributes:
+        stream: the prompt.
+        preemptions: number of the request's preemptions when the step was scheduled.
+        tokens: number of computed tokens, from the start of the prompt.
+        tables: block table of the request for each KV cache group.
+    """
+
+    stream: Stream
+    preemptions: int
+    tokens: int
+    tables: BlockIds
+
+
+class Streams:
+    """The prompts whose KV other engines may read while this engine computes them.
+
+    Only the engine's thread calls the methods.
+    """
+
+    def __init__(self, engine: EngineFacts, book: LeaseBook, adapters: Adapters) -> None:
+        """Create an empty collection of prompts.
+
+        Args:
+            engine: properties of the engine, such as its KV cache groups.
+            book: object that grants and records leases.
+            adapters: the engine's LoRA adapters.
+        """
+        self._engine, self._book, self._adapters = engine, book, adapters
+        self._streams: dict[str, Stream] = {}
+        self._steps: deque[list[_Computed]] = deque()
+        self._confirmed, self._workers = Counter[str](), 0
+        self._tickets: TicketBook | None = None
+
+    def start(self, tickets: TicketBook, workers: int) -> None:
+        """Begin to publish tickets.
+
+        Args:
+            tickets: tickets (random ids that claim leases) of this engine.
+            workers: number of workers. All must confirm that they have raised a lease word.
+        """
+        self._tickets, self._workers = tickets, workers
+
+    def __contains__(self, lease: str) -> bool:
+        """Return True if `lease` covers blocks that the engine may take: its prompt is not complete."""
+        return (found := self._streams.get(lease)) is not None and found.is_readable
+
+    def on_new_request(self, request: Request) -> None:
+        """Remember a request if a router has drawn a ticket for its prompt.
+
+        Args:
+            request: request whose KV another engine will read.
+        """
+        ticket = ticket_of(request.kv_transfer_params)
+        # Samples of a prompt have the same ticket, and only one of them may publish it.
+        if ticket is not None and self._engine.parent_of(request.request_id) is None:
+            self._streams[request.request_id] = Stream(request, ticket)
+
+    def stop(self) -> None:
+        """Publish no prompt that no engine can read yet."""
+        for one in self._streams.values():
+            one.over |= one.word is None
+
+    def preempted(self) -> list[str]:
+        """Return the leases that must end because the blocks of their requests were taken."""
+        return [
+            name
+            for name, one in self._streams.items()
+            if one.is_readable and one.request.num_preemptions != one.preemptions
+        ]
+
+    def scheduled(self, step: Step, block_ids: Callable[[str], BlockIds]) -> None:
+        """Remember the tokens that the coming step computes. Call this exactly once per step.
+
+        Args:
+            step: the coming step.
+            block_ids: function that returns the block table of a request for each KV cache group.
+        """
+        computed = []
+        for name, one in self._streams.items():
+            if name in step.tokens and not one.over:
+                one.preemptions = one.request.num_preemptions
+                tokens = one.request.num_computed_tokens + step.tokens[name]
+                computed.append(_Computed(one, one.preemptions, tokens, block_ids(name)))
+        self._steps.append(computed)
+
+    def step_done(self) -> list[Stream]:
+        """Publish the tokens that the oldest step under way has computed. The engine has taken its output.
+
+        Returns:
+            The prompts that have become readable with this step.
+        """
+        begun = list[Stream]()
+        for one in self._steps.popleft() if self._steps else ():
+            stream, request = one.stream, one.stream.request
+            if self._streams.get(request.request_id) is not stream or stream.over:
+                continue
+            # The last tokens are published when the request ends, with windows and state.
+            if one.preemptions == request.num_preemptions and one.tokens < request.num_prompt_tokens:
+                before = stream.word
+                self._publish(one)
+                if before is None and stream.word is not None:
+                    begun.append(stream)
+        return begun
+
+    def finished(self, request_id: str) -> Stream | None:
+        """Forget the request of a prompt, which has ended. Return its stream; None if it has none."""
+        return self._streams.pop(request_id, None)
+
+    def ended(self, leases: Iterable[str]) -> None:
+        """Record that leases have ended. Nothing more is published under them."""
+        for name in leases:
+            if name in self:
+                self._streams[name].over = True
+                self._confirmed[name] = 0
+
+    def on_workers_confirmed(self, lease: str, workers: int) -> bool:
+        """Count the workers that have raised the word of an ended lease; return whether all have done so.
+
+        Args:
+            lease: name of the lease. A lease of another kind is ignored.
+            workers: number of workers that have raised the word since the last call.
+        """
+        if lease not in self._confirmed:
+            return False
+        self._confirmed[lease] += workers
+        if self._confirmed[lease] < self._workers:
+            return False
+        del self._confirmed[lease]
+        return True
+
+    def _publish(self, one: _Computed) -> None:
+        stream, name = one.stream, one.stream.request.request_id
+        tables = [
+            ids[: -(-one.tokens // group.block_tokens)] if attends_to_all(group.kind) else ()
+            for group, ids in zip(self._engine.groups, one.tables, strict=True)
+        ]
+        # Null blocks stand for those that another connector fills (`PartBlocks.distrust_all`).
+        if self._tickets is None or any(NULL_BLOCK in ids for ids in tables):
+            return
+        if stream.word is not None:
+            grant = Grant.of(stream.word.slot, stream.word.generation, tables)
+            self._tickets.advance(name, grant, one.tokens)
+            return
+        if stream.ticket in self._tickets:
+            return  # another request was given the same ticket
+        total = stream.request.num_prompt_tokens
+        try:
+            content = content_of(stream.request, total, self._adapters)
+            # It ends with the request, however long the prompt takes.
+            stream.word = word = self._book.grant(name, math.inf)
+        except (TransferError, Unnameable):
+            return  # tried again after the next step
+        grant = Grant.of(word.slot, word.generation, tables)
+        self._tickets.publish(stream.ticket, name, total, content, grant, ready=one.tokens)

@@ -1,0 +1,90 @@
+"""Hand-overs during the prefill: the decode engine reads a prompt's KV while a prefill engine computes it.
+
+The router then asks both engines at once. It draws the ticket that names the KV, and gives it to both. The
+rest of the offer for the decode engine is that of the prefill engine's last answer.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+_IDENTITY = ("remote_engine_id", "remote_host", "remote_port")
+_CHARACTERS_PER_TOKEN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSource:
+    """A prefill engine whose KV can be read while it computes a prompt.
+
+    Attributes:
+        identity: the parameters of an offer that say which engine to read from.
+        step_tokens: number of tokens of a prompt that the engine computes in one step. Only the KV of longer
+            prompts can be read before the end.
+    """
+
+    identity: tuple[tuple[str, Any], ...]
+    step_tokens: int
+
+    @classmethod
+    def of(cls, params: dict[str, Any]) -> StreamSource | None:
+        """Return the engine that made an offer; None if its KV can only be read after its last step.
+
+        Args:
+            params: ``kv_transfer_params`` of the engine's answer.
+        """
+        step_tokens = params.get("remote_step_tokens")
+        if not isinstance(step_tokens, int) or step_tokens < 1 or not params.keys() >= set(_IDENTITY):
+            return None
+        return cls(tuple((key, params[key]) for key in _IDENTITY), step_tokens)
+
+    def offer(self, ticket: str) -> dict[str, Any]:
+        """Return the ``kv_transfer_params`` for the decode engine.
+
+        Args:
+            ticket: random id of the KV, 32 hex digits, which the prefill engine also gets.
+        """
+        named = {"remote_request_id": ticket, "remote_num_tokens": None}
+        known = {"remote_step_tokens": self.step_tokens, **dict(self.identity)}
+        return {"do_remote_prefill": True, "do_remote_decode": False, **known, **named}
+
+
+def new_ticket() -> str:
+    """Return a new random ticket: 128 bits, as 32 hex digits."""
+    return secrets.token_hex(16)
+
+
+def estimated_tokens(body: dict[str, Any]) -> int:
+    """Return the approximate number of prompt tokens of a request.
+
+    The number is exact for a prompt of token ids. A text counts as one token for every four characters.
+
+    >>> estimated_tokens({"prompt": [[1, 2, 3]]})
+    3
+    >>> estimated_tokens({"messages": [{"role": "user", "content": "What is a lease word?"}]})
+    6
+
+    Args:
+        body: parsed body of the request.
+    """
+    prompt = body.get("prompt", body.get("messages"))
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
+        prompt = prompt[0]
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+        return len(prompt)
+    return sum(map(len, _texts(prompt))) // _CHARACTERS_PER_TOKEN
+
+
+def _texts(value: Any) -> Iterator[str]:
+    pending = [value]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, list):
+            pending += one
+        elif isinstance(one, dict):
+            # An image is not text, however long its URL is.
+            pending += [item for key, item in one.items() if key not in ("image_url", "input_audio")]

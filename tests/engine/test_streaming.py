@@ -1,0 +1,236 @@
+"""A decode engine reads a prompt's KV while the prefill engine computes it."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvferry.serving.router.bodies import ASK_FOR_KV
+from support.vllm_engine.pair import SOON, Pair, Setup, prompt
+
+STEP, LEASE, DEADLINE = 256, 2.0, 3.0
+OPTIONS = {"max_num_batched_tokens": STEP, "num_gpu_blocks_override": 90}
+CONNECTOR = {
+    "lease_seconds": LEASE,
+    "load_timeout_seconds": DEADLINE,
+    "handshake_seconds": 2.0,
+    "patience_seconds": 2.0,
+}
+ENVIRONMENT = {"UCX_TLS": "tcp,self"}
+GEMMA = Setup("gemma3", "streamed", OPTIONS, exact=True, connector=CONNECTOR, environment=ENVIRONMENT)
+"""Layers that attend to all tokens are streamed; windows come with the end."""
+
+OVERLAPPED = replace(GEMMA, family="qwen3", label="streamed-overlapped", asynchronous=True)
+"""A step is scheduled while the one before runs, so tokens in flight count as computed."""
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.parametrize(
+        "pair", [pytest.param(one, id=str(one)) for one in (OVERLAPPED, GEMMA)], indirect=True
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def known(pair: Pair) -> dict[str, Any]:
+    """What a router has learned of the prefill engine from an earlier answer."""
+    offer: dict[str, Any] = pair.through([prompt(40, 12)])[0]["offer"]
+    assert offer["remote_step_tokens"] == STEP
+    pair.forget()
+    return offer
+
+
+class Streamed:
+    """A prompt that both engines were asked for at once."""
+
+    def __init__(self, pair: Pair, known: dict[str, Any], text: list[int]) -> None:
+        ticket = secrets.token_hex(16)
+        self.pair, self.text = pair, text
+        self.offer = {**known, "remote_request_id": ticket, "remote_num_tokens": None}
+        ask = {**ASK_FOR_KV, "remote_request_id": ticket}
+        self.there = pair.prefill.call("add", [text], [ask], 1)
+        self.here = pair.decode.call("add", [text], [self.offer])
+        self.parts: list[tuple[int, int]] = []
+
+    def until(self, tokens: int) -> None:
+        """Let the prefill engine compute so many tokens, and the decode engine read what it can."""
+        while not any(end >= tokens for _, end in self.parts):
+            assert not self.pair.prefill.call("steps", 1), "the prompt was to be in the making"
+            self.take(20)
+
+    def take(self, steps: int) -> None:
+        self.pair.decode.call("steps", steps)
+        self.parts += self.pair.decode.call("ordered_parts").get(self.here[0], [])
+
+    def finish(self) -> dict[str, Any]:
+        """The prefill engine computes the rest; the decode engine's answer."""
+        while self.there[0] not in self.pair.prefill.call("steps", 1):
+            self.take(20)
+        return self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        answer: dict[str, Any] = self.pair.decode.call("answers", self.here)[0]
+        self.parts += self.pair.decode.call("ordered_parts").get(self.here[0], [])
+        return answer
+
+
+def quiet(pair: Pair) -> None:
+    """Nothing is kept by either engine."""
+    until = time.monotonic() + SOON
+    while True:
+        pair.prefill.call("step", 0.05)
+        pair.decode.call("step", 0.05)
+        counters = [engine.call("counters") for engine in (pair.prefill, pair.decode)]
+        if not any(one[what] for one in counters for what in ("leases", "pins", "pulls")):
+            break
+        assert time.monotonic() < until, counters
+    assert [engine.call("requests_left") for engine in (pair.prefill, pair.decode)] == [0, 0]
+    pair.forget()
+
+
+def right(pair: Pair, text: list[int], answer: dict[str, Any]) -> None:
+    pair.agree(answer, pair.reference([text])[0])
+
+
+def test_what_is_computed_is_read_while_the_rest_is_computed(pair: Pair, known: dict[str, Any]) -> None:
+    text = prompt(900, 1)
+    one = Streamed(pair, known, text)
+    one.until(2 * STEP)
+    assert pair.decode.call("waiting_for_kv") == 1
+    answer = one.finish()
+    assert [first for first, _ in one.parts[1:]] == [end for _, end in one.parts[:-1]]
+    assert (one.parts[0][0], one.parts[-1][1]) == (0, 899)
+    assert len(one.parts) >= 3
+    moved = next(iter(pair.decode.call("loaded").values()))
+    theirs = pair.prefill.call("digests_of_offer", {**one.offer, "remote_num_tokens": 899})
+    assert moved == theirs, "windows and all"
+    quiet(pair)
+    right(pair, text, answer)
+
+
+@pytest.mark.parametrize("group", [0, -1])
+def test_the_answer_comes_from_what_was_streamed(pair: Pair, known: dict[str, Any], group: int) -> None:
+    text = prompt(700, 2)
+    pair.decode.call("spoil", group)
+    try:
+        spoiled = Streamed(pair, known, text).finish()
+    finally:
+        pair.decode.call("spoil", None)
+    quiet(pair)
+    reference = pair.reference([text])[0]
+    assert spoiled["logprobs"] != reference["logprobs"]
+
+
+def test_a_prompt_of_one_step_has_one_part(pair: Pair, known: dict[str, Any]) -> None:
+    text = prompt(200, 3)
+    one = Streamed(pair, known, text)
+    answer = one.finish()
+    assert one.parts == [(0, 199)]
+    quiet(pair)
+    right(pair, text, answer)
+
+
+def test_a_prefill_that_is_aborted_ends_the_stream_at_once(pair: Pair, known: dict[str, Any]) -> None:
+    text = prompt(900, 4)
+    one = Streamed(pair, known, text)
+    one.until(STEP)
+    began = time.monotonic()
+    pair.prefill.call("abort", one.there)
+    pair.prefill.call("steps", 1)
+    other = pair.prefill.call("generate", [prompt(900, n) for n in (50, 51)])
+    assert len(other) == 2, "its blocks are used again"
+    answer = one.answer()
+    assert time.monotonic() - began < DEADLINE + SOON
+    quiet(pair)
+    right(pair, text, answer)
+
+
+def test_a_prefill_that_is_preempted_is_not_read_on(pair: Pair, known: dict[str, Any]) -> None:
+    text = prompt(900, 5)
+    one = Streamed(pair, known, text)
+    one.until(STEP)
+    pair.prefill.call("preempt", one.there[0])
+    answer = one.finish()
+    assert one.parts[-1][1] < 899, "it was not read to its end"
+    quiet(pair)
+    right(pair, text, answer)
+
+
+def test_a_decode_request_that_is_aborted_ends_what_the_prefill_engine_keeps(
+    pair: Pair, known: dict[str, Any]
+) -> None:
+    text = prompt(900, 6)
+    one = Streamed(pair, known, text)
+    one.until(STEP)
+    pair.decode.call("abort", one.here)
+    while one.there[0] not in pair.prefill.call("steps", 1):
+        pair.decode.call("steps", 5)
+    quiet(pair)
+
+
+def test_a_prefill_engine_that_stops_is_not_waited_for_beyond_the_deadline(
+    pair: Pair, known: dict[str, Any]
+) -> None:
+    text = prompt(900, 7)
+    one = Streamed(pair, known, text)
+    one.until(STEP)
+    began = time.monotonic()
+    pair.prefill.signal(signal.SIGSTOP)
+    try:
+        answer = one.answer()
+    finally:
+        pair.prefill.signal(signal.SIGCONT)
+    assert time.monotonic() - began < DEADLINE + SOON
+    while one.there[0] not in pair.prefill.call("steps", 1):
+        pass
+    quiet(pair)
+    right(pair, text, answer)
+
+
+def test_a_second_prompt_with_the_ticket_does_not_replace_the_first(
+    pair: Pair, known: dict[str, Any]
+) -> None:
+    text, other = prompt(900, 8), prompt(900, 9)
+    one = Streamed(pair, known, text)
+    one.until(STEP)
+    ask = {**ASK_FOR_KV, "remote_request_id": one.offer["remote_request_id"]}
+    theirs = pair.prefill.call("add", [other], [ask], 1)
+    answer = one.finish()
+    left = set(theirs) - set(one.there)
+    while left and pair.prefill.call("requests_left") > 1:
+        left -= set(pair.prefill.call("steps", 1))
+    pair.prefill.call("step", LEASE + 1.0)
+    quiet(pair)
+    right(pair, text, answer)
+
+
+def test_a_ticket_that_no_prefill_engine_gets_is_waited_for_as_long_as_any_source(
+    pair: Pair, known: dict[str, Any]
+) -> None:
+    text = prompt(300, 10)
+    offer = {**known, "remote_request_id": secrets.token_hex(16), "remote_num_tokens": None}
+    answer = pair.decode.call("generate", [text], [offer])[0]
+    quiet(pair)
+    right(pair, text, answer)
+
+
+def test_a_prefill_engine_that_dies_is_not_waited_for(pair: Pair, known: dict[str, Any]) -> None:
+    """The last test: this pair ends with it."""
+    text = prompt(900, 11)
+    pair.decode.call("reset_prefix_cache")
+    reference = pair.decode.call("generate", [text])[0]
+    pair.decode.call("reset_prefix_cache")
+    one = Streamed(pair, known, text)
+    one.until(STEP)
+    pair.prefill.kill()
+    answer = one.answer()
+    pair.agree(answer, reference)
+    pair.decode.call("step", 1.0)
+    assert pair.decode.call("requests_left") == 0
+    counters = pair.decode.call("counters")
+    assert (counters["pins"], counters["pulls"]) == (0, 0)

@@ -1,0 +1,48 @@
+"""What `benchmarks streaming` prints of its requests, and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+
+import pytest
+from rich.console import Console
+
+from benchmarks.streaming import hosts, report
+from benchmarks.streaming.measure import FirstToken
+from kvferry.errors import ConfigError
+
+
+def requests(gigabits: float = 1.0, tokens: int = 16_384) -> list[FirstToken]:
+    """Three pairs of requests, of which the streamed ones take 0.5, 0.8 and 0.6 of the time."""
+    each = ((False, 2.0, 1.5), (True, 1.0, 0.9), (False, 1.0, 0.5), (True, 0.8, 0.7))
+    last = ((False, 4.0, 3.0), (True, 2.4, 2.3))
+    return [FirstToken(streamed, gigabits, tokens, *times) for streamed, *times in (*each, *last)]
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    assert report.ratio(requests(), 1.0, 16_384) == pytest.approx(0.6)
+
+
+def test_the_table_fits_a_terminal() -> None:
+    console = Console(file=(out := io.StringIO()), width=80, highlight=False)
+    report.show(requests() + requests(0.0, 2048), console)
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert " ".join(lines[-2].split()) == "1 Gbit/s 16,384 64 MiB 2.0 s 1.0 s 0.60 500 ms 100 ms"
+    assert lines[-1].startswith("no limit")
+
+
+def test_json_has_every_request() -> None:
+    found = report.as_json(requests())
+    assert [round(one["left_seconds"], 3) for one in found["requests"]] == [0.5, 0.1, 0.5, 0.1, 1.0, 0.1]
+
+
+def test_a_machine_without_namespaces_is_told_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: str, check: bool = True) -> None:
+        if check:
+            raise subprocess.CalledProcessError(1, "ip", stderr="Operation not permitted\n")
+
+    monkeypatch.setattr(hosts, "_run", refused)
+    with pytest.raises(ConfigError, match="Operation not permitted; run as root"), hosts.linked_hosts():
+        pass
