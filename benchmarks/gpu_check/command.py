@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.bench_options import progress_line
+from kvferry.cli.bench_options import parse_names, progress_line
 from kvferry.errors import ConfigError
 
 
@@ -34,9 +34,7 @@ def gpu_check(
     source_and_destination(device)
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"--device {device} is not known; choose one of cuda, cpu")
-    names = parts.split(",") if parts else list(CHECKS)
-    if wrong := [name for name in names if name not in CHECKS]:
-        raise ConfigError(f"--parts {wrong[0]} is not known; choose from {', '.join(CHECKS)}")
+    names = parse_names(parts, CHECKS, "parts") if parts else tuple(CHECKS)
     job = replace(SMALL, device=device) if quick or device == "cpu" else GpuCheckJob(device=device)
     with progress_line() as progress:
         found = measure(job, names, progress)

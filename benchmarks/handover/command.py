@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from benchmarks.handover.model import MODELS
-from kvferry.cli.bench_options import progress_line
+from kvferry.cli.bench_options import parse_names, progress_line
 from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,15 +44,10 @@ def handover(
     from benchmarks.handover import report
     from benchmarks.handover.measure import measure
 
-    chosen = [one for one in MODELS if one.name in models.split(",")]
-    if unknown := set(models.split(",")) - {one.name for one in chosen}:
-        names = ", ".join(one.name for one in MODELS)
-        raise ConfigError(f"--models: {', '.join(sorted(unknown))} is unknown; choose from {names}")
-    if unknown := set(filter(None, peers.split(","))) - set(_MOST_PEERS.split(",")):
-        raise ConfigError(f"--peers: {', '.join(sorted(unknown))} is unknown; choose from {_MOST_PEERS}")
-    connectors = ["kvferry", *filter(None, peers.split(","))]
+    names = parse_names(models, [one.name for one in MODELS], "models")
+    connectors = ["kvferry", *parse_names(peers, _MOST_PEERS.split(","), "peers")]
     console, found = Console(highlight=False), {}
-    for model in chosen:
+    for model in [one for one in MODELS if one.name in names]:
         with tempfile.TemporaryDirectory() as folder, progress_line() as progress:
             found[model.name] = measure(
                 model, _loads(loads), connectors, rounds=rounds, folder=Path(folder), progress=progress
@@ -70,6 +65,6 @@ def _loads(text: str) -> list[Load]:
     for one in text.split(","):
         tokens, _, requests = one.partition("x")
         if not (tokens.isdecimal() and requests.isdecimal() and int(tokens) > 1 and int(requests) > 0):
-            raise ConfigError(f"--loads: {one!r} is not TOKENSxREQUESTS, such as 2048x8")
+            raise ConfigError(f"--loads {one} is not tokens, x and requests, such as 2048x8")
         found.append(Load(int(tokens), int(requests)))
     return found

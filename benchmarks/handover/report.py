@@ -22,7 +22,9 @@ LIMIT_SECONDS = 1e-3
 
 def show(model: HandoverModel, found: Found, console: Console) -> None:
     """Print the times of one model, with at most 80 columns."""
-    console.print(f"\n{model.name} ({model.title}): milliseconds from request to first token")
+    console.print(f"\n{model.name} ({model.title}), milliseconds to the first token")
+    if "nixl+" in next(iter(found.values())):
+        console.print("nixl+: NixlConnector with a sleeping progress thread and huge pages")
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("tokens", "requests"):
         table.add_column(name, justify="right")
