@@ -1,4 +1,4 @@
-"""An engine in a process of its own: start it, call its methods, let it stand still, end it.
+"""An engine in a process of its own: start it, call its methods, pause and resume it, end it.
 
 vLLM supports one engine per process, so a benchmark that compares engines runs each in its own.
 """
@@ -75,11 +75,11 @@ class EngineProcess:
         return self._answer(_ANSWER_SECONDS)
 
     def stand_still(self) -> None:
-        """Stop all threads of the process, so that it takes no processor time, until `go_on`."""
+        """Pause all threads of the process until `go_on`, so that it takes no processor time."""
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Let a process that stands still go on."""
+        """Resume a paused process."""
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: signal.Signals) -> None:

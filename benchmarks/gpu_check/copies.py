@@ -1,4 +1,4 @@
-"""Gathers and scatters on the device: bytes as the host's copies, and speed as a plain device copy."""
+"""Check gathers and scatters on the device: bytes against the host's copies, speed against a device copy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class BlockCopy:
             size: bytes to copy; rounded down to whole blocks, but at least two blocks.
             device: torch device.
             side: ``src`` to gather, ``dst`` to scatter.
-            space: `DeviceSpace` for the copies of a GPU, `AddressSpace` for those of the memory's device.
+            space: `DeviceSpace` to copy as on a GPU, `AddressSpace` to copy as the memory's device does.
         """
         tokens = max(2, min(16, (64 << 10) // run))
         block = _HEADS * tokens * run
@@ -104,7 +104,7 @@ def check_copies(job: GpuCheckJob) -> CheckResult:
             speed = made.pool.nbytes / seconds / 1e9
             figures.append(Figure(f"{name}, runs of {run:,} B", f"{speed:.1f} GB/s"))
             figures.append(
-                ratio_figure(f"{name}, runs of {run:,} B: of a device copy", plain / seconds, least)
+                ratio_figure(f"{name}, runs of {run:,} B: ratio to a device copy", plain / seconds, least)
             )
     return judged("gather and scatter", f"Every byte is right, copied by {way()}.", figures)
 
@@ -130,7 +130,7 @@ def _compare(job: GpuCheckJob, run: int, side: str) -> None:
 
 
 def way() -> str:
-    """Return what copies cells on the device."""
+    """Return the name of the code that copies cells on the device."""
     if device_kernel.copy_cells_kernel is None:
         return f"torch ({device_kernel.WHY_NO_KERNEL})"
     return "the Triton kernel"

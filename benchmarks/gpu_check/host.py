@@ -40,7 +40,9 @@ def check_host(job: GpuCheckJob) -> CheckResult:
                 figures.append(Figure(what, f"{made.pool.nbytes / seconds / 1e9:.1f} GB/s"))
                 figures.append(
                     ratio_figure(
-                        f"{what}: of a pinned copy", plain[name] / seconds, LEAST_OF_PINNED if goal else None
+                        f"{what}: ratio to a pinned copy",
+                        plain[name] / seconds,
+                        LEAST_OF_PINNED if goal else None,
                     )
                 )
     says = "Every byte is right in both directions."

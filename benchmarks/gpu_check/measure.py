@@ -32,7 +32,7 @@ CHECKS: Mapping[str, Callable[[GpuCheckJob], CheckResult]] = {
 
 @dataclass(frozen=True, slots=True)
 class GpuReport:
-    """What all checks found.
+    """Results of all checks.
 
     Attributes:
         device: name of the device, and how many there are.

@@ -99,7 +99,7 @@ class _Engine:
 
     @property
     def content(self) -> torch.Tensor:
-        """What the forward writes: the same bytes for every device."""
+        """Content that the forward writes: the same bytes for every device."""
         draw = np.random.default_rng(11)
         return torch.from_numpy(draw.integers(0, 256, self.cache.buffer.nbytes, np.uint8))
 

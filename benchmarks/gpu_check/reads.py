@@ -63,7 +63,7 @@ def _figures(
             speed = _speed(job, mover)
             label = f"{name}, {strategy}, {lanes} lane{'s' * (lanes > 1)}"
             yield Figure(label, f"{speed / 1e9:.1f} GB/s")
-            yield ratio_figure(f"{label}: of NIXL alone", speed / fastest, None)
+            yield ratio_figure(f"{label}: ratio to NIXL alone", speed / fastest, None)
 
 
 def _speed(job: GpuCheckJob, mover: KVFerryMover | RawNixlMover) -> float:

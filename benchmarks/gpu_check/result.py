@@ -1,4 +1,4 @@
-"""What a check found: whether it passed, and its figures."""
+"""Results of checks: state and figures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class CheckState(StrEnum):
-    """Whether a check passed. A check that was not run says why."""
+    """State of a check. A check that was not run says why."""
 
     PASSED = "passed"
     FAILED = "failed"

@@ -27,7 +27,9 @@ def handover(
     ] = "512x1,2048x1,8192x1,16384x1,512x8,2048x8,512x32",
     peers: Annotated[
         str,
-        typer.Option(help="Connectors to compare with: nixl, nixl+ (sleeping progress thread, huge pages)."),
+        typer.Option(
+            help="Connectors to compare with: nixl, or nixl+ (sleeping progress thread, huge pages)."
+        ),
     ] = _MOST_PEERS,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds to count.")] = 9,
     as_json: Annotated[
@@ -37,7 +39,7 @@ def handover(
     """Hand requests over between two engines, beside NixlConnector.
 
     Measures the time from a request's arrival at the decode engine to its first token, and its stages. Every
-    connector has two vLLM engines of its own; they take turns, and those that do not run stand still.
+    connector has two vLLM engines of its own. The pairs take turns; the pairs that wait are paused.
     """
     from rich.console import Console
 

@@ -62,8 +62,8 @@ class Stamps:
         started: the worker's hook began the step that starts the load.
         received: the worker reported the end of the load.
         answered: the engine gave the first token.
-        transfer_seconds: time of the transfer itself, if the connector tells it.
-        check_seconds: time of the check of the lease word, if the connector tells it.
+        transfer_seconds: time of the transfer itself, if the connector reports it.
+        check_seconds: time of the check of the lease word, if the connector reports it.
     """
 
     added: float = 0.0
@@ -136,7 +136,7 @@ class HandoverEngine:
     def decode(
         self, prompts: Sequence[Sequence[int]], params: Sequence[dict[str, Any]]
     ) -> list[tuple[Stamps, int]]:
-        """Continue prompts that another engine computed, all at once; return stamps and token of each.
+        """Continue prompts that another engine computed, all at once; return (stamps, token) of each.
 
         Args:
             prompts: token ids of each prompt.

@@ -1,7 +1,7 @@
 """Time hand-overs from a prefill to a decode engine, up to the first token, with several connectors in turn.
 
 For each connector there are two engines, each in a process of its own. Only the pair that is measured runs:
-the others stand still, because NixlConnector's progress threads take processor time even when idle. In each
+the others are paused, because NixlConnector's progress threads take processor time even when idle. In each
 round, every connector hands over the same prompts once. The first round is not counted.
 """
 

@@ -20,8 +20,8 @@ def steps(
 ) -> None:
     """Time connectors' hooks in steps that only decode.
 
-    Compares kvferry with NixlConnector, after the time of a connector that does nothing. Each runs in a vLLM
-    engine of its own; the engines take turns.
+    Compares kvferry with NixlConnector, after subtracting the time of a connector that does nothing. Each
+    connector runs in a vLLM engine of its own; the engines take turns.
     """
     from rich.console import Console
 

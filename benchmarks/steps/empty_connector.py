@@ -1,4 +1,4 @@
-"""A connector for vLLM that does nothing: what its hooks take is vLLM's own cost of calling a connector."""
+"""A connector for vLLM that does nothing. The time of its hooks is vLLM's own cost of calling a connector."""
 
 from __future__ import annotations
 

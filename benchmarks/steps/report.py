@@ -19,7 +19,7 @@ def show(found: Mapping[str, Sequence[Sequence[float]]], requests: int, console:
     """Print the times with at most 80 columns."""
     console.print(f"a connector's hooks per step, {requests} requests decoding, in microseconds:")
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("connector", "median", "range of rounds", "without vLLM's own", "of NixlConnector's"):
+    for name in ("connector", "median", "range of rounds", "minus empty", "ratio to nixl"):
         table.add_column(name, justify="left" if name == "connector" else "right")
     times = medians(found)
     own = {

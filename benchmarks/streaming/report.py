@@ -17,10 +17,12 @@ from kvferry.units import format_bytes, format_seconds
 def show(found: Sequence[FirstToken], console: Console) -> None:
     """Print medians with at most 80 columns."""
     console.print(
-        f"time to first token; {format_bytes(KV_BYTES)} of KV per token, {CHUNK_TOKENS:,} tokens per step:"
+        f"time to first token; {format_bytes(KV_BYTES)} of KV per token, {CHUNK_TOKENS:,} tokens per step"
     )
+    console.print("left: time from the prefill engine's answer to the first token")
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("link", "tokens", "KV", "at the end", "streamed", "ratio", "left: end", "streamed"):
+    names = ("total,\nat the end", "total,\nstreamed", "ratio", "left,\nat the end", "left,\nstreamed")
+    for name in ("link", "tokens", "KV", *names):
         table.add_column(name, justify="left" if name == "link" else "right")
     for gigabits, tokens in dict.fromkeys((one.gigabits, one.tokens) for one in found):
         after, during = (_of(found, gigabits, tokens, streamed=streamed) for streamed in (False, True))
@@ -38,7 +40,7 @@ def show(found: Sequence[FirstToken], console: Console) -> None:
 
 
 def ratio(found: Sequence[FirstToken], gigabits: float, tokens: int) -> float:
-    """Return the median ratio of the time to first token, streamed to at the end, over pairs of requests."""
+    """Return the median over pairs of requests: time to first token streamed, divided by that at the end."""
     after, during = (_of(found, gigabits, tokens, streamed=streamed) for streamed in (False, True))
     return median(b.seconds / a.seconds for a, b in zip(after, during, strict=True))
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.turns.engine_process import EngineProcess, EngineSetup, TurnAnswer
+from benchmarks.engine_process import EngineProcess
+from benchmarks.turns.engine import EngineSetup, TurnAnswer, TurnsEngine
 from kvferry.serving.router.bodies import ASK_FOR_KV
 from kvferry.serving.tiny import tiny_checkpoint
 from kvferry.serving.tiny.families import family
 
 _OPTIONS: dict[str, dict[str, Any]] = {
-    # vLLM turns prefix caching off for this family, and computes it in float32 only without.
+    # By default vLLM disables prefix caching for this family. With it, vLLM cannot compute in float32.
     "nemotronh": {"enable_prefix_caching": True, "dtype": "bfloat16"},
 }
 """Arguments of `vllm.LLM` by family, in addition to the family's own."""
@@ -79,7 +80,7 @@ class TurnLoad:
 
     @property
     def again(self) -> int:
-        """Number of tokens of which attention KV was read although the engine had it."""
+        """Number of tokens whose attention KV was read although the engine had it."""
         return max(0, self.known - self.begin)
 
 
@@ -103,7 +104,7 @@ class FamilyTurns:
 def measure(
     name: str, conversation: Conversation, folder: Path, progress: Callable[[str], None]
 ) -> FamilyTurns:
-    """Lead the conversation twice, with engines that do not share their attention blocks, and that do.
+    """Lead the conversation twice: without and with shared attention blocks.
 
     Args:
         name: name of a tiny model family.
@@ -125,9 +126,13 @@ def measure(
     for shares in (False, True):
         progress(f"{name}: a conversation {'with' if shares else 'without'} shared attention blocks")
         setup = EngineSetup(model, options, shares)
-        with EngineProcess(setup) as prefill, EngineProcess(setup) as decode:
-            block_tokens = prefill.wait()
-            decode.wait()
+        with (
+            EngineProcess("prefill", TurnsEngine, setup) as prefill,
+            EngineProcess("decode", TurnsEngine, setup) as decode,
+        ):
+            prefill.wait_ready()
+            decode.wait_ready()
+            block_tokens = prefill.call("block_tokens")
             found.append(lead(conversation, prefill, decode))
     return FamilyTurns(name, block_tokens, *found)
 
@@ -148,8 +153,8 @@ def lead(conversation: Conversation, prefill: EngineProcess, decode: EngineProce
     known, loads = 0, []
     for turn in range(conversation.turns):
         said += words.integers(*_TOKENS, conversation.question if turn else conversation.first).tolist()
-        offer = prefill.ask(said, 1, dict(ASK_FOR_KV)).params
-        answer = decode.ask(said, conversation.answer, offer)
+        offer = prefill.call("ask", said, 1, dict(ASK_FOR_KV)).params
+        answer = decode.call("ask", said, conversation.answer, offer)
         loads.append(_load(said, known, answer))
         said += answer.tokens
         known = len(said) - 1

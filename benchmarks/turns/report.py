@@ -48,7 +48,8 @@ def as_json(found: Sequence[FamilyTurns]) -> list[dict[str, Any]]:
 
 def _table(one: FamilyTurns) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("turn", "prompt", "new", "read without", "", "read with", "", "state"):
+    read = ("read without\nsharing", "bytes", "read with\nsharing", "bytes")
+    for name in ("turn", "prompt", "new", *read, "state"):
         table.add_column(name, justify="right", no_wrap=True)
     for number, (without, shared) in enumerate(zip(one.without, one.shared, strict=True), 1):
         table.add_row(

@@ -170,7 +170,7 @@ def test_a_second_turn_moves_what_the_first_left_out(pair: Pair) -> None:
 def test_a_turn_shares_the_attention_blocks_of_the_turn_before_though_its_state_stands_inside_one(
     pair: Pair,
 ) -> None:
-    """What is loaded is what comes after these blocks, and the state; what was shared decides the answer."""
+    """The load brings the KV after these blocks and the state. The shared blocks decide the answer."""
     kinds = [name for name, _, _ in pair.about["groups"]]
     if not pair.prefix_caching or "MambaSpec" not in kinds:
         pytest.skip("this setup has no prefixes without a state")

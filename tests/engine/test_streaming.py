@@ -38,7 +38,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def known(pair: Pair) -> dict[str, Any]:
-    """What a router has learned of the prefill engine from an earlier answer."""
+    """Facts about the prefill engine that a router takes from an earlier answer."""
     offer: dict[str, Any] = pair.through([prompt(40, 12)])[0]["offer"]
     assert offer["remote_step_tokens"] == STEP
     pair.forget()

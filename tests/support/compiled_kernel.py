@@ -8,13 +8,6 @@ from __future__ import annotations
 import json
 import re
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-from kvferry.memory.device_copy import _WARPS
-from kvferry.memory.device_kernel import copy_cells_kernel
-
 POINTERS = {1: "*u8", 2: "*i16", 4: "*i32", 8: "*i64"}
 SHAPES = {
     "16 bytes": {"WORD": 8, "UNIT": 16, "LOOPS": 2, "ROWS": 128, "COLUMNS": 16},
@@ -28,6 +21,13 @@ ARCHITECTURES = 80, 90, 100
 
 def accesses(shape: dict[str, int], architecture: int) -> list[str]:
     """Compile for an architecture with what Triton learns from arguments: aligned pointers, whole runs."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from kvferry.memory.device_copy import _WARPS
+    from kvferry.memory.device_kernel import copy_cells_kernel
+
     names = copy_cells_kernel.arg_names
     kinds = dict.fromkeys(names, "i32") | dict.fromkeys(shape, "constexpr")
     kinds |= dict.fromkeys(("source", "destination"), POINTERS[shape["WORD"]])

@@ -29,7 +29,7 @@ class LocalPrefix:
     """The part of a request's prompt that is in the engine's own prefix cache.
 
     Attributes:
-        tokens: number of tokens of which the engine has the attention blocks.
+        tokens: number of tokens whose attention blocks the engine has.
         resumable_tokens: number of tokens after which the engine can continue without a load; at most
             `tokens`.
     """
@@ -39,12 +39,12 @@ class LocalPrefix:
 
     @classmethod
     def of(cls, cache: PrefixCache | None, request: Request, tokens: int) -> LocalPrefix:
-        """Look up after how many tokens the engine can continue a request by itself.
+        """Look up the number of tokens after which the engine can continue a request without a load.
 
         Args:
             cache: the engine's prefix cache; None if the engine can always continue after `tokens` tokens.
             request: the request.
-            tokens: number of the request's tokens of which the engine has the attention blocks.
+            tokens: number of the request's tokens whose attention blocks the engine has.
         """
         if cache is None or not tokens:
             return cls(tokens, tokens)
@@ -52,7 +52,7 @@ class LocalPrefix:
 
     @property
     def needs_load(self) -> bool:
-        """Whether the engine can use all of its attention blocks only after a load."""
+        """True if the engine can use all of its attention blocks only after a load."""
         return self.resumable_tokens < self.tokens
 
 

@@ -104,7 +104,7 @@ class StepOrders:
 
     @property
     def begins_nothing(self) -> bool:
-        """Whether there is nothing for workers to begin, apart from lease words to raise (`raised`)."""
+        """True if workers have nothing to begin in the step. They may still have lease words to raise."""
         return not (
             self.loads
             or self.reads

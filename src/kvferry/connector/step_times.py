@@ -1,4 +1,4 @@
-"""What the times of the engine's steps tell: how fast it computes prompts, and whether it is idle.
+"""Times of the engine's steps. They show how fast it computes prompts, and whether it is idle.
 
 The engine reports when each step is scheduled and when its output is taken, in the order of steps. With
 asynchronous scheduling or pipeline parallelism, a step is scheduled while others are under way. Such a step
@@ -17,7 +17,7 @@ _PREFILL_TOKENS = 128
 """Minimum number of tokens of a step to be measured. Smaller steps say little about prompt computation."""
 
 _PAUSE_SECONDS = 0.005
-"""Minimum seconds without a step after which an engine is idle: it steps at once while requests run."""
+"""Seconds without a step after which the engine counts as idle. While requests run, steps follow at once."""
 
 
 class StepTimes:
@@ -30,7 +30,7 @@ class StepTimes:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is being computed: the last step computed none, or was done some time ago."""
+        """True if the engine computes no request: its last step computed none, or was done some time ago."""
         if any(tokens for _, tokens in self._under_way):
             return False
         return not self._last_tokens or self._clock() - self._done > _PAUSE_SECONDS

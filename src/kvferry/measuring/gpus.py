@@ -31,9 +31,10 @@ def source_and_destination(device: str) -> tuple[str, str]:
 
 
 def shortest_engine_run(runs: Sequence[int], kernel: Sequence[float], engine: Sequence[float]) -> int:
-    """Return the shortest run for which, as for all longer ones, the copy engine is as fast as the kernel.
+    """Return the run length from which the copy engine is at least as fast as the kernel.
 
-    If the kernel is faster for the longest run too, return twice the longest run.
+    It is as fast for this run and for all longer ones. If the kernel is faster for the longest run, return
+    twice the longest run.
 
     >>> shortest_engine_run([64, 128, 256], kernel=[1.0, 1.0, 1.0], engine=[3.0, 0.9, 0.8])
     128

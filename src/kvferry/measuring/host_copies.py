@@ -29,7 +29,7 @@ class HostCopy:
             run: bytes of a block.
             size: number of bytes to copy; rounded down to whole blocks, but at least one block.
             device: torch device of the blocks.
-            engine_bytes: run length in bytes from which the GPU's copy engine copies, not the kernel.
+            engine_bytes: run length in bytes from which the GPU's copy engine copies instead of the kernel.
         """
         blocks = max(1, size // run)
         self.pool = torch.zeros(blocks * run, dtype=torch.uint8, device=device)

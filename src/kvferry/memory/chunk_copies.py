@@ -52,7 +52,7 @@ class ChunkCopies:
             engine: registered memory of the rank.
             memory: host memory that holds the chunks (the arena), uint8 of shape (bytes,). If the blocks are
                 on a GPU, it must be registered with CUDA (`host_registration`).
-            engine_bytes: run length in bytes from which the GPU's copy engine copies, not a kernel.
+            engine_bytes: run length in bytes from which the GPU's copy engine copies instead of a kernel.
 
         Raises:
             TransferError: the strided copies exceed the rank's memory.

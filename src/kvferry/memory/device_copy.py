@@ -149,7 +149,7 @@ def _copy_by_engine(view: CopyView, places: Int64s, words: torch.Tensor, offsets
         packed = words.as_strided(view.shape, strides, (offset + view.offset) // view.word)
         source, destination = (cell, packed) if view.storing else (packed, cell)
         for run in np.ndindex(view.shape[:-1]):
-            # Of one contiguous run. A copy of more would go through a temporary tensor.
+            # One contiguous run per call. A copy of several would go through a temporary tensor.
             destination[run].copy_(source[run], non_blocking=True)
 
 
@@ -165,7 +165,7 @@ def _upload(cells: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
 
 
 def _unit(view: CopyView, bits: int) -> int:
-    """Return the number of bytes that the kernel copies at a time: 16, or a word if offsets are odd.
+    """Return the bytes that the kernel copies at a time: 16 if everything is a multiple of 16, else a word.
 
     Args:
         view: strided copy with its view of the block pool.

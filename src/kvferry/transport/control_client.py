@@ -187,9 +187,8 @@ class ControlClient:
             wait_seconds: maximum time in seconds to wait for the reply.
 
         Returns:
-            Redeemed, with block tables and lease, if the producer accepted the ticket; this is its last such
-            reply. Unusable, with the reason, if the producer refused or has not replied in time. Otherwise
-            Pending.
+            The last Redeemed reply, with block tables and lease, if the producer accepted the ticket.
+            Unusable, with the reason, if the producer refused or has not replied in time. Otherwise Pending.
         """
         answer = self._redemptions.answer(number, wait_seconds)
         if isinstance(answer, Unusable) and (silent := self._redemptions.silent_producer(number)) is not None:

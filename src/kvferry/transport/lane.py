@@ -314,7 +314,7 @@ class Lane:
             command = self._queue.popleft()
             if isinstance(command, ReadOrder):
                 read = self._start(agent, command)
-                # Posting may have run all of the READ. Then the lease words are next, and then the end.
+                # Posting may have completed the READ. Then read the lease words at once, too.
                 if read is not None and self._progress(agent, [read]) and read.words:
                     self._progress(agent, [read])
             elif command.cards is not None:

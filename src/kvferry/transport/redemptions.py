@@ -28,8 +28,8 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 0.002, 0.1
 """Shortest and longest time in seconds between a producer's reply and the next request, while it computes."""
 
 _PAUSE_SHARE = 0.125
-"""Time until the next request, as a part of the time since the last news. So a chunk is noticed late by at
-most an eighth of the time that it took, and a slow producer is asked seldom."""
+"""Time until the next request, as a part of the time since the last reply that covered more tokens. So the
+delay after a step is about an eighth of the step's time at most, and a slow producer is asked seldom."""
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class _PendingRedemption:
 
     @property
     def grows(self) -> bool:
-        """Whether the producer may cover more tokens in a later reply."""
+        """True if the producer may cover more tokens in a later reply."""
         if self.answer is None:
             return self.foreseen
         return isinstance(self.answer, Redeemed) and self.answer.tokens < self.message.tokens
@@ -121,9 +121,8 @@ class Redemptions:
             wait_seconds: maximum time in seconds to wait for the reply.
 
         Returns:
-            Redeemed, with block tables and lease, if the producer accepted the ticket; this is its last such
-            reply. Unusable, with the reason, if the producer refused or has not replied in time. Otherwise
-            Pending.
+            The last Redeemed reply, with block tables and lease, if the producer accepted the ticket.
+            Unusable, with the reason, if the producer refused or has not replied in time. Otherwise Pending.
         """
         asked = self._asked[number]
         if asked.answer is None and not asked.foreseen and wait_seconds > 0:
@@ -208,7 +207,7 @@ class Redemptions:
     def due(self) -> list[tuple[Address, Redeem]]:
         """Return the requests to send again now, because the producer may have computed more tokens.
 
-        Each is the (host, port) of the producer and the message. Their timeouts begin now.
+        Each entry is ((host, port) of the producer, message). The timeouts of these requests begin now.
         """
         now = self._clock()
         found = [one for one in self._paused() if one.again <= now]

@@ -1,9 +1,9 @@
 """The transfers of a worker: lanes (threads) that read from peers, and the memory that peers read.
 
 A large order is split over the lanes. Every lane plans and reads its own share, so several cores post
-descriptors and unpack cells. Of many small orders, each lane reads some as a whole, because planning a share
-takes about as long as planning the order. An order has exactly one result, which is delivered when no lane
-has a READ of the order in flight.
+descriptors and unpack cells. Small orders that are queued together are read whole, each by one lane, because
+planning a share takes about as long as planning the order. An order has exactly one result, which is
+delivered when no lane has a READ of the order in flight.
 """
 
 from __future__ import annotations
@@ -149,9 +149,9 @@ class Transfers:
     def submit(self, *orders: ReadOrder) -> None:
         """Queue orders to read KV, all orders of a step at once.
 
-        An order with at most a lane's part of all tokens is read whole, by the lane (reading thread) that has
-        the fewest tokens so far. A larger order is split into one share for each lane. The lane that gets the
-        first share changes from order to order, so that all lanes get the same load.
+        With n lanes (reading threads), an order that has at most 1/n of all tokens is read whole, by the lane
+        that has the fewest tokens so far. A larger order is split into one share for each lane. The lane that
+        gets the first share changes from order to order, so that all lanes get the same load.
 
         Args:
             orders: orders to read the KV blocks of one request each; their attribute `share` is ignored.

@@ -124,6 +124,7 @@ def table() -> str:
 def main() -> None:
     """Print the table."""
     from support.backends.pretend import pretend
+    from support.vllm_engine import no_amx  # noqa: F401 - the import is what counts
 
     pretend(triton=True)
     from support.backends import emulated

@@ -1,4 +1,4 @@
-"""What `benchmarks handover` and `benchmarks steps` say of their times."""
+"""The reports of `benchmarks handover` and `benchmarks steps`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `benchmarks streaming` prints of its requests, and what it refuses."""
+"""The report of `benchmarks streaming`, and machines on which it cannot run."""
 
 from __future__ import annotations
 

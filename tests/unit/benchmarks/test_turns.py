@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from benchmarks.turns import report
-from benchmarks.turns.engine_process import TurnAnswer
+from benchmarks.turns.engine import TurnAnswer
 from benchmarks.turns.measure import Conversation, FamilyTurns, TurnLoad, lead
 from kvferry.serving.router.bodies import ASK_FOR_KV
 
@@ -20,7 +20,8 @@ class Asked:
     def __init__(self, *answers: TurnAnswer) -> None:
         self.answers, self.asked = list(answers), []
 
-    def ask(self, prompt, tokens, params=None) -> TurnAnswer:
+    def call(self, method, prompt, tokens, params=None) -> TurnAnswer:
+        assert method == "ask"
         self.asked.append((list(prompt), tokens, params))
         return self.answers.pop(0)
 

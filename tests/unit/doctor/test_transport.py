@@ -122,7 +122,7 @@ def test_reads_that_fail_are_bad():
 
 
 def gpu_read(way: str) -> ProcessResult:
-    """What a process says that reads GPU memory by one way, and its words in host memory by another."""
+    """Output of a process that reads GPU memory by one transport, and host memory by another."""
     of_gpu = UCX.replace("into host memory from host", "into cuda/GPU0 from cuda/GPU1").replace("WAY", way)
     ended = read("cma/memory")
     return ProcessResult(ended.code, of_gpu + ended.out, ended.err)

@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 class Content:
-    """What a block holds: the KV or the state of a text up to a position.
+    """Content of a block: the KV or the state of a text up to a position.
 
     Under asynchronous scheduling a step may compute tokens that the scheduler does not know yet.
     """

@@ -22,7 +22,7 @@ STEP_WAIT_SECONDS = 0.0005
 already connected answers within this time, so the prompt need not wait for the next step."""
 
 IDLE_STEP_WAIT_SECONDS = 0.002
-"""The same for a step of an engine that computes nothing: it delays no running request."""
+"""Maximum seconds that a step waits if the engine computes nothing. This delays no running request."""
 
 
 @dataclass(frozen=True, slots=True)

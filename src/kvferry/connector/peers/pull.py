@@ -51,7 +51,7 @@ class Pull:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the peer's blocks hold the KV of all offered tokens."""
+        """True if the peer's blocks hold the KV of all offered tokens."""
         return self.ready >= self.tokens
 
     def take(self, answer: Redeemed) -> str | None:

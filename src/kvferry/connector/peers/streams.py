@@ -64,7 +64,7 @@ class Stream:
 
     @property
     def is_readable(self) -> bool:
-        """Whether other engines may read blocks of the prompt."""
+        """True if other engines may read blocks of the prompt."""
         return self.word is not None and not self.over
 
 
@@ -130,7 +130,7 @@ class Streams:
             self._streams[request.request_id] = Stream(request, ticket)
 
     def stop(self) -> None:
-        """Publish no prompt that no engine can read yet."""
+        """Stop publishing prompts. Prompts that other engines can already read stay readable."""
         for one in self._streams.values():
             one.over |= one.word is None
 

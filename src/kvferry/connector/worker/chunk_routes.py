@@ -72,7 +72,7 @@ class ChunkRoutes:
             rank_coordinates: (pp_rank, tp_rank) of the rank in this process; it must be in `ranks`.
             memory: host memory that holds the chunks, uint8 of shape (bytes,). If the blocks are on a GPU, it
                 must be registered with CUDA.
-            engine_bytes: run length in bytes from which the GPU's copy engine copies, not a kernel.
+            engine_bytes: run length in bytes from which the GPU's copy engine copies instead of a kernel.
 
         Raises:
             Incompatible: some layers cannot be stored in the format or loaded from it.

@@ -296,7 +296,7 @@ class WorkerHalf:
 
         Return whether there was one.
         """
-        self._arrived.clear()  # before the look: a result that comes in between sets it again
+        self._arrived.clear()  # before results are taken: a result that arrives later sets it again
         found = False
         for result in self._transfers.results() if self._transfers is not None else ():
             found = True

@@ -83,7 +83,7 @@ class Loads:
 
     @property
     def under_way(self) -> bool:
-        """Whether a load that is not past its deadline still has a transfer in flight."""
+        """True if a load that is not past its deadline still has a transfer in flight."""
         return not self._deadlines.keys() <= self._ended.keys()
 
     def begin(self, key: str, timeout_seconds: float) -> None:

@@ -56,7 +56,7 @@ class ChunkMover:
         Args:
             rank_coordinates: (pp_rank, tp_rank) of this rank.
             on_result: function that the thread calls after each copy, and at the end of each load.
-            engine_bytes: run length in bytes from which a GPU's copy engine copies, not a kernel.
+            engine_bytes: run length in bytes from which a GPU's copy engine copies instead of a kernel.
         """
         self._rank_coordinates, self._on_result = rank_coordinates, on_result
         self._engine_bytes = engine_bytes

@@ -81,7 +81,7 @@ class VLLMScheduler:
 
     @property
     def completes_prefixes(self) -> bool:
-        """Whether loads bring the recurrent state that vLLM lacks after a prefix of its own cache."""
+        """True if loads bring the recurrent state that vLLM lacks after a prefix of its own cache."""
         return self._prefix_cache is not None
 
     def start(self, cards: tuple[WorkerCard, ...]) -> None:

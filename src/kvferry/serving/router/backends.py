@@ -40,8 +40,8 @@ class Backend:
     def stream_source(self) -> StreamSource | None:
         """The engine behind this URL, if its KV can be read while it computes a prompt; None otherwise.
 
-        None as well if several engines answer at this URL, because the next one cannot be known. So two
-        answers must have come from the same engine.
+        Also None until the URL has answered twice, and if different engines have answered: the engine that
+        answers next is then unknown.
         """
         return self._source if self._same > 1 and not self._varies else None
 

@@ -1,7 +1,7 @@
 """Hand-overs during the prefill: the decode engine reads a prompt's KV while a prefill engine computes it.
 
-The router then asks both engines at once. It draws the ticket that names the KV, and gives it to both. The
-rest of the offer for the decode engine is that of the prefill engine's last answer.
+The router then asks both engines at once. It draws the ticket that names the KV, and gives it to both. It
+copies the rest of the decode engine's offer from the prefill engine's last answer.
 """
 
 from __future__ import annotations

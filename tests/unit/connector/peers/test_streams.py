@@ -1,4 +1,4 @@
-"""What other engines can read of a prompt while it is computed, and when its lease word is raised."""
+"""Other engines read a prompt while it is computed, and its lease word is raised in time."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_by_cost_a_slow_child_is_left_for_a_faster_one() -> None:
 
 
 def test_by_cost_computing_begins_where_all_groups_can_continue() -> None:
-    """Of 1,000 tokens the engine has the attention blocks of 800, and no state. Computing takes 1 s."""
+    """The engine has the attention blocks of 800 of 1,000 tokens, and no state. Computing takes 1 s."""
     clock = Clock()
     speeds = Speeds(clock)
     speeds.record_computation(1000, 1.0)

@@ -97,9 +97,9 @@ def vocabulary_size(vllm_config: VllmConfig) -> int:
 
 
 def pools_every_token(vllm_config: VllmConfig) -> str:
-    """Return the pooling methods of a model for which vLLM has no prefix cache because it pools over prompts.
+    """Return the names of the pooling methods for which vLLM disables a model's prefix cache.
 
-    The result is a text for people, with commas between several methods; it is empty for other models.
+    The result is a text for people, with commas between several methods. It is empty for other models.
 
     A model that pools over all prompt tokens must compute every one of them, so its requests must not load
     KV. vLLM turns its own prefix cache off for such a model, but still asks connectors for cached KV.

@@ -37,7 +37,7 @@ class VLLMPrefixCache:
         """Return vLLM's prefix cache if a connector may complete its prefixes; None if not.
 
         A connector may do so if all groups but one have recurrent state. vLLM then reports the prefix of that
-        group. Of several groups with attention, vLLM reports the longest prefix of one, and a load would not
+        group. With several attention groups, vLLM reports the longest prefix of one, and a load would not
         bring what the others lack. If prefixes may end inside a block, vLLM ignores loads that do not reach
         beyond this block.
 
