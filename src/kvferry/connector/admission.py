@@ -278,6 +278,8 @@ class Admission:
         for key, report in reports.reports.items():
             self._report(key, report, reports.reported.get(key, 1))
         for one in bad:
+            if one.load.bid.growing and one.load.key in self._loads:
+                one.source.dropped(one.load)  # other workers need not wait for the rest of it
             if not one.given_up:
                 self._drop_sibling_loads(one)
         for key, workers in reports.released.items():

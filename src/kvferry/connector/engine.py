@@ -341,6 +341,9 @@ class EngineFacts:
             generated tokens differs from that of the same tokens in a prompt.
         has_rings: True if some layers keep a ring buffer per request. Such a buffer can be used only at the
             request's present position, so its KV cannot be stored in tiers.
+        writes_before_hooks: True if the engine may write to blocks in a step before it calls
+            `WorkerHalf.raise_words`. Other engines then read no prompt that is still computed.
+        lockstep: True if other engines wait for each step of this engine. A step then never waits for loads.
         port_offset: number to add to the configured port of the control channel, so that engines with the
             same configuration listen on different ports.
         parent_of: function that takes a request id and returns the id that all samples of one prompt share,
@@ -358,6 +361,8 @@ class EngineFacts:
     speculates: bool = False
     reuses_prompts_only: bool = False
     has_rings: bool = False
+    writes_before_hooks: bool = False
+    lockstep: bool = False
     port_offset: int = 0
     parent_of: Callable[[str], str | None] = _no_sample
 

@@ -83,6 +83,8 @@ class StepOrders:
         chunks: orders to store and load chunks of the tiers.
         epoch: number of cache resets of the engine before this step was scheduled.
         computes: True if the step computes tokens.
+        idle: True if the engine computes nothing while workers execute this step, so that the step may wait
+            for loads.
     """
 
     connects: dict[str, tuple[RankCard, ...]] = field(default_factory=dict)
@@ -96,6 +98,7 @@ class StepOrders:
     chunks: ChunkOrders = field(default_factory=ChunkOrders)
     epoch: int = 0
     computes: bool = False
+    idle: bool = False
 
     @property
     def writes_cache(self) -> bool:

@@ -128,7 +128,7 @@ class SchedulerHalf:
             adapters=self.adapters,
             refusals=self._refusals,
             speeds=self._speeds,
-            idle=lambda: self._steps.idle,
+            idle=lambda: self._steps.idle and not self._engine.lockstep,
             prefix_cache=prefix_cache,
         )
         self._parts = composition.parts
@@ -231,7 +231,8 @@ class SchedulerHalf:
         """
         computed = sum(step.tokens.values())
         self._steps.scheduled(computed)
-        orders = StepOrders(epoch=self._epoch, computes=computed > 0)
+        idle = not self._engine.lockstep and not self._steps.computing
+        orders = StepOrders(epoch=self._epoch, computes=computed > 0, idle=idle)
         if self._server is not None:
             self._producer.take_events(self._server.events, orders)
         self._producer.scheduled(step, lambda name: self.parts.masked_tables(name, step.block_ids(name)))

@@ -29,9 +29,14 @@ class StepTimes:
         self._done, self._last_tokens = 0.0, 0
 
     @property
+    def computing(self) -> bool:
+        """Whether a step that computes tokens has been scheduled and is not done."""
+        return any(tokens for _, tokens in self._under_way)
+
+    @property
     def idle(self) -> bool:
         """True if the engine computes no request: its last step computed none, or was done some time ago."""
-        if any(tokens for _, tokens in self._under_way):
+        if self.computing:
             return False
         return not self._last_tokens or self._clock() - self._done > _PAUSE_SECONDS
 

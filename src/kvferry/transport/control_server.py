@@ -43,7 +43,7 @@ from kvferry.transport.messages import (
     encode,
     make_refusal,
 )
-from kvferry.transport.redeem import NotRedeemed, Redeem
+from kvferry.transport.redeem import Redeem, Redeemed
 from kvferry.transport.tickets import TicketBook
 from kvferry.transport.turns import TurnIndex
 
@@ -223,7 +223,7 @@ class ControlServer:
     def _redeem(self, sender: bytes, message: Redeem) -> None:
         answer = self.tickets.redeem(message)
         self._listener.send(sender, encode(answer))
-        if not isinstance(answer, NotRedeemed):
+        if isinstance(answer, Redeemed):
             claimed = LeasesClaimed(self.tickets.claimed(message.consumer, [message.ticket]))
             self.events.put(sender, claimed)  # may be dropped, because a heartbeat repeats it
 

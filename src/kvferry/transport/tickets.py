@@ -220,4 +220,8 @@ class TicketBook:
             return None
         found.claimed.discard(consumer)
         found.released.add(consumer)
-        return None if found.claimed else self._open.pop(ticket).lease
+        if found.claimed:
+            return None
+        # Another lease may get the same ticket before this one is withdrawn.
+        self._tickets.pop(found.lease, None)
+        return self._open.pop(ticket).lease

@@ -777,6 +777,21 @@ def handed_over(engine):
     return meta.given_up
 
 
+@pytest.mark.parametrize("growing", [True, False])
+def test_workers_need_not_wait_for_the_rest_of_a_growing_load_that_has_failed_on_one(growing):
+    source = Stand("one", 24)
+    source.bids = lambda request, local_tokens: [
+        Bid("one", (PlaceTokens("one", 24 - local_tokens),), growing=growing)
+    ]
+    engine = Engine(source)
+    one = engine.arrive()
+    assert engine.admit(one) == 24
+    engine.report(source.load, "torn")
+    assert source.heard[1:] == ([("dropped", source.load.key)] if growing else [])
+    engine.report(source.load, "torn")
+    assert source.heard[-1] == ("ended", "torn")
+
+
 @pytest.mark.parametrize("lands", [True, False], ids=["it lands", "it hangs"])
 @pytest.mark.parametrize("fails", ["near", "far"])
 def test_when_one_part_fails_the_other_is_given_up_and_is_not_to_blame(fails, lands):

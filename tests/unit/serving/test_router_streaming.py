@@ -7,9 +7,13 @@ import threading
 import time
 from typing import Any
 
+import anyio
+import anyio.lowlevel
 import pytest
 
 from kvferry.serving.router.backends import Backend
+from kvferry.serving.router.failures import Failures
+from kvferry.serving.router.flow import Completion, CompletionFlow
 from kvferry.serving.router.streaming import StreamSource, estimated_tokens
 
 pytestmark = pytest.mark.slow
@@ -24,6 +28,7 @@ OFFER = {
     "remote_num_tokens": 7,
     "remote_step_tokens": 100,
 }
+NOTHING = {"do_remote_prefill": False, "do_remote_decode": False, "remote_num_tokens": 0}
 LONG = list(range(101))
 
 
@@ -140,6 +145,43 @@ def test_a_decode_engine_that_fails_is_replaced_by_one_that_computes(stage, fake
     assert sum("kv_transfer_params" not in body for body in good.bodies) == 1
 
 
+def test_a_prompt_whose_kv_is_not_offered_is_computed_at_once(pair):
+    pair.prefill[0].hands_over, pair.decode[0].delay_seconds = NOTHING, 1.0
+    assert pair.complete(prompt=LONG).status_code == 200
+    streamed, alone = pair.decode[0].bodies
+    assert streamed["kv_transfer_params"]["remote_num_tokens"] is None
+    assert "kv_transfer_params" not in alone
+
+
+def test_the_client_gets_one_answer_if_both_engines_answer_at_the_same_moment():
+    """The decode engine's answer is on its way to the client when the prefill engine has failed."""
+    sent, moment = [], anyio.Event()
+
+    async def prefilled(*_: Any) -> None:
+        await anyio.lowlevel.checkpoint()
+        moment.set()
+
+    async def answer(completion: Any, params: Any, failures: Any, send: Any) -> None:
+        if params is not None:
+            await moment.wait()
+        await send("streamed" if params is not None else "alone")
+
+    async def send(message: str) -> None:
+        sent.append(message)
+
+    async def main() -> bool:
+        flow = object.__new__(CompletionFlow)
+        flow._prefilled, flow._answer = prefilled, answer  # type: ignore[method-assign, assignment]
+        body = {"prompt": LONG}
+        asked = Completion(path="/v1/completions", raw=b"{}", headers=[], body=body, reply_headers=[])
+        return await flow._streamed(
+            asked, Backend("prefill", "http://p"), StreamSource.of(OFFER), Failures(), send
+        )
+
+    assert anyio.run(main) is False, "the next prefill engine is asked"
+    assert sent == []
+
+
 def backend_with(*offers: dict[str, Any]) -> Backend:
     backend = Backend("prefill", "http://p")
     for offer in offers:
@@ -158,8 +200,8 @@ def test_an_engine_is_known_by_its_offers_until_it_is_down():
 
 def test_several_engines_behind_one_url_are_not_told_apart():
     assert backend_with(OFFER, {**OFFER, "remote_port": 5601}, OFFER).stream_source is None
-    nothing = {"do_remote_prefill": False, "do_remote_decode": False, "remote_num_tokens": 0}
-    assert backend_with(OFFER, nothing, OFFER).stream_source == StreamSource.of(OFFER), "it offered nothing"
+    assert backend_with(OFFER, NOTHING, OFFER).stream_source is None, "it must answer twice again"
+    assert backend_with(OFFER, NOTHING, OFFER, OFFER).stream_source == StreamSource.of(OFFER)
 
 
 @pytest.mark.parametrize(

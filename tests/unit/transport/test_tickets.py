@@ -80,6 +80,17 @@ def test_a_ticket_names_one_lease():
     assert redeem(made, "a") == Redeemed(8, RUN, GRANT, 4)
 
 
+def test_a_lease_that_has_ended_does_not_touch_another_one_with_its_ticket():
+    made, grant = book("a"), Grant.of(4, 8, [[3]])
+    redeem(made, "a")
+    assert made.release(1, [ticket("a")]) == ["a"]
+    made.publish(ticket("a"), "b", 4, CONTENT, grant)
+    made.advance("a", GRANT, 4)
+    assert redeem(made, "a").grant == grant
+    made.withdraw(["a"])
+    assert redeem(made, "a").grant == grant
+
+
 def test_a_guessed_ticket_is_unknown_and_so_is_one_that_was_withdrawn():
     made = book("a")
     assert refused(redeem(made, "b")) == UNKNOWN

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvferry.connector.bids import Bid, Bidding
 from kvferry.connector.peers.claims import Claim
 from kvferry.geometry import RankGeometry
+from kvferry.planning.select import attends_to_all
 from kvferry.transport.handshake import Address, PeerInfo
 from kvferry.transport.redeem import Grant, Redeemed
 
@@ -96,6 +97,22 @@ class Pull:
         if granted != groups:
             return f"block tables for {granted} groups, the peer has {groups}"
         return None
+
+
+def layers_of(ranks: Iterable[RankGeometry], *, attend_to_all: bool) -> set[str]:
+    """Return the identities of an engine's layers that attend to all tokens, or of all other layers.
+
+    Args:
+        ranks: geometry of all ranks of the engine.
+        attend_to_all: True for the layers in groups with full attention or MLA, False for the others.
+    """
+    return {
+        layer.identity
+        for rank in ranks
+        for group in rank.groups
+        for layer in group.layers
+        if attends_to_all(group.kind) is attend_to_all
+    }
 
 
 def blocks_of(ranks: Iterable[RankGeometry]) -> list[tuple[int, set[str]]]:

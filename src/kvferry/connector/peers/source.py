@@ -33,7 +33,7 @@ from kvferry.connector.messages import LoadRead, Report, StepOrders
 from kvferry.connector.peers.claims import Claims
 from kvferry.connector.peers.feed import LoadFeed
 from kvferry.connector.peers.offer import read_offer
-from kvferry.connector.peers.pull import Pull, blocks_of
+from kvferry.connector.peers.pull import Pull, blocks_of, layers_of
 from kvferry.connector.peers.turn_finder import TurnFinder
 from kvferry.connector.pins import Pins, may_hold
 from kvferry.connector.prompt_content import content_of
@@ -104,6 +104,7 @@ class PeerSource:
         self._adapters = adapters
         self._groups, self._alignments = blocks_of(ranks), dict[str, tuple[int, ...]]()
         self._labels = ranks[0].labels
+        self._attending = layers_of(ranks, attend_to_all=True)
         self._alignment_tokens = common_alignment((one.kind, one.block_tokens) for one in ranks[0].groups)
         # The engine computes the last token of a prompt even if all of it is loaded. Attention writes the
         # same KV again, but recurrent state would have seen the token twice.
@@ -269,11 +270,15 @@ class PeerSource:
         assert pull.grant is not None
         assert pull.incarnation is not None
         answer = self._client.look_up(pull.address, pull.incarnation)
+        alignment_tokens = self._alignment_tokens
         if isinstance(answer, PeerInfo):
             if pull.peer not in self._connected:
                 self._connects[pull.peer] = answer
             self._connected[pull.peer] = time.monotonic()
-        self._feeds[load.key] = LoadFeed(load, pull, self._alignment_tokens)
+            others = layers_of((card.geometry for card in answer.ranks), attend_to_all=False)
+            if self._attending & others:
+                alignment_tokens = 0  # the peer tells the blocks of these layers only with the last tokens
+        self._feeds[load.key] = LoadFeed(load, pull, alignment_tokens)
 
     def alignments(self, request_id: str) -> tuple[int, ...]:
         """Return the alignment of content loaded from a request's peer, in tokens, for each KV cache group.
@@ -398,7 +403,12 @@ class PeerSource:
         orders.connects = {name: known.ranks for name, known in self._connects.items()}
         self._connects.clear()
         now = time.monotonic()
-        orders.disconnects = [name for name, used in self._connected.items() if now - used > UNUSED_SECONDS]
+        reading = {feed.pull.peer for feed in self._feeds.values()}
+        orders.disconnects = [
+            name
+            for name, used in self._connected.items()
+            if now - used > UNUSED_SECONDS and name not in reading
+        ]
         for name in orders.disconnects:
             del self._connected[name]
             self._alignments.pop(name, None)

@@ -35,13 +35,15 @@ def steps_readable(engine: EngineFacts) -> int:
     """Return the number of prompt tokens that a step computes, if their KV is final after the step; else 0.
 
     Draft layers may complete their KV later. Without a group that attends to all tokens, nothing is final
-    before the prompt's end.
+    before the prompt's end. An engine that writes to blocks before its workers raise lease words could write
+    while a reader still trusts the word.
 
     Args:
         engine: properties of the engine.
     """
     final = any(attends_to_all(group.kind) for group in engine.groups)
-    return engine.step_tokens if final and not engine.speculates else 0
+    unsafe = engine.speculates or engine.writes_before_hooks
+    return engine.step_tokens if final and not unsafe else 0
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 The engine's hooks call it in every step. It exchanges values with the threads that read from peers (lanes)
 and with the thread that copies chunks. It never calls NIXL itself. It waits for these threads in one place,
-`ended`, and only in a step that computes nothing.
+`ended`, and only in a step of an engine that computes nothing.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from kvferry.transport.settings import TransferSettings
 from kvferry.transport.transfers import Transfers
 
 IDLE_WAIT_SECONDS = 0.003
-"""Maximum seconds that a step which computes nothing waits for a load under way to end.
+"""Maximum seconds that a step of an idle engine waits for a load under way to end.
 
-The engine would only sleep and look again. A request that arrives meanwhile is delayed by this time at most.
+The engine would only sleep and look again. A request that arrives meanwhile is delayed by the wait.
 """
 
 BURST_SECONDS, GAP_SECONDS = 0.010, 0.001
@@ -103,7 +103,7 @@ class WorkerHalf:
         self._sent: set[str] = set()
         self._stale, self._void = StaleEpochs(), set[str]()
         self._reports = StepReports()
-        self._computes = True
+        self._idle = False
         self._arrived = threading.Event()
 
     def start(
@@ -188,7 +188,7 @@ class WorkerHalf:
         Args:
             orders: the scheduler half's message for the step.
         """
-        self._computes = orders.computes
+        self._idle = orders.idle
         if orders.writes_cache:
             self._stale.on_step(orders.epoch)
         if orders.begins_nothing:
@@ -249,13 +249,13 @@ class WorkerHalf:
     def ended(self) -> EndedRequests:
         """Return the requests whose transfers have ended since the last call.
 
-        Also record the reports of these transfers for `take_reports`. If the step computes nothing, wait at
+        Also record the reports of these transfers for `take_reports`. If the engine computes nothing, wait at
         most `IDLE_WAIT_SECONDS` for a load to end, and longer only while loads keep ending.
         """
         if not self._orders and not self._sent and self._mover is None:
             return NOTHING_ENDED
         self._take_results()
-        if not self._computes:
+        if self._idle:
             self._wait_for_results()
         if not (self._orders or self._sent):
             return NOTHING_ENDED

@@ -207,7 +207,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: SchedulerMeta) -> None:
         """Raise the lease words of blocks that the coming step may write.
 
-        vLLM calls this hook in every step, before it zeroes blocks and before the forward pass. It calls
+        vLLM calls this hook in every step, before the forward pass. Its first model runner calls it before it
+        zeroes blocks, the second one after that (`EngineFacts.writes_before_hooks`). Both call
         `start_load_kv` after the forward pass.
         """
         self._worker_of(kv_connector_metadata).raise_words(kv_connector_metadata)

@@ -62,19 +62,25 @@ class Backend:
             _log.warning("%s engine %s is up again", self.role, self.url)
         self.up, self.reason = True, None
 
-    def note_hand_over(self, params: dict[str, Any] | None) -> None:
+    def note_hand_over(self, params: dict[str, Any] | None) -> bool:
         """Record whether this prefill engine's last answer offered the KV of the prompt to a decode engine.
 
         A warning is logged when the engine stops offering KV, and when it starts again.
 
         Args:
             params: ``kv_transfer_params`` of the answer; None if it had none.
+
+        Returns:
+            Whether a decode engine can read the KV.
         """
-        done = params is not None
+        done, offers = params is not None, False
         if params is not None and params.get("do_remote_prefill"):
+            offers = True
             source = StreamSource.of(params)
             self._varies |= self._same > 0 and source != self._source
             self._source, self._same = source, self._same + 1
+        else:
+            self._source, self._same = None, 0
         if done != self._hands_over:
             if done:
                 _log.warning("prefill engine %s hands over KV again", self.url)
@@ -85,6 +91,7 @@ class Backend:
                     self.url,
                 )
         self._hands_over = done
+        return offers
 
 
 class Pool:

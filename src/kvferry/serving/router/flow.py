@@ -111,6 +111,7 @@ class CompletionFlow:
         """Ask a prefill and a decode engine at once, and relay the decode engine's answer to the client.
 
         If the prefill engine rejects the request before the client got any data, the client gets that answer.
+        If it computes the prompt but offers no KV, the decode engine computes the prompt, too.
 
         Args:
             completion: request to serve.
@@ -129,23 +130,27 @@ class CompletionFlow:
             raw=prefill_body(completion.body, ticket),
             headers=prefill_headers(completion.headers),
         )
-        begun, failed, rejection = False, False, None
+        begun, over = False, False
+        failed, rejection = False, None
 
         async def send_noted(message: Any) -> None:
             nonlocal begun
+            if over:
+                await anyio.sleep_forever()  # it is being cancelled, and the client gets another answer
             begun = True
             await send(message)
 
         async def prefill() -> None:
-            nonlocal failed, rejection
+            nonlocal over, failed, rejection
             try:
                 reply = await self._prefilled(backend, sent, failures)
             except TimeoutError:
                 return  # the decode engine computes what it has not read
-            if reply is not None and reply.status == 200:
-                backend.note_hand_over(kv_params_of(reply.body))
-            elif not begun:
-                failed, rejection = True, reply
+            answered = reply is not None and reply.status == 200
+            if reply is not None and answered and backend.note_hand_over(kv_params_of(reply.body)):
+                return
+            if not begun:
+                over, failed, rejection = True, not answered, None if answered else reply
                 group.cancel_scope.cancel()
 
         try:
@@ -157,6 +162,8 @@ class CompletionFlow:
             raise errors.exceptions[0] from None  # the callers know the exceptions of `_answer`
         if rejection is not None:
             await rejection.send(send, completion.reply_headers)
+        elif over and not failed:
+            await self._answer(completion, None, failures, send)
         return not failed or rejection is not None
 
     async def _kv_of_prompt(

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.bids import Bid, Bidding, PlaceTokens
@@ -698,6 +699,28 @@ def test_a_load_whose_peer_ends_the_lease_fails_once_and_is_not_read_on(answer, 
     engine.source.ended(load, Report(told.failure))
     assert engine.refused() == [told.failure]
     assert not engine.source.bids(offered(), 0)
+
+
+def test_workers_keep_a_peer_while_a_load_from_it_grows(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(peer_source.time, "monotonic", lambda: now[0])
+    engine, _, _ = streaming()
+    engine.step()
+    now[0] += UNUSED_SECONDS + 1
+    assert engine.step().disconnects == []
+    engine.client.redeemed = some_of_it(40)
+    assert spans(engine.step()) == [(16, 40, True)]
+    assert engine.step().disconnects == [PEER], "the lane ends the reads first"
+
+
+def test_a_load_is_read_at_the_end_if_its_peer_keeps_windows_where_this_engine_keeps_all():
+    groups = tuple(Group(GroupKind.SLIDING, one.block_tokens, 16, one.layers) for one in RANKS[0].groups)
+    theirs = tuple(structs.replace(card, geometry=replace(card.geometry, groups=groups)) for card in cards())
+    engine = Engine(replace(KNOWN, ranks=theirs), redeemed=some_of_it(16))
+    engine.begin(engine.arrive(offered(remote_num_tokens=None)))
+    assert [part.order for part in engine.step().reads] == [None]
+    engine.client.redeemed = some_of_it(40)
+    assert spans(engine.step()) == [(0, 40, True)]
 
 
 def test_a_load_that_no_request_waits_for_is_not_read_on():

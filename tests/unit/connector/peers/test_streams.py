@@ -242,11 +242,12 @@ def test_a_ticket_that_another_prompt_has_changes_nothing_for_it(clock) -> None:
     ("facts", "settings"),
     [
         ({"speculates": True}, {}),
+        ({"writes_before_hooks": True}, {}),
         ({}, {"host_buffer": True}),
         ({"parent_of": lambda name: name[:1]}, {}),
         ({"groups": (SLIDING,)}, {}),
     ],
-    ids=["drafts", "host buffer", "samples", "windows alone"],
+    ids=["drafts", "early writes", "host buffer", "samples", "windows alone"],
 )
 def test_where_tokens_are_not_final_after_their_step_nothing_is_readable_before_the_end(
     clock, facts, settings

@@ -46,7 +46,7 @@ def ended(ends: dict[str, float], *, computes: bool = False) -> tuple[set[str], 
     half._transfers = half._arrived = reads = Reads(clock, ends)  # type: ignore[assignment]
     loads = [made_up_load(key, LoadSpan(0, 4, 5), [[1]], request_id=key) for key in ends]
     reads_of = [only_read(key) for key in ends]
-    half.begin(StepOrders(epoch=0, computes=computes, loads=loads, reads=reads_of))
+    half.begin(StepOrders(epoch=0, computes=computes, idle=not computes, loads=loads, reads=reads_of))
     return set(half.ended().received), clock.now, reads.waits
 
 
@@ -94,7 +94,7 @@ def test_a_load_of_other_weights_that_ends_in_its_first_step_has_failed():
     ):  # as for a load from the tiers, which is begun all the same
         half._reads.begin(["a"])
         half._reads.add(only_read("a"))
-        half.begin(StepOrders(loads=[made_up_load("a", LoadSpan(0, 4, 5), [[1]])]))
+        half.begin(StepOrders(idle=True, loads=[made_up_load("a", LoadSpan(0, 4, 5), [[1]])]))
     assert (half.ended().failed, clock.now) == ({"a"}, 0.001)
 
 
@@ -106,6 +106,6 @@ def test_a_load_past_its_deadline_is_not_waited_for():
     half.begin(StepOrders(epoch=0, computes=True, loads=[load], reads=[only_read("a")]))
     clock.now = 40.0
     assert half.ended().failed == {"a"}
-    half.begin(StepOrders(epoch=0, computes=False))
+    half.begin(StepOrders(epoch=0, computes=False, idle=True))
     half.ended()
     assert reads.waits == 0
