@@ -13,7 +13,7 @@ from typing import Any
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.errors import TransferError
 
-ENVIRONMENT = {
+_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -22,6 +22,23 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 _IDLE_SECONDS = 1e-3
+
+
+def prepare_process(**environment: str) -> None:
+    """Prepare this process for a vLLM engine on a CPU. Call this before vLLM is imported.
+
+    Turns AMX off: with it, attention over bfloat16 keeps its pages in an order that cannot be stored in
+    tiers, and figures of different machines would be of different things.
+
+    Args:
+        environment: environment variables to set, in addition to those that every engine needs.
+    """
+    os.environ.update(_ENVIRONMENT, **environment)
+    import torch  # noqa: PLC0415 - slow, and reads the environment set above
+
+    torch.cpu._is_amx_tile_supported = lambda: False  # noqa: SLF001 - vLLM asks this function
+
+
 _PATIENCE_SECONDS = 600.0
 
 
@@ -78,8 +95,8 @@ class SteppedEngine:
             cache_bytes: size of the KV cache, in bytes.
             connector: transfer configuration, as returned by `tiered` or `side_by_side`.
         """
-        os.environ.update(ENVIRONMENT)
-        os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+        threads = os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+        prepare_process(OMP_NUM_THREADS=threads)
         from vllm import LLM  # noqa: PLC0415 - slow, and reads the environment set above
         from vllm.config import KVTransferConfig  # noqa: PLC0415
         from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: PLC0415

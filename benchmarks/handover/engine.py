@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from benchmarks.served import ENVIRONMENT
+from benchmarks.served import prepare_process
 from kvferry.connector.events import Event, LoadEnded
 from kvferry.connector.load_results import LoadOutcome
 from kvferry.errors import TransferError
@@ -93,9 +92,10 @@ class HandoverEngine:
 
     def __init__(self, setup: Setup) -> None:
         """Start the engine, which takes tens of seconds."""
-        os.environ.update(ENVIRONMENT)
-        os.environ.update(
-            VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1", VLLM_NIXL_SIDE_CHANNEL_PORT=str(setup.port)
+        prepare_process(
+            OMP_NUM_THREADS="1",  # leaves a core to the threads that move KV
+            VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1",
+            VLLM_NIXL_SIDE_CHANNEL_PORT=str(setup.port),
         )
         if setup.connector == "nixl+":
             _favour_nixl()

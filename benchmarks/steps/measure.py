@@ -7,7 +7,6 @@ calls counts once. The engines take turns, each for some steps.
 from __future__ import annotations
 
 import inspect
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ from typing import Any
 
 from benchmarks.checkpoint import VOCABULARY, write_checkpoint
 from benchmarks.engine_process import EngineProcess
-from benchmarks.served import ENVIRONMENT
+from benchmarks.served import prepare_process
 from kvferry.errors import TransferError
 
 _KVFERRY = {
@@ -65,7 +64,7 @@ class SteppingEngine:
 
     def __init__(self, setup: Setup) -> None:
         """Start the engine, and compute all prompts."""
-        os.environ.update(ENVIRONMENT, OMP_NUM_THREADS="1")
+        prepare_process(OMP_NUM_THREADS="1")
         from vllm import LLM, SamplingParams  # noqa: PLC0415 - slow, and reads the environment set above
         from vllm.config import KVTransferConfig  # noqa: PLC0415
         from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: PLC0415

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.served import ENVIRONMENT
+from benchmarks.served import prepare_process
 from kvferry.connector.events import Event, LoadBegan, LoadEnded
 from kvferry.connector.load_results import LoadOutcome
 from kvferry.errors import TransferError
@@ -61,7 +60,7 @@ class TurnsEngine:
 
     def __init__(self, setup: EngineSetup) -> None:
         """Start the engine, which takes tens of seconds."""
-        os.environ.update(ENVIRONMENT, OMP_NUM_THREADS="1", TORCH_COMPILE_DISABLE="1")
+        prepare_process(OMP_NUM_THREADS="1", TORCH_COMPILE_DISABLE="1")
         from vllm import LLM  # noqa: PLC0415 - slow, and reads the environment set above
         from vllm.config import KVTransferConfig  # noqa: PLC0415
 

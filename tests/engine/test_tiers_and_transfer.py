@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import kvferry
 from support.explain import events, explain
 from support.open_to_others import held, open_to_others, session
 from support.vllm_engine.both import Both, loads
@@ -68,7 +69,8 @@ def test_files_sockets_and_shared_memory_are_the_users_alone(both: Both) -> None
     state = [*Path(os.environ["XDG_STATE_HOME"]).rglob("*")]
     assert {path.suffix for path in made} >= {".kv", ".json", ""}
     assert any(path.is_file() for path in state), "there is no key"
-    installed = (f"{sys.prefix}/", f"{sys.base_prefix}/")  # anybody may read these, wherever they lie
+    source = Path(kvferry.__file__).parents[1]
+    installed = (f"{sys.prefix}/", f"{sys.base_prefix}/", f"{source}/")  # anybody may read these, wherever
     engines = {
         name
         for name in has
