@@ -540,7 +540,8 @@ def _grants(book: Any) -> dict[str, list[list[int]]]:
         publish(ticket, lease, tokens, content, grant, **ready)
 
     def more(lease: str, grant: Any, ready: int) -> None:
-        found[book._tickets[lease].hex()] = [ids.tolist() for ids in grant.block_ids]
+        if (ticket := book._tickets.get(lease)) is not None:  # its readers may have left
+            found[ticket.hex()] = [ids.tolist() for ids in grant.block_ids]
         advance(lease, grant, ready)
 
     book.publish, book.advance = noted, more
