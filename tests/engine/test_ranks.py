@@ -24,7 +24,7 @@ from kvferry.serving.demo.transfers import Transfer, read_transfer
 from kvferry.serving.launch import Fleet, fleet_specs
 from kvferry.serving.router.bodies import ASK_FOR_KV
 from kvferry.serving.tiny import tiny_checkpoint
-from support.vllm_engine import any_layout, copied, standstill
+from support.vllm_engine import any_layout, copied, no_amx, standstill
 from support.vllm_engine.pair import SOON, prompt
 from support.vllm_engine.plugins import with_plugins
 from support.vllm_engine.ranks import ARGUMENTS, ENVIRONMENT, ask_ranks
@@ -193,7 +193,7 @@ def served(
         decode_settings={"transfer_log": str(log), **(tiers_in(folder) if ranks.tiers else {})},
         arguments=(*ENGINE, *family_model(ranks.family).arguments, *ARGUMENTS),
     )
-    plugins = [copied, standstill, *([any_layout] if ranks.layout else [])]
+    plugins = [copied, no_amx, standstill, *([any_layout] if ranks.layout else [])]
     environment = ENVIRONMENT | with_plugins(folder / "plugins", *plugins)
     environment[standstill.FOLDER] = str(folder)
     specs = tuple(

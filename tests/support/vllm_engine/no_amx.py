@@ -8,4 +8,10 @@ from __future__ import annotations
 
 import torch
 
-torch.cpu._is_amx_tile_supported = lambda: False
+
+def declare() -> None:
+    """In this process."""
+    torch.cpu._is_amx_tile_supported = lambda: False
+
+
+declare()
