@@ -21,7 +21,8 @@ def own_home(tmp_path, monkeypatch):
 
 def scheduler(role: str = "kv_both", endpoint: str | None = None) -> VLLMScheduler:
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(data_parallel_index=0),
+        parallel_config=SimpleNamespace(data_parallel_index=0, data_parallel_size=1),
+        use_v2_model_runner=False,
         kv_transfer_config=SimpleNamespace(engine_id="e", kv_role=role),
         model_config=SimpleNamespace(model="tiny", max_model_len=400),
         observability_config=SimpleNamespace(otlp_traces_endpoint=endpoint),

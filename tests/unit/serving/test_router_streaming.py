@@ -65,10 +65,14 @@ def test_the_decode_engine_is_asked_while_the_prefill_engine_computes(pair):
 
 
 def test_every_prompt_has_a_ticket_of_its_own(pair):
-    for _ in range(3):
+    for _ in range(50):  # the router may still count the request before at the prefill engine
         pair.complete(prompt=LONG)
-    assert tickets(pair.prefill[0]) == tickets(pair.decode[0])
-    assert len(set(tickets(pair.decode[0]))) == 3
+        both = zip(tickets(pair.prefill[0]), tickets(pair.decode[0]), strict=True)
+        streamed = [(there, here) for there, here in both if there is not None]
+        if len(streamed) == 3:
+            break
+    assert all(there == here for there, here in streamed)
+    assert len(set(streamed)) == 3
 
 
 @pytest.mark.parametrize(
@@ -138,6 +142,7 @@ def test_a_decode_engine_that_fails_is_replaced_by_one_that_computes(stage, fake
     bad, good = fake(), fake()
     scene = acquainted(stage([fake(hands_over=OFFER)], [bad, good]))
     bad.status = 500
+    bad.delay_seconds = good.delay_seconds = 0.5  # the prefill engine is idle when they answer
     for _ in range(2):  # one of them meets the bad engine first
         assert scene.complete(prompt=LONG).status_code == 200
     (failed,) = bad.bodies
