@@ -19,9 +19,9 @@ def own_home(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
 
 
-def scheduler(role: str = "kv_both", endpoint: str | None = None) -> VLLMScheduler:
+def scheduler(role: str = "kv_both", endpoint: str | None = None, engines: int = 1) -> VLLMScheduler:
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(data_parallel_index=0, data_parallel_size=1),
+        parallel_config=SimpleNamespace(data_parallel_index=0, data_parallel_size=engines),
         use_v2_model_runner=False,
         kv_transfer_config=SimpleNamespace(engine_id="e", kv_role=role),
         model_config=SimpleNamespace(model="tiny", max_model_len=400),
@@ -49,3 +49,19 @@ def test_explain_is_told_what_an_engine_is_for(vllms, ours):
 def test_only_a_traced_engine_makes_spans(endpoint, spans):
     listeners = scheduler(endpoint=endpoint).half.events._listeners
     assert sum(isinstance(one, SpanListener) for one in listeners) == spans
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_a_step_may_wait_for_loads_if_nothing_computes_and_no_other_engine_waits_for_it(engines):
+    half = scheduler(engines=engines).half
+
+    def idle(tokens: int) -> bool:
+        return half.orders(SimpleNamespace(tokens={"a": tokens} if tokens else {})).idle
+
+    assert idle(0) == (engines == 1)
+    half.step_done()
+    assert not idle(5)
+    assert not idle(0), "the step before still computes"
+    half.step_done()
+    half.step_done()
+    assert idle(0) == (engines == 1)
