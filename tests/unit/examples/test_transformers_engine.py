@@ -132,12 +132,16 @@ def test_damaged_chunks_are_refused_and_the_prompt_is_computed(start, tokens, re
         engine.generate(tokens, ANSWER_TOKENS)
     assert damage(tmp_path) > 0
     with start() as new:
-        answer = new.generate(tokens, ANSWER_TOKENS)
-        new.finish_stores()
-        again = new.generate(tokens, ANSWER_TOKENS)
-    assert (dict(answer.loaded), answer.computed) == ({}, len(tokens))
-    assert dict(again.loaded) == {"host": len(tokens)}
-    assert answer.token_ids == again.token_ids == reference(tokens)
+        answers = [new.generate(tokens, ANSWER_TOKENS)]
+        # The first damaged chunk ends the load. A chunk whose read is still under way then is not stored; a
+        # later answer computes and stores it.
+        while dict(answers[-1].loaded) != {"host": len(tokens)} and len(answers) < 10:
+            new.finish_stores()
+            answers.append(new.generate(tokens, ANSWER_TOKENS))
+    assert (dict(answers[0].loaded), answers[0].computed) == ({}, len(tokens))
+    assert dict(answers[-1].loaded) == {"host": len(tokens)}
+    expected = reference(tokens)
+    assert [answer.token_ids for answer in answers] == [expected] * len(answers)
 
 
 def test_a_load_holds_only_the_window_of_layers_that_have_one(start, tokens):
