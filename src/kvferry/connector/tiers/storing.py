@@ -26,6 +26,7 @@ from kvferry.connector.engine import BlockIds, Request, Step
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.tiers.progress import Progress
 from kvferry.connector.tiers.prompts import Prompts
+from kvferry.connector.tiers.quiet_steps import QuietSteps
 from kvferry.connector.tiers.store_orders import StoreOrders
 from kvferry.geometry import Group, GroupKind
 from kvferry.geometry.canonical import CanonicalForm
@@ -36,6 +37,8 @@ from kvferry.planning.select import NULL_BLOCK, first_attended
 
 _MAX_CHUNKS_PER_ORDER = 16
 """Maximum number of chunks per store order."""
+
+_ANY_NUMBER_OF_STEPS = 1 << 62
 
 Resolve = Callable[[str], BlockIds]
 
@@ -84,6 +87,7 @@ class Storing:
         states = [] if self._state is None else self._parts[self._state]
         self._block = snapshot_interval(*(groups[number].block_tokens for number in states)) if states else 0
         self._progress: dict[str, Progress] = {}
+        self._quiet = QuietSteps()
 
     def on_new_request(self, request: Request) -> None:
         """Prepare to store the chunks of a new request.
@@ -92,6 +96,7 @@ class Storing:
             request: new request whose chunk keys (names of content) are known or are still being computed.
         """
         self._progress[request.request_id] = Progress(request, tail=self._state is not None)
+        self._quiet.stop()
 
     def schedule(self, step: Step) -> None:
         """Order the ranks to store the chunks and recurrent states that the coming step completes.
@@ -99,14 +104,30 @@ class Storing:
         Args:
             step: tokens and blocks of the requests that the coming step computes.
         """
-        for request_id, tokens in step.tokens.items():
-            progress = self._progress.get(request_id)
-            if progress is not None and progress.step(tokens):
-                self._store_complete_chunks(progress, step.block_ids)
+        if not self._quiet.count(step.tokens):
+            self._quiet.start(step.tokens, self._look_at_requests(step))
         for request_id, snapshots in step.snapshots.items():
             progress = self._progress.get(request_id)
             if progress is not None:
                 self._store_snapshots(progress.request, snapshots)
+
+    def _look_at_requests(self, step: Step) -> int:
+        """Order the ranks to store the chunks that the coming step completes.
+
+        Args:
+            step: tokens and blocks of the requests that the coming step computes.
+
+        Returns:
+            Number of further steps that complete no chunk, if each computes one token for each of these
+            requests; 0 or less if there is none.
+        """
+        left = _ANY_NUMBER_OF_STEPS
+        for request_id, tokens in step.tokens.items():
+            if (progress := self._progress.get(request_id)) is not None:
+                if progress.step(tokens):
+                    self._store_complete_chunks(progress, step.block_ids)
+                left = min(left, progress.due - progress.computed - 1)
+        return left
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
         """Order the ranks to store the last complete chunks of a request that has ended.

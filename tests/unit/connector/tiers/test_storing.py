@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 
 import numpy as np
 import pytest
-from hypothesis import settings, strategies as st
+from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvferry.cache.chunk_cache import ChunkCache
@@ -15,6 +16,7 @@ from kvferry.connector.events import StoreBegan, StoreEnded
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.plain import PlainStep
 from kvferry.connector.stream import EventStream
+from kvferry.connector.tiers.progress import Progress
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.store_orders import MOST_PINNED, StoreOrders
 from kvferry.connector.tiers.storing import Storing
@@ -853,3 +855,64 @@ def test_stores_are_told_from_beginning_to_end():
     ended = heard[len(began) :]
     assert {event.store for event in ended} == {event.store for event in began}
     assert {(type(event), event.request_id, event.failure) for event in ended} == {(StoreEnded, "a", "")}
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.lists(st.integers(1, 3), min_size=3, max_size=3),  # tokens of each request
+            st.sampled_from([[1, 1, 1]] * 4 + [[0, 1, 1], [1, 0, 1]]),
+            st.sampled_from(["preempt", "finish", "reset"]),
+        ),
+        max_size=60,
+    )
+)
+def test_steps_without_a_look_at_each_request_store_what_looks_would(work):
+    looking, counting = Engine(blocks=400), Engine(blocks=400)
+    looking.storing._quiet.count = lambda _: False
+    stored = []
+    for engine in (looking, counting):
+        numbers = itertools.count()
+        running = [arrived(engine, range(at, at + 200), 6, f"r{next(numbers)}") for at in (0, 300, 600)]
+        for one in work:
+            if one == "preempt":
+                engine.preempt(running[0])
+                engine.step((running[1], 1))
+            elif one == "finish":
+                engine.finish(running[0])
+                at = 1000 * (1 + next(numbers))
+                running = [*running[1:], arrived(engine, range(at, at + 200), 6, f"r{at}")]
+            elif one == "reset":
+                engine.storing.start_anew()
+            else:
+                engine.step(*((r, tokens) for r, tokens in zip(running, one, strict=True) if tokens))
+            stored.append((engine, engine.numbers()))
+            engine.all_stored()
+    half = len(stored) // 2
+    assert [numbers for _, numbers in stored[:half]] == [numbers for _, numbers in stored[half:]]
+
+
+def test_a_step_in_which_no_chunk_ends_does_not_look_at_each_request(monkeypatch):
+    engine, looks = Engine(), []
+    one = arrived(engine, range(200), 8)
+    engine.step((one, 8))
+    engine.all_stored()
+    monkeypatch.setattr(Progress, "step", lambda *_: looks.append(one.num_computed_tokens) or True)
+    for _ in range(8):
+        engine.step((one, 1))
+    assert looks == [15]
+
+
+def test_a_new_request_with_the_id_of_an_ended_one_is_looked_at():
+    engine = Engine()
+    one = arrived(engine, range(200), 9)
+    for tokens in (9, 1):
+        engine.step((one, tokens))
+    engine.finish(one)
+    engine.all_stored()
+    other = arrived(engine, range(300, 500), 8)
+    engine.allocate(other, 7)
+    engine.compute(other, 0, 7)
+    other.num_computed_tokens = 7
+    engine.step((other, 1))
+    assert engine.numbers() == [(0, 0)]
