@@ -13,6 +13,7 @@ from benchmarks.offload.command import offload
 from benchmarks.overhead.command import overhead
 from benchmarks.redeem.command import redeem
 from benchmarks.safety.command import safety
+from benchmarks.scale.command import scale
 from benchmarks.steps.command import steps
 from benchmarks.streaming.command import streaming
 from benchmarks.turns.command import turns
@@ -21,7 +22,7 @@ from kvferry.cli.output import check_output
 
 app = typer.Typer(
     name="python -m benchmarks",
-    help="Measure kvferry's own design: hand-overs, layouts, protections, tiers, policies and turns.",
+    help="Measure kvferry's own design: hand-overs, layouts, protections, tiers, policies, turns, growth.",
     no_args_is_help=True,
     add_completion=False,
     callback=check_output,
@@ -40,6 +41,7 @@ for _command in (
     redeem,
     turns,
     streaming,
+    scale,
     gpu_check,
 ):
     app.command(_command.__name__)(_command)

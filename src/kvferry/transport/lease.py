@@ -16,9 +16,12 @@ refused, or the client can disconnect, before a consumer receives the offer.
 
 from __future__ import annotations
 
+import heapq
+import math
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +29,9 @@ import numpy.typing as npt
 from kvferry.errors import TransferError
 
 _GENERATIONS = 1 << 32
+
+_SPARE_ENTRIES = 64
+"""Number of entries in the heap of expiries that may belong to ended leases, however few leases are held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +137,13 @@ class _HeldLease:
         slot: index of the lease's word (integer in registered memory that changes when the lease ends).
         granted: time of the grant, in seconds of the clock of `LeaseBook`.
         expires: time at which the lease expires, in seconds of the same clock.
-        claimed: True once a consumer has claimed the lease.
+        due: time of the lease's entry in the heap of `LeaseBook`, at most `expires`; infinite without one.
     """
 
     slot: int
     granted: float
     expires: float
-    claimed: bool = False
+    due: float = math.inf
 
 
 class LeaseBook:
@@ -145,6 +151,9 @@ class LeaseBook:
 
     A lease is the promise to keep the KV blocks of a request for consumers to read. Not thread-safe: only the
     engine's thread may use this object.
+
+    A step asks which leases have expired, and which no consumer has claimed. The time for that does not grow
+    with the number of leases, but with the number of those that are found.
 
     Attributes:
         seconds: default duration of a lease, in seconds.
@@ -167,6 +176,11 @@ class LeaseBook:
         self._generations = [0] * slots
         self._free = list(range(slots - 1, -1, -1))
         self._held: dict[str, _HeldLease] = {}
+        self._unclaimed: dict[str, _HeldLease] = {}  # in the order in which they were granted
+        # (time, number, name, lease), the soonest first. An entry does not move when its lease is extended or
+        # ends: it counts only if its time is `_HeldLease.due` and the lease is still held.
+        self._due: list[tuple[float, int, str, _HeldLease]] = []
+        self._entries = 0
         self._ending: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -199,7 +213,9 @@ class LeaseBook:
                 f"({self.seconds:g}), or see why consumers release so late"
             )
         slot, now = self._free.pop(), self._clock()
-        self._held[name] = _HeldLease(slot, now, now + (self.seconds if seconds is None else seconds))
+        held = _HeldLease(slot, now, now + (self.seconds if seconds is None else seconds))
+        self._held[name] = self._unclaimed[name] = held
+        self._note_due(name, held)
         return LeaseWord(slot, self._generations[slot], self._incarnation)
 
     def restart(self, name: str) -> None:
@@ -210,6 +226,10 @@ class LeaseBook:
         """
         held, now = self._held[name], self._clock()
         held.granted, held.expires = now, now + self.seconds
+        if self._unclaimed.pop(name, None) is not None:
+            self._unclaimed[name] = held
+        if held.due > held.expires:
+            self._note_due(name, held)
 
     def extend(self, names: Iterable[str]) -> list[str]:
         """Mark leases as claimed by a consumer, and extend each to at least the default duration from now.
@@ -223,7 +243,8 @@ class LeaseBook:
         known = [name for name in names if name in self._held]
         for name in known:
             held = self._held[name]
-            held.expires, held.claimed = max(held.expires, self._clock() + self.seconds), True
+            held.expires = max(held.expires, self._clock() + self.seconds)
+            self._unclaimed.pop(name, None)
         return known
 
     def unclaimed(self, seconds: float) -> list[str]:
@@ -233,7 +254,8 @@ class LeaseBook:
             seconds: minimum age of the leases, in seconds; younger leases are left out.
         """
         latest = self._clock() - seconds
-        return [name for name, held in self._held.items() if not held.claimed and held.granted <= latest]
+        old = takewhile(lambda one: one[1].granted <= latest, self._unclaimed.items())
+        return [name for name, _ in old]
 
     def end(self, names: Iterable[str]) -> dict[str, int]:
         """End leases. The caller must keep the blocks of each lease until `ended` is called for it.
@@ -247,7 +269,11 @@ class LeaseBook:
             each name.
         """
         ending = {name: self._held.pop(name).slot for name in names if name in self._held}
+        for name in ending:
+            self._unclaimed.pop(name, None)
         self._ending.update(ending)
+        if len(self._due) > 2 * len(self._held) + _SPARE_ENTRIES:
+            self._drop_old_entries()
         return ending
 
     def end_expired(self) -> dict[str, int]:
@@ -260,8 +286,15 @@ class LeaseBook:
             registered memory. All workers must increment these words. Then the caller must call `ended` for
             each name.
         """
-        now = self._clock()
-        late = [name for name, held in self._held.items() if held.expires <= now]
+        now, late = self._clock(), []
+        while self._due and self._due[0][0] <= now:
+            due, _, name, held = heapq.heappop(self._due)
+            if not self._counts(due, name, held):
+                continue
+            if held.expires <= now:
+                late.append(name)
+            else:
+                self._note_due(name, held)
         self.expired += len(late)
         return self.end(late)
 
@@ -278,3 +311,19 @@ class LeaseBook:
             return
         self._generations[slot] = (self._generations[slot] + 1) % _GENERATIONS
         self._free.append(slot)
+
+    def _note_due(self, name: str, held: _HeldLease) -> None:
+        """Add an entry to the heap for the time at which a lease expires. Mutates `held`."""
+        held.due = held.expires
+        if math.isfinite(held.due):
+            self._entries += 1
+            heapq.heappush(self._due, (held.due, self._entries, name, held))
+
+    def _counts(self, due: float, name: str, held: _HeldLease) -> bool:
+        """Return whether an entry of the heap is the present one of a lease that has not ended."""
+        return held.due == due and self._held.get(name) is held
+
+    def _drop_old_entries(self) -> None:
+        """Remove the heap's entries of leases that have ended."""
+        self._due = [one for one in self._due if self._counts(one[0], *one[2:])]
+        heapq.heapify(self._due)

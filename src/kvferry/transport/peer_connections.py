@@ -89,6 +89,9 @@ class PeerConnections:
         """
         self._make, self._vet, self._in_use, self._clock = make, validate, in_use, clock
         self._links: dict[str, _PeerConnection] = {}
+        # Those in state ASKED and UP, which a lane looks for in each of its polls and reads.
+        self._asked: dict[str, _PeerConnection] = {}
+        self._up: dict[ConnectedPeer, _PeerConnection] = {}
         self._leaving: list[tuple[str, ConnectedPeer]] = []
 
     def connect(self, name: str, cards: tuple[RankCard, ...]) -> None:
@@ -102,6 +105,7 @@ class PeerConnections:
         """
         link = self._links.get(name)
         if link is None or link.peer is None:
+            self._asked.pop(name, None)
             link = self._links[name] = _PeerConnection(cards)
             self._ask(name, link)
             self._apply_verdict(name, link)
@@ -109,7 +113,9 @@ class PeerConnections:
     def disconnect(self, name: str) -> None:
         """Forget a peer. Its connection is closed when no read uses it any more."""
         link = self._links.pop(name, None)
+        self._asked.pop(name, None)
         if link is not None and link.peer is not None:
+            del self._up[link.peer]
             self._leaving.append((name, link.peer))
 
     def get(self, name: str) -> ConnectedPeer | str | None:
@@ -139,7 +145,7 @@ class PeerConnections:
 
         Return whether there was any result.
         """
-        settled = [self._apply_verdict(name, link) for name, link in self._links.items()]
+        settled = [self._apply_verdict(name, link) for name, link in list(self._asked.items())]
         return any(settled)
 
     def mark_failed(self, peer: ConnectedPeer, reason: str) -> None:
@@ -154,6 +160,7 @@ class PeerConnections:
         for name, link in self._links.items():
             if link.peer is peer:
                 link.peer = None
+                del self._up[peer]
                 self._leaving.append((name, peer))
                 self._mark_down(link, reason)
 
@@ -163,9 +170,8 @@ class PeerConnections:
         Args:
             peer: connection that was read from.
         """
-        for link in self._links.values():
-            if link.peer is peer:
-                link.failures = 0
+        if (link := self._up.get(peer)) is not None:
+            link.failures = 0
 
     def close_unused(self) -> None:
         """Close the connections that failed or were disconnected and that no read uses any more."""
@@ -188,15 +194,18 @@ class PeerConnections:
             link.reason = f"peer {name} cannot be read from: reads of its last connection are in flight"
             return
         link.verdict = self._vet(link.cards)
+        self._asked[name] = link
 
     def _apply_verdict(self, name: str, link: _PeerConnection) -> bool:
         if link.verdict is None or (refusal := link.verdict.reason) is None:
             return False
         link.verdict = None
+        self._asked.pop(name, None)
         try:
             if refusal:
                 raise TransferError(refusal)
             link.peer = self._make(link.cards)
+            self._up[link.peer] = link
         except Exception as error:  # noqa: BLE001 - only this peer is DOWN
             log_unexpected(error)
             self._mark_down(link, f"peer {name} cannot be read from: {error}")

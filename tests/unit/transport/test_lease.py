@@ -1,5 +1,7 @@
 """Leases: who may read which blocks until when."""
 
+import random
+
 import pytest
 
 from kvferry.errors import TransferError
@@ -175,3 +177,61 @@ def test_once_void_no_lease_holds_not_even_one_that_is_granted_later(book):
     book.ended("a")
     for lease in (first, book.grant("b"), book.grant("c")):
         assert int(words.array[lease.slot]) != lease.word(9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_leases_end_as_in_a_book_that_looks_at_all_of_them(seed):
+    draw, clock = random.Random(seed), Clock(100.0)
+    book = LeaseBook(incarnation=7, slots=8, seconds=30.0, clock=clock)
+    expires, granted = dict[str, float](), dict[str, float]()
+    for _ in range(400):
+        name = f"{draw.randrange(8)}"
+        what = draw.choice(["grant", "extend", "restart", "end", "wait"])
+        if what == "grant" and name not in expires:
+            seconds = draw.choice([None, 5.0, float("inf")])
+            book.grant(name, seconds)
+            expires[name], granted[name] = clock.now + (30.0 if seconds is None else seconds), clock.now
+        elif what == "extend":
+            book.extend([name])
+            if name in expires:
+                expires[name] = max(expires[name], clock.now + 30.0)
+                granted.pop(name, None)
+        elif what == "restart" and name in expires:
+            book.restart(name)
+            expires[name] = clock.now + 30.0
+            if name in granted:
+                granted[name] = clock.now
+        elif what == "end":
+            assert book.end([name]).keys() == {name} & expires.keys()
+            book.ended(name)
+            expires.pop(name, None)
+            granted.pop(name, None)
+        clock.now += draw.choice([0.0, 1.0, 7.0])
+        late = {one for one, at in expires.items() if at <= clock.now}
+        assert book.end_expired().keys() == late
+        for one in late:
+            book.ended(one)
+            del expires[one]
+            granted.pop(one, None)
+        old = [one for one, at in granted.items() if at <= clock.now - 10.0]
+        assert sorted(book.unclaimed(10.0)) == sorted(old)
+        assert set(book.held) == expires.keys()
+
+
+def test_a_restarted_lease_is_no_longer_the_oldest_unclaimed_one(book, clock):
+    book.grant("a", float("inf"))
+    clock.now += 5
+    book.grant("b")
+    clock.now += 5
+    book.restart("a")
+    assert book.unclaimed(5) == ["b"]
+    clock.now += 5
+    assert book.unclaimed(5) == ["b", "a"]
+
+
+def test_leases_that_have_ended_take_no_memory_until_they_would_have_expired(book):
+    for _ in range(10_000):
+        book.grant("a")
+        book.end(["a"])
+        book.ended("a")
+    assert len(book._due) < 200

@@ -188,3 +188,29 @@ def test_what_is_said_of_a_peer_that_was_disconnected_meanwhile_is_of_no_use(wor
     world.asked.reason = ""
     assert not world.links.process_verdicts()
     assert (world.attempts, world.links.get("P")) == (0, "peer P is not connected")
+
+
+def test_a_poll_connects_the_peer_whose_metadata_has_passed_and_no_other(world):
+    for name in "PQ":
+        world.links.connect(name, ())
+    world.verdict = None
+    world.links.connect("R", ())
+    assert world.links.get("R") is None
+    assert not world.links.process_verdicts()
+    world.asked.reason = ""
+    assert world.links.process_verdicts()
+    assert isinstance(world.links.get("R"), Peer)
+    assert world.attempts == 3
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_the_verdict_on_a_peer_that_was_disconnected_connects_nothing(world, again):
+    world.verdict = None
+    world.links.connect("P", ())
+    first = world.asked
+    world.links.disconnect("P")
+    if again:
+        world.links.connect("P", ())
+    first.reason = ""
+    assert not world.links.process_verdicts()
+    assert world.attempts == 0

@@ -20,6 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from math import gcd
 
 from kvferry.connector.adapters import Adapters
@@ -118,7 +119,8 @@ class PeerSource:
         self._reads: list[LoadRead] = []
         self._connects: dict[str, PeerInfo] = {}
         self._stopped = ""
-        self._connected: dict[str, float] = {}  # peers connected to workers, and the time of their last use
+        # Peers connected to workers, and the time of their last use. The one unused for longest is first.
+        self._connected: dict[str, float] = {}
 
     def __len__(self) -> int:
         """Return the number of unfinished requests for which a peer may hold KV.
@@ -274,6 +276,7 @@ class PeerSource:
         if isinstance(answer, PeerInfo):
             if pull.peer not in self._connected:
                 self._connects[pull.peer] = answer
+            self._connected.pop(pull.peer, None)
             self._connected[pull.peer] = time.monotonic()
             others = layers_of((card.geometry for card in answer.ranks), attend_to_all=False)
             if self._attending & others:
@@ -404,11 +407,8 @@ class PeerSource:
         self._connects.clear()
         now = time.monotonic()
         reading = {feed.pull.peer for feed in self._feeds.values()}
-        orders.disconnects = [
-            name
-            for name, used in self._connected.items()
-            if now - used > UNUSED_SECONDS and name not in reading
-        ]
+        unused = takewhile(lambda one: now - one[1] > UNUSED_SECONDS, self._connected.items())
+        orders.disconnects = [name for name, _ in unused if name not in reading]
         for name in orders.disconnects:
             del self._connected[name]
             self._alignments.pop(name, None)

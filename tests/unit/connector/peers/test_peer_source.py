@@ -491,6 +491,22 @@ def test_workers_forget_a_peer_that_nothing_was_read_from_for_long(monkeypatch):
     assert engine.step().connects == {PEER: KNOWN.ranks}
 
 
+def test_workers_keep_the_peer_that_was_read_from_again_and_forget_the_other(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(peer_source.time, "monotonic", lambda: now[0])
+    engine, other = Engine(), PEER.replace("5600", "5601")
+    engine.begin(engine.arrive(offered("a")))
+    now[0] += 1
+    engine.begin(engine.arrive(offered("b", remote_port=5601)))
+    now[0] += 1
+    engine.begin(engine.arrive(offered("c")))
+    engine.step()
+    now[0] += UNUSED_SECONDS - 0.5
+    assert engine.step().disconnects == [other]
+    now[0] += 1
+    assert engine.step().disconnects == [PEER]
+
+
 TURN = FoundTurn(
     40, ADDRESS, KeptTurn("engine", 11, ticket("earlier"), Grant.of(3, 7, [[1, 2, 3]]), 50, 1, 1, [])
 )
