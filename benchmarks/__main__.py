@@ -13,6 +13,7 @@ from benchmarks.offload.command import offload
 from benchmarks.overhead.command import overhead
 from benchmarks.redeem.command import redeem
 from benchmarks.safety.command import safety
+from benchmarks.startup.command import startup
 from benchmarks.steps.command import steps
 from benchmarks.streaming.command import streaming
 from benchmarks.turns.command import turns
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 for _command in (
     handover,
+    startup,
     steps,
     overhead,
     layout,
