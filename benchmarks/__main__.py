@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from benchmarks.attention.command import attention
 from benchmarks.choice.command import choice
 from benchmarks.copies.command import copies
 from benchmarks.gpu_check.command import gpu_check
@@ -35,6 +36,7 @@ for _command in (
     steps,
     overhead,
     layout,
+    attention,
     copies,
     offload,
     choice,

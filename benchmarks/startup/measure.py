@@ -7,13 +7,14 @@ counted: it reads files into the page cache, and compiles Python's modules.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.engine_process import EngineProcess
 from benchmarks.handover.model import HandoverModel, write_model
+from benchmarks.order import rotated
 from benchmarks.startup.engine import ReadyEngine, StartedEngine, StartSetup
 from benchmarks.startup.variants import VARIANTS
 from kvferry.serving.ports import free_ports
@@ -92,16 +93,6 @@ def in_rounds(
             results[variant] = start(variant)
         found.append({variant: results[variant] for variant in VARIANTS})
     return tuple(found[1:])
-
-
-def rotated(names: Sequence[str], by: int) -> tuple[str, ...]:
-    """Return the names in rotated order.
-
-    >>> rotated(("a", "b", "c"), 4)
-    ('b', 'c', 'a')
-    """
-    first = by % len(names)
-    return (*names[first:], *names[:first])
 
 
 def start_and_stop(setup: StartSetup) -> Start:
