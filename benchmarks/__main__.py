@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from benchmarks.attention.command import attention
 from benchmarks.choice.command import choice
 from benchmarks.copies.command import copies
 from benchmarks.gpu_check.command import gpu_check
@@ -14,6 +15,7 @@ from benchmarks.overhead.command import overhead
 from benchmarks.redeem.command import redeem
 from benchmarks.safety.command import safety
 from benchmarks.scale.command import scale
+from benchmarks.startup.command import startup
 from benchmarks.steps.command import steps
 from benchmarks.streaming.command import streaming
 from benchmarks.turns.command import turns
@@ -31,9 +33,11 @@ app = typer.Typer(
 )
 for _command in (
     handover,
+    startup,
     steps,
     overhead,
     layout,
+    attention,
     copies,
     offload,
     choice,

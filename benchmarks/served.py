@@ -8,10 +8,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.errors import TransferError
+
+if TYPE_CHECKING:
+    from kvferry.cache.chunk_cache import ChunkCache
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cpu_layouts import declare_layouts
 from benchmarks.served import prepare_process
 from kvferry.connector.events import Event, LoadEnded
 from kvferry.connector.load_results import LoadOutcome
@@ -39,6 +40,9 @@ class Setup:
         requests: maximum number of requests at a time.
         cache_bytes: size of the KV cache, in bytes.
         engine: further keyword arguments of `vllm.LLM`.
+        threads: number of computing threads. One leaves a core to the threads that move KV.
+        layout: value of kvferry's setting ``layout``; with any other value than ``auto``, the CPU backend
+            accepts all of `CPU_LAYOUTS`.
     """
 
     model: Path
@@ -48,6 +52,8 @@ class Setup:
     requests: int
     cache_bytes: int
     engine: dict[str, Any]
+    threads: int = 1
+    layout: str = "auto"
 
 
 @dataclass(slots=True)
@@ -93,17 +99,21 @@ class HandoverEngine:
     def __init__(self, setup: Setup) -> None:
         """Start the engine, which takes tens of seconds."""
         prepare_process(
-            OMP_NUM_THREADS="1",  # leaves a core to the threads that move KV
+            OMP_NUM_THREADS=str(setup.threads),
             VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1",
             VLLM_NIXL_SIDE_CHANNEL_PORT=str(setup.port),
         )
         if setup.connector == "nixl+":
             _favour_nixl()
+        if setup.layout != "auto":
+            declare_layouts()
         from vllm import LLM  # noqa: PLC0415 - slow, and reads the environment set above
         from vllm.config import KVTransferConfig  # noqa: PLC0415
         from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: PLC0415
 
-        connector: dict[str, Any] = _KVFERRY if setup.connector == "kvferry" else _NIXL
+        connector: dict[str, Any] = _NIXL
+        if setup.connector == "kvferry":
+            connector = {**_KVFERRY, "kv_connector_extra_config": {"layout": setup.layout}}
         self._engine = LLM(
             model=str(setup.model),
             skip_tokenizer_init=True,

@@ -100,7 +100,10 @@ def measure(
         cache_bytes=_cache_bytes(loads), engine=dict(model.engine),
     )  # fmt: skip
     with ExitStack() as stack:
-        pairs = {name: stack.enter_context(_pair(name, common)) for name in connectors}
+        pairs = {
+            name: stack.enter_context(start_pair(name, replace(common, connector=name)))
+            for name in connectors
+        }
         found: dict[Load, dict[str, tuple[Handover, ...]]] = {}
         for load in loads:
             progress(f"{model.name}: {load.requests} requests of {load.tokens} tokens")
@@ -115,7 +118,14 @@ def _cache_bytes(loads: Sequence[Load]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
+class Pair:
+    """A prefill and a decode engine with the same connector, each in a process of its own.
+
+    Attributes:
+        name: name of the connector.
+        prefill, decode: the engines' processes.
+    """
+
     name: str
     prefill: EngineProcess
     decode: EngineProcess
@@ -141,38 +151,45 @@ class _Pair:
 
 
 @contextmanager
-def _pair(connector: str, common: Setup) -> Iterator[_Pair]:
-    ports = free_ports(2)
+def start_pair(
+    name: str, setup: Setup, make: Callable[[Setup], HandoverEngine] = HandoverEngine
+) -> Iterator[Pair]:
+    """Start two engines, let them hand over a first prompt, and pause them; end them when the block ends.
+
+    Args:
+        name: name of the pair, for messages.
+        setup: configuration of both engines, without the port.
+        make: class of the engines.
+
+    Raises:
+        TransferError: an engine does not start, or the engines do not hand over.
+    """
     with ExitStack() as stack:
         engines = [
-            stack.enter_context(
-                EngineProcess(
-                    f"{connector} {role}", HandoverEngine, replace(common, connector=connector, port=port)
-                )
-            )
-            for role, port in zip(("prefill", "decode"), ports, strict=True)
+            stack.enter_context(EngineProcess(f"{name} {role}", make, replace(setup, port=port)))
+            for role, port in zip(("prefill", "decode"), free_ports(2), strict=True)
         ]
         for one in engines:
             one.wait_ready()
-        pair = _Pair(connector, *engines)
+        pair = Pair(name, *engines)
         with pair.running():
             _meet(pair)
         yield pair
 
 
-def _meet(pair: _Pair) -> None:
+def _meet(pair: Pair) -> None:
     """Hand over short prompts until one is loaded: the engines' first contact takes seconds."""
     for attempt in range(_MEET_TRIES):
-        times, _ = pair.hand_over([_prompt(_MEET_TOKENS, attempt)])
+        times, _ = pair.hand_over([draw_prompt(_MEET_TOKENS, attempt)])
         if all(one.received for one in times.stamps):
             return
     raise TransferError(f"the engines with {pair.name} loaded none of {_MEET_TRIES} prompts")
 
 
-def _measured(pairs: dict[str, _Pair], load: Load, rounds: int) -> dict[str, tuple[Handover, ...]]:
+def _measured(pairs: dict[str, Pair], load: Load, rounds: int) -> dict[str, tuple[Handover, ...]]:
     found: dict[str, list[Handover]] = {name: [] for name in pairs}
     for number in range(rounds + 1):
-        prompts = [_prompt(load.tokens, 1000 * number + one) for one in range(load.requests)]
+        prompts = [draw_prompt(load.tokens, 1000 * number + one) for one in range(load.requests)]
         said = {}
         for name, pair in pairs.items():
             with pair.running():
@@ -189,6 +206,7 @@ def _measured(pairs: dict[str, _Pair], load: Load, rounds: int) -> dict[str, tup
     return {name: tuple(times) for name, times in found.items()}
 
 
-def _prompt(tokens: int, seed: int) -> list[int]:
+def draw_prompt(tokens: int, seed: int) -> list[int]:
+    """Return a prompt of random token ids, always the same for a seed."""
     drawn = random.Random(seed)  # noqa: S311 - no secret
     return [drawn.randrange(1, VOCABULARY) for _ in range(tokens)]

@@ -188,6 +188,16 @@ def test_models_are_found_again_when_vllm_has_hidden_all_objects():
     del workers
 
 
+def test_a_worker_that_was_found_is_not_looked_for_again(monkeypatch):
+    model = torch.nn.Linear(1, 1)
+    config = engine_of(a=model)
+    worker = PlayedWorker(config, model)
+    assert built_models(config) == Models(model, None)
+    monkeypatch.setattr(gc, "get_objects", lambda: pytest.fail("all objects of the process were listed"))
+    assert built_models(config) == Models(model, None)
+    del worker
+
+
 def test_layers_of_a_draft_are_those_that_it_does_not_share_with_the_target():
     own, shared, extra, drafts = (torch.nn.Linear(1, 1) for _ in range(4))
     config = engine_of(draft=True, own=own, shared=shared, extra=extra, draft0=drafts)

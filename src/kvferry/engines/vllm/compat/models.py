@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -62,7 +63,7 @@ def worker_of(vllm_config: VllmConfig) -> WorkerBase:
         ConfigError: there is no such worker in this process.
     """
     context = vllm_config.compilation_config.static_forward_context
-    for one in chain(_FOUND, gc.get_objects()):
+    for one in _candidates():
         if issubclass(type(one), WorkerBase) and one.compilation_config.static_forward_context is context:
             _FOUND.add(one)
             return one
@@ -70,6 +71,13 @@ def worker_of(vllm_config: VllmConfig) -> WorkerBase:
         "the engine's model was not found in this process, so nothing can say what its KV cache holds; "
         "please report this with the version of vLLM"
     )
+
+
+def _candidates() -> Iterator[Any]:
+    """Yield the workers that were found before, then all objects in this process."""
+    yield from list(_FOUND)
+    # A list of a million objects takes 50 ms, so it is made only if it is needed.
+    yield from gc.get_objects()
 
 
 def draft_layer_names(vllm_config: VllmConfig) -> frozenset[str]:
