@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
-from typing import Any
 
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from benchmarks.page.figures import Comparison, Summary, format_ratio
+from benchmarks.svg import LINE, svg
 from kvferry.measuring.spread import Spread
 
-_STYLE: Any = {
-    "svg.hashsalt": "kvferry",  # equal input gives an equal file
-    "svg.fonttype": "none",  # text instead of outlines: small files, and text can be searched
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-}
-_GOOD, _BEHIND, _LINE = "#5b8e7d", "#c8553d", "#24303a"
+_GOOD, _BEHIND = "#5b8e7d", "#c8553d"
 _WIDTH_INCHES, _ROW_INCHES, _MARGIN_INCHES = 8.0, 0.24, 1.1
 _DECADE = 10.0
 
@@ -40,12 +28,8 @@ def draw(summary: Summary) -> str | None:
     rows = [(one, one.ratio) for one in summary.comparisons if one.ratio is not None]
     if not rows:
         return None
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH_INCHES, _MARGIN_INCHES + _ROW_INCHES * len(rows)), facecolor="white")
-        _bars(figure, summary, rows)
-        out = io.StringIO()
-        figure.savefig(out, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
-    return out.getvalue()
+    height = _MARGIN_INCHES + _ROW_INCHES * len(rows)
+    return svg(_WIDTH_INCHES, height, lambda figure: _bars(figure, summary, rows))
 
 
 def names(comparisons: Sequence[Comparison]) -> list[str]:
@@ -76,14 +60,13 @@ def _bars(figure: Figure, summary: Summary, rows: Sequence[tuple[Comparison, Spr
     places = range(len(rows))
     colours = [_BEHIND if summary.is_behind(ratio) else _GOOD for ratio in ratios]
     axes.barh(places, [ratio.median - 1 for ratio in ratios], left=1, height=0.62, color=colours)
-    axes.hlines(places, [r.low for r in ratios], [r.high for r in ratios], color=_LINE, linewidth=0.9)
-    axes.plot([ratio.median for ratio in ratios], places, "|", color=_LINE, markersize=6)
-    axes.axvline(1, color=_LINE, linewidth=1.2)
+    axes.hlines(places, [r.low for r in ratios], [r.high for r in ratios], color=LINE, linewidth=0.9)
+    axes.plot([ratio.median for ratio in ratios], places, "|", color=LINE, markersize=6)
+    axes.axvline(1, color=LINE, linewidth=1.2)
     axes.set_yticks(places, names([one for one, _ in rows]))
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.grid(axis="x", color="#e6eaed", linewidth=0.8)
-    axes.set_axisbelow(True)
+    axes.grid(axis="x")
     for place, ratio in zip(places, ratios, strict=True):
         axes.annotate(
             format_ratio(ratio),
