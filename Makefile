@@ -14,7 +14,7 @@ ENGINE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 KERNEL := hatch_build.py src/kvferry/memory/strided_copy.c
 # Processes that run unit tests.
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
-# Options of `make demo`: MODEL=path-or-id, ARGS="--prompts 3 ...". ARGS also holds the command of `make bench`.
+# Options of `make demo`: MODEL=path-or-id, ARGS="--prompts 3 ...". ARGS also holds the command of `make bench`, by default `page`.
 MODEL ?=
 ARGS ?=
 # Of `make faults` and `make soak`.
@@ -107,8 +107,8 @@ fuzz: $(VENV)/.dev ## odd messages to both channels for long (KVFERRY_FUZZ_SECON
 flood: $(VENV)/.dev ## floods of both channels: memory, threads, descriptors, log, and how an honest peer is served
 	$(PYTHON) tests/fuzz/flood.py
 
-bench: $(VENV)/.dev ## benchmarks of kvferry's own design (ARGS="layout --help")
-	$(PYTHON) -m benchmarks $(ARGS)
+bench: $(VENV)/.dev ## compare kvferry with other connectors; writes docs/benchmarks.md; or run one benchmark (ARGS="layout --help")
+	$(PYTHON) -m benchmarks $(or $(ARGS),page)
 
 ##@ Build
 .PHONY: wheel clean

@@ -12,6 +12,7 @@ from benchmarks.handover.command import handover
 from benchmarks.layout.command import layout
 from benchmarks.offload.command import offload
 from benchmarks.overhead.command import overhead
+from benchmarks.page.command import page
 from benchmarks.redeem.command import redeem
 from benchmarks.safety.command import safety
 from benchmarks.scale.command import scale
@@ -47,6 +48,7 @@ for _command in (
     streaming,
     scale,
     gpu_check,
+    page,
 ):
     app.command(_command.__name__)(_command)
 

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from kvferry.measuring.spread import Spread
 
+CLEARLY_BEHIND = 1.1
+"""A median that is worse than 1 by more than this factor is behind, however wide its range is."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
@@ -46,3 +49,41 @@ class Summary:
     comparisons: tuple[Comparison, ...]
     low_is_good: bool
     notes: tuple[str, ...] = ()
+
+    def is_behind(self, ratio: Spread | None) -> bool:
+        """Return whether kvferry is behind: every round is worse than 1, or the median is clearly worse.
+
+        Args:
+            ratio: ratio of one of the comparisons.
+        """
+        if ratio is None:
+            return False
+        if self.low_is_good:
+            return ratio.low > 1 or ratio.median > CLEARLY_BEHIND
+        return ratio.high < 1 or ratio.median < 1 / CLEARLY_BEHIND
+
+
+def format_ratio(spread: Spread) -> str:
+    """Format a ratio's median with its range.
+
+    >>> format_ratio(Spread(0.951, 0.9, 1.333)), format_ratio(Spread(0.0123, 0.0099, 0.2))
+    ('0.95 (0.90-1.33)', '0.012 (0.0099-0.20)')
+    """
+    low, median, high = map(_number, (spread.low, spread.median, spread.high))
+    return f"{median} ({low}-{high})"
+
+
+def format_range(ratios: list[float]) -> str:
+    """Format the lowest and the highest of several ratios.
+
+    >>> format_range([1.02, 0.85, 0.9]), format_range([0.5])
+    ('0.85 to 1.02', '0.50')
+
+    Args:
+        ratios: at least one ratio.
+    """
+    return " to ".join(dict.fromkeys((_number(min(ratios)), _number(max(ratios)))))
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"

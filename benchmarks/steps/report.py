@@ -15,17 +15,22 @@ def medians(found: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[fl
     return {name: [percentile(steps, 50) for steps in rounds] for name, rounds in found.items()}
 
 
+def own_seconds(found: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[float]]:
+    """Return the median step of each round minus that of the empty connector, in seconds, by connector."""
+    times = medians(found)
+    return {
+        name: [mine - empty for mine, empty in zip(each, times["empty"], strict=True)]
+        for name, each in times.items()
+    }
+
+
 def show(found: Mapping[str, Sequence[Sequence[float]]], requests: int, console: Console) -> None:
     """Print the times with at most 80 columns."""
     console.print(f"a connector's hooks per step, {requests} requests decoding, in microseconds:")
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("connector", "median", "range of rounds", "minus empty", "ratio to nixl"):
         table.add_column(name, justify="left" if name == "connector" else "right")
-    times = medians(found)
-    own = {
-        name: [mine - empty for mine, empty in zip(each, times["empty"], strict=True)]
-        for name, each in times.items()
-    }
+    times, own = medians(found), own_seconds(found)
     for name, each in times.items():
         spread = Spread.of(each)
         share = Spread.of([mine / theirs for mine, theirs in zip(own[name], own["nixl"], strict=True)])

@@ -128,9 +128,14 @@ def test_json_holds_every_round() -> None:
 
 def test_the_picture_has_a_bar_for_every_way_of_every_cell() -> None:
     root = ET.fromstring(picture([_table(_row(), _row("BHLNC")), _table(_row(), model="A<B>")]))
-    titles = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]
-    assert len(titles) == 3 * len(METHODS)
-    assert "LBNHC TP 1→1 staged 0.50" in titles
+    bars = [
+        group.get("id")
+        for group in root.iter("{http://www.w3.org/2000/svg}g")
+        if " TP " in group.get("id", "")
+    ]
+    assert len(bars) == 3 * len(METHODS)
+    assert "Qwen3-0.6B LBNHC TP 1→1 staged 0.50" in bars
+    assert "A<B>" in [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
 
 
 def test_runs_are_those_of_either_side_and_of_both() -> None:

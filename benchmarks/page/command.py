@@ -1,0 +1,71 @@
+"""`python -m benchmarks page`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvferry.cli.bench_options import parse_names
+from kvferry.errors import ConfigError
+
+
+def page(
+    only: Annotated[
+        str | None, typer.Option(help="Sections to measure and to write, separated by commas. [default: all]")
+    ] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the results of sections. [default: benchmarks, in the user's cache]"),
+    ] = None,
+    reuse: Annotated[
+        bool, typer.Option("--reuse", help="Measure only sections that have no result in the folder.")
+    ] = False,
+    out: Annotated[
+        Path, typer.Option(help="Page to write. Plots go to a folder of the same name beside it.")
+    ] = Path("docs/benchmarks.md"),
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Measure for a few minutes only. The page says so.")
+    ] = False,
+) -> None:
+    """Run benchmarks one after the other, and write a page with a table and a plot for each.
+
+    It takes half an hour and needs a machine that does nothing else. A benchmark that fails has its error on
+    the page, and the exit status is then 1.
+    """
+    import sys
+
+    from benchmarks.page.results import load, save
+    from benchmarks.page.run import run
+    from benchmarks.page.sections import SECTIONS
+    from benchmarks.page.write import write
+    from kvferry.user_cache import user_cache
+
+    if out.suffix != ".md":
+        raise ConfigError(f"--out {out} is not an .md file; name one")
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}; create it, or name another")
+    names = parse_names(only, [one.name for one in SECTIONS], "only") if only else None
+    sections = [one for one in SECTIONS if names is None or one.name in names]
+    folder = user_cache() / "benchmarks" if results is None else results
+    commands = {one.name: one.command(quick=quick) for one in sections}
+    kept = {name: load(folder, name, command) for name, command in commands.items()} if reuse else {}
+    measured = []
+    for number, section in enumerate(sections, 1):
+        result = kept.get(section.name)
+        if result is None:
+            typed = " ".join(commands[section.name])
+            print(f"section {number} of {len(sections)}, {section.name}: {typed}", file=sys.stderr)
+            try:
+                result = run(commands[section.name])
+            except KeyboardInterrupt:
+                print(f"stopped; --reuse goes on after the results in {folder}", file=sys.stderr)
+                raise
+            save(result, folder, section.name)
+        measured.append((section, result))
+    write(measured, out, quick=quick)
+    failed = [section.name for section, result in measured if result.error is not None]
+    print(f"written: {out}" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    if failed:
+        raise typer.Exit(1)

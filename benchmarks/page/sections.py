@@ -1,0 +1,173 @@
+"""The sections of the page. Another benchmark needs an entry here, and a module `page` with `summary`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.handover.page import summary as handover
+from benchmarks.page.figures import Comparison, Summary
+from benchmarks.page.tiers import summary as tiers
+from benchmarks.page.transfer import summary as transfer
+from benchmarks.steps.page import summary as steps
+from benchmarks.streaming.page import summary as streaming
+from benchmarks.turns.page import summary as turns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """The reason why kvferry is behind in some comparisons.
+
+    Attributes:
+        text: the reason, in a sentence or two.
+        against: part of the name of the peer or limit; empty for all.
+        label: part of the label of the work; empty for all.
+    """
+
+    text: str
+    against: str = ""
+    label: str = ""
+
+    def explains(self, comparison: Comparison) -> bool:
+        """Return whether this is the reason in a comparison in which kvferry is behind."""
+        return self.against in comparison.against and self.label in comparison.label
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A section of the page.
+
+    Attributes:
+        name: name of the section in options, and of its files.
+        title: heading.
+        question: question that the section answers.
+        program: name of a program, ``benchmarks`` or ``kvferry``, and of its command.
+        arguments: arguments of the command, without ``--json``.
+        quick_arguments: arguments of a run of a minute or less.
+        summary: function that summarizes what the command prints with ``--json``.
+        method: link to the description of the method, relative to the page.
+        reasons: reasons why kvferry is behind. The first one that fits a comparison is shown.
+    """
+
+    name: str
+    title: str
+    question: str
+    program: tuple[str, ...]
+    arguments: tuple[str, ...] = ()
+    quick_arguments: tuple[str, ...]
+    summary: Callable[[Any], Summary]
+    method: str
+    reasons: tuple[Reason, ...] = ()
+
+    def command(self, *, quick: bool) -> tuple[str, ...]:
+        """Return the command, without ``--json``.
+
+        Args:
+            quick: True for a run of a minute or less.
+        """
+        return (*self.program, *(self.quick_arguments if quick else self.arguments))
+
+
+SECTIONS = (
+    Section(
+        name="transfer",
+        title="A transfer beside raw NIXL",
+        question="How fast does a request's KV move between two processes?",
+        program=("kvferry", "bench", "transfer"),
+        arguments=("--repeats", "15"),
+        quick_arguments=("--repeats", "7"),
+        summary=transfer,
+        method="performance.md#how-fast-does-a-request-move",
+        reasons=(
+            Reason(against="memcpy", text="memcpy is a limit: one thread copies within one process."),
+            Reason(
+                against="2 MiB descriptors",
+                text="Blocks are scattered, so kvferry's descriptors have the size of a page. NIXL is faster "
+                "with larger ones.",
+            ),
+            Reason(
+                against="same descriptors",
+                text="kvferry's time also includes planning, the lease check and the acknowledgement.",
+            ),
+        ),
+    ),
+    Section(
+        name="handover",
+        title="A hand-over beside NixlConnector",
+        question="How soon is the first token after a hand-over between two engines?",
+        program=("benchmarks", "handover"),
+        arguments=(
+            *("--models", "qwen3,gemma3,nemotronh"),
+            *("--loads", "512x1,2048x1,8192x1,16384x1,512x8,512x32"),
+            *("--rounds", "7"),
+        ),
+        quick_arguments=("--models", "qwen3", "--loads", "512x1,512x8", "--rounds", "3"),
+        summary=handover,
+        method="performance.md#how-soon-is-the-first-token-after-a-hand-over",
+        reasons=(
+            Reason(
+                against="nixl+",
+                text="kvferry redeems a ticket at the prefill engine, and wakes the threads that read. "
+                "NixlConnector reads inside the engine's step, and requests that are decoded wait for it.",
+            ),
+        ),
+    ),
+    Section(
+        name="streaming",
+        title="A hand-over during the prefill",
+        question="What does reading KV while the prompt is computed save?",
+        program=("benchmarks", "streaming"),
+        arguments=("--tokens", "4096", "--tokens", "16384", "--rounds", "7"),
+        quick_arguments=("--tokens", "4096", "--link", "1", "--rounds", "3"),
+        summary=streaming,
+        method="performance.md#what-does-a-hand-over-during-the-prefill-save",
+        reasons=tuple(
+            Reason(
+                label=link, text="Both engines share this machine's cores: reading slows the prefill down."
+            )
+            for link in ("10 Gbit/s", "no limit")
+        ),
+    ),
+    Section(
+        name="turns",
+        title="Turns of a conversation",
+        question="What does a turn of a conversation move, in models with recurrent layers?",
+        program=("benchmarks", "turns"),
+        quick_arguments=("--families", "lfm2", "--turns", "3"),
+        summary=turns,
+        method="performance.md#what-does-a-turn-of-a-conversation-move",
+    ),
+    Section(
+        name="tiers",
+        title="Tiers beside raw memory and raw files",
+        question="How fast are KV chunks stored and loaded?",
+        program=("kvferry", "bench", "tiers"),
+        arguments=("--repeats", "9"),
+        quick_arguments=("--repeats", "7", "--layers", "4", "--layouts", "BHLNC", "--depths", "1,8"),
+        summary=tiers,
+        method="performance.md#how-fast-are-the-tiers",
+        reasons=(
+            Reason(
+                label="host",
+                text="memcpy copies contiguous memory. Runs between a chunk and blocks of 16 tokens have "
+                "512 B (LBNHC) or 8 KiB (BHLNC).",
+            ),
+            Reason(
+                label="file, store",
+                text="kvferry also computes checksums, keeps a ledger, and flushes the folder.",
+            ),
+            Reason(label="file, load", text="kvferry also checks checksums."),
+        ),
+    ),
+    Section(
+        name="steps",
+        title="Steps that only decode",
+        question="What do a connector's hooks cost in a step in which nothing moves?",
+        program=("benchmarks", "steps"),
+        quick_arguments=("--rounds", "3", "--steps", "80"),
+        summary=steps,
+        method="performance.md#how-soon-is-the-first-token-after-a-hand-over",
+    ),
+)
+"""All sections, in the order of the page."""
