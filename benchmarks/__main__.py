@@ -14,6 +14,7 @@ from benchmarks.overhead.command import overhead
 from benchmarks.redeem.command import redeem
 from benchmarks.safety.command import safety
 from benchmarks.steps.command import steps
+from benchmarks.storage.command import storage
 from benchmarks.streaming.command import streaming
 from benchmarks.turns.command import turns
 from kvferry.cli.main import run
@@ -35,6 +36,7 @@ for _command in (
     layout,
     copies,
     offload,
+    storage,
     choice,
     safety,
     redeem,
