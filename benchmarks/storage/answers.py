@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.served import FirstAnswer
 
 TOLERANCE = 0.25
-"""Largest difference of log probabilities. bfloat16 and other kernels for few tokens cause up to about 0.1."""
+"""Largest difference of log probabilities. bfloat16 and the kernels for few tokens cause up to 0.1."""
 
 
 def agree(computed: FirstAnswer, other: FirstAnswer) -> bool:

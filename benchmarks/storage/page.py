@@ -15,7 +15,7 @@ _WORK = {
     "load": "first token of a stored prompt",
     "shared": "first token, first half stored",
 }
-_OURS = {"file": "kvferry's files", "host": "kvferry's host memory"}
+_PLACES = {"file": "files", "host": "host memory"}
 _PAGE_CACHE = "ExampleConnector, page cache"
 _DISK = "ExampleConnector, disk"
 
@@ -38,15 +38,15 @@ def _rows(work: str, one: dict[str, Any]) -> Iterator[Comparison]:
     rounds = one["rounds"]
     label = f"{_WORK[work]}, {one['tokens']:,} tokens"
     peer = _PAGE_CACHE if work == "load" else "ExampleConnector"
-    for variant in _OURS:
-        yield _comparison(f"{label}, {variant}", peer, _times(rounds, variant, work), rounds, "example", work)
+    for variant, place in _PLACES.items():
+        yield _comparison(f"{label}, {place}", peer, _times(rounds, variant, work), rounds, "example", work)
     file = _times(rounds, "file", work)
     if work == "load":
-        yield _comparison(f"{label}, file", _DISK, file, rounds, "example", "disk_load")
+        yield _comparison(f"{label}, files", _DISK, file, rounds, "example", "disk_load")
     if work == "stored":
-        yield _comparison(f"{label}, file", "ExampleConnector, flushed", file, rounds, "example", "flushed")
+        yield _comparison(f"{label}, files", "ExampleConnector, flushed", file, rounds, "example", "flushed")
     computed = "shared" if work == "shared" else "new"
-    yield _comparison(f"{label}, file", "computing", file, rounds, "compute", computed)
+    yield _comparison(f"{label}, files", "computing", file, rounds, "compute", computed)
 
 
 def _comparison(
@@ -69,7 +69,7 @@ def _peer(name: str, error: str | None) -> Comparison:
 
 def _answer(one: dict[str, Any]) -> str:
     rounds = one["rounds"]
-    file, host = (_times(rounds, variant, "load") for variant in _OURS)
+    file, host = (_times(rounds, variant, "load") for variant in _PLACES)
     cached, disk, computed = (
         _times(rounds, *each) for each in (("example", "load"), ("example", "disk_load"), ("compute", "new"))
     )
@@ -84,13 +84,16 @@ def _answer(one: dict[str, Any]) -> str:
 def _notes(document: Any) -> tuple[str, ...]:
     one = document["prompts"][-1]
     first, half = one["rounds"][0], one["tokens"] // 2
-    return (
-        f"Of {half:,} tokens that a prompt shares with a stored one, kvferry loads "
-        f"{first['file']['shared_tokens']:,} and ExampleConnector {first['example']['shared_tokens']:,}.",
+    reading = (
         "kvferry reads files without the page cache."
         if document["direct_io"]
-        else "The file system has no direct I/O, so kvferry reads files through the page cache.",
+        else "The file system has no direct I/O, so kvferry reads files through the page cache."
     )
+    sharing = (
+        f"Of {half:,} tokens that a prompt shares with a stored one, kvferry loads "
+        f"{first['file']['shared_tokens']:,} and ExampleConnector {first['example']['shared_tokens']:,}."
+    )
+    return sharing, reading
 
 
 def _text(ours: Sequence[float], theirs: Sequence[float]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.storage.engine import COMPUTE, EXAMPLE, FILE, HOST
-from benchmarks.storage.rounds import Measured, PromptRounds, VariantRound
+from benchmarks.storage.rounds import Measured, PromptRounds
 from kvferry.measuring.spread import Spread
 from kvferry.units import format_bytes
 
@@ -23,7 +23,6 @@ NAMES: Mapping[str, str] = {
 """Names of the variants in the report."""
 
 _FLUSHED, _COLD = "ExampleConnector, flushed", "ExampleConnector, disk"
-_Round = Mapping[str, VariantRound]
 
 
 def show(found: Measured, console: Console) -> None:
@@ -35,9 +34,9 @@ def show(found: Measured, console: Console) -> None:
     console.print("\nstoring a new prompt, milliseconds more than computing it, median (range):")
     console.print(_storing(found))
     console.print("\nfirst token of a stored prompt, milliseconds, median (range):")
-    console.print(_first_tokens(found, _loads))
-    console.print("\nfirst token of a prompt whose first half is stored:")
-    console.print(_first_tokens(found, _shares))
+    console.print(_loading(found))
+    console.print("\nfirst token of a prompt whose first half is stored, milliseconds:")
+    console.print(_sharing(found))
     for name, error in found.peers.items():
         console.print(f"\n{name}: {'works here, not measured' if error is None else error}")
 
@@ -50,38 +49,34 @@ def as_json(found: Measured) -> dict[str, Any]:
 def _storing(found: Measured) -> Table:
     table = _table("first token", "until stored")
     for one in found.prompts:
-        computed = Spread.of([each[COMPUTE].new for each in one.rounds])
-        rows = [(f"{NAMES[COMPUTE]}, all of it", _milliseconds(computed), "")]
-        for name in (EXAMPLE, FILE, HOST):
-            new = _added(one, lambda each, name=name: each[name].new)
-            stored = _added(one, lambda each, name=name: each[name].stored)
-            rows.append((NAMES[name], new, stored))
-        rows.insert(2, (_FLUSHED, "", _added(one, lambda each: each[EXAMPLE].flushed)))
+        rows = [
+            (NAMES[name], _added(one, name, "new"), _added(one, name, "stored"))
+            for name in (EXAMPLE, FILE, HOST)
+        ]
+        rows.insert(1, (_FLUSHED, "", _added(one, EXAMPLE, "flushed")))
+        _add_rows(table, one, [(f"{NAMES[COMPUTE]}, in all", _of(one, COMPUTE, "new"), ""), *rows])
+    return table
+
+
+def _loading(found: Measured) -> Table:
+    table = _table("first token", "loaded tokens")
+    for one in found.prompts:
+        loaded = {name: f"{one.rounds[0][name].load_tokens:,}" for name in NAMES}
+        rows = [(NAMES[name], _of(one, name, "load"), loaded[name]) for name in (EXAMPLE, FILE, HOST)]
+        rows.insert(1, (_COLD, _of(one, EXAMPLE, "disk_load"), loaded[EXAMPLE]))
+        _add_rows(table, one, [(NAMES[COMPUTE], _of(one, COMPUTE, "new"), loaded[COMPUTE]), *rows])
+    return table
+
+
+def _sharing(found: Measured) -> Table:
+    table = _table("first token", "loaded tokens")
+    for one in found.prompts:
+        rows = [
+            (NAMES[name], _of(one, name, "shared"), f"{one.rounds[0][name].shared_tokens:,}")
+            for name in NAMES
+        ]
         _add_rows(table, one, rows)
     return table
-
-
-def _first_tokens(found: Measured, rows: Callable[[PromptRounds], Iterator[tuple[str, ...]]]) -> Table:
-    table = _table("milliseconds", "loaded")
-    for one in found.prompts:
-        _add_rows(table, one, list(rows(one)))
-    return table
-
-
-def _loads(one: PromptRounds) -> Iterator[tuple[str, ...]]:
-    first = one.rounds[0]
-    yield NAMES[COMPUTE], _of(one, lambda each: each[COMPUTE].new), "0"
-    for name in (EXAMPLE, FILE, HOST):
-        loaded = f"{first[name].load_tokens:,}"
-        yield NAMES[name], _of(one, lambda each, name=name: each[name].load), loaded
-        if name == EXAMPLE:
-            yield _COLD, _of(one, lambda each: each[EXAMPLE].disk_load), loaded
-
-
-def _shares(one: PromptRounds) -> Iterator[tuple[str, ...]]:
-    for name in (COMPUTE, EXAMPLE, FILE, HOST):
-        loaded = f"{one.rounds[0][name].shared_tokens:,}"
-        yield NAMES[name], _of(one, lambda each, name=name: each[name].shared), loaded
 
 
 def _table(*columns: str) -> Table:
@@ -93,18 +88,19 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _add_rows(table: Table, one: PromptRounds, rows: list[tuple[str, ...]]) -> None:
+def _add_rows(table: Table, one: PromptRounds, rows: Sequence[tuple[str, str, str]]) -> None:
     for number, row in enumerate(rows):
         table.add_row("" if number else f"{one.tokens:,}", *row)
 
 
-def _of(one: PromptRounds, time: Callable[[_Round], float | None]) -> str:
-    return _milliseconds(Spread.of([time(each) or 0.0 for each in one.rounds]))
+def _of(one: PromptRounds, variant: str, work: str) -> str:
+    """Return a variant's time in milliseconds, as a text."""
+    return _milliseconds(Spread.of([getattr(each[variant], work) for each in one.rounds]))
 
 
-def _added(one: PromptRounds, time: Callable[[_Round], float | None]) -> str:
-    """Return a time minus that of computing in the same round, in milliseconds, as a text."""
-    added = Spread.of([(time(each) or 0.0) - each[COMPUTE].new for each in one.rounds])
+def _added(one: PromptRounds, variant: str, work: str) -> str:
+    """Return a variant's time minus that of computing in the same round, in milliseconds, as a text."""
+    added = Spread.of([getattr(each[variant], work) - each[COMPUTE].new for each in one.rounds])
     return f"{added.median * 1e3:+,.0f} ({added.low * 1e3:+,.0f} to {added.high * 1e3:+,.0f})"
 
 
