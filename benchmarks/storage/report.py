@@ -22,7 +22,7 @@ NAMES: Mapping[str, str] = {
 }
 """Names of the variants in the report."""
 
-_FLUSHED, _COLD = "ExampleConnector, flushed", "ExampleConnector, disk"
+_FLUSHED, _COLD = "  flushed to the disk", "  read from the disk"
 
 
 def show(found: Measured, console: Console) -> None:
@@ -81,7 +81,7 @@ def _sharing(found: Measured) -> Table:
 
 def _table(*columns: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("tokens", justify="right")
+    table.add_column("tokens", justify="right", no_wrap=True)
     table.add_column("connector", no_wrap=True)
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,8 @@ from benchmarks.storage.rounds import Measured, PromptRounds, VariantRound
 from kvferry.errors import ConfigError
 
 
-def made_up(tokens: int = 2048, rounds: int = 3) -> Measured:
-    """Rounds in which everything takes 1, 2, 3, ... times as long as in the first one."""
+def made_up(tokens: int = 2048, times: Sequence[float] = (1, 2, 3)) -> Measured:
+    """Rounds in which everything takes `times` as long."""
     each = tuple(
         {
             "compute": VariantRound(new=0.4 * n, shared=0.5 * n),
@@ -36,7 +37,7 @@ def made_up(tokens: int = 2048, rounds: int = 3) -> Measured:
                 shared_tokens=tokens // 2,
             ),
         }
-        for n in range(1, rounds + 1)
+        for n in times
     )  # fmt: skip
     peers = {"OffloadingConnector": "CPU Offloading is only supported on GPUs", "Other": None}
     return Measured(prompts=(PromptRounds(tokens, tokens << 15, each),), peers=peers, direct_io=True)
@@ -57,23 +58,22 @@ def test_storing_is_shown_as_the_time_added_to_computing_in_the_same_round() -> 
     lines = shown(made_up())
     assert "2,048 computing, in all 800.0 (400.0-1,200.0)" in lines
     assert "ExampleConnector +400 (+200 to +600) +400 (+200 to +600)" in lines
-    assert "ExampleConnector, flushed +800 (+400 to +1,200)" in lines
+    assert "flushed to the disk +800 (+400 to +1,200)" in lines
     assert "kvferry, files +40 (+20 to +60) +160 (+80 to +240)" in lines
 
 
 def test_first_tokens_are_shown_with_the_tokens_that_were_loaded() -> None:
     lines = shown(made_up())
-    assert "ExampleConnector, disk 200.0 (100.0-300.0) 2,048" in lines
+    assert "read from the disk 200.0 (100.0-300.0) 2,048" in lines
     assert "kvferry, files 160.0 (80.0-240.0) 2,049" in lines
     assert "ExampleConnector 1,000 (500-1,500) 0" in lines
     assert "kvferry, files 600.0 (300.0-900.0) 1,024" in lines
 
 
 def test_the_report_has_the_error_of_each_peer_that_cannot_run_and_fits_a_terminal() -> None:
-    console = Console(file=(out := io.StringIO()), width=200, highlight=False)
-    report.show(made_up(131_072), console)
-    lines = out.getvalue().splitlines()
-    assert max(map(len, lines)) <= 80
+    lines = shown(made_up(32_768, (7, 11, 100)))
+    assert "32,768 computing, in all 4,400 (2,800-40,000)" in lines
+    assert "ExampleConnector +2,200 (+1,400 to +20,000) +2,200 (+1,400 to +20,000)" in lines
     assert "OffloadingConnector: CPU Offloading is only supported on GPUs" in lines
 
 
