@@ -18,11 +18,11 @@ NAMES: Mapping[str, str] = {
     COMPUTE: "computing",
     EXAMPLE: "ExampleConnector",
     FILE: "kvferry, files",
-    HOST: "kvferry, host memory",
+    HOST: "kvferry, host",
 }
 """Names of the variants in the report."""
 
-_FLUSHED, _COLD = "  flushed to the disk", "  read from the disk"
+_FLUSHED, _COLD = "  flushed to disk", "  from disk"
 
 
 def show(found: Measured, console: Console) -> None:
@@ -101,7 +101,7 @@ def _of(one: PromptRounds, variant: str, work: str) -> str:
 def _added(one: PromptRounds, variant: str, work: str) -> str:
     """Return a variant's time minus that of computing in the same round, in milliseconds, as a text."""
     added = Spread.of([getattr(each[variant], work) - each[COMPUTE].new for each in one.rounds])
-    return f"{added.median * 1e3:+,.0f} ({added.low * 1e3:+,.0f} to {added.high * 1e3:+,.0f})"
+    return f"{added.median * 1e3:+,.0f} ({added.low * 1e3:,.0f} to {added.high * 1e3:,.0f})"
 
 
 def _milliseconds(spread: Spread) -> str:

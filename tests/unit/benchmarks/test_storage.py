@@ -57,14 +57,14 @@ def shown(found: Measured) -> list[str]:
 def test_storing_is_shown_as_the_time_added_to_computing_in_the_same_round() -> None:
     lines = shown(made_up())
     assert "2,048 computing, in all 800.0 (400.0-1,200.0)" in lines
-    assert "ExampleConnector +400 (+200 to +600) +400 (+200 to +600)" in lines
-    assert "flushed to the disk +800 (+400 to +1,200)" in lines
-    assert "kvferry, files +40 (+20 to +60) +160 (+80 to +240)" in lines
+    assert "ExampleConnector +400 (200 to 600) +400 (200 to 600)" in lines
+    assert "flushed to disk +800 (400 to 1,200)" in lines
+    assert "kvferry, files +40 (20 to 60) +160 (80 to 240)" in lines
 
 
 def test_first_tokens_are_shown_with_the_tokens_that_were_loaded() -> None:
     lines = shown(made_up())
-    assert "read from the disk 200.0 (100.0-300.0) 2,048" in lines
+    assert "from disk 200.0 (100.0-300.0) 2,048" in lines
     assert "kvferry, files 160.0 (80.0-240.0) 2,049" in lines
     assert "ExampleConnector 1,000 (500-1,500) 0" in lines
     assert "kvferry, files 600.0 (300.0-900.0) 1,024" in lines
@@ -73,7 +73,7 @@ def test_first_tokens_are_shown_with_the_tokens_that_were_loaded() -> None:
 def test_the_report_has_the_error_of_each_peer_that_cannot_run_and_fits_a_terminal() -> None:
     lines = shown(made_up(32_768, (7, 11, 100)))
     assert "32,768 computing, in all 4,400 (2,800-40,000)" in lines
-    assert "ExampleConnector +2,200 (+1,400 to +20,000) +2,200 (+1,400 to +20,000)" in lines
+    assert "ExampleConnector +2,200 (1,400 to 20,000) +2,200 (1,400 to 20,000)" in lines
     assert "OffloadingConnector: CPU Offloading is only supported on GPUs" in lines
 
 
