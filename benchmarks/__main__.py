@@ -18,6 +18,7 @@ from benchmarks.safety.command import safety
 from benchmarks.scale.command import scale
 from benchmarks.startup.command import startup
 from benchmarks.steps.command import steps
+from benchmarks.storage.command import storage
 from benchmarks.streaming.command import streaming
 from benchmarks.turns.command import turns
 from kvferry.cli.main import run
@@ -41,6 +42,7 @@ for _command in (
     attention,
     copies,
     offload,
+    storage,
     choice,
     safety,
     redeem,

@@ -57,13 +57,16 @@ class EngineProcess:
             self._process.kill()
             self._process.join()
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, seconds: float = _START_SECONDS) -> None:
         """Wait until the engine is ready.
 
+        Args:
+            seconds: maximum time to wait.
+
         Raises:
-            TransferError: the engine does not start.
+            TransferError: the engine does not start in time.
         """
-        self._answer(_START_SECONDS)
+        self._answer(seconds)
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the engine, and return its result.

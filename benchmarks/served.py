@@ -6,6 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,12 +73,29 @@ def side_by_side(connectors: Sequence[dict[str, Any]], **settings: Any) -> dict[
     }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstAnswer:
+    """The first token of a request.
+
+    Attributes:
+        seconds: time to the first token.
+        hit_tokens: number of the prompt's tokens that the engine did not compute.
+        token: token id.
+        logprobs: log probabilities of the most likely tokens, by token id; empty if not asked for.
+    """
+
+    seconds: float
+    hit_tokens: int
+    token: int
+    logprobs: dict[int, float]
+
+
 class SteppedEngine:
     """A vLLM engine on this machine's CPU that runs a step when `step` is called.
 
     Attributes:
-        connectors: connector instances of the scheduler and of the worker.
-        halves: scheduler-side objects of kvferry's connectors, one or several.
+        connectors: connector instances of the scheduler and of the worker; empty without a connector.
+        halves: scheduler-side objects of kvferry's connectors: none, one or several.
     """
 
     def __init__(
@@ -86,7 +104,8 @@ class SteppedEngine:
         longest: int,
         requests: int,
         cache_bytes: int,
-        connector: Mapping[str, Any],
+        connector: Mapping[str, Any] | None,
+        step_tokens: int = 2048,
     ) -> None:
         """Start the engine, which takes tens of seconds.
 
@@ -95,7 +114,9 @@ class SteppedEngine:
             longest: length of the longest request, in tokens.
             requests: maximum number of requests at a time.
             cache_bytes: size of the KV cache, in bytes.
-            connector: transfer configuration, as returned by `tiered` or `side_by_side`.
+            connector: transfer configuration, as returned by `tiered` or `side_by_side`, or one for another
+                connector; None for none.
+            step_tokens: maximum number of tokens that a step computes.
         """
         threads = os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
         prepare_process(OMP_NUM_THREADS=threads)
@@ -103,7 +124,11 @@ class SteppedEngine:
         from vllm.config import KVTransferConfig  # noqa: PLC0415
         from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: PLC0415
 
-        transfer = KVTransferConfig(kv_role="kv_both", kv_load_failure_policy="recompute", **connector)
+        transfer = (
+            KVTransferConfig(kv_role="kv_both", kv_load_failure_policy="recompute", **connector)
+            if connector
+            else None
+        )
         self._engine = LLM(
             model=str(model),
             skip_tokenizer_init=True,
@@ -111,7 +136,7 @@ class SteppedEngine:
             max_model_len=longest,
             kv_cache_memory_bytes=cache_bytes,
             max_num_seqs=requests,
-            max_num_batched_tokens=2048,
+            max_num_batched_tokens=step_tokens,
             enforce_eager=True,
             disable_log_stats=True,
             use_tqdm_on_load=False,
@@ -119,29 +144,30 @@ class SteppedEngine:
         )
         self._numbers = count()
         self._scheduler = self._engine.llm_engine.engine_core.engine_core.scheduler
-        self.connectors = (self._scheduler.connector, get_kv_transfer_group())
-        several = getattr(self.connectors[0], "sub_connectors", [self.connectors[0]])
-        self.halves = tuple(one.scheduler.half for one in several)
+        first: Any = self._scheduler.connector
+        self.connectors = (first, get_kv_transfer_group()) if connector else ()
+        several = getattr(first, "sub_connectors", [first])
+        self.halves = tuple(one.scheduler.half for one in several if hasattr(one, "scheduler"))
 
-    def add(self, prompt: Sequence[int], tokens: int) -> None:
+    def add(self, prompt: Sequence[int], tokens: int, logprobs: int | None = None) -> None:
         """Add a request that generates `tokens` tokens.
 
         Args:
             prompt: token ids of the prompt.
             tokens: number of tokens to generate.
+            logprobs: number of most likely tokens whose log probabilities to return; None for none.
         """
         from vllm import SamplingParams  # noqa: PLC0415
 
-        sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
+        sampling = SamplingParams(
+            max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False, logprobs=logprobs
+        )
         name = str(next(self._numbers))
         self._engine.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling)
 
     def step(self) -> tuple[int, int]:
         """Run one step. Return the number of requests that got a token, and the number that ended."""
-        outputs = self._engine.llm_engine.step()
-        if not outputs and not self._scheduler.running:
-            # Sleep like an engine's own loop, so that the loading threads can run.
-            time.sleep(_IDLE_SECONDS)
+        outputs = self._outputs()
         return len(outputs), sum(bool(output.finished) for output in outputs)
 
     def first_token(self, prompt: Sequence[int], tokens: int = 1) -> float:
@@ -154,12 +180,35 @@ class SteppedEngine:
         Raises:
             TransferError: there is no token after several minutes.
         """
+        return self.first_answer(prompt, tokens).seconds
+
+    def first_answer(
+        self, prompt: Sequence[int], tokens: int = 1, logprobs: int | None = None
+    ) -> FirstAnswer:
+        """Add a request to an idle engine, run steps until its first token, and return that.
+
+        Args:
+            prompt: token ids of the prompt.
+            tokens: number of tokens that the request generates.
+            logprobs: number of most likely tokens whose log probabilities to return; None for none.
+
+        Raises:
+            TransferError: there is no token after several minutes.
+        """
         started = time.perf_counter()
-        self.add(prompt, tokens)
-        while not self.step()[0]:
+        self.add(prompt, tokens, logprobs)
+        while not (outputs := self._outputs()):
             if time.perf_counter() - started > _PATIENCE_SECONDS:
                 raise TransferError(f"an engine gave no token within {_PATIENCE_SECONDS:g} s")
-        return time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        answer = outputs[0].outputs[0]
+        likely = answer.logprobs[0].items() if answer.logprobs else ()
+        return FirstAnswer(
+            seconds=seconds,
+            hit_tokens=outputs[0].num_cached_tokens or 0,
+            token=answer.token_ids[0],
+            logprobs={token: each.logprob for token, each in likely},
+        )
 
     def settle(self) -> None:
         """Run steps until all requests have ended and all chunks are stored.
@@ -186,6 +235,18 @@ class SteppedEngine:
         """Return the number of chunks that loads have fetched so far, by tier."""
         return sum((cache.counts.fetched for cache in self._caches), Counter[str]())
 
+    def zero_blocks(self) -> None:
+        """Fill the KV cache of an idle engine with zeros, so that no block has a prompt's earlier KV."""
+        self._engine.collective_rpc(_zero_blocks)
+
+    def _outputs(self) -> list[Any]:
+        """Run one step, and return the outputs of the requests that got a token."""
+        outputs: list[Any] = self._engine.llm_engine.step()
+        if not outputs and not self._scheduler.running:
+            # Sleep like an engine's own loop, so that the loading threads can run.
+            time.sleep(_IDLE_SECONDS)
+        return outputs
+
     @property
     def _busy(self) -> bool:
         return (
@@ -201,3 +262,8 @@ class SteppedEngine:
     def close(self) -> None:
         """Stop the engine."""
         self._engine.llm_engine.engine_core.shutdown()
+
+
+def _zero_blocks(worker: Any) -> None:
+    for cache in worker.model_runner.kv_caches:
+        cache.zero_()
