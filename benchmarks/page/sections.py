@@ -6,11 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.attention.page import summary as attention
 from benchmarks.handover.page import summary as handover
 from benchmarks.page.figures import Comparison, Summary
 from benchmarks.page.tiers import summary as tiers
 from benchmarks.page.transfer import summary as transfer
+from benchmarks.scale.page import summary as scale
+from benchmarks.startup.page import summary as startup
 from benchmarks.steps.page import summary as steps
+from benchmarks.storage.page import summary as storage
 from benchmarks.streaming.page import summary as streaming
 from benchmarks.turns.page import summary as turns
 
@@ -100,7 +104,7 @@ SECTIONS = (
         arguments=(
             *("--models", "qwen3,gemma3,nemotronh"),
             *("--loads", "512x1,2048x1,8192x1,16384x1,512x8,512x32"),
-            *("--rounds", "7"),
+            *("--rounds", "5"),
         ),
         quick_arguments=("--models", "qwen3", "--loads", "512x1,512x8", "--rounds", "3"),
         summary=handover,
@@ -161,6 +165,24 @@ SECTIONS = (
         ),
     ),
     Section(
+        name="storage",
+        title="Storage beside ExampleConnector",
+        question="How soon is the first token of a stored prompt, and what does storing cost?",
+        program=("benchmarks", "storage"),
+        arguments=("--rounds", "5"),
+        quick_arguments=("--prompts", "512", "--rounds", "2"),
+        summary=storage,
+        method="performance.md#how-fast-is-storage-beside-vllms-exampleconnector",
+        reasons=(
+            Reason(
+                against="page cache",
+                label="files",
+                text="kvferry reads files from the disk, past the page cache, which would take memory from "
+                "the host tier. ExampleConnector's files are in memory here.",
+            ),
+        ),
+    ),
+    Section(
         name="steps",
         title="Steps that only decode",
         question="What do a connector's hooks cost in a step in which nothing moves?",
@@ -168,6 +190,41 @@ SECTIONS = (
         quick_arguments=("--rounds", "3", "--steps", "80"),
         summary=steps,
         method="performance.md#how-soon-is-the-first-token-after-a-hand-over",
+    ),
+    Section(
+        name="attention",
+        title="Cross-layer and per-layer caches",
+        question="Does a cross-layer layout slow attention down, and what does it gain?",
+        program=("benchmarks", "attention"),
+        quick_arguments=("--rounds", "2"),
+        summary=attention,
+        method="performance.md#does-a-cross-layer-layout-slow-attention-down",
+    ),
+    Section(
+        name="startup",
+        title="The start of an engine",
+        question="What does a connector add to an engine's start?",
+        program=("benchmarks", "startup"),
+        arguments=("--rounds", "4"),
+        quick_arguments=("--rounds", "1"),
+        summary=startup,
+        method="performance.md#what-does-a-connector-add-to-an-engines-start",
+        reasons=(
+            Reason(
+                against="no connector",
+                text="A connector imports its modules, and starts NIXL or allocates host memory.",
+            ),
+        ),
+    ),
+    Section(
+        name="scale",
+        title="Growing numbers",
+        question="Do time and memory per unit grow with the number of units?",
+        program=("benchmarks", "scale"),
+        arguments=("--rounds", "3"),
+        quick_arguments=("--rounds", "1"),
+        summary=scale,
+        method="performance.md#do-costs-per-unit-grow-with-numbers",
     ),
 )
 """All sections, in the order of the page."""
