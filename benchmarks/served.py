@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.without_amx import turn_amx_off
 from kvferry.errors import TransferError
 
 if TYPE_CHECKING:
@@ -28,18 +29,13 @@ _IDLE_SECONDS = 1e-3
 
 
 def prepare_process(**environment: str) -> None:
-    """Prepare this process for a vLLM engine on a CPU. Call this before vLLM is imported.
-
-    Turns AMX off: with it, attention over bfloat16 keeps its pages in an order that cannot be stored in
-    tiers, and figures of different machines would be of different things.
+    """Prepare this process for a vLLM engine on a CPU, without AMX. Call this before vLLM is imported.
 
     Args:
         environment: environment variables to set, in addition to those that every engine needs.
     """
     os.environ.update(_ENVIRONMENT, **environment)
-    import torch  # noqa: PLC0415 - slow, and reads the environment set above
-
-    torch.cpu._is_amx_tile_supported = lambda: False  # noqa: SLF001 - vLLM asks this function
+    turn_amx_off()
 
 
 _PATIENCE_SECONDS = 600.0

@@ -17,7 +17,8 @@ from typing import Any
 from benchmarks.attention.engine import LayoutEngine
 from benchmarks.cpu_layouts import CPU_LAYOUTS
 from benchmarks.handover.engine import Setup
-from benchmarks.handover.measure import Pair, draw_prompt, start_pair
+from benchmarks.handover.in_process import EnginePair, engine_pair
+from benchmarks.handover.measure import draw_prompt, meet
 from benchmarks.handover.model import HandoverModel, write_model
 from benchmarks.order import rotated
 from kvferry.errors import TransferError
@@ -105,13 +106,15 @@ def measure(job: AttentionJob, *, folder: Path, progress: Callable[[str], None])
     # In float32, sums that differ in their last bits choose other tokens so rarely that none may differ.
     options: dict[str, Any] = {"dtype": "float32", "block_size": job.block_tokens}
     with ExitStack() as stack:
-        pairs = {}
+        pairs: dict[str, EnginePair] = {}
         for layout in CPU_LAYOUTS:
             setup = Setup(
-                model=model, connector="kvferry", port=0, longest=job.longest, requests=job.requests,
+                model=model, connector="kvferry", longest=job.longest, requests=job.requests,
                 cache_bytes=job.cache_bytes, engine=options, threads=2, layout=layout,
             )  # fmt: skip
-            pairs[layout] = stack.enter_context(start_pair(layout, setup, LayoutEngine))
+            pairs[layout] = stack.enter_context(engine_pair(setup, LayoutEngine, layout))
+            with pairs[layout].running():
+                meet(layout, pairs[layout])
         found: Found = {DECODE: _decode(job, pairs, progress), PREFILL: [], HANDOVER: [], TRANSFER: []}
         for number in range(job.rounds + 1):
             progress(f"prompts, round {number} of {job.rounds}")
@@ -123,7 +126,7 @@ def measure(job: AttentionJob, *, folder: Path, progress: Callable[[str], None])
 
 
 def _decode(
-    job: AttentionJob, pairs: Mapping[str, Pair], progress: Callable[[str], None]
+    job: AttentionJob, pairs: Mapping[str, EnginePair], progress: Callable[[str], None]
 ) -> list[dict[str, float]]:
     """Return the median seconds of a step, by round and layout."""
     prompts = [draw_prompt(job.context, number) for number in range(job.requests)]
@@ -141,7 +144,9 @@ def _decode(
     return rounds[1:]
 
 
-def _hand_over(job: AttentionJob, pairs: Mapping[str, Pair], number: int) -> dict[str, dict[str, float]]:
+def _hand_over(
+    job: AttentionJob, pairs: Mapping[str, EnginePair], number: int
+) -> dict[str, dict[str, float]]:
     """Compute and hand over one prompt with each layout; return the seconds by measure and layout."""
     prompt = draw_prompt(job.prompt, 10_000 + number)
     times: dict[str, dict[str, float]] = {PREFILL: {}, HANDOVER: {}, TRANSFER: {}}
@@ -162,7 +167,7 @@ def _hand_over(job: AttentionJob, pairs: Mapping[str, Pair], number: int) -> dic
     return times
 
 
-def _alone(pair: Pair, method: str, *arguments: Any) -> Any:
+def _alone(pair: EnginePair, method: str, *arguments: Any) -> Any:
     """Call a method of the decode engine while all other engines are paused; return its result."""
     pair.decode.go_on()
     try:

@@ -14,7 +14,7 @@ from kvferry.cli.bench_options import parse_names, progress_line
 from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
-    from benchmarks.handover.measure import Load
+    from benchmarks.handover.measure import Load, Start
 
 _ALL_MODELS = ",".join(one.name for one in MODELS)
 _MOST_PEERS = "nixl,nixl+"
@@ -32,32 +32,46 @@ def handover(
         ),
     ] = _MOST_PEERS,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds to count.")] = 9,
+    served: Annotated[
+        bool, typer.Option("--served", help="Run the engines as servers, and measure over HTTP; no stages.")
+    ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON: stages of all requests, seconds.")
+        bool, typer.Option("--json", help="Print JSON: times of all requests, seconds.")
     ] = False,
 ) -> None:
     """Hand requests over between two engines, beside NixlConnector.
 
     Measures the time from a request's arrival at the decode engine to its first token, and its stages. Every
     connector has two vLLM engines of its own. The pairs take turns; the pairs that wait are paused.
+    With --served, the engines are vLLM's OpenAI-compatible servers, and the time is that from sending the
+    decode request to its answer.
     """
     from rich.console import Console
 
     from benchmarks.handover import report
+    from benchmarks.handover.in_process import engine_pair
     from benchmarks.handover.measure import measure
+    from benchmarks.handover.served import server_pair
 
     names = parse_names(models, [one.name for one in MODELS], "models")
     connectors = ["kvferry", *parse_names(peers, _MOST_PEERS.split(","), "peers")]
+    start: Start = server_pair if served else engine_pair
     console, found = Console(highlight=False), {}
     for model in [one for one in MODELS if one.name in names]:
         with tempfile.TemporaryDirectory() as folder, progress_line() as progress:
             found[model.name] = measure(
-                model, _loads(loads), connectors, rounds=rounds, folder=Path(folder), progress=progress
+                model,
+                _loads(loads),
+                connectors,
+                start,
+                rounds=rounds,
+                folder=Path(folder),
+                progress=progress,
             )
         if not as_json:
-            report.show(model, found[model.name], console)
+            report.show(model, found[model.name], console, served=served)
     if as_json:
-        print(json.dumps(report.as_json(found)))
+        print(json.dumps(report.as_json(found, served=served)))
 
 
 def _loads(text: str) -> list[Load]:

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu_layouts import declare_layouts
+from benchmarks.handover.nixl_plus import favour_nixl
 from benchmarks.served import prepare_process
 from kvferry.connector.events import Event, LoadEnded
 from kvferry.connector.load_results import LoadOutcome
 from kvferry.errors import TransferError
-from kvferry.geometry import Region
-from kvferry.memory.huge_pages import request_huge_pages
 from kvferry.serving.router.bodies import ASK_FOR_KV
 
 _IDLE_SECONDS = 1e-3
@@ -25,6 +24,8 @@ _KVFERRY = {
     "kv_connector_module_path": "kvferry.engines.vllm.connector",
 }
 _NIXL = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
+STEP_TOKENS = 2048
+"""Maximum number of tokens that a step of an engine computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class Setup:
         model: folder of the checkpoint.
         connector: ``kvferry``, ``nixl`` (NixlConnector as its users run it), or ``nixl+`` (with a progress
             thread that sleeps and with huge pages, both of which kvferry has).
-        port: port of NixlConnector's side channel.
+        port: port of NixlConnector's side channel; 0 before the engine has one.
         longest: length of the longest request, in tokens.
         requests: maximum number of requests at a time.
         cache_bytes: size of the KV cache, in bytes.
@@ -47,13 +48,20 @@ class Setup:
 
     model: Path
     connector: str
-    port: int
+    port: int = 0
     longest: int
     requests: int
     cache_bytes: int
     engine: dict[str, Any]
     threads: int = 1
     layout: str = "auto"
+
+    def transfer(self) -> dict[str, Any]:
+        """Return the engine's ``--kv-transfer-config``."""
+        connector: dict[str, Any] = _NIXL
+        if self.connector == "kvferry":
+            connector = {**_KVFERRY, "kv_connector_extra_config": {"layout": self.layout}}
+        return {"kv_role": "kv_both", "kv_load_failure_policy": "recompute", **connector}
 
 
 @dataclass(slots=True)
@@ -104,29 +112,24 @@ class HandoverEngine:
             VLLM_NIXL_SIDE_CHANNEL_PORT=str(setup.port),
         )
         if setup.connector == "nixl+":
-            _favour_nixl()
+            favour_nixl()
         if setup.layout != "auto":
             declare_layouts()
         from vllm import LLM  # noqa: PLC0415 - slow, and reads the environment set above
         from vllm.config import KVTransferConfig  # noqa: PLC0415
         from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: PLC0415
 
-        connector: dict[str, Any] = _NIXL
-        if setup.connector == "kvferry":
-            connector = {**_KVFERRY, "kv_connector_extra_config": {"layout": setup.layout}}
         self._engine = LLM(
             model=str(setup.model),
             skip_tokenizer_init=True,
             max_model_len=setup.longest,
             kv_cache_memory_bytes=setup.cache_bytes,
             max_num_seqs=setup.requests,
-            max_num_batched_tokens=2048,
+            max_num_batched_tokens=STEP_TOKENS,
             enforce_eager=True,
             disable_log_stats=True,
             use_tqdm_on_load=False,
-            kv_transfer_config=KVTransferConfig(
-                kv_role="kv_both", kv_load_failure_policy="recompute", **connector
-            ),
+            kv_transfer_config=KVTransferConfig(**setup.transfer()),
             **setup.engine,
         )
         self._numbers = count()
@@ -253,25 +256,3 @@ def _watch_worker(connector: Any, watch: _Watch) -> None:
 
     connector.start_load_kv = start_load_kv
     connector.get_transfer_results = get_transfer_results
-
-
-def _favour_nixl() -> None:
-    """Give NixlConnector's agent in this process a progress thread that sleeps, and its cache huge pages."""
-    from nixl import _api  # noqa: PLC0415 - heavy, and may be missing
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (  # noqa: PLC0415
-        NixlBaseConnector,
-    )
-
-    from kvferry.transport.nixl_agent import sleeping_bindings  # noqa: PLC0415
-
-    names = _api.nixl_agent.__init__.__globals__
-    names["nixlBind"] = sleeping_bindings(names["nixlBind"])
-    register = NixlBaseConnector.register_kv_caches
-
-    def register_kv_caches(self: Any, caches: dict[str, Any]) -> Any:
-        storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in caches.values()}
-        for address, storage in storages.items():
-            request_huge_pages(Region(address, storage.nbytes()), touched=True)
-        return register(self, caches)
-
-    NixlBaseConnector.register_kv_caches = register_kv_caches

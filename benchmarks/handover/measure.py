@@ -1,24 +1,23 @@
 """Time hand-overs from a prefill to a decode engine, up to the first token, with several connectors in turn.
 
-For each connector there are two engines, each in a process of its own. Only the pair that is measured runs:
-the others are paused, because NixlConnector's progress threads take processor time even when idle. In each
-round, every connector hands over the same prompts once. The first round is not counted.
+For each connector there is a pair of engines. Only the pair that is measured runs: the others are paused,
+because NixlConnector's progress threads take processor time even when idle. In each round, every connector
+hands over the same prompts once. The first round is not counted.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from benchmarks.checkpoint import VOCABULARY
-from benchmarks.engine_process import EngineProcess
-from benchmarks.handover.engine import HandoverEngine, Setup, Stamps
+from benchmarks.handover.engine import Setup, Stamps
 from benchmarks.handover.model import HandoverModel, write_model
 from kvferry.errors import TransferError
-from kvferry.serving.ports import free_ports
 
 _MEET_TOKENS, _MEET_TRIES = 300, 10
 _SPARE_TOKENS = 256
@@ -69,10 +68,47 @@ def _stages(one: Stamps) -> dict[str, float]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The result of a hand-over.
+
+    Attributes:
+        handover: times of the requests.
+        tokens: first token of each request.
+        loaded: True if the decode engine loaded every prompt's KV, False if it computed a prompt itself.
+    """
+
+    handover: Handover
+    tokens: Sequence[int]
+    loaded: bool
+
+
+class Pair(Protocol):
+    """A prefill and a decode engine with the same connector."""
+
+    def running(self) -> AbstractContextManager[None]:
+        """Let both engines run until the ``with`` block ends. Pause them then."""
+
+    def hand_over(self, prompts: Sequence[Sequence[int]]) -> Result:
+        """Compute prompts in one engine and continue them in the other. Both are idle afterwards.
+
+        Args:
+            prompts: token ids of each prompt.
+
+        Raises:
+            TransferError: an engine does not answer.
+        """
+
+
+Start = Callable[[Setup], AbstractContextManager[Pair]]
+"""Start two engines with a configuration. They run, and end with the ``with`` block."""
+
+
 def measure(
     model: HandoverModel,
     loads: Sequence[Load],
     connectors: Sequence[str],
+    start: Start,
     *,
     rounds: int,
     folder: Path,
@@ -84,30 +120,35 @@ def measure(
         model: model family.
         loads: loads to measure.
         connectors: names of the connectors, as in `Setup`.
+        start: function that starts the engines of a connector.
         rounds: number of counted rounds.
         folder: folder for the checkpoint.
         progress: function that is called with a line of text before each load.
 
     Raises:
+        ConfigError: an engine refuses its configuration.
         TransferError: an engine does not start or does not answer, a connector did not load a prompt, or two
             connectors gave unequal first tokens.
+        LaunchError: an engine that is a server does not start.
     """
     longest = max(one.tokens for one in loads) + _SPARE_TOKENS
-    progress(f"{model.name}: writing the checkpoint and starting {2 * len(connectors)} engines")
+    progress(f"{model.name}: writing the checkpoint")
     path = write_model(model, folder / model.name, longest)
     common = Setup(
-        model=path, connector="", port=0, longest=longest, requests=max(one.requests for one in loads),
+        model=path, connector="", longest=longest, requests=max(one.requests for one in loads),
         cache_bytes=_cache_bytes(loads), engine=dict(model.engine),
     )  # fmt: skip
     with ExitStack() as stack:
-        pairs = {
-            name: stack.enter_context(start_pair(name, replace(common, connector=name)))
-            for name in connectors
-        }
+        pairs: dict[str, Pair] = {}
+        for name in connectors:
+            progress(f"{model.name}: starting two engines with {name}")
+            pairs[name] = stack.enter_context(start(replace(common, connector=name)))
+            with pairs[name].running():
+                meet(name, pairs[name])
         found: dict[Load, dict[str, tuple[Handover, ...]]] = {}
         for load in loads:
             progress(f"{model.name}: {load.requests} requests of {load.tokens} tokens")
-            found[load] = _measured(pairs, load, rounds)
+            found[load] = measure_load(pairs, load, rounds)
         return found
 
 
@@ -117,87 +158,47 @@ def _cache_bytes(loads: Sequence[Load]) -> int:
     return max(256 << 20, most * (24 << 10)) + (256 << 20)
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """A prefill and a decode engine with the same connector, each in a process of its own.
-
-    Attributes:
-        name: name of the connector.
-        prefill, decode: the engines' processes.
-    """
-
-    name: str
-    prefill: EngineProcess
-    decode: EngineProcess
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Let both engines run while the block runs."""
-        for one in (self.prefill, self.decode):
-            one.go_on()
-        try:
-            yield
-        finally:
-            for one in (self.prefill, self.decode):
-                one.stand_still()
-
-    def hand_over(self, prompts: list[list[int]]) -> tuple[Handover, list[int]]:
-        """Compute prompts in one engine and continue them in the other; return the times and the tokens."""
-        params = self.prefill.call("prefill", prompts)
-        answers = self.decode.call("decode", prompts, params)
-        self.decode.call("settle")
-        self.prefill.call("settle")
-        return Handover(tuple(stamps for stamps, _ in answers)), [token for _, token in answers]
-
-
-@contextmanager
-def start_pair(
-    name: str, setup: Setup, make: Callable[[Setup], HandoverEngine] = HandoverEngine
-) -> Iterator[Pair]:
-    """Start two engines, let them hand over a first prompt, and pause them; end them when the block ends.
+def meet(name: str, pair: Pair) -> None:
+    """Hand over short prompts until one is loaded: the engines' first contact takes seconds.
 
     Args:
-        name: name of the pair, for messages.
-        setup: configuration of both engines, without the port.
-        make: class of the engines.
+        name: name of the connector.
+        pair: engines, which run.
 
     Raises:
-        TransferError: an engine does not start, or the engines do not hand over.
+        TransferError: the decode engine loaded no prompt.
     """
-    with ExitStack() as stack:
-        engines = [
-            stack.enter_context(EngineProcess(f"{name} {role}", make, replace(setup, port=port)))
-            for role, port in zip(("prefill", "decode"), free_ports(2), strict=True)
-        ]
-        for one in engines:
-            one.wait_ready()
-        pair = Pair(name, *engines)
-        with pair.running():
-            _meet(pair)
-        yield pair
-
-
-def _meet(pair: Pair) -> None:
-    """Hand over short prompts until one is loaded: the engines' first contact takes seconds."""
     for attempt in range(_MEET_TRIES):
-        times, _ = pair.hand_over([draw_prompt(_MEET_TOKENS, attempt)])
-        if all(one.received for one in times.stamps):
+        if pair.hand_over([draw_prompt(_MEET_TOKENS, attempt)]).loaded:
             return
-    raise TransferError(f"the engines with {pair.name} loaded none of {_MEET_TRIES} prompts")
+    raise TransferError(f"the engines with {name} loaded none of {_MEET_TRIES} prompts")
 
 
-def _measured(pairs: dict[str, Pair], load: Load, rounds: int) -> dict[str, tuple[Handover, ...]]:
+def measure_load(pairs: Mapping[str, Pair], load: Load, rounds: int) -> dict[str, tuple[Handover, ...]]:
+    """Hand over a load with each pair in turn; return the counted hand-overs by connector.
+
+    Args:
+        pairs: paused engines by the name of their connector.
+        load: requests to hand over.
+        rounds: number of counted rounds.
+
+    Raises:
+        TransferError: a connector did not load a prompt, or two connectors gave unequal first tokens.
+    """
     found: dict[str, list[Handover]] = {name: [] for name in pairs}
+    order = list(pairs)
     for number in range(rounds + 1):
         prompts = [draw_prompt(load.tokens, 1000 * number + one) for one in range(load.requests)]
         said = {}
-        for name, pair in pairs.items():
-            with pair.running():
-                times, said[name] = pair.hand_over(prompts)
-            if not all(one.received for one in times.stamps):
+        for name in order:
+            with pairs[name].running():
+                result = pairs[name].hand_over(prompts)
+            if not result.loaded:
                 raise TransferError(f"{name} did not load a prompt of {load.tokens} tokens")
+            said[name] = result.tokens
             if number:
-                found[name].append(times)
+                found[name].append(result.handover)
+        order.append(order.pop(0))  # no connector always follows the same one
         # bfloat16 and batching may flip a token, so most of them must be equal, not all.
         for name, tokens in said.items():
             equal = sum(a == b for a, b in zip(tokens, next(iter(said.values())), strict=True))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.handover.engine import Stamps
 from benchmarks.handover.measure import Handover, Load
 from benchmarks.handover.model import HandoverModel
 from kvferry.measuring.spread import Spread
@@ -16,12 +17,22 @@ from kvferry.measuring.spread import Spread
 Found = Mapping[Load, Mapping[str, Sequence[Handover]]]
 """Hand-overs by load and by connector."""
 
+_ENDS = ("added", "answered")
+"""Stamps of a request to a server."""
+
 LIMIT_SECONDS = 1e-3
 """Goal: kvferry's median is at most this much above that of NixlConnector with the same advantages."""
 
 
-def show(model: HandoverModel, found: Found, console: Console) -> None:
-    """Print the times of one model, with at most 80 columns."""
+def show(model: HandoverModel, found: Found, console: Console, *, served: bool) -> None:
+    """Print the times of one model, with at most 80 columns.
+
+    Args:
+        model: model family.
+        found: hand-overs of the model.
+        console: console to print on.
+        served: True if the engines were servers, so that there are no stages.
+    """
     console.print(f"\n{model.name} ({model.title}), milliseconds to the first token")
     if "nixl+" in next(iter(found.values())):
         console.print("nixl+: NixlConnector with a sleeping progress thread and huge pages")
@@ -36,6 +47,14 @@ def show(model: HandoverModel, found: Found, console: Console) -> None:
         row = [_milliseconds(Spread.of([one.seconds for one in each])) for each in times.values()]
         table.add_row(f"{load.tokens:,}", str(load.requests), *row, _difference(times))
     console.print(table)
+    if served:
+        console.print("time over HTTP, from sending the decode request to its answer")
+        console.print("for the stages, run without --served")
+    else:
+        _show_stages(found, console)
+
+
+def _show_stages(found: Found, console: Console) -> None:
     console.print("stages, medians in milliseconds (other: threads, and NixlConnector's transfer):")
     stages = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     names = list(next(iter(found.values()))["kvferry"][0].stages())
@@ -49,18 +68,25 @@ def show(model: HandoverModel, found: Found, console: Console) -> None:
     console.print(stages)
 
 
-def as_json(found: Mapping[str, Found]) -> dict[str, Any]:
+def as_json(found: Mapping[str, Found], *, served: bool) -> dict[str, Any]:
     """Return the stamps of all requests, in seconds, as values for JSON.
 
     Args:
         found: hand-overs of each model, by its name.
+        served: True if the engines were servers: only the stamps ``added`` (the client began to send the
+            request) and ``answered`` are given.
     """
+    stamped = _ENDS if served else tuple(field.name for field in fields(Stamps))
     return {
         model: [
             {
                 **asdict(load),
+                "served": served,
                 "connectors": {
-                    name: [[asdict(stamps) for stamps in one.stamps] for one in each]
+                    name: [
+                        [{stamp: getattr(stamps, stamp) for stamp in stamped} for stamps in one.stamps]
+                        for one in each
+                    ]
                     for name, each in times.items()
                 },
             }

@@ -73,6 +73,12 @@ class Section:
         return (*self.program, *(self.quick_arguments if quick else self.arguments))
 
 
+_HANDOVER_REASON = Reason(
+    against="nixl+",
+    text="kvferry redeems a ticket at the prefill engine, and wakes the threads that read. "
+    "NixlConnector reads inside the engine's step, and requests that are decoded wait for it.",
+)
+
 SECTIONS = (
     Section(
         name="transfer",
@@ -109,13 +115,18 @@ SECTIONS = (
         quick_arguments=("--models", "qwen3", "--loads", "512x1,512x8", "--rounds", "3"),
         summary=handover,
         method="performance.md#how-soon-is-the-first-token-after-a-hand-over",
-        reasons=(
-            Reason(
-                against="nixl+",
-                text="kvferry redeems a ticket at the prefill engine, and wakes the threads that read. "
-                "NixlConnector reads inside the engine's step, and requests that are decoded wait for it.",
-            ),
-        ),
+        reasons=(_HANDOVER_REASON,),
+    ),
+    Section(
+        name="served",
+        title="A hand-over between servers beside NixlConnector",
+        question="How soon is the first token after a hand-over between two servers, over HTTP?",
+        program=("benchmarks", "handover", "--served"),
+        arguments=(*("--models", "qwen3,gemma3"), *("--loads", "512x1,8192x1,512x8"), *("--rounds", "5")),
+        quick_arguments=("--models", "qwen3", "--loads", "512x1", "--rounds", "2"),
+        summary=handover,
+        method="performance.md#how-soon-is-the-first-token-after-a-hand-over",
+        reasons=(_HANDOVER_REASON,),
     ),
     Section(
         name="streaming",

@@ -131,6 +131,11 @@ class EngineProcess:
         code = self._guard.poll()
         return code if code is None or code < 128 else 128 - code
 
+    @property
+    def pid(self) -> int:
+        """Return the process id of the guard. It is also the id of the engine's process group."""
+        return self._guard.pid
+
     def poll(self) -> EngineState:
         """Check the engine, update the attribute `state`, and return it.
 

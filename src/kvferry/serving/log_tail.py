@@ -48,10 +48,18 @@ def last_line(log_path: Path) -> str:
     Args:
         log_path: path of the log. Only its last 256 KiB are read.
     """
-    for line in reversed(_tail(log_path)):
-        if text := _PREFIX.sub("", _ANSI.sub("", line)).strip():
-            return text
-    return ""
+    return next(iter(last_lines(log_path, 1)), "")
+
+
+def last_lines(log_path: Path, count: int) -> list[str]:
+    """Return the last lines of an engine's log that have text, without their prefixes, the oldest first.
+
+    Args:
+        log_path: path of the log. Only its last 256 KiB are read.
+        count: maximum number of lines, at least 1.
+    """
+    lines = (_PREFIX.sub("", _ANSI.sub("", line)).strip() for line in _tail(log_path))
+    return [line for line in lines if line][-count:]
 
 
 def _error_at(lines: list[str], index: int) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, KVFerryError
 from kvferry.serving.devices import Devices, engine_environments, memory_arguments, visible_devices
 from kvferry.serving.engine import EngineSpec
 from kvferry.serving.kv_config import kv_transfer_config
@@ -205,3 +205,24 @@ def _check_arguments(arguments: Sequence[str]) -> None:
         flag = argument.split("=")[0].replace("_", "-")
         if flag in _OURS:
             raise ConfigError(f"{argument} cannot be the same for every engine; use {_OURS[flag]}")
+
+
+def flag(option: str, value: object) -> str:
+    """Return the argument of vLLM's API server that sets an option of an engine.
+
+    >>> flag("enable_prefix_caching", False)
+    '--no-enable-prefix-caching'
+
+    Args:
+        option: name of the option, as a keyword argument of `vllm.LLM`.
+        value: value of the option.
+
+    Raises:
+        KVFerryError: the value is not a string, a number or a truth value.
+    """
+    name = option.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    if not isinstance(value, (str, int)):
+        raise KVFerryError(f"engine option {option} is {value!r}, it must be a string, a number or a switch")
+    return f"--{name}={value}"

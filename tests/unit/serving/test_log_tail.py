@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvferry.serving.log_tail import error_line, last_line
+from kvferry.serving.log_tail import error_line, last_line, last_lines
 
 CORE = "(EngineCore pid=7) ERROR 09-30 12:00:00 [core.py:1510] "
 ECHO = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
@@ -32,9 +32,17 @@ def test_the_telling_line_is_the_last_error_that_is_no_echo(tmp_path, lines, sai
 def test_a_log_that_is_not_there_says_nothing(tmp_path):
     assert error_line(tmp_path / "none") is None
     assert last_line(tmp_path / "none") == ""
+    assert last_lines(tmp_path / "none", 2) == []
 
 
 def test_the_last_line_comes_without_its_prefix(tmp_path):
     log = tmp_path / "log"
     log.write_text("(Worker pid=7) INFO 09-30 12:00:00 [a.py:1] Loading weights\n\n")
     assert last_line(log) == "Loading weights"
+
+
+def test_the_last_lines_are_those_with_text(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("first\n(Worker pid=7) INFO 09-30 12:00:00 [a.py:1] second\n\nthird\n \n")
+    assert last_lines(log, 2) == ["second", "third"]
+    assert last_lines(log, 9) == ["first", "second", "third"]

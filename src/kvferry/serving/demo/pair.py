@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 
-from kvferry.errors import KVFerryError
 from kvferry.serving.demo.client import StreamedAnswer, ask
 from kvferry.serving.demo.endpoint import routed
 from kvferry.serving.demo.report import RequestRow
@@ -22,6 +21,7 @@ from kvferry.serving.devices import visible_devices
 from kvferry.serving.engine import EngineProcess, EngineSpec
 from kvferry.serving.launch import Fleet, fleet_specs
 from kvferry.serving.signals import StopSignals
+from kvferry.serving.specs import flag
 from kvferry.serving.tiny import cache_directory, family, tiny_checkpoint
 
 _LIKELIEST = 5
@@ -68,7 +68,7 @@ def family_model(name: str, arguments: Sequence[str] = ()) -> DemoModel:
     if visible_devices().gpus:
         # float32 makes answers comparable on a CPU, but most GPU kernels do not support it.
         options["dtype"] = "bfloat16"
-    flags = [_flag(option, value) for option, value in options.items()]
+    flags = [flag(option, value) for option, value in options.items()]
     return DemoModel(
         title=f"{name}: {chosen.groups}",
         path=str(tiny_checkpoint(name, cache_directory())),
@@ -229,12 +229,3 @@ class _Run:
 def _client() -> httpx.Client:
     # trust_env: ignore a proxy set in the environment, because the engines are on this machine.
     return httpx.Client(timeout=_REQUEST_SECONDS, trust_env=False)
-
-
-def _flag(option: str, value: object) -> str:
-    name = option.replace("_", "-")
-    if isinstance(value, bool):
-        return f"--{name}" if value else f"--no-{name}"
-    if not isinstance(value, (str, int)):
-        raise KVFerryError(f"engine option {option} is {value!r}, it must be a string, a number or a switch")
-    return f"--{name}={value}"

@@ -1,0 +1,23 @@
+"""Plugins of the servers that `benchmarks handover --served` starts. They run in each process of a server."""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.handover.nixl_plus import favour_nixl
+from benchmarks.without_amx import turn_amx_off
+
+WITHOUT_AMX = "benchmarks: this process computes without AMX"
+NIXL_PLUS = "benchmarks: NixlConnector has a sleeping progress thread and huge pages"
+
+
+def without_amx() -> None:
+    """Turn AMX off in this process, and print `WITHOUT_AMX`."""
+    turn_amx_off()
+    print(WITHOUT_AMX, file=sys.stderr, flush=True)  # noqa: T201 - goes to the server's log
+
+
+def nixl_plus() -> None:
+    """Give NixlConnector in this process the advantages of ``nixl+``, and print `NIXL_PLUS`."""
+    favour_nixl()
+    print(NIXL_PLUS, file=sys.stderr, flush=True)  # noqa: T201 - goes to the server's log

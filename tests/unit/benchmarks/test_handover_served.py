@@ -1,0 +1,213 @@
+"""The servers of `benchmarks handover --served`, with scripts in place of vLLM's."""
+
+import importlib.metadata
+import json
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.handover import served as served_module
+from benchmarks.handover.client import Answer, get, post_all
+from benchmarks.handover.engine import Setup
+from benchmarks.handover.model import MODELS
+from benchmarks.handover.served import ServerPair, server_pair
+from benchmarks.handover.server import Server, server_spec
+from benchmarks.handover.server_plugins import nixl_plus, without_amx
+from benchmarks.plugins import plugin_environment
+from kvferry.errors import ConfigError, TransferError
+from kvferry.serving.launch import EngineProcess, EngineSpec, Fleet, LaunchError, Role
+
+SETUP = Setup(
+    model=Path("model"), connector="nixl+", port=7, longest=768, requests=8, cache_bytes=1 << 20,
+    engine=dict(MODELS[2].engine),
+)  # fmt: skip
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers with the body of the request, a number, so many tenths of a second late."""
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self.send_response(200 if self.path == "/metrics" else 404)
+        self.end_headers()
+        self.wfile.write(b"so much")
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["content-length"]))
+        if body == b"close":
+            return
+        if body == b"refuse":
+            self.send_error(400)
+            return
+        time.sleep(json.loads(body) / 10)
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        with suppress(OSError):  # the client may have gone
+            self.wfile.write(body)
+
+
+@pytest.fixture
+def port():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+def test_requests_are_sent_at_once_and_each_answer_has_its_time(port):
+    late, early = post_all(port, "/x", [b"4", b"0"], 30.0)
+    assert (late.parsed(), early.parsed()) == (4, 0)
+    assert late.sent < early.sent < early.answered < late.answered
+    assert late.answered - late.sent >= 0.4
+
+
+def test_what_a_server_fails_to_answer_is_an_error(port):
+    for body, why in ((b"close", "closed|reset"), (b"refuse", "answered with 400"), (b"9", "within 0.1 s")):
+        with pytest.raises(TransferError, match=why):
+            post_all(port, "/x", [body], 0.1 if body == b"9" else 30.0)
+    assert get(port, "/metrics", 30.0) == "so much"
+    with pytest.raises(TransferError, match="/other was answered with 404"):
+        get(port, "/other", 30.0)
+
+
+class PlayedServer:
+    """A server that gives a token to each request, and has loaded a number of tokens in all."""
+
+    def __init__(self, loaded: int = 0) -> None:
+        self.loaded, self.bodies, self.settled = loaded, [], 0
+
+    def complete(self, bodies):
+        self.bodies = [json.loads(body) for body in bodies]
+        body = {"choices": [{"token_ids": [5]}], "kv_transfer_params": {"remote_host": "here"}}
+        return [Answer(1.0, 1.5, json.dumps(body).encode()) for _ in bodies]
+
+    def settle(self):
+        self.settled += 1
+
+    def loaded_tokens(self):
+        return self.loaded
+
+
+def test_a_pair_of_servers_hands_over_what_the_prefill_server_offers():
+    prefill, decode = PlayedServer(), PlayedServer(6)
+    pair = ServerPair("model", prefill, decode)
+    result = pair.hand_over([[1, 2, 3, 4], [5, 6, 7, 8]])
+    assert result.loaded  # a connector leaves the last token of each prompt to the decode engine
+    assert (result.tokens, result.handover.seconds) == ([5, 5], 0.5)
+    assert prefill.bodies[0]["kv_transfer_params"]["do_remote_decode"]
+    assert decode.bodies[1]["kv_transfer_params"] == {"remote_host": "here"}
+    assert decode.bodies[1]["prompt"] == [5, 6, 7, 8]
+    assert (prefill.settled, decode.settled) == (1, 1)
+    decode.loaded += 5
+    assert not pair.hand_over([[1, 2, 3, 4], [5, 6, 7, 8]]).loaded
+
+
+def test_a_server_has_the_settings_of_the_engine():
+    spec = server_spec(SETUP, Role.DECODE, 80, {"PYTHONPATH": "here"})
+    assert spec.kv_transfer["kv_connector"] == "NixlConnector"
+    assert {"--max-model-len=768", "--max-num-seqs=8", "--no-enable-prefix-caching"} < set(spec.arguments)
+    assert spec.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "7"
+    assert spec.environment["PYTHONPATH"] == "here"
+
+
+def test_plugins_are_found_in_their_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    environment = plugin_environment(tmp_path / "plugins", without_amx, nixl_plus)
+    (installed,) = importlib.metadata.distributions(path=[environment["PYTHONPATH"].split(":")[0]])
+    found = {one.name: one for one in installed.entry_points}
+    assert {one.group for one in installed.entry_points} == {"vllm.general_plugins"}
+    assert environment["VLLM_PLUGINS"].split(",") == ["other", *found]
+    assert [one.load() for one in found.values()] == [without_amx, nixl_plus]
+    monkeypatch.delenv("VLLM_PLUGINS")
+    assert "VLLM_PLUGINS" not in plugin_environment(tmp_path / "more", without_amx)
+
+
+@dataclass(frozen=True)
+class Script(EngineSpec):
+    """A Python script in place of vLLM."""
+
+    code: str = ""
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-c", self.code]
+
+
+TREE = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+print("up", flush=True)
+time.sleep(300)
+"""
+
+
+def states(processes: list[psutil.Process], wanted: str) -> set[str]:
+    """States of the processes, once all are in the wanted one or after a while."""
+    until = time.monotonic() + 20
+    while (found := {one.status() for one in processes}) != {wanted} and time.monotonic() < until:
+        time.sleep(0.01)
+    return found
+
+
+def test_a_server_that_waits_is_paused_but_not_its_guard(tmp_path):
+    process = EngineProcess(
+        Script(name="server", role=Role.DECODE, model="", port=1, code=TREE), tmp_path / "log", 5.0
+    )
+    try:
+        guard = psutil.Process(process.pid)
+        until = time.monotonic() + 60
+        while "up" not in process.log_path.read_text() and time.monotonic() < until:
+            time.sleep(0.01)
+        processes = guard.children(recursive=True)
+        assert len(processes) == 2
+        server = Server(process)
+        server.stand_still()
+        assert states(processes, psutil.STATUS_STOPPED) == {psutil.STATUS_STOPPED}
+        assert states([guard], psutil.STATUS_SLEEPING) == {psutil.STATUS_SLEEPING}
+        server.go_on()
+        assert states(processes, psutil.STATUS_SLEEPING) == {psutil.STATUS_SLEEPING}
+        server.stand_still()  # a paused server can be ended
+    finally:
+        process.kill()
+        process.finish_stop()
+    # Processes that nobody has waited for yet remain as zombies.
+    assert all(not one.is_running() or one.status() == psutil.STATUS_ZOMBIE for one in processes)
+    server.go_on()  # of a server that has ended there is nothing to resume
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [("import sys; print('loading\\nValueError: no room\\nso I end'); sys.exit(3)", LaunchError),
+     ("import sys; print('x.py: error: unrecognized: --foo\\nso I end'); sys.exit(2)", ConfigError)],
+)  # fmt: skip
+def test_a_server_that_does_not_start_is_an_error_with_its_last_words(monkeypatch, code, kind, tmp_path):
+    def script(setup: Setup, role: Role, port: int, environment: dict[str, str]) -> EngineSpec:
+        return Script(name=str(role), role=role, model="", port=port, environment=environment, code=code)
+
+    monkeypatch.setattr(served_module, "server_spec", script)
+    monkeypatch.setattr(served_module, "temporary_folder", lambda prefix: tmp_path)
+    with pytest.raises(kind, match=r"(?s)ended with exit code.*\n  so I end"), server_pair(SETUP):
+        pass
+    assert (tmp_path / "prefill.log").exists()  # the message names it
+
+
+def test_a_server_that_ended_is_named_with_its_last_words(tmp_path):
+    spec = Script(name="decode", role=Role.DECODE, model="", port=1, code="print('I end')")
+    with Fleet([spec], tmp_path) as fleet:
+        (process,) = fleet.engines
+        until = time.monotonic() + 60
+        while process.exit_code is None and time.monotonic() < until:
+            time.sleep(0.01)
+        with pytest.raises(TransferError, match=r"(?s)decode ended with exit code 0.*\n  I end"):
+            Server(process).settle()
