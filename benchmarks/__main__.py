@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from benchmarks.accuracy.command import accuracy
 from benchmarks.choice.command import choice
 from benchmarks.copies.command import copies
 from benchmarks.gpu_check.command import gpu_check
@@ -41,6 +42,7 @@ for _command in (
     turns,
     streaming,
     gpu_check,
+    accuracy,
 ):
     app.command(_command.__name__)(_command)
 
