@@ -72,7 +72,7 @@ class Harness:
             self._run(["-c", _DOWNLOAD], log, check, {})
         except HarnessError as error:
             raise ConfigError(
-                f"GSM8K cannot be downloaded from the Hugging Face hub ({error}); connect this machine, or "
+                f"GSM8K cannot be downloaded from the Hugging Face hub ({reason(log)}); connect this machine, or "
                 "name a file of questions with --questions"
             ) from error
 
@@ -123,7 +123,7 @@ class Harness:
         finally:
             _end(process)
         if process.returncode:
-            raise HarnessError(f"lm-eval failed: {failure(log)}")
+            raise HarnessError(f"lm-eval failed: {reason(log)} (log: {log})")
 
 
 def find_harness(environment: Path | None = None) -> Harness:
@@ -183,15 +183,15 @@ def log_path(folder: Path) -> Path:
     return folder / "lm-eval.log"
 
 
-def failure(log: Path) -> str:
-    """Return why lm-eval failed, with the path of its log.
+def reason(log: Path) -> str:
+    """Return why lm-eval failed.
 
     Args:
         log: path of the file with lm-eval's output.
     """
     refused = _REFUSED.findall(log.read_text(encoding="utf-8", errors="replace"))
     why = f"the engine refused a question: {refused[-1]}" if refused else error_line(log)
-    return f"{(why or 'it gave no reason')[:_MOST_CHARACTERS]} (log: {log})"
+    return (why or "it gave no reason")[:_MOST_CHARACTERS]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
