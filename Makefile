@@ -15,6 +15,7 @@ KERNEL := hatch_build.py src/kvferry/memory/strided_copy.c
 # Processes that run unit tests.
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 # Options of `make demo`: MODEL=path-or-id, ARGS="--prompts 3 ...". ARGS also holds the command of `make bench`, by default `page`.
+# Options of `make demo` and `make accuracy`: MODEL=path-or-id, ARGS="--prompts 3 ...". ARGS also holds the command of `make bench`.
 MODEL ?=
 ARGS ?=
 # Of `make faults` and `make soak`.
@@ -65,6 +66,13 @@ $(VENV)/.triton: requirements/triton.lock | $(PYTHON)
 	@$(PYTHON) -m pip install -qq --disable-pip-version-check --no-deps --target $(VENV)/triton -r requirements/triton.lock
 	@touch $@
 
+# Apart, so that it changes no package of the engine's.
+$(VENV)/.accuracy: requirements/accuracy.lock | $(PYTHON)
+	@echo "install: lm-eval, in an environment of its own (about 760 MB)"
+	@$(PYTHON) -m venv --clear $(VENV)/accuracy
+	@$(VENV)/accuracy/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/accuracy.lock
+	@touch $@
+
 ##@ Check and test
 .PHONY: check test test-fast test-unit test-engines test-long faults soak
 check: $(VENV)/.dev ## ruff, mypy --strict, import-linter
@@ -109,6 +117,10 @@ flood: $(VENV)/.dev ## floods of both channels: memory, threads, descriptors, lo
 
 bench: $(VENV)/.dev ## compare kvferry with other connectors; writes docs/benchmarks.md; or run one benchmark (ARGS="layout --help")
 	$(PYTHON) -m benchmarks $(or $(ARGS),page)
+
+.PHONY: accuracy
+accuracy: $(VENV)/.engine-$(ENGINE) $(VENV)/.accuracy ## GSM8K by lm-eval: does a prefill/decode pair answer as one engine does? (MODEL=, ARGS=)
+	@$(PYTHON) -m benchmarks accuracy $(MODEL) $(ARGS)
 
 ##@ Build
 .PHONY: wheel clean

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from benchmarks.attention.command import attention
+from benchmarks.accuracy.command import accuracy
 from benchmarks.choice.command import choice
 from benchmarks.copies.command import copies
 from benchmarks.gpu_check.command import gpu_check
@@ -51,6 +52,7 @@ for _command in (
     scale,
     gpu_check,
     page,
+    accuracy,
 ):
     app.command(_command.__name__)(_command)
 
