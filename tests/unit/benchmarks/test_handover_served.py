@@ -19,7 +19,7 @@ from benchmarks.handover.engine import Setup
 from benchmarks.handover.model import MODELS
 from benchmarks.handover.served import ServerPair, server_pair
 from benchmarks.handover.server import Server, server_spec
-from benchmarks.handover.server_plugins import nixl_plus, without_amx
+from benchmarks.handover.server_plugins import NIXL_PLUS, WITHOUT_AMX, nixl_plus, without_amx
 from benchmarks.plugins import plugin_environment
 from kvferry.errors import ConfigError, TransferError
 from kvferry.serving.launch import EngineProcess, EngineSpec, Fleet, LaunchError, Role
@@ -200,6 +200,73 @@ def test_a_server_that_does_not_start_is_an_error_with_its_last_words(monkeypatc
     with pytest.raises(kind, match=r"(?s)ended with exit code.*\n  so I end"), server_pair(SETUP):
         pass
     assert (tmp_path / "prefill.log").exists()  # the message names it
+
+
+HEALTHY = """
+import http.server, sys
+print(*sys.argv[2:], flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@dataclass(frozen=True)
+class Healthy(EngineSpec):
+    """A server that is ready at once."""
+
+    signs: tuple[str, ...] = ()
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-c", HEALTHY, str(self.port), *self.signs]
+
+
+@pytest.fixture
+def healthy(monkeypatch, tmp_path):
+    """A function that lets servers of `server_pair` be ready at once, and print lines."""
+
+    def use(*signs: str) -> Path:
+        def spec(setup: Setup, role: Role, port: int, environment: dict[str, str]) -> EngineSpec:
+            return Healthy(
+                name=str(role), role=role, model="", port=port, environment=environment, signs=signs
+            )
+
+        monkeypatch.setattr(served_module, "server_spec", spec)
+        monkeypatch.setattr(served_module, "temporary_folder", lambda prefix: tmp_path / "logs")
+        return tmp_path / "logs"
+
+    return use
+
+
+@pytest.mark.alone  # tests beside it would take ports that were found free
+def test_an_interrupt_ends_paused_servers_and_their_logs_are_removed(healthy):
+    logs = healthy(WITHOUT_AMX, NIXL_PLUS)
+    before = set(psutil.Process().children(recursive=True))
+    started: set[psutil.Process] = set()
+
+    def interrupted() -> None:
+        with server_pair(SETUP) as pair:
+            with pair.running():
+                started.update(set(psutil.Process().children(recursive=True)) - before)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert len(started) == 4  # two servers with a guard each
+    assert not [one for one in started if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert not logs.exists()
+
+
+@pytest.mark.alone
+def test_servers_without_the_settings_of_the_benchmark_are_refused(healthy):
+    healthy(WITHOUT_AMX)
+    with (
+        pytest.raises(TransferError, match="prefill does not say 'benchmarks: NixlConnector"),
+        server_pair(SETUP),
+    ):
+        pass
 
 
 def test_a_server_that_ended_is_named_with_its_last_words(tmp_path):
