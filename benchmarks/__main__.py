@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from benchmarks.attention.command import attention
 from benchmarks.accuracy.command import accuracy
+from benchmarks.attention.command import attention
 from benchmarks.choice.command import choice
 from benchmarks.copies.command import copies
 from benchmarks.gpu_check.command import gpu_check

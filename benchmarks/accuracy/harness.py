@@ -72,8 +72,8 @@ class Harness:
             self._run(["-c", _DOWNLOAD], log, check, {})
         except HarnessError as error:
             raise ConfigError(
-                f"GSM8K cannot be downloaded from the Hugging Face hub ({reason(log)}); connect this machine, or "
-                "name a file of questions with --questions"
+                f"GSM8K cannot be downloaded from the Hugging Face hub ({reason(log)}); connect this "
+                "machine, or name a file of questions with --questions"
             ) from error
 
     def evaluate(self, task: Task, url: str, model: str, folder: Path, check: Callable[[], None]) -> str:

@@ -265,12 +265,15 @@ class Step(Protocol):
 
     Attributes:
         tokens: maps a request's id to the number of its tokens that the step computes.
+        num_tokens: number of tokens that the step computes, of all requests.
         snapshots: maps a request's id to the snapshots of recurrent state that the step writes. Each snapshot
             is (index of the KV cache group, block id, number of tokens that the state covers).
     """
 
     @property
     def tokens(self) -> Mapping[str, int]: ...
+    @property
+    def num_tokens(self) -> int: ...
     @property
     def snapshots(self) -> Mapping[str, Iterable[tuple[int, int, int]]]: ...
 

@@ -70,6 +70,11 @@ class PlainStep:
     tables: Mapping[str, BlockIds] = field(default_factory=dict)
     snapshots: Mapping[str, Sequence[tuple[int, int, int]]] = field(default_factory=dict)
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that the step computes, of all requests."""
+        return sum(self.tokens.values())
+
     def block_ids(self, request_id: str) -> BlockIds:
         """Return the block tables of a request, per KV cache group."""
         return self.tables[request_id]

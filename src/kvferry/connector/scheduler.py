@@ -229,7 +229,7 @@ class SchedulerHalf:
         Args:
             step: the coming step, as scheduled by the engine.
         """
-        computed = sum(step.tokens.values())
+        computed = step.num_tokens
         self._steps.scheduled(computed)
         idle = not self._engine.lockstep and not self._steps.computing
         orders = StepOrders(epoch=self._epoch, computes=computed > 0, idle=idle)

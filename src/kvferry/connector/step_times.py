@@ -27,11 +27,12 @@ class StepTimes:
         self._speeds, self._clock = speeds, clock
         self._under_way: deque[tuple[float, int]] = deque()
         self._done, self._last_tokens = 0.0, 0
+        self._computing = 0
 
     @property
     def computing(self) -> bool:
         """Whether a step that computes tokens has been scheduled and is not done."""
-        return any(tokens for _, tokens in self._under_way)
+        return self._computing > 0
 
     @property
     def idle(self) -> bool:
@@ -44,12 +45,14 @@ class StepTimes:
         """Record that the engine schedules a step of `tokens` tokens now."""
         self._under_way.append((self._clock(), tokens))
         self._last_tokens = tokens
+        self._computing += tokens > 0
 
     def done(self) -> None:
         """Record that the oldest step under way is done: the engine has taken the step's output."""
         if not self._under_way:
             return
         (scheduled, tokens), now = self._under_way.popleft(), self._clock()
+        self._computing -= tokens > 0
         if tokens >= _PREFILL_TOKENS:
             self._speeds.record_computation(tokens, now - max(scheduled, self._done))
         self._done = now

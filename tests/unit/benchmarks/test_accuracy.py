@@ -1,4 +1,4 @@
-"""`python -m benchmarks accuracy` without engines: the task, lm-eval's files, the evidence and the verdict."""
+"""`python -m benchmarks accuracy` without engines: task, lm-eval's files, evidence and verdict."""
 
 from __future__ import annotations
 
@@ -174,8 +174,8 @@ kvferry_hit_tokens_total{engine="0",model_name="m",source="peer",tier="peer"} 36
 kvferry_misses_total{engine="0",group="",model_name="m",reason="local",source="peer"} 0.0
 kvferry_misses_total{engine="1",group="",model_name="m",reason="deadline",source="peer"} 2.0
 # TYPE kvferry_load_bytes counter
-kvferry_load_bytes_total{engine="0",group="0 full_attention",model_name="m",source="peer",strategy="direct"} 1e+06
-kvferry_load_bytes_total{engine="0",group="1 full_attention",model_name="m",source="peer",strategy="staged"} 5.0
+kvferry_load_bytes_total{engine="0",group="0 full_attention",source="peer",strategy="direct"} 1e+06
+kvferry_load_bytes_total{engine="0",group="1 full_attention",source="peer",strategy="staged"} 5.0
 # TYPE vllm:something counter
 vllm:something_total{source="peer"} nonsense
 """

@@ -403,15 +403,10 @@ class PeerSource:
             orders: message to all workers for the coming step. This object is mutated.
         """
         self._claims.step()
-        orders.connects = {name: known.ranks for name, known in self._connects.items()}
-        self._connects.clear()
-        now = time.monotonic()
-        reading = {feed.pull.peer for feed in self._feeds.values()}
-        unused = takewhile(lambda one: now - one[1] > UNUSED_SECONDS, self._connected.items())
-        orders.disconnects = [name for name, _ in unused if name not in reading]
-        for name in orders.disconnects:
-            del self._connected[name]
-            self._alignments.pop(name, None)
+        if self._connects:
+            orders.connects = {name: known.ranks for name, known in self._connects.items()}
+            self._connects.clear()
+        orders.disconnects = self._take_unused()
         orders.reads, self._reads = self._reads, []
         for key, feed in list(self._feeds.items()):
             read = feed.next_read(self._update(feed.pull))
@@ -419,6 +414,19 @@ class PeerSource:
                 orders.reads.append(read)
                 if read.last or read.failure is not None:
                     del self._feeds[key]
+
+    def _take_unused(self) -> list[str]:
+        """Return, and forget, the connected peers that no load has used for a while."""
+        oldest = time.monotonic() - UNUSED_SECONDS
+        if not self._connected or next(iter(self._connected.values())) >= oldest:
+            return []
+        reading = {feed.pull.peer for feed in self._feeds.values()}
+        unused = takewhile(lambda one: one[1] < oldest, self._connected.items())
+        found = [name for name, _ in unused if name not in reading]
+        for name in found:
+            del self._connected[name]
+            self._alignments.pop(name, None)
+        return found
 
     def _redeem(self, pull: Pull, request: Request) -> None:
         """Send a request's ticket (random id that claims a lease) to the peer that offered KV.

@@ -104,7 +104,7 @@ class Storing:
         Args:
             step: tokens and blocks of the requests that the coming step computes.
         """
-        if not self._quiet.count(step.tokens):
+        if not self._quiet.count(step.tokens, step.num_tokens):
             self._quiet.start(step.tokens, self._look_at_requests(step))
         for request_id, snapshots in step.snapshots.items():
             progress = self._progress.get(request_id)

@@ -215,6 +215,12 @@ class VLLMStep:
         return tokens
 
     @property
+    def num_tokens(self) -> int:
+        """Number of tokens that the step computes, of all requests."""
+        tokens: int = self.output.total_num_scheduled_tokens
+        return tokens
+
+    @property
     def snapshots(self) -> Mapping[str, Iterable[tuple[int, int, int]]]:
         """Snapshots (recurrent state at one position) that the blocks contain after the step, by request id.
 

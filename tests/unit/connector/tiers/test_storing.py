@@ -869,7 +869,7 @@ def test_stores_are_told_from_beginning_to_end():
 )
 def test_steps_without_a_look_at_each_request_store_what_looks_would(work):
     looking, counting = Engine(blocks=400), Engine(blocks=400)
-    looking.storing._quiet.count = lambda _: False
+    looking.storing._quiet.count = lambda *_: False
     stored = []
     for engine in (looking, counting):
         numbers = itertools.count()
