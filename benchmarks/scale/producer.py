@@ -88,6 +88,7 @@ class RetainingProducer:
         request = PlainRequest(request_id="", prompt_token_ids=self._prompt)
         self._content = content_of(request, tokens, adapters)
         self._messages = 0
+        self._steps = 0
 
     def retain(self, name: str) -> dict[str, Any]:
         """End a request whose KV another engine will read. Return the offer, its ``kv_transfer_params``.
@@ -130,9 +131,10 @@ class RetainingProducer:
         """
         orders = StepOrders()
         self._producer.take_events(self._server.events, orders)
-        self._producer.scheduled(_EMPTY, _no_blocks)
+        self._steps += 1
+        self._producer.scheduled(self._steps, _EMPTY, _no_blocks)
         self._producer.sent(set(orders.ended))
-        self._producer.step_done()
+        self._producer.step_done(self._steps)
         return len(orders.ended)
 
     def close(self) -> None:

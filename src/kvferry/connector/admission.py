@@ -249,6 +249,19 @@ class Admission:
         self._events.finished(request_id)
         self._events.late(self.pins.all_late_blocks)
 
+    @property
+    def calm(self) -> bool:
+        """True if steps need no call of `scheduled` and `hand_over`, until another method is called.
+
+        The sources are not asked.
+        """
+        return (
+            not (self._begun or self._given_up)
+            and self._phases.calm
+            and self._events.calm
+            and self._parts.calm
+        )
+
     def scheduled(self, requests: Container[str]) -> None:
         """Record which requests the engine's coming step computes. They no longer wait for loads.
 

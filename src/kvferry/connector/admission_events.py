@@ -258,6 +258,11 @@ class AdmissionEvents:
         """
         self._unserved[request.request_id] = request
 
+    @property
+    def calm(self) -> bool:
+        """True if `scheduled` has nothing to do, whichever requests the coming step computes."""
+        return not self._unserved
+
     @log_errors
     def scheduled(self, requests: Container[str]) -> None:
         """Emit a `Scheduled` event for each of these requests that was passed to `unserved` before.

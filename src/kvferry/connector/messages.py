@@ -85,6 +85,8 @@ class StepOrders:
         computes: True if the step computes tokens.
         idle: True if the engine computes nothing while workers execute this step, so that the step may wait
             for loads.
+        quiet: True if the step computes tokens and workers have nothing else to do. All fields above but
+            `epoch` and `computes` then have their default values, and several steps may share one object.
     """
 
     connects: dict[str, tuple[RankCard, ...]] = field(default_factory=dict)
@@ -99,6 +101,7 @@ class StepOrders:
     epoch: int = 0
     computes: bool = False
     idle: bool = False
+    quiet: bool = False
 
     @property
     def writes_cache(self) -> bool:

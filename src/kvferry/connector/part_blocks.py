@@ -140,6 +140,11 @@ class PartBlocks:
             found |= self._evict(self._resumed)
         return found
 
+    @property
+    def calm(self) -> bool:
+        """True if no block is partly loaded, so that `evict` and `end_pass` have nothing to do."""
+        return not (self._loading or self._resumed)
+
     def end_pass(self) -> None:
         """End a scheduling pass: evict the partly loaded blocks that the engine cached during the pass."""
         self._looked = False

@@ -240,6 +240,11 @@ class RequestPhases:
         state.bidding.on_succeeded()
         self._loaded[request_id] = state.bidding
 
+    @property
+    def calm(self) -> bool:
+        """True if `scheduled` has nothing to do, whichever requests the coming step computes."""
+        return not (self._loaded or len(self.headroom))
+
     def scheduled(self, requests: Container[str]) -> None:
         """Record that the engine's coming step computes tokens of these requests.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
+from dataclasses import replace
 from typing import Any
 
 from msgspec import structs
@@ -35,6 +36,9 @@ from kvferry.transport.messages import Facts, RankCard
 from kvferry.transport.security import Keys
 
 logger = logging.getLogger(__name__)
+
+_LONGEST_CALM_SECONDS = 1.0
+"""Maximum seconds between two looks at all parts, for what depends on time alone."""
 
 RESET = "tiers are not used before POST /reset_prefix_cache?reset_external=true"
 
@@ -85,12 +89,16 @@ class SchedulerHalf:
         self._speeds = Speeds()
         self._steps = StepTimes(self._speeds)
         self._server: ControlServer | None = None
+        self._messages: Sized = ()
         self._client: ControlClient | None = None
         self._peers: PeerSource | None = None
         self._tiering: Tiering | None = None
         self._parts: PartBlocks | None = None
         self._admission: Admission | None = None
         self._epoch, self._changed = 0, False
+        self._scheduled = self._done = 0  # numbers of the last step scheduled, and of the last one done
+        self._calm, self._look_again = False, 0.0
+        self._quiet_orders = StepOrders(computes=True, quiet=True)
 
     def start(
         self,
@@ -157,6 +165,7 @@ class SchedulerHalf:
         config, peers = self._config, peers_allowed(self._config)
         port = config.port + self._engine.port_offset if config.port else 0
         self._server = server = ControlServer(config.host, port, ProducerCard(facts, ranks), keys, peers)
+        self._messages = server.events
         self._producer.start(server, composition.pool, len(ranks))
         self._client = ControlClient(
             structs.replace(facts, keeps_turns=self._producer.keeps_turns),
@@ -176,6 +185,7 @@ class SchedulerHalf:
     def admission(self) -> Admission:
         """The admission (object that chooses a source of KV for each request); available after `start`."""
         assert self._admission is not None
+        self._calm = False  # whoever asks for it may change it
         return self._admission
 
     @property
@@ -199,6 +209,7 @@ class SchedulerHalf:
 
         Also prepare to offer the request's KV to other engines, and to store it in the tiers.
         """
+        self._calm = False
         if self._config.transfers:
             self._producer.on_new_request(request)
         self.admission.on_new_request(request)
@@ -216,6 +227,7 @@ class SchedulerHalf:
             Two values: whether the engine must keep the blocks, and the ``kv_transfer_params`` of the
             response (None for none).
         """
+        self._calm = False
         self.admission.finished(request.request_id)
         whole = self.parts.masked_tables(request.request_id, block_ids)
         self.parts.forget(request.request_id)
@@ -230,12 +242,17 @@ class SchedulerHalf:
             step: the coming step, as scheduled by the engine.
         """
         computed = step.num_tokens
-        self._steps.scheduled(computed)
+        self._scheduled += 1
+        now = self._steps.scheduled(computed)
+        if self._calm and computed and now < self._look_again and not self._messages:
+            return self._quiet_orders
         idle = not self._engine.lockstep and not self._steps.computing
         orders = StepOrders(epoch=self._epoch, computes=computed > 0, idle=idle)
         if self._server is not None:
             self._producer.take_events(self._server.events, orders)
-        self._producer.scheduled(step, lambda name: self.parts.masked_tables(name, step.block_ids(name)))
+        self._producer.scheduled(
+            self._scheduled, step, lambda name: self.parts.masked_tables(name, step.block_ids(name))
+        )
         if self._admission is None:
             return orders
         if self._tiering is not None:
@@ -244,10 +261,28 @@ class SchedulerHalf:
         self._admission.hand_over(orders)
         if self._config.host_buffer:
             self._save_completed(step, orders)
+        if self._becomes_calm():
+            self._calm, self._look_again = True, now + _LONGEST_CALM_SECONDS
+            self._quiet_orders = replace(self._quiet_orders, epoch=self._epoch)
         return orders
+
+    def _becomes_calm(self) -> bool:
+        """Return whether the following steps need no look at the parts of this object.
+
+        That holds until a method is called that may change them, or a peer sends a message.
+        """
+        return (
+            self._tiering is None
+            and not self._config.host_buffer
+            and self._producer.calm
+            and (self._peers is None or self._peers.calm)
+            and self._admission is not None
+            and self._admission.calm
+        )
 
     def take_reports(self, reports: StepReports) -> None:
         """Process the workers' reports of the last step."""
+        self._calm = False
         if reports.stale is not None:
             self._weights_changed(reports.stale)
         if self._tiering is not None:
@@ -261,12 +296,16 @@ class SchedulerHalf:
         Args:
             request_ids: ids of these requests.
         """
+        self._calm = False
         self._producer.sent(request_ids)
 
     def step_done(self) -> None:
         """Record that the oldest step under way is done: the engine has taken the step's output."""
+        self._done = min(self._done + 1, self._scheduled)
         self._steps.done()
-        self._producer.step_done()
+        if self._calm:
+            return
+        self._producer.step_done(self._done)
         if self._tiering is not None:
             self._tiering.step_done()
 
@@ -292,6 +331,7 @@ class SchedulerHalf:
 
     def reset(self) -> None:
         """Invalidate all KV that was kept, offered or stored so far, because the engine's cache is reset."""
+        self._calm = False
         self._epoch += 1
         self._turn_names.start_anew()
         self._producer.reset()
@@ -302,6 +342,7 @@ class SchedulerHalf:
 
     def shutdown(self) -> None:
         """Close the control channel and the tiers, and end all threads."""
+        self._calm = False
         if self._client is not None:
             self._client.close()
         if self._server is not None:

@@ -41,11 +41,13 @@ class StepTimes:
             return False
         return not self._last_tokens or self._clock() - self._done > _PAUSE_SECONDS
 
-    def scheduled(self, tokens: int) -> None:
-        """Record that the engine schedules a step of `tokens` tokens now."""
-        self._under_way.append((self._clock(), tokens))
+    def scheduled(self, tokens: int) -> float:
+        """Record that the engine schedules a step of `tokens` tokens now. Return the time, in seconds."""
+        now = self._clock()
+        self._under_way.append((now, tokens))
         self._last_tokens = tokens
         self._computing += tokens > 0
+        return now
 
     def done(self) -> None:
         """Record that the oldest step under way is done: the engine has taken the step's output."""

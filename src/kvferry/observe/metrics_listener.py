@@ -108,11 +108,11 @@ class MetricsListener:
         if (count := self._handlers.get(type(event))) is not None:
             count(event)
 
-    def take(self) -> MetricsDelta:
-        """Return the changes of metrics since the last call of this method, and clear them."""
-        taken = self._counted
-        if taken:
-            self._counted = MetricsDelta()
+    def take(self) -> MetricsDelta | None:
+        """Return the changes of metrics since the last call of this method, and clear them; None if none."""
+        if not self._counted:
+            return None
+        taken, self._counted = self._counted, MetricsDelta()
         return taken
 
     def _arrived(self, event: events.Arrived) -> None:

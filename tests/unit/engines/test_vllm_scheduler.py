@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvferry.connector.config import ConnectorConfig
+from kvferry.connector.plain import PlainStep
 from kvferry.engines.vllm.scheduler import VLLMScheduler
 from kvferry.observe.spans import SpanListener
 
@@ -56,7 +57,7 @@ def test_a_step_may_wait_for_loads_if_nothing_computes_and_no_other_engine_waits
     half = scheduler(engines=engines).half
 
     def idle(tokens: int) -> bool:
-        return half.orders(SimpleNamespace(tokens={"a": tokens} if tokens else {})).idle
+        return half.orders(PlainStep(tokens={"a": tokens} if tokens else {})).idle
 
     assert idle(0) == (engines == 1)
     half.step_done()

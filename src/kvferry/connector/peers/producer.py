@@ -175,19 +175,26 @@ class Producer:
             and 0 < request.num_prompt_tokens - request.num_computed_tokens <= scheduled[name]
         ]
 
-    def scheduled(self, step: Step, block_ids: Callable[[str], BlockIds]) -> None:
-        """Remember the tokens that the coming step computes. Call this once per step, after `take_events`.
+    def scheduled(self, number: int, step: Step, block_ids: Callable[[str], BlockIds]) -> None:
+        """Remember the tokens that the coming step computes. Call this after `take_events`.
+
+        It may be left out for steps that are scheduled while `calm` is true.
 
         Args:
+            number: number of the step; steps are numbered in the order in which they are scheduled.
             step: the coming step.
             block_ids: function that takes a request id and returns the request's block table for each KV
                 cache group.
         """
-        self._streams.scheduled(step, block_ids)
+        self._streams.scheduled(number, step, block_ids)
 
-    def step_done(self) -> None:
-        """Let other engines read the tokens that the oldest step under way has computed."""
-        for stream in self._streams.step_done():
+    def step_done(self, number: int) -> None:
+        """Let other engines read the tokens that steps have computed.
+
+        Args:
+            number: number of the last step whose output the engine has taken.
+        """
+        for stream in self._streams.step_done(number):
             request, now = stream.request, time.monotonic()
             self._events.emit(
                 LeaseGranted(request.request_id, now, request.num_prompt_tokens, self._book.seconds)
@@ -271,6 +278,14 @@ class Producer:
         self._events.emit(LeaseGranted(request.request_id, time.monotonic(), tokens, self._book.seconds))
         grant = Grant.of(word.slot, word.generation, tables)
         self._tickets.publish(ticket, request.request_id, tokens, content, grant)
+
+    @property
+    def calm(self) -> bool:
+        """True if steps need no call of this object until another method is called or a message arrives.
+
+        No lease is held, so none can expire, and no prompt is read while it is computed.
+        """
+        return not (self._withdrawn or len(self._book) or len(self._streams) or self._turns is not None)
 
     def take_events(self, events: FairQueue[LeasesClaimed | LeasesReleased], orders: StepOrders) -> None:
         """Process the messages of other engines, and tell the workers which leases to end.

@@ -394,6 +394,14 @@ class PeerSource:
         self.start_anew()
         self._stopped = why
 
+    @property
+    def calm(self) -> bool:
+        """True if steps need no call of `hand_over`, until another method is called.
+
+        Only peers that are unused for a while are then disconnected later.
+        """
+        return not (self._connects or self._reads or self._feeds)
+
     def hand_over(self, orders: StepOrders) -> None:
         """Tell the workers which peers to connect to and what to read from peers in the coming step.
 

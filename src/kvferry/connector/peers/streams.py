@@ -103,7 +103,7 @@ class Streams:
         """
         self._engine, self._book, self._adapters = engine, book, adapters
         self._streams: dict[str, Stream] = {}
-        self._steps: deque[list[_Computed]] = deque()
+        self._steps: deque[tuple[int, list[_Computed]]] = deque()
         self._confirmed, self._workers = Counter[str](), 0
         self._tickets: TicketBook | None = None
 
@@ -115,6 +115,10 @@ class Streams:
             workers: number of workers. All must confirm that they have raised a lease word.
         """
         self._tickets, self._workers = tickets, workers
+
+    def __len__(self) -> int:
+        """Return the number of requests whose prompts are, or will be, read while they are computed."""
+        return len(self._streams)
 
     def __contains__(self, lease: str) -> bool:
         """Return True if `lease` covers blocks that the engine may take: its prompt is not complete."""
@@ -144,10 +148,11 @@ class Streams:
             if one.is_readable and one.request.num_preemptions != one.preemptions
         ]
 
-    def scheduled(self, step: Step, block_ids: Callable[[str], BlockIds]) -> None:
-        """Remember the tokens that the coming step computes. Call this exactly once per step.
+    def scheduled(self, number: int, step: Step, block_ids: Callable[[str], BlockIds]) -> None:
+        """Remember the tokens that the coming step computes.
 
         Args:
+            number: number of the step; steps are numbered in the order in which they are scheduled.
             step: the coming step.
             block_ids: function that returns the block table of a request for each KV cache group.
         """
@@ -157,16 +162,23 @@ class Streams:
                 one.preemptions = one.request.num_preemptions
                 tokens = one.request.num_computed_tokens + step.tokens[name]
                 computed.append(_Computed(one, one.preemptions, tokens, block_ids(name)))
-        self._steps.append(computed)
+        if computed:
+            self._steps.append((number, computed))
 
-    def step_done(self) -> list[Stream]:
-        """Publish the tokens that the oldest step under way has computed. The engine has taken its output.
+    def step_done(self, number: int) -> list[Stream]:
+        """Publish the tokens that steps have computed whose output the engine has taken.
+
+        Args:
+            number: number of the last of these steps.
 
         Returns:
-            The prompts that have become readable with this step.
+            The prompts that have become readable with these steps.
         """
+        done = list[_Computed]()
+        while self._steps and self._steps[0][0] <= number:
+            done += self._steps.popleft()[1]
         begun = list[Stream]()
-        for one in self._steps.popleft() if self._steps else ():
+        for one in done:
             stream, request = one.stream, one.stream.request
             if self._streams.get(request.request_id) is not stream or stream.over:
                 continue

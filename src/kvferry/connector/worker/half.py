@@ -189,9 +189,9 @@ class WorkerHalf:
             orders: the scheduler half's message for the step.
         """
         self._idle = orders.idle
-        if orders.writes_cache:
+        if orders.quiet or orders.writes_cache:
             self._stale.on_step(orders.epoch)
-        if orders.begins_nothing:
+        if orders.quiet or orders.begins_nothing:
             return
         for load in orders.loads:
             self._loads.begin(load.key, load.timeout_seconds)

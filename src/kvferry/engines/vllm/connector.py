@@ -158,7 +158,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.build_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self.scheduler.take_output(connector_output)
+        if connector_output.kv_connector_worker_meta is not None or connector_output.finished_sending:
+            self.scheduler.take_output(connector_output)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -211,7 +212,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         zeroes blocks, the second one after that (`EngineFacts.writes_before_hooks`). Both call
         `start_load_kv` after the forward pass.
         """
-        self._worker_of(kv_connector_metadata).raise_words(kv_connector_metadata)
+        if kv_connector_metadata.orders.raised:
+            self._worker_of(kv_connector_metadata).raise_words(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self.worker.begin(self._step_meta())
@@ -223,7 +225,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: peers and tiers read KV only after the step that computes it."""
 
     def wait_for_save(self) -> None:
-        self.worker.save(self._step_meta())
+        meta = self._step_meta()
+        if not meta.orders.quiet:
+            self.worker.save(meta)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self.worker.results()

@@ -68,6 +68,7 @@ class VLLMScheduler:
         )
         self._log: TransferLog | None = None
         self.half = SchedulerHalf(engine, config, adapters, events)
+        self._meta = SchedulerMeta(self._engine_id)
         self._pool: Any = None
         self._prefix_cache: VLLMPrefixCache | None = None
 
@@ -160,7 +161,10 @@ class VLLMScheduler:
         Args:
             scheduler_output: vLLM's SchedulerOutput of the step.
         """
-        return SchedulerMeta(self._engine_id, self.half.orders(VLLMStep(scheduler_output)))
+        orders = self.half.orders(VLLMStep(scheduler_output))
+        if orders is not self._meta.orders:
+            self._meta = SchedulerMeta(self._engine_id, orders)
+        return self._meta  # in quiet steps, that of the step before
 
     def take_output(self, output: Any) -> None:
         """Pass the workers' reports about a step to the scheduler half.
@@ -181,7 +185,7 @@ class VLLMScheduler:
         """
         self.half.step_done()
         counted = self._fold.take()
-        return FerryStats.of(counted) if counted else None
+        return None if counted is None else FerryStats.of(counted)
 
     def shutdown(self) -> None:
         """Stop the scheduler half and its threads, and close the logs."""

@@ -58,6 +58,7 @@ class Engine:
         channel = SimpleNamespace(port=7, tickets=self.tickets, turns=TurnIndex())
         self.producer.start(channel, BlockPool(100), WORKERS)
         self.groups = groups
+        self.scheduled = self.done = 0
 
     def arrive(self, name: str = "a", of: str = "t", **more: Any) -> Any:
         one = request(name, range(TOKENS), **{"trim_prompt": lambda: True, **more})
@@ -79,13 +80,21 @@ class Engine:
         step = PlainStep(
             tokens={one.request_id: tokens} if tokens else {}, tables={one.request_id: self.tables(until)}
         )
-        self.producer.scheduled(step, step.block_ids)
+        self.schedule(step, step.block_ids)
         one.num_computed_tokens = until
         return orders
 
+    def schedule(self, step: PlainStep, block_ids: Any) -> None:
+        self.scheduled += 1
+        self.producer.scheduled(self.scheduled, step, block_ids)
+
+    def step_done(self) -> None:
+        self.done = min(self.done + 1, self.scheduled)
+        self.producer.step_done(self.done)
+
     def step(self, one: Any, tokens: int, *events: Any) -> StepOrders:
         orders = self.begin(one, tokens, events)
-        self.producer.step_done()
+        self.step_done()
         return orders
 
     def end(self, one: Any, *, complete: bool = True) -> tuple[bool, Any]:
@@ -108,12 +117,24 @@ def test_tokens_are_readable_once_their_step_is_done_and_not_before(clock) -> No
     engine.begin(one, 40)
     assert engine.ask().unknown, "they are being computed"
     engine.begin(one, 30)
-    engine.producer.step_done()
+    engine.step_done()
     assert (engine.ask().tokens, ids(engine.ask())) == (40, [[1, 2, 3], []])
     assert isinstance(engine.ask(40), Unchanged)
-    engine.producer.step_done()
+    engine.step_done()
     assert (engine.ask(40).tokens, ids(engine.ask(40))) == (70, [[1, 2, 3, 4, 5], []])
     assert engine.told == [LeaseGranted("a", clock.now, TOKENS, SECONDS)]
+
+
+def test_the_end_of_a_step_that_was_not_seen_publishes_nothing(clock) -> None:
+    engine = Engine()
+    engine.scheduled = 2  # two quiet steps are under way
+    one = engine.arrive()
+    engine.begin(one, 40)
+    engine.step_done()
+    engine.step_done()
+    assert engine.ask().unknown, "its step has not ended"
+    engine.step_done()
+    assert engine.ask().tokens == 40
 
 
 def test_the_end_adds_the_last_tokens_with_windows_and_state_under_the_same_lease(clock) -> None:
@@ -123,7 +144,7 @@ def test_the_end_adds_the_last_tokens_with_windows_and_state_under_the_same_leas
     some = engine.ask()
     engine.begin(one, 40)
     hold, params = engine.end(one)
-    engine.producer.step_done()
+    engine.step_done()
     whole = engine.ask(60)
     assert (hold, params["remote_request_id"]) == (True, ticket("t").hex())
     assert (params["remote_num_tokens"], params["remote_step_tokens"]) == (TOKENS, 256)
@@ -139,7 +160,7 @@ def test_a_prompt_of_one_step_is_handed_over_under_the_ticket_that_was_drawn_for
     one = engine.arrive()
     engine.begin(one, TOKENS)
     _, params = engine.end(one)
-    engine.producer.step_done()
+    engine.step_done()
     assert params["remote_request_id"] == ticket("t").hex()
     assert engine.ask().tokens == TOKENS
     assert len(engine.told) == 1
@@ -192,8 +213,8 @@ def test_when_the_engine_may_take_the_blocks_the_word_is_raised_before_the_next_
     orders = StepOrders()
     engine.producer.take_events(deque(events), orders)
     assert (orders.raised, orders.ended) == ({"a": slot}, {})
-    engine.producer.scheduled(PlainStep(tokens={}), lambda _: ([],))
-    engine.producer.step_done()
+    engine.schedule(PlainStep(tokens={}), lambda _: ([],))
+    engine.step_done()
     assert isinstance(engine.ask(), NotRedeemed), "not even by the step that was in flight"
     assert sum(isinstance(event, LeaseEnded) for event in engine.told) == 1
     if how is not aborted:
@@ -218,9 +239,9 @@ def test_a_request_preempted_before_its_first_step_was_done_is_streamed_anew(clo
     engine.begin(one, 40)
     one.num_preemptions, one.num_computed_tokens = 1, 0
     engine.begin(one, 20)
-    engine.producer.step_done()
+    engine.step_done()
     assert engine.ask().unknown, "its blocks were taken while they were computed"
-    engine.producer.step_done()
+    engine.step_done()
     assert engine.ask().tokens == 20
 
 
@@ -266,8 +287,8 @@ def test_blocks_that_another_connector_fills_are_not_readable_before_the_end(clo
     engine = Engine()
     engine.arrive()
     engine.producer.take_events(deque(), StepOrders())
-    engine.producer.scheduled(PlainStep(tokens={"a": 40}), lambda _: ([0, 0, 0], [0, 0, 0]))
-    engine.producer.step_done()
+    engine.schedule(PlainStep(tokens={"a": 40}), lambda _: ([0, 0, 0], [0, 0, 0]))
+    engine.step_done()
     assert engine.ask().unknown
 
 
@@ -276,7 +297,7 @@ def test_an_engine_that_offers_no_more_begins_no_stream(clock) -> None:
     one = engine.arrive()
     engine.begin(one, 40)
     engine.producer.stop_offering()
-    engine.producer.step_done()
+    engine.step_done()
     engine.step(engine.arrive("b", "u"), 40)
     assert engine.ask().unknown
     assert engine.ask(of="u").unknown

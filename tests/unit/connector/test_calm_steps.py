@@ -1,0 +1,206 @@
+"""Steps without work for the scheduler half: it looks at its parts only if something has happened."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from kvferry.connector.adapters import Adapters
+from kvferry.connector.config import ConnectorConfig
+from kvferry.connector.engine import CacheGroup, EngineFacts
+from kvferry.connector.messages import StepOrders, StepReports, WorkerInfo
+from kvferry.connector.plain import PlainRequest, PlainStep
+from kvferry.connector.scheduler import SchedulerHalf
+from kvferry.connector.stream import EventStream
+from kvferry.geometry import GroupKind
+from kvferry.geometry.layout import EngineShape, lay_out
+from kvferry.transport.control_server import LeasesClaimed, LeasesReleased
+from kvferry.transport.messages import Facts, RankCard
+from support.block_pool import BlockPool
+from support.models import attention, model
+
+BLOCK, PROMPT = 16, 40
+ASKS = {"do_remote_decode": True}
+
+
+@contextmanager
+def started(**settings) -> Iterator[SchedulerHalf]:
+    facts = EngineFacts(
+        engine_id="e",
+        groups=(CacheGroup(kind=GroupKind.FULL, attention_span=0, block_tokens=BLOCK),),
+        num_blocks=100,
+        longest_request=1000,
+        steps_in_flight=2,
+        tokens_in_flight=200,
+        step_tokens=100,
+    )
+    config = ConnectorConfig(host="127.0.0.1", **settings)
+    half = SchedulerHalf(facts, config, Adapters(), EventStream())
+    (rank,) = lay_out(model(attention()), EngineShape(1, (1,), BLOCK, "LBHNC", 100))
+    card = RankCard(rank, b"", 4096, 64, half.incarnation)
+    half.start(
+        [WorkerInfo(geometry=rank, card=card, settings=config)],
+        BlockPool(100),
+        facts=Facts("e", half.incarnation, "test", {}),
+        namespace=lambda _: None,
+    )
+    try:
+        yield half
+    finally:
+        half.shutdown()
+
+
+@pytest.fixture
+def half() -> Iterator[SchedulerHalf]:
+    with started() as one:
+        yield one
+
+
+def ask(name: str, **params) -> PlainRequest:
+    return PlainRequest(
+        request_id=name, prompt_token_ids=list(range(PROMPT)), kv_transfer_params=params or None
+    )
+
+
+def step(half: SchedulerHalf, tokens: dict[str, int] | None = None) -> StepOrders:
+    tokens = {"r": 1} if tokens is None else tokens
+    return half.orders(PlainStep(tokens=tokens, tables={name: ([1, 2, 3],) for name in tokens}))
+
+
+def calm(half: SchedulerHalf) -> StepOrders:
+    """Run two steps, of which the second is quiet."""
+    step(half)
+    orders = step(half)
+    assert orders.quiet
+    return orders
+
+
+def test_quiet_steps_share_one_message(half):
+    first = calm(half)
+    assert step(half) is first
+    assert replace(first, quiet=False) == StepOrders(computes=True)
+
+
+def test_a_step_without_tokens_is_not_quiet_and_may_be_idle(half):
+    calm(half)
+    for _ in range(2):
+        half.step_done()
+    half.step_done()
+    orders = step(half, {})
+    assert (orders.quiet, orders.idle) == (False, True)
+
+
+def finish(half: SchedulerHalf) -> None:
+    one = ask("r")
+    half.on_new_request(one)
+    half.finished(one, ([1],))
+
+
+@pytest.mark.parametrize(
+    "happen",
+    [
+        lambda half: half.on_new_request(ask("new")),
+        finish,
+        lambda half: half.take_reports(StepReports()),
+        lambda half: half.sent({"x"}),
+        lambda half: half.reset(),
+        lambda half: half.admission.matched(ask("r"), 0),
+        lambda half: half._server.events.put(b"", LeasesClaimed(["x"])),
+        lambda half: setattr(half, "_look_again", 0.0),
+    ],
+    ids=["new request", "end", "reports", "sent", "reset", "admission", "message", "time"],
+)
+def test_after_anything_that_may_need_orders_the_next_step_is_not_quiet(half, happen):
+    calm(half)
+    happen(half)
+    assert not step(half).quiet
+
+
+def test_after_a_reset_quiet_steps_are_of_the_new_epoch(half):
+    calm(half)
+    half.reset()
+    assert calm(half).epoch == 1
+
+
+def test_no_step_is_quiet_while_a_lease_is_held(half):
+    one = ask("r", **ASKS)
+    half.on_new_request(one)
+    one.num_computed_tokens, one.is_complete = PROMPT, True
+    held, _ = half.finished(one, ([1, 2, 3],))
+    assert held
+    assert not any(step(half).quiet for _ in range(3))
+    half._server.events.put(b"", LeasesReleased(["r"]))
+    assert set(step(half).ended) == {"r"}
+    assert not step(half).quiet, "workers have not raised the word yet"
+    half.sent({"r"})
+    calm(half)
+
+
+def test_with_a_host_buffer_each_step_may_complete_a_prompt():
+    with started(host_buffer=True) as one:
+        assert not any(step(one).quiet for _ in range(3))
+
+
+class Requests:
+    """Requests that come and go, drawn at random."""
+
+    def __init__(self, seed: int):
+        self.draw, self.running, self.held = random.Random(seed), {}, set()
+
+    def change(self, half: SchedulerHalf, number: int) -> None:
+        what = self.draw.random()
+        if what < 0.1:
+            name = f"r{number}"
+            params = self.draw.choice([{}, ASKS, {**ASKS, "remote_request_id": f"{number:032x}"}])
+            self.running[name] = ask(name, **params)
+            half.on_new_request(self.running[name])
+        elif what < 0.2 and self.running:
+            name = self.draw.choice(sorted(self.running))
+            one = self.running.pop(name)
+            one.is_complete = True
+            if half.finished(one, ([1, 2, 3],))[0]:
+                self.held.add(name)
+        elif what < 0.5 and self.held:
+            kind = self.draw.choice([LeasesClaimed, LeasesReleased, LeasesReleased])
+            half._server.events.put(b"", kind([self.draw.choice(sorted(self.held))]))
+        elif what > 0.98:
+            half.reset()
+
+
+def run(half: SchedulerHalf, seed: int) -> list[StepOrders]:
+    """Run an engine with two steps in flight; return the orders of all steps."""
+    requests, found = Requests(seed), []
+    running = requests.running
+    for number in range(150):
+        requests.change(half, number)
+        tokens = {name: 1 + 9 * (one.num_computed_tokens < PROMPT) for name, one in running.items()}
+        found.append(step(half, tokens))
+        for name, count in tokens.items():
+            one = running[name]
+            one.num_computed_tokens += count
+            if one.num_computed_tokens >= PROMPT:
+                one.answer_token_ids.append(7)
+        if ended := set(found[-1].ended):
+            half.sent(ended)
+            requests.held -= ended
+        if number:
+            half.step_done()
+    return found
+
+
+def test_quiet_steps_change_no_orders(monkeypatch):
+    quiet = 0
+    for seed in range(12):
+        with started() as one:
+            found = run(one, seed)
+        with monkeypatch.context() as patch, started() as other:
+            patch.setattr(SchedulerHalf, "_becomes_calm", lambda _: False)
+            looked = run(other, seed)
+        assert not any(orders.quiet for orders in looked)
+        assert [replace(orders, quiet=False) for orders in found] == looked
+        quiet += sum(orders.quiet for orders in found)
+    assert quiet > 100
