@@ -108,10 +108,13 @@ class MetricsListener:
         if (count := self._handlers.get(type(event))) is not None:
             count(event)
 
-    def take(self) -> MetricsDelta | None:
-        """Return the changes of metrics since the last call of this method, and clear them; None if none."""
-        if not self._counted:
-            return None
+    @property
+    def changed(self) -> bool:
+        """Whether any metric has changed since the last call of `take`."""
+        return bool(self._counted)
+
+    def take(self) -> MetricsDelta:
+        """Return the changes of metrics since the last call of this method, and clear them."""
         taken, self._counted = self._counted, MetricsDelta()
         return taken
 

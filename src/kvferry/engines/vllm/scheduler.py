@@ -184,8 +184,7 @@ class VLLMScheduler:
         that the step is done.
         """
         self.half.step_done()
-        counted = self._fold.take()
-        return None if counted is None else FerryStats.of(counted)
+        return FerryStats.of(self._fold.take()) if self._fold.changed else None
 
     def shutdown(self) -> None:
         """Stop the scheduler half and its threads, and close the logs."""
