@@ -13,7 +13,6 @@ queue.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -45,6 +44,7 @@ from kvferry.transport.messages import (
 from kvferry.transport.redeem import PromptContent, Redeem, Redeemed
 from kvferry.transport.redemptions import Redemptions
 from kvferry.transport.resolver import AddressNotAllowed, PeerResolver
+from kvferry.transport.socket_poller import SocketPoller
 from kvferry.transport.turns import TurnContent, TurnQueries
 
 logger = logging.getLogger(__name__)
@@ -115,8 +115,8 @@ class ControlClient:
         self._unnamed: set[Address] = set()
         self._context: zmq.Context[Any] = zmq.Context()
         self._peers: dict[Address, _Peer] = {}
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._names = PeerResolver(peers, lambda: os.eventfd_write(self._wake, 1))
+        self._poller = SocketPoller[Address]()
+        self._names = PeerResolver(peers, self._poller.wake)
         self._log = LimitedLog(logger)
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="kvferry-control-client", daemon=True)
@@ -270,10 +270,10 @@ class ControlClient:
     def close(self) -> None:
         """Send the queued messages, and wait until the client's thread has ended."""
         self._stop = True
-        os.eventfd_write(self._wake, 1)
+        self._poller.wake()
         self._thread.join()
         self._names.close()
-        os.close(self._wake)
+        self._poller.close()
 
     def _queue_command(self, address: Address, message: Request | None) -> None:
         """Queue a message to a peer, which the client's thread sends.
@@ -283,55 +283,49 @@ class ControlClient:
             message: message to send; None to start a handshake with the peer.
         """
         self._commands.append((address, message))
-        os.eventfd_write(self._wake, 1)
+        self._poller.wake()
 
     # -- the thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wake, zmq.POLLIN)
         delay = DelayMonitor("control channel, asking")
         self._next_beat = time.monotonic() + self._heartbeat_seconds
         stop = False
         while not stop:
-            heard = poller.poll(int(delay.before_wait(self._wait_seconds(self._next_beat)) * 1000))
+            heard = self._poller.wait(delay.before_wait(self._wait_seconds(self._next_beat)))
             delay.after_wait()
             stop = self._stop  # messages queued before `close` are still sent
             try:
-                self._run_once(poller, [source for source, _ in heard])
+                self._run_once(heard)
             except Exception as error:  # noqa: BLE001 - one peer's message must not silence all others
                 self._log.say(type(error).__name__, "control channel: an unexpected error", error)
         for peer in self._peers.values():
             peer.socket.close(_LINGER_MILLISECONDS)
         self._context.term()
 
-    def _run_once(self, poller: zmq.Poller, heard: list[Any]) -> None:
+    def _run_once(self, heard: list[Address]) -> None:
         """Run one iteration of the thread: receive replies, execute queued commands, handle deadlines.
 
         Args:
-            poller: poller with the sockets to all peers.
-            heard: sockets and file descriptors that are readable.
+            heard: addresses of the peers whose replies have arrived.
         """
-        for source in heard:
-            if source == self._wake:
-                os.eventfd_read(self._wake)
-            else:
-                self._receive(next(a for a, p in self._peers.items() if p.socket.raw is source))
+        for address in heard:
+            self._receive(address)
         unresolved, self._unresolved = self._unresolved, []
         self._unnamed.clear()
         for command in unresolved:
-            self._try_execute(poller, *command)
+            self._try_execute(*command)
         while self._commands:
-            self._try_execute(poller, *self._commands.popleft())
+            self._try_execute(*self._commands.popleft())
         for question in self._redemptions.due():
-            self._try_execute(poller, *question)
+            self._try_execute(*question)
         now = time.monotonic()
         if now >= self._next_beat:
             self._next_beat = now + self._heartbeat_seconds
-            self._send_heartbeats(poller)
+            self._send_heartbeats()
         self._handshakes.refuse_silent()
         for address in self._handshakes.pop_refused():
-            self._close_if_idle(poller, address)
+            self._close_if_idle(address)
 
     def _wait_seconds(self, beat: float) -> float:
         """Return the seconds for which the thread may wait for messages: until the next deadline, at most 1.
@@ -344,27 +338,25 @@ class ControlClient:
         soonest = min([beat, *self._handshakes.deadlines, *self._redemptions.deadlines])
         return min(1.0, max(0.0, soonest - time.monotonic()) + 0.001)
 
-    def _send_heartbeats(self, poller: zmq.Poller) -> None:
+    def _send_heartbeats(self) -> None:
         """Send a heartbeat for every lease that this engine holds, and close the sockets to unused peers.
 
         A peer is unused if it has no status (`look_up`) and this engine holds none of its leases. If sockets
         to unused peers stayed open, their number would grow without bound, because clients' requests can name
         any peer address.
 
-        Args:
-            poller: poller with the sockets to all peers.
         """
         self._handshakes.forget_refusals()
         for address, peer in list(self._peers.items()):
             held = sorted(peer.held)
             for first in range(0, len(held), MAX_TICKETS):
-                self._send(peer, Heartbeat(self._consumer, held[first : first + MAX_TICKETS]))
+                self._send(address, Heartbeat(self._consumer, held[first : first + MAX_TICKETS]))
             if not held and self._handshakes.is_unknown(address):
-                self._close(poller, address)
+                self._close(address)
 
-    def _try_execute(self, poller: zmq.Poller, address: Address, message: Request | None) -> None:
+    def _try_execute(self, address: Address, message: Request | None) -> None:
         try:
-            self._execute(poller, address, message)
+            self._execute(address, message)
         except Exception as error:  # noqa: BLE001 - only the request of this command fails
             # These two are expected: the address is malformed or not allowed.
             if not isinstance(error, AddressNotAllowed | zmq.ZMQError):
@@ -376,7 +368,7 @@ class ControlClient:
                     "control channel: %s for %a was dropped: %s", type(message).__name__, address, error
                 )
 
-    def _execute(self, poller: zmq.Poller, address: Address, message: Request | None) -> None:
+    def _execute(self, address: Address, message: Request | None) -> None:
         peer = self._peers.get(address)
         if peer is None and isinstance(message, Redeem):
             return  # the handshake will send it; a ticket alone must not open a connection
@@ -389,28 +381,27 @@ class ControlClient:
                 return
             # A socket whose handshake failed may never connect again: ZeroMQ gives up for good if the other
             # side does not speak its protocol.
-            held = self._close(poller, address)
+            held = self._close(address)
             socket = self._connect(place, address[1])
             peer = self._peers[address] = _Peer(socket, held)
-            poller.register(socket.raw, zmq.POLLIN)
+            self._poller.add(address, socket.raw)
         if message is None:
-            self._send(peer, self._handshakes.open(address))
+            self._send(address, self._handshakes.open(address))
             for question in self._redemptions.unanswered(address):
-                self._send(peer, question)  # replies on the old socket are lost, because it is closed
+                self._send(address, question)  # replies on the old socket are lost, because it is closed
             return
-        self._send(peer, message)
+        self._send(address, message)
         if isinstance(message, Heartbeat):
             peer.held.update(message.tickets)
         elif isinstance(message, Release):
             peer.held.difference_update(message.tickets)
         if opened and isinstance(message, Release):
-            self._close(poller, address)  # opened for this message only, which is still sent
+            self._close(address)  # opened for this message only, which is still sent
 
-    def _close(self, poller: zmq.Poller, address: Address) -> set[bytes]:
+    def _close(self, address: Address) -> set[bytes]:
         """Close the socket to a peer, if there is one.
 
         Args:
-            poller: poller with the sockets to all peers.
             address: (host, port) of the peer's control channel.
 
         Returns:
@@ -420,22 +411,21 @@ class ControlClient:
         peer = self._peers.pop(address, None)
         if peer is None:
             return set()
-        poller.unregister(peer.socket.raw)
+        self._poller.remove(address)
         peer.socket.close(_LINGER_MILLISECONDS)
         return peer.held
 
-    def _close_if_idle(self, poller: zmq.Poller, address: Address) -> None:
+    def _close_if_idle(self, address: Address) -> None:
         """Close the socket to a peer that became Unusable, unless this engine holds leases of the peer.
 
         The heartbeats for these leases need the socket.
 
         Args:
-            poller: poller with the sockets to all peers.
             address: (host, port) of the peer's control channel.
         """
         peer = self._peers.get(address)
         if peer is not None and not peer.held:
-            self._close(poller, address)
+            self._close(address)
 
     def _wait_for_name(self, command: _Command) -> None:
         """Defer a command until the host name of its peer is resolved.
@@ -480,8 +470,10 @@ class ControlClient:
     def _connect(self, host: str, port: int) -> ControlSocket:
         return ControlSocket(self._context, host, port, self._keys)
 
-    def _send(self, peer: _Peer, message: Request) -> None:
-        if not peer.socket.send(message):
+    def _send(self, address: Address, message: Request) -> None:
+        sent = self._peers[address].socket.send(message)
+        self._poller.note_sent(address)
+        if not sent:
             logger.debug("control channel: a peer takes no more messages; dropped %s", type(message).__name__)
 
     def _receive(self, address: Address) -> None:
@@ -494,4 +486,4 @@ class ControlClient:
             if (ticket := self._redemptions.handle_reply(address, answer)) is not None:
                 peer.held.add(ticket)  # before this thread can execute its release
         elif message := self._handshakes.handle_reply(address, data):
-            self._send(peer, message)
+            self._send(address, message)
