@@ -249,6 +249,14 @@ SECTIONS = (
         quick_arguments=("--rounds", "2"),
         summary=attention,
         method="performance.md#does-a-cross-layer-layout-slow-attention-down",
+        reasons=(
+            Reason(
+                label="prefill",
+                text="Probably because the KV of one layer lies further apart. kvferry asks for a "
+                "cross-layer layout only where the attention backend declares it, and the CPU's does not.",
+            ),
+            Reason(text="The range reaches over 1: rounds differ more than layouts."),
+        ),
     ),
     Section(
         name="startup",
