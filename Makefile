@@ -14,8 +14,8 @@ ENGINE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 KERNEL := hatch_build.py src/kvferry/memory/strided_copy.c
 # Processes that run unit tests.
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
-# Options of `make demo`: MODEL=path-or-id, ARGS="--prompts 3 ...". ARGS also holds the command of `make bench`, by default `page`.
-# Options of `make demo` and `make accuracy`: MODEL=path-or-id, ARGS="--prompts 3 ...". ARGS also holds the command of `make bench`.
+# Options of `make demo` and `make accuracy`: MODEL=path-or-id, ARGS="--prompts 3 ...". ARGS also holds the command of `make bench`, by
+# default `page`.
 MODEL ?=
 ARGS ?=
 # Of `make faults` and `make soak`.
@@ -95,7 +95,8 @@ test-unit: $(VENV)/.dev $(VENV)/.triton ## what needs neither an engine nor NIXL
 	$(PYTHON) -m pytest -n $(WORKERS) -m "not family and not engine and not transport and not alone"
 	$(PYTHON) -m pytest tests/unit tests/fuzz -m alone
 
-test-engines: $(VENV)/.dev ## every family and pairing, on real engines
+test-engines: export KVFERRY_TEST_LM_EVAL := $(CURDIR)/$(VENV)/accuracy
+test-engines: $(VENV)/.dev $(VENV)/.accuracy ## every family and pairing, on real engines
 	$(PYTHON) -m pytest tests/engine -m family
 
 test-long: $(VENV)/.dev ## more of what is drawn at random: the planner's engines, requests that share a directory

@@ -66,6 +66,13 @@ def test_every_dependency_says_why_it_is_here() -> None:
     assert not [name for name in names(asked) if f"`{name}`" not in said]
 
 
+def test_lm_eval_is_pinned_without_torch_and_the_page_says_why_it_is_here() -> None:
+    pinned = pins("accuracy.lock").keys()
+    assert "lm-eval" in pinned
+    assert not pinned & set(HEAVY)
+    assert "`lm_eval`" in (ROOT / "docs" / "dependencies.md").read_text()
+
+
 def test_the_core_needs_no_engine() -> None:
     plain = [each for each in requires("kvferry") if "extra ==" not in each]
     assert not names(plain) & set(HEAVY)
