@@ -95,13 +95,14 @@ test-unit: $(VENV)/.dev $(VENV)/.triton ## what needs neither an engine nor NIXL
 	$(PYTHON) -m pytest -n $(WORKERS) -m "not family and not engine and not transport and not alone"
 	$(PYTHON) -m pytest tests/unit tests/fuzz -m alone
 
-test-engines: export KVFERRY_TEST_LM_EVAL := $(CURDIR)/$(VENV)/accuracy
-test-engines: $(VENV)/.dev $(VENV)/.accuracy ## every family and pairing, on real engines
+test-engines: $(VENV)/.dev ## every family and pairing, on real engines
 	$(PYTHON) -m pytest tests/engine -m family
 
-test-long: $(VENV)/.dev ## more of what is drawn at random: the planner's engines, requests that share a directory
+test-long: export KVFERRY_TEST_LM_EVAL := $(CURDIR)/$(VENV)/accuracy
+test-long: $(VENV)/.dev $(VENV)/.accuracy ## more of what is drawn at random: the planner's engines, requests that share a directory; lm-eval
 	HYPOTHESIS_PROFILE=deep $(PYTHON) -m pytest -n $(WORKERS) --timeout 7200 tests/unit/planning
 	KVFERRY_TEST_SHARING_SECONDS=600 $(PYTHON) -m pytest tests/engine/test_tiers_shared.py
+	$(PYTHON) -m pytest tests/engine/test_accuracy.py
 
 faults: $(VENV)/.dev ## inject FAULTS= faults drawn from SEED= into running engines; writes docs/reliability.md
 	PYTHONPATH=tests $(PYTHON) -m faults.campaign --seed $(SEED) --faults $(FAULTS) --report docs/reliability.md

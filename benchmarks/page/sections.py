@@ -240,6 +240,16 @@ SECTIONS = (
         quick_arguments=("--rounds", "3", "--steps", "80"),
         summary=steps,
         method="performance.md#how-soon-is-the-first-token-after-a-hand-over",
+        reasons=(
+            Reason(
+                label="tiers",
+                text="In each step, kvferry also asks the tiers which reads and writes have ended.",
+            ),
+            Reason(
+                text="Each step's message, reports and metrics pass through Python code that is not in the "
+                "processor's caches. NixlConnector asks NIXL for notifications instead."
+            ),
+        ),
     ),
     Section(
         name="attention",
@@ -297,7 +307,7 @@ SECTIONS = (
         reasons=(
             Reason(
                 label="claim",
-                text="A claim waits for threads of a process that is larger with each peer.",
+                text="A claim waits for threads, whose data is not in the processor's caches.",
             ),
             Reason(label="offer", text="The number of tokens has two digits more."),
             Reason(label="memory", text="Names have more digits."),
