@@ -14,6 +14,7 @@ from benchmarks.__main__ import app
 from benchmarks.handover.engine import Stamps
 from benchmarks.handover.page import summary as handover
 from benchmarks.page import results, sections
+from benchmarks.page.command import page
 from benchmarks.page.figures import Comparison, Summary
 from benchmarks.page.plot import draw, names
 from benchmarks.page.results import Result, load, save, these_versions, this_machine
@@ -286,7 +287,7 @@ def test_what_was_measured_stays_when_the_user_stops(
     )
     monkeypatch.setattr(sections, "SECTIONS", both)
     with pytest.raises(KeyboardInterrupt):
-        app.registered_commands[-1].callback(
+        page(
             only=None, results=tmp_path, reuse=False, out=tmp_path / "page.md", quick=False
         )
     assert [path.name for path in tmp_path.iterdir()] == ["first.json"]
