@@ -287,9 +287,7 @@ def test_what_was_measured_stays_when_the_user_stops(
     )
     monkeypatch.setattr(sections, "SECTIONS", both)
     with pytest.raises(KeyboardInterrupt):
-        page(
-            only=None, results=tmp_path, reuse=False, out=tmp_path / "page.md", quick=False
-        )
+        page(only=None, results=tmp_path, reuse=False, out=tmp_path / "page.md", quick=False)
     assert [path.name for path in tmp_path.iterdir()] == ["first.json"]
     assert "--reuse goes on after the results in" in capsys.readouterr().err
 
