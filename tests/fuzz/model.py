@@ -17,7 +17,7 @@ from kvferry.transport.messages import (
     decode_reply,
     decode_request,
 )
-from kvferry.transport.redeem import NotRedeemed, Redeem, Redeemed
+from kvferry.transport.redeem import NotRedeemed, Redeem, Redeemed, Unchanged
 from kvferry.transport.tickets import MAX_CONSUMERS
 from kvferry.transport.turns import TurnContent
 from transport.cards import ticket
@@ -82,7 +82,8 @@ class Model:
             self._due = LeasesReleased(sorted(ended)) if ended else None
         elif isinstance(asked, Redeem) and self._may_redeem(asked):
             self._claimed[asked.ticket].add(asked.consumer)
-            self._due = LeasesClaimed([self._leases[asked.ticket]])
+            if asked.known_tokens < TOKENS:
+                self._due = LeasesClaimed([self._leases[asked.ticket]])
         return sender, data
 
     def _ends(self, one: bytes, consumer: int) -> bool:
@@ -108,6 +109,9 @@ class Model:
             right = isinstance(asked, Redeem) and isinstance(said, Redeemed) == (self._due is not None)
             self.redeemed += isinstance(said, Redeemed)
             if not right or said.number != asked.number:
+                self.wrong.append(f"{said} for {asked}")
+        elif isinstance(said, Unchanged):
+            if not (isinstance(asked, Redeem) and self._may_redeem(asked) and asked.known_tokens >= TOKENS):
                 self.wrong.append(f"{said} for {asked}")
         elif isinstance(said, Turns):
             self.found += bool(said.kept)

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.alone
 def configured(engine_id: str, index: int = 0) -> SimpleNamespace:
     """An engine's configuration, as far as the scheduler half reads it before a request."""
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(data_parallel_index=index),
+        parallel_config=SimpleNamespace(data_parallel_index=index, data_parallel_size=1),
+        use_v2_model_runner=False,
         kv_transfer_config=SimpleNamespace(engine_id=engine_id, kv_role="kv_both"),
         model_config=SimpleNamespace(model="tiny", max_model_len=400),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=256),
