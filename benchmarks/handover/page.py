@@ -52,8 +52,28 @@ def summary(document: Any) -> Summary:
         notes=(
             "NixlConnector: as its users run it, with progress threads that spin.",
             "nixl+: NixlConnector with a progress thread that sleeps and with huge pages, as kvferry has.",
+            *_stalls(document),
         ),
     )
+
+
+def _stalls(document: Any) -> tuple[str, ...]:
+    """Return a sentence about hand-overs that took more than a second; none if there are no such."""
+    stalled = {
+        _PEERS.get(name, name)
+        for loads in document.values()
+        for load in loads
+        for name, rounds in load["connectors"].items()
+        if max(_seconds(rounds)) > 1
+    }
+    if not stalled:
+        return ()
+    sentence = (
+        f"In some rounds {' and '.join(sorted(stalled))} took more than a second. The cause is not known. "
+        "Servers that wait are paused, and a transfer may stall after a pause. So these ratios compare no "
+        "speeds."
+    )
+    return (sentence,)
 
 
 def _seconds(rounds: Any) -> list[float]:

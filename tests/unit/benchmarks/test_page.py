@@ -398,3 +398,13 @@ def test_tiers_are_compared_with_their_limit() -> None:
     assert found.comparisons[0].label == "host, LBNHC, load, depth 8"
     assert "host: 0.95." in found.answer
     assert not found.is_behind(found.comparisons[0].ratio)
+
+
+@pytest.mark.parametrize(("seconds", "notes"), [(0.5, 2), (1.5, 3)])
+def test_hand_overs_that_stall_are_pointed_out(seconds: float, notes: int) -> None:
+    rounds = {
+        "kvferry": [[{"added": 0.0, "answered": 0.1}]],
+        "nixl+": [[{"added": 0.0, "answered": seconds}]],
+    }
+    document = {"qwen3": [{"tokens": 512, "requests": 1, "served": True, "connectors": rounds}]}
+    assert len(handover(document).notes) == notes
