@@ -289,20 +289,23 @@ def _hook_leases(producer: Any, hooks: Hooks) -> None:
 
 def _hook_control(client: Any, server: Any, hooks: Hooks) -> None:
     """Let messages of either end be lost, doubled or garbled."""
-    client._send = _sending(client._send, hooks)
+    client._send = _sending(client, hooks)
     server._listener.send = _answering(server._listener.send, hooks)
 
 
-def _sending(send: Any, hooks: Hooks) -> Any:
-    def sent(peer: Any, message: Any) -> None:
+def _sending(client: Any, hooks: Hooks) -> Any:
+    send = client._send
+
+    def sent(address: Any, message: Any) -> None:
         kind = type(message).__name__
         if hooks.take(f"lose {kind}"):
             return
         if hooks.take(f"garble {kind}"):
-            peer.socket.raw.send(random.Random(hooks.injected.total()).randbytes(200), zmq.DONTWAIT)
+            raw = client._peers[address].socket.raw
+            raw.send(random.Random(hooks.injected.total()).randbytes(200), zmq.DONTWAIT)
         if hooks.take(f"double {kind}"):
-            send(peer, message)
-        send(peer, message)
+            send(address, message)
+        send(address, message)
 
     return sent
 
