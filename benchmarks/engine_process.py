@@ -8,8 +8,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -24,6 +24,28 @@ class Closable(Protocol):
 
     def close(self) -> None:
         """Stop the engine."""
+
+
+class Pausable(Protocol):
+    """A process, or a group of processes, that can be paused."""
+
+    def stand_still(self) -> None:
+        """Pause it until `go_on`."""
+
+    def go_on(self) -> None:
+        """Resume it."""
+
+
+@contextmanager
+def resumed(*paused: Pausable) -> Iterator[None]:
+    """Let paused processes run until the ``with`` block ends, and pause them then."""
+    for one in paused:
+        one.go_on()
+    try:
+        yield
+    finally:
+        for one in paused:
+            one.stand_still()
 
 
 class EngineProcess:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
-from benchmarks.engine_process import EngineProcess
+from benchmarks.engine_process import EngineProcess, resumed
 from benchmarks.handover.engine import HandoverEngine, Setup
 from benchmarks.handover.measure import Handover, Result
 from kvferry.serving.ports import free_ports
@@ -26,13 +26,8 @@ class EnginePair:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Let both engines run until the ``with`` block ends. Pause them then."""
-        for one in (self.prefill, self.decode):
-            one.go_on()
-        try:
+        with resumed(self.prefill, self.decode):
             yield
-        finally:
-            for one in (self.prefill, self.decode):
-                one.stand_still()
 
     def hand_over(self, prompts: Sequence[Sequence[int]]) -> Result:
         """Compute prompts in one engine and continue them in the other. See `Pair`."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engine_process import resumed
 from benchmarks.handover.client import Answer
 from benchmarks.handover.engine import Setup, Stamps
 from benchmarks.handover.measure import Handover, Result
@@ -42,13 +43,8 @@ class ServerPair:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Let both servers run until the ``with`` block ends. Pause them then."""
-        for one in (self.prefill, self.decode):
-            one.go_on()
-        try:
+        with resumed(self.prefill, self.decode):
             yield
-        finally:
-            for one in (self.prefill, self.decode):
-                one.stand_still()
 
     def hand_over(self, prompts: Sequence[Sequence[int]]) -> Result:
         """Compute prompts in one server and continue them in the other. See `Pair`."""

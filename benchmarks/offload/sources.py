@@ -13,6 +13,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from benchmarks.no_blocks import NoBlocks
 from kvferry.bench.rank_chunks import CHUNK_TOKENS
 from kvferry.bench.storage_chunks import bench_namespace
 from kvferry.cache.chunk_cache import ChunkCache
@@ -22,7 +23,7 @@ from kvferry.connector.adapters import Adapters
 from kvferry.connector.bids import PlaceTokens
 from kvferry.connector.compose import Composition
 from kvferry.connector.config import ConnectorConfig
-from kvferry.connector.engine import Block, CacheGroup, EngineFacts
+from kvferry.connector.engine import CacheGroup, EngineFacts
 from kvferry.connector.peers.offer import Offer, write_offer
 from kvferry.connector.peers.turn_names import TurnNames
 from kvferry.connector.plain import PlainRequest
@@ -148,25 +149,6 @@ def _touch(root: Path, digest: bytes, keys: Iterable[bytes]) -> None:
         Path(chunk_path(str(root), digest, key)).touch()
 
 
-class _NoBlocks:
-    """A stand-in for an engine's block pool (`BlockPool`), without blocks."""
-
-    blocks: Sequence[Block] = ()
-
-    def touch(self, blocks: Sequence[Block]) -> None:
-        """Do nothing, because there are no blocks."""
-
-    def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
-        """Do nothing, because there are no blocks."""
-
-    def get_num_free_blocks(self) -> int:
-        """Return a number of free blocks that is sufficient for any load."""
-        return 1 << 20
-
-    def evict_blocks(self, block_ids: set[int]) -> None:
-        """Do nothing, because there are no blocks."""
-
-
 class AskingScheduler:
     """The scheduler side of one engine's connector.
 
@@ -207,7 +189,7 @@ class AskingScheduler:
                 step_tokens=8192,
             ),
             ConnectorConfig(source_policy=policy, patience_seconds=_PATIENCE_SECONDS),
-            pool=_NoBlocks(),
+            pool=NoBlocks(),
             groups=ranks[0].groups,
             workers=1,
             events=EventStream(MetricsListener(), TraceBuffer(100)),

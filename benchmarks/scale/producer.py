@@ -6,12 +6,12 @@ from consumers. Its messages are passed by calls, without sockets.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Any
 
+from benchmarks.no_blocks import NoBlocks
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.config import ConnectorConfig
-from kvferry.connector.engine import Block, CacheGroup, EngineFacts
+from kvferry.connector.engine import CacheGroup, EngineFacts
 from kvferry.connector.messages import StepOrders
 from kvferry.connector.peers.offer import Offer, read_offer
 from kvferry.connector.peers.producer import Producer
@@ -31,25 +31,6 @@ BLOCK_TOKENS = 16
 _CONSUMER = 7
 _HOST = "127.0.0.1"
 _WANTS_OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
-
-
-class BusyPool:
-    """A stand-in for an engine's block pool (`BlockPool`), which reports many free blocks."""
-
-    blocks: Sequence[Block] = ()
-
-    def touch(self, blocks: Sequence[Block]) -> None:
-        """Do nothing, because there are no blocks."""
-
-    def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
-        """Do nothing, because there are no blocks."""
-
-    def get_num_free_blocks(self) -> int:
-        """Return a number of free blocks that is sufficient for any request."""
-        return 1 << 20
-
-    def evict_blocks(self, block_ids: set[int]) -> None:
-        """Do nothing, because there are no blocks."""
 
 
 class RetainingProducer:
@@ -82,7 +63,7 @@ class RetainingProducer:
         )
         facts = Facts(engine.engine_id, 1, "kvferry bench", {})
         self._server = ControlServer(_HOST, 0, ProducerCard(facts, ()), random_keys())
-        self._producer.start(self._server, BusyPool(), 1)
+        self._producer.start(self._server, NoBlocks(), 1)
         self._tokens, self._prompt = tokens, list(range(1, tokens + 2))
         self._table = list(range(1, 1 + -(-tokens // BLOCK_TOKENS)))
         request = PlainRequest(request_id="", prompt_token_ids=self._prompt)

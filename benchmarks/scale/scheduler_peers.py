@@ -12,8 +12,9 @@ from itertools import count
 
 import numpy as np
 
+from benchmarks.no_blocks import NoBlocks
 from benchmarks.offload.sources import model
-from benchmarks.scale.producer import BLOCK_TOKENS, BusyPool
+from benchmarks.scale.producer import BLOCK_TOKENS
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.bids import Bid, Bidding
 from kvferry.connector.compose import Composition
@@ -74,7 +75,7 @@ class SchedulerPeers:
                 step_tokens=8192,
             ),
             ConnectorConfig(),
-            pool=BusyPool(),
+            pool=NoBlocks(),
             groups=ranks[0].groups,
             workers=1,
             events=EventStream(),
