@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.private_file import open_private
+from kvferry.serving.guard import KILL, STOP
 from kvferry.serving.kv_config import kv_transfer_json
 from kvferry.serving.role import Role
 
@@ -75,8 +76,8 @@ class EngineState(StrEnum):
 class EngineProcess:
     """A started engine and its guard (small process that starts the engine and ensures that it is stopped).
 
-    The guard stops the engine when a pipe from this process closes. The pipe closes when `begin_stop` or
-    `kill` is called, or when this process ends for any reason.
+    The guard stops the engine when `begin_stop` or `kill` write to a pipe, and when the pipe closes because
+    this process has ended for any reason.
 
     Attributes:
         spec: specification of the engine.
@@ -167,18 +168,17 @@ class EngineProcess:
         The guard process sends SIGTERM, and kills the engine if it is still running after the stop timeout
         that the constructor was given.
         """
-        if self._lifeline >= 0:
-            os.close(self._lifeline)
-            self._lifeline = -1
+        self._tell_guard(STOP)
 
     def kill(self) -> None:
         """Tell the guard process to kill all processes of this engine, and return at once."""
+        self._tell_guard(KILL)
+
+    def _tell_guard(self, request: bytes) -> None:
         if self._lifeline >= 0:
+            # The pipe is broken if the guard has ended.
             with contextlib.suppress(BrokenPipeError):
-                os.write(self._lifeline, b"k")
-            self.begin_stop()
-        elif self._guard.poll() is None:
-            self._guard.send_signal(signal.SIGUSR1)
+                os.write(self._lifeline, request)
 
     def finish_stop(self) -> None:
         """Wait until all processes of the engine have ended. Call `begin_stop` or `kill` first."""
@@ -188,3 +188,6 @@ class EngineProcess:
             os.killpg(self._guard.pid, signal.SIGKILL)
             self._guard.wait()
         self.state = EngineState.DEAD
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1

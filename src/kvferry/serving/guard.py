@@ -3,9 +3,9 @@
 An engine is a tree of processes, and killing its root leaves the others running. The guard adopts orphans of
 the tree (as a "child subreaper"), so it can find every process that is left. It ends the tree in these cases:
 
-- The lifeline, a pipe from the launcher, closes: the guard sends SIGTERM to the root, and kills the tree
-  after the grace period.
-- A byte arrives on the lifeline, or SIGUSR1 arrives: the guard kills all processes at once.
+- STOP arrives on the lifeline, a pipe from the launcher, or the lifeline closes: the guard sends SIGTERM to
+  the root, and kills the tree after the grace period.
+- KILL arrives on the lifeline, also during the grace period: the guard kills all processes at once.
 - The root ends by itself: the guard ends the other processes.
 
 The guard kills Python's resource trackers last, because they remove the shared memory of killed processes.
@@ -31,16 +31,15 @@ from pathlib import Path
 
 from kvferry.orphans import die_with_parent
 
+STOP = b"s"
+KILL = b"k"
+
 _PR_SET_CHILD_SUBREAPER = 36
 _POLITE_SECONDS = 1.0
 _TRACKER_SECONDS = 3.0
 _POLL_SECONDS = 0.02
 
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-class _Killed(Exception):
-    """Raised by the SIGUSR1 handler to make the guard kill all processes of the engine at once."""
 
 
 def main(arguments: list[str]) -> int:
@@ -62,37 +61,39 @@ def main(arguments: list[str]) -> int:
     # The engine must not inherit ignored signals. So install handlers, and only after it has started.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: root.send_signal(signal.SIGTERM))
-    signal.signal(signal.SIGUSR1, _raise_killed)
-    with contextlib.suppress(_Killed):
-        _watch(root, lifeline, stop_timeout_seconds)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    _watch(root, lifeline, stop_timeout_seconds)
     _end_tree(polite=root.poll() is not None)
     code = root.wait()
     return 128 - code if code < 0 else code
 
 
-def _raise_killed(*_: object) -> None:
-    raise _Killed
-
-
 def _watch(root: subprocess.Popen[bytes], lifeline: int, stop_timeout_seconds: float) -> None:
     """Wait until the engine's main process has ended, or the caller must kill all processes of the engine.
 
-    If the pipe from the launcher closes, send SIGTERM to the main process, and wait for its end or the
-    timeout. If a byte arrives on the pipe, return at once, so that the caller kills without SIGTERM.
+    At STOP, or if the pipe from the launcher closes, send SIGTERM to the main process, and wait for its end,
+    KILL or the timeout. At KILL, return at once, so that the caller kills without SIGTERM.
 
     Args:
         root: main process of the engine.
-        lifeline: file descriptor of the pipe. The launcher closes it to stop the engine; it also closes if
-            the launcher ends.
+        lifeline: file descriptor of the pipe, which the launcher writes to. It closes if the launcher ends.
         stop_timeout_seconds: longest time to wait after SIGTERM, in seconds.
     """
     ended = os.pidfd_open(root.pid)
-    readable, _, _ = select.select([ended, lifeline], [], [])
-    if ended in readable or os.read(lifeline, 1):
-        return
-    root.send_signal(signal.SIGTERM)
-    select.select([ended], [], [], stop_timeout_seconds)
+    watched = [ended, lifeline]
+    deadline: float | None = None
+    while True:
+        seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
+        readable, _, _ = select.select(watched, [], [], seconds)
+        if not readable or ended in readable:
+            return
+        request = os.read(lifeline, 1)
+        if request == KILL:
+            return
+        if not request:
+            watched = [ended]
+        if deadline is None:
+            root.send_signal(signal.SIGTERM)
+            deadline = time.monotonic() + stop_timeout_seconds
 
 
 def _end_tree(*, polite: bool) -> None:
