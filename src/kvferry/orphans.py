@@ -7,12 +7,10 @@ import signal
 
 _PR_SET_PDEATHSIG = 1
 
-_libc = ctypes.CDLL(None, use_errno=True)
-
 
 def die_with_parent() -> None:
     """Make the kernel kill this process when the thread that started the process ends.
 
     Call this in the child process.
     """
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

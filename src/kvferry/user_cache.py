@@ -23,7 +23,7 @@ def user_cache(environment: Mapping[str, str] = os.environ) -> Path:
         return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvferry"
     except RuntimeError as error:
         raise ConfigError(
-            f"user {os.geteuid()} has no home; set XDG_CACHE_HOME to a directory that it may write"
+            "this user has no home directory; set XDG_CACHE_HOME to a directory that it may write"
         ) from error
 
 

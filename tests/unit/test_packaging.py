@@ -7,13 +7,14 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from importlib.metadata import requires
 from itertools import chain
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import kvferry
+from kvferry.cli.extras import BENCH, ROUTER, VLLM
 from kvferry.engines.vllm.version import TESTED
 
 ROOT = Path(__file__).parents[2]
@@ -34,21 +35,27 @@ def project() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
+def extra(name: str) -> list[str]:
+    return project()["optional-dependencies"][name]
+
+
 def names(requirements: list[str]) -> set[str]:
     return {normal(re.match(r"[\w.-]+", each)[0]) for each in requirements}
 
 
 def test_every_dependency_is_pinned_for_the_cpu() -> None:
-    assert names(project()["dependencies"]) <= pins("vllm-cpu.lock").keys()
+    needed = names([*project()["dependencies"], *extra("vllm")[1:], *extra("router"), *extra("bench")])
+    assert needed - {"vllm"} <= pins("vllm-cpu.lock").keys()
 
 
 def test_every_tool_is_pinned() -> None:
-    assert names(project()["optional-dependencies"]["dev"]) <= pins("dev.lock").keys()
+    assert names(extra("dev")) <= pins("dev.lock").keys()
 
 
 def test_all_pins_are_of_the_tested_vllm() -> None:
     assert pins("vllm-cpu.lock")["vllm-cpu"].rpartition(".")[0] == TESTED
-    assert f"vllm=={TESTED}.*" in project()["optional-dependencies"]["vllm"]
+    [engine] = [each for each in map(Requirement, extra("vllm")) if each.name == "vllm"]
+    assert f"{TESTED}.0" in engine.specifier
     said = re.findall(r"for vLLM (\d+\.\d+)", (ROOT / "README.md").read_text())
     assert set(said) == {TESTED}, "releases that README.md says kvferry is for"
 
@@ -63,7 +70,7 @@ def test_both_locks_agree_where_they_overlap() -> None:
 def test_every_dependency_says_why_it_is_here() -> None:
     said = (ROOT / "docs" / "dependencies.md").read_text()
     asked = [*project()["dependencies"], *chain.from_iterable(project()["optional-dependencies"].values())]
-    assert not [name for name in names(asked) if f"`{name}`" not in said]
+    assert not names(asked) - {normal(name) for name in re.findall(r"`([\w.-]+)`", said)} - {"kvferry"}
 
 
 def test_lm_eval_is_pinned_without_torch_and_the_page_says_why_it_is_here() -> None:
@@ -73,9 +80,18 @@ def test_lm_eval_is_pinned_without_torch_and_the_page_says_why_it_is_here() -> N
     assert "`lm_eval`" in (ROOT / "docs" / "dependencies.md").read_text()
 
 
-def test_the_core_needs_no_engine() -> None:
-    plain = [each for each in requires("kvferry") if "extra ==" not in each]
-    assert not names(plain) & set(HEAVY)
+def test_the_core_needs_neither_an_engine_nor_a_web_server() -> None:
+    assert not names(project()["dependencies"]) & {*HEAVY, "starlette", "uvicorn", "matplotlib"}
+
+
+def test_the_engine_comes_with_the_router() -> None:
+    assert extra("vllm")[0] == "kvferry[router]"
+
+
+def test_messages_name_extras_that_have_the_packages() -> None:
+    for each in (VLLM, ROUTER, BENCH):
+        packages = names(extra(each.name)) | (names(extra("router")) if each is VLLM else set())
+        assert set(each.modules) <= packages
 
 
 @pytest.mark.parametrize(

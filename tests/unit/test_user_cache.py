@@ -44,7 +44,7 @@ def test_the_directory_is_below_the_users_cache():
 
 def test_a_user_without_a_home_is_told_what_to_set():
     assert said("kvferry.tiers.paths.default_directory()") == (
-        f"kvferry.errors.ConfigError: user {NOBODY} has no home; "
+        "kvferry.errors.ConfigError: this user has no home directory; "
         "set XDG_CACHE_HOME to a directory that it may write"
     )
 

@@ -20,9 +20,11 @@ from kvferry.cli.bench_options import (
     progress_line,
     work_folder,
 )
+from kvferry.cli.extras import BENCH, require
 from kvferry.cli.options import without_none
 from kvferry.cli.output import check_output
 from kvferry.errors import ConfigError
+from kvferry.operating_system import require_linux
 
 _MAX_DEPTH = 256
 
@@ -57,6 +59,8 @@ def transfer(
     Moves KV between two processes. kvferry's time starts when a request's blocks are known and ends when the
     request may use them. It includes planning, posting, the lease check and the acknowledgement.
     """
+    require("kvferry bench transfer", BENCH)
+    require_linux("kvferry bench transfer")
     from rich.console import Console
 
     from kvferry.bench import transfer_report
@@ -121,6 +125,8 @@ def tiers(
 
     Compares host memory with memcpy, files with fio or threads with direct I/O, and objects with obstore.
     """
+    require("kvferry bench tiers", BENCH)
+    require_linux("kvferry bench tiers")
     from rich.console import Console
 
     from kvferry.bench import tiers_report
@@ -163,6 +169,8 @@ def calibrate(
     writes the costs to a file, which kvferry reads whenever it plans transfers. Without the file it uses
     built-in costs.
     """
+    require("kvferry bench calibrate", BENCH)
+    require_linux("kvferry bench calibrate")
     from datetime import UTC, datetime
 
     from rich.console import Console

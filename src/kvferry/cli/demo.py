@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvferry.cli.extras import VLLM, require
 from kvferry.cli.output import check_output
 from kvferry.errors import ConfigError, KVFerryError
+from kvferry.operating_system import require_linux
 
 if TYPE_CHECKING:
     from kvferry.serving.demo import DemoModel, Screen
@@ -48,6 +50,8 @@ def demo(
     A prefill and a decode engine serve the model. The table at the end has one row per request: what moved
     for each KV cache group, how long it took, and whether the answer equals a single engine's.
     """
+    require("kvferry demo", VLLM)
+    require_linux("kvferry demo")
     from rich.console import Console
 
     from kvferry.serving.demo import AnswerVerdict, Screen, measure

@@ -55,6 +55,8 @@ def check_output() -> None:
     except (AttributeError, OSError, ValueError):
         return  # there is no standard output, and printed text is dropped
     os.write(fd, b"")  # fails on a device that is always full, such as /dev/full
+    if not hasattr(select, "poll"):
+        return  # Windows
     reader = select.poll()
     reader.register(fd, 0)
     if any(event & select.POLLERR for _, event in reader.poll(0)):

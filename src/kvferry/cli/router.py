@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from kvferry.cli.extras import ROUTER, require
+
 _MIB = 1 << 20
 
 
@@ -43,8 +45,10 @@ def router(
 
     Sends each prompt to a prefill engine, then to a decode engine, which loads its KV.
     """
+    require("kvferry router", ROUTER)
     from kvferry.serving.ports import listen, url_of
-    from kvferry.serving.router import RouterSettings, router_app
+    from kvferry.serving.router.app import router_app
+    from kvferry.serving.router.settings import RouterSettings
     from kvferry.serving.run import run_app
     from kvferry.serving.signals import StopSignals
 

@@ -10,7 +10,9 @@ from typing import Annotated
 
 import typer
 
+from kvferry.cli.extras import VLLM, require
 from kvferry.cli.output import check_output
+from kvferry.operating_system import require_linux
 
 
 def serve(
@@ -49,6 +51,8 @@ def serve(
     Starts prefill and decode engines of MODEL, and one OpenAI endpoint in front of them. Ctrl-C stops all of
     them.
     """
+    require("kvferry serve", VLLM)
+    require_linux("kvferry serve")
     from rich.console import Console
 
     from kvferry.serving.launch import fleet_specs

@@ -29,7 +29,10 @@ def top(
         ),
     ] = 1.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Read twice, print, and exit; the default without a terminal.")
+        bool,
+        typer.Option(
+            "--once", help="Read twice, print, and exit; the default without a terminal, and on Windows."
+        ),
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Read twice and print JSON: bytes, seconds, shares.")
@@ -43,13 +46,14 @@ def top(
     import anyio
     from rich.console import Console
 
+    from kvferry.operating_system import has_posix
     from kvferry.top.lines import text
     from kvferry.top.live import sample_fleet, watch
     from kvferry.top.poller import parse_address
 
     addresses = list(dict.fromkeys(parse_address(url) for url in urls))
     console = Console(highlight=False)
-    drawn = console.is_terminal and not console.is_dumb_terminal and sys.stdin.isatty()
+    drawn = console.is_terminal and not console.is_dumb_terminal and sys.stdin.isatty() and has_posix()
     if drawn and not (once or as_json):
         anyio.run(watch, addresses, interval, console)
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,11 +12,12 @@ from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.tier_config import read_tiers
 from kvferry.doctor import costs, listening, machine, nixl, pairs, reads, settings, software, storage
 from kvferry.doctor.engines import Target, examine_engines
-from kvferry.doctor.finding import Finding, ReportSection
+from kvferry.doctor.finding import Finding, ReportSection, note
 from kvferry.doctor.limits import run_check
 from kvferry.doctor.reads import ReadTimings
 from kvferry.engines.vllm.version import nixl_version
 from kvferry.errors import ConfigError
+from kvferry.operating_system import is_linux
 from kvferry.planning.strategy import Costs
 from kvferry.serving.devices import visible_devices
 from kvferry.transport.costs_file import load_costs
@@ -63,10 +65,12 @@ def examine(job: Examination, progress: Callable[[str], None]) -> list[ReportSec
     given = settings.read_file(job.config) if job.config else settings.ConfigFile((), ())
     sections: list[ReportSection] = []
     timed: ReadTimings | None = None
-    if job.machine:
+    if not is_linux():
+        sections.append(ReportSection("this machine", (_no_engines_here(),)))
+    elif job.machine:
         found, timed = _check_machine(given.configs, progress)
         sections.append(ReportSection("this machine", tuple(found)))
-    if job.config:
+    if job.config and is_linux():
         progress("checking the configuration")
         named = (*given.findings, *_check_config(given.configs, timed))
         sections.append(ReportSection(f"configuration {job.config}", named))
@@ -76,6 +80,15 @@ def examine(job: Examination, progress: Callable[[str], None]) -> list[ReportSec
         local = timed.summary if timed else ""
         sections += [*engines, *pairs.check(seen, _load_costs(given.configs), local)]
     return sections
+
+
+def _no_engines_here() -> Finding:
+    return note(
+        "system",
+        f"{platform.system()} runs no engines, so neither this machine nor the tiers of a configuration are "
+        "checked",
+        "run kvferry doctor on the engines' machines",
+    )
 
 
 def _check_machine(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from kvferry.doctor.finding import Finding, bad, from_error, note, ok
 from kvferry.errors import ConfigError
 from kvferry.memory.available import Read, read
 from kvferry.memory.sealed import sealed_file
+from kvferry.operating_system import resource
 from kvferry.transport.nixl_requirements import LEAST_BYTES
 from kvferry.units import format_bytes
 
@@ -121,18 +121,22 @@ def _threads_of(user: int) -> int:
     return sum(each["num_threads"] or 0 for each in theirs)
 
 
-def shared_memory(path: str = "/dev/shm", stat: Callable[[str], os.statvfs_result] = os.statvfs) -> Finding:  # noqa: S108
+def shared_memory(
+    path: str = "/dev/shm",  # noqa: S108
+    stat: Callable[[str], os.statvfs_result] | None = None,
+) -> Finding:
     """Check whether the file system for shared memory has room for the queues of vLLM and UCX.
 
     The memory of the host tier is not in this file system.
 
     Args:
         path: path of the file system for shared memory.
-        stat: function that takes a path, and returns the size and free space of its file system.
+        stat: function that takes a path, and returns the size and free space of its file system; None for
+            `os.statvfs`.
     """
     subject = path
     try:
-        found = stat(path)
+        found = (stat or os.statvfs)(path)
     except OSError as error:
         return bad(
             subject,

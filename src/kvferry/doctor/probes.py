@@ -10,7 +10,6 @@ Each check prints JSON lines. `parse_output` can read those that were printed be
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import secrets
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.errors import KVFerryError
+from kvferry.operating_system import fcntl
 
 MODULE = "kvferry.doctor.probes"
 _MARK = "kvferry doctor: "

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 
 from kvferry.errors import ConfigError
+from kvferry.operating_system import fcntl
 from kvferry.units import format_bytes
 
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvferry.errors import ConfigError
+from kvferry.operating_system import require_posix
 
 _SUFFIX, _UNFINISHED = ".sock", ".new"
 _UNFINISHED_SECONDS = 60.0
@@ -26,7 +27,11 @@ def socket_directories() -> list[Path]:
     If `$XDG_RUNTIME_DIR` exists, the first directory is below it. The last directory is in `/tmp`. The
     directories may not exist. Engines create their socket in the first directory. Clients look in all
     directories, because `$XDG_RUNTIME_DIR` may be set for the client and not for the engine.
+
+    Raises:
+        ConfigError: this system has no users, or engines cannot run on it.
     """
+    require_posix("asking an engine for the trace of a request")
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent")
     shared = Path(f"/tmp/kvferry-{os.getuid()}")  # noqa: S108 - users check it
     return [runtime / "kvferry", shared] if os.path.isdir(runtime) else [shared]  # noqa: PTH112 - never raises

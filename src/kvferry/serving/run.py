@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from kvferry.serving.router import RouterApp
+from kvferry.operating_system import is_linux
+from kvferry.serving.router.app import RouterApp
 
 _M_MMAP_THRESHOLD = -3
 """Number of the parameter in ``mallopt(3)``."""
@@ -73,6 +74,8 @@ def map_large_allocations() -> None:
     asyncio's read buffers (256 KiB) on the heap, and the heap cannot shrink while a small allocation above
     them is in use. With other C libraries the function does nothing.
     """
+    if not is_linux():
+        return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES)

@@ -15,7 +15,8 @@ from kvferry.serving.launch import Fleet, death_notice
 from kvferry.serving.ports import url_of
 from kvferry.serving.progress import startup_progress
 from kvferry.serving.role import Role
-from kvferry.serving.router import RouterSettings, router_app
+from kvferry.serving.router.app import router_app
+from kvferry.serving.router.settings import RouterSettings
 from kvferry.serving.run import run_app
 from kvferry.serving.signals import StopRequested, StopSignals
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import termios
-import tty
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -15,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvferry.observe.fetch import client
+from kvferry.operating_system import termios, tty
 from kvferry.top.addresses import FleetView
 from kvferry.top.layout import TextLine
 from kvferry.top.lines import screen

@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import resource
 import socket
 import struct
 from typing import Any
@@ -24,6 +23,7 @@ from typing import Any
 import zmq
 
 from kvferry.limited_log import LimitedLog
+from kvferry.operating_system import resource
 
 logger = logging.getLogger(__name__)
 

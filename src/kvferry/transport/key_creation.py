@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvferry.errors import ConfigError
+from kvferry.operating_system import require_posix
 from kvferry.transport.security import SECRET_BYTES
 
 KEY_NAME = "key"
@@ -32,8 +33,9 @@ def write_secret(path: Path) -> None:
     """Create a file with a new random secret. Only the owner of the file can read it.
 
     Raises:
-        ConfigError: the file exists, or cannot be written.
+        ConfigError: the file exists, or cannot be written, or this system cannot close it to other users.
     """
+    require_posix(f"closing {path} to other users")
     try:
         _write_new(path, None)
     except FileExistsError as error:
@@ -62,6 +64,7 @@ def private_directory(folder: Path, *, make: bool) -> Iterator[int]:
             other users.
         FileNotFoundError: the directory does not exist and `make` is false.
     """
+    require_posix(f"closing {folder} to other users")
     try:
         if make:
             folder.parent.mkdir(parents=True, exist_ok=True)

@@ -10,13 +10,13 @@ user, give no access to others, and not be symbolic links.
 from __future__ import annotations
 
 import os
-import pwd
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.errors import ConfigError
+from kvferry.operating_system import has_posix, pwd, require_posix
 from kvferry.transport.key_creation import KEY_NAME, REMEDY, make_key, private_directory
 from kvferry.transport.security import Keys, derive_keys
 
@@ -58,6 +58,7 @@ def key_location(secret_file: str | None, environment: Mapping[str, str] = os.en
     for name, below in (("XDG_STATE_HOME", ""), ("HOME", ".local/state")):
         if os.path.isabs(environment.get(name, "")):  # noqa: PTH117 - an empty text is no path
             return KeyLocation(Path(environment[name], below, "kvferry", KEY_NAME), configured=False)
+    require_posix("this machine's key")
     try:
         home = pwd.getpwuid(os.geteuid()).pw_dir
     except KeyError:
@@ -98,11 +99,13 @@ def existing_keys(secret_file: str | None) -> Keys | None:
             that all engines of a user on a machine share.
 
     Returns:
-        Key pair; None if `secret_file` is None and the machine's key does not exist yet.
+        Key pair; None if `secret_file` is None and there is no machine's key: not yet, or not on this system.
 
     Raises:
         ConfigError: the file cannot be read, is accessible to other users, or holds no valid secret.
     """
+    if secret_file is None and not has_posix():
+        return None
     place = key_location(secret_file)
     if place.configured:
         return derive_keys(_given_secret(place))
@@ -126,6 +129,7 @@ def _given_secret(place: KeyLocation) -> bytes:
         ConfigError: the file cannot be read, is not a regular file, has another owner, is accessible to users
             who are neither its owner nor in its group, or holds no valid secret.
     """
+    require_posix(f"checking who may read {place.path}")
     try:
         descriptor = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:

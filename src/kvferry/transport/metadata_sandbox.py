@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -28,6 +27,7 @@ import numpy as np
 import kvferry
 from kvferry.errors import TransferError
 from kvferry.geometry import Region
+from kvferry.operating_system import resource
 from kvferry.orphans import die_with_parent
 from kvferry.transport.agent import Agent, ReadState
 from kvferry.transport.messages import RankCard

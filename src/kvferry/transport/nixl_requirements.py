@@ -9,10 +9,10 @@ mention it.
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from kvferry.operating_system import resource
 from kvferry.units import format_bytes
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the directory of shared memory
@@ -24,24 +24,24 @@ LEAST_BYTES = 1 << 20
 """Free bytes in ``/dev/shm`` that suffice for the semaphores and locks of Python and vLLM."""
 
 _LIMITS = {
-    resource.RLIMIT_FSIZE: (AGENT_BYTES, "files may have {} bytes (ulimit -f unlimited)"),
-    resource.RLIMIT_NOFILE: (256, "{} files may be open (ulimit -n 65535)"),
-    resource.RLIMIT_AS: (1 << 40, "the address space may have {} bytes (ulimit -v unlimited)"),
+    "RLIMIT_FSIZE": (AGENT_BYTES, "files may have {} bytes (ulimit -f unlimited)"),
+    "RLIMIT_NOFILE": (256, "{} files may be open (ulimit -n 65535)"),
+    "RLIMIT_AS": (1 << 40, "the address space may have {} bytes (ulimit -v unlimited)"),
 }
-"""Least sufficient value of each resource limit, and a message with the problem and the remedy."""
+"""By the name of a resource limit: its least sufficient value, and a message with problem and remedy."""
 
 
 def missing_requirements(
-    stat: Callable[[str], Any] = os.statvfs, limits: Mapping[int, int] | None = None
+    stat: Callable[[str], Any] | None = None, limits: Mapping[int, int] | None = None
 ) -> Iterator[str]:
     """Yield the problems of this machine that may prevent a NIXL agent from starting, each with its remedy.
 
     Args:
-        stat: function with the interface of `os.statvfs`, which returns the free space of a file system.
+        stat: function that returns the free space of a file system; None for `os.statvfs`.
         limits: value of each resource limit, negative if unlimited; None for the limits of this process.
     """
     try:
-        found = stat(SHARED_MEMORY)
+        found = (stat or os.statvfs)(SHARED_MEMORY)
     except OSError as error:
         yield f"{SHARED_MEMORY} cannot be used: {os.strerror(error.errno or 0)} (mount a tmpfs there)"
     else:
@@ -50,7 +50,8 @@ def missing_requirements(
             yield f"{SHARED_MEMORY} is mounted read-only (mount a tmpfs there for writing)"
         elif free < LEAST_BYTES:
             yield f"{SHARED_MEMORY} has {format_bytes(free)} free (docker: --shm-size=1g)"
-    for limit, (least, text) in _LIMITS.items():
+    for name, (least, text) in _LIMITS.items():
+        limit = getattr(resource, name)
         allowed = resource.getrlimit(limit)[0] if limits is None else limits.get(limit, -1)
         if 0 <= allowed < least:
             yield text.format(f"{allowed:,}")

@@ -20,7 +20,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvferry.serving.ports import listen, url_of
-from kvferry.serving.router import RouterSettings, router_app
+from kvferry.serving.router.app import router_app
+from kvferry.serving.router.settings import RouterSettings
 
 KV = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [[1, 2]]}
 TOKENS = ["The", " bytes", " are", " moved", "."]

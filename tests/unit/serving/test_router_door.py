@@ -10,7 +10,8 @@ import threading
 import pytest
 
 from kvferry.serving.ports import listen, url_of
-from kvferry.serving.router import RouterSettings, router_app
+from kvferry.serving.router.app import router_app
+from kvferry.serving.router.settings import RouterSettings
 from kvferry.serving.run import run_app
 
 pytestmark = pytest.mark.slow

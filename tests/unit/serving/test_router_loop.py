@@ -4,8 +4,9 @@ import httpx
 import pytest
 
 from kvferry.serving.ports import listen, url_of
-from kvferry.serving.router import RouterSettings, router_app
+from kvferry.serving.router.app import router_app
 from kvferry.serving.router.hop import Hop
+from kvferry.serving.router.settings import RouterSettings
 
 
 @pytest.fixture

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from starlette.types import Send
+if TYPE_CHECKING:  # `kvferry doctor` builds requests as the router does, and works without Starlette
+    from starlette.types import Send
 
 Headers = tuple[tuple[bytes, bytes], ...]
 JSON_TYPE = (b"content-type", b"application/json")

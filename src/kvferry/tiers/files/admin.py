@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from kvferry.errors import ConfigError
+from kvferry.operating_system import require_posix
 from kvferry.tiers.admin import CacheAdmin, CollectResult, SpaceUsage, StoredFile
 from kvferry.tiers.files import chunk_file
 from kvferry.tiers.files.ledger import HeldLedger, Ledger, read_ledger
@@ -31,13 +32,14 @@ class DirectoryAdmin(CacheAdmin):
         path: path of the directory.
 
     Raises:
-        ConfigError: the path is not a directory of the file tier.
+        ConfigError: the path is not a directory of the file tier, or this system has no such directories.
     """
 
     records_use = True
     no_capacity = "unknown: the ledger is damaged"
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        require_posix("a cache directory")
         self.where = os.path.abspath(path)
         check_directory(self.where)
         if read_marker(self.where) is None:

@@ -10,12 +10,12 @@ All functions that read or write block. Any thread may call them.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from kvferry.operating_system import fcntl
 from kvferry.tiers.format.checksum import Buffer
 from kvferry.tiers.format.chunk import ALIGNMENT
 

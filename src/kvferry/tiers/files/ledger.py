@@ -9,13 +9,13 @@ killed in between, the number is too large until `count` corrects it.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from kvferry.operating_system import fcntl
 from kvferry.tiers.files.lock_handoff import LockHandoff, LockTimeout
 from kvferry.tiers.files.regular_file import open_regular, read_regular
 from kvferry.tiers.format.checksum import header_digest

@@ -7,7 +7,6 @@ again before it is evicted, because other processes use, evict and write files t
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from collections import deque
@@ -16,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
 
+from kvferry.operating_system import fcntl
 from kvferry.tiers.files.least_recent import MAX_LISTED, least_recently_used
 from kvferry.tiers.files.ledger import HeldLedger, Ledger
 from kvferry.tiers.files.lock_handoff import LockTimeout

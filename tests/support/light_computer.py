@@ -1,0 +1,71 @@
+"""Run `kvferry` as on a computer with Windows, without engines: `python light_computer.py COMMAND ...`.
+
+Imports of what Windows and the core installation lack fail, and so do system calls that Windows lacks.
+Libraries that have code of their own for Windows are imported before that, with their code for Linux.
+"""
+
+from __future__ import annotations
+
+import asyncio  # noqa: F401
+import ctypes
+import multiprocessing  # noqa: F401
+import os
+import platform
+import select
+import shutil  # noqa: F401
+import signal
+import subprocess  # noqa: F401
+import sys
+import tempfile  # noqa: F401
+
+import anyio  # noqa: F401
+import filelock  # noqa: F401
+import numpy as np  # noqa: F401
+import obstore  # noqa: F401
+import psutil  # noqa: F401
+import zmq  # noqa: F401
+
+NOT_INSTALLED = {"matplotlib", "nixl", "starlette", "torch", "transformers", "uvicorn", "vllm"}
+NOT_ON_WINDOWS = {"fcntl", "grp", "pwd", "resource", "termios", "tty"}
+MISSING = {
+    os: (
+        "O_CLOEXEC O_DIRECT O_DIRECTORY O_NOCTTY O_NOFOLLOW O_NONBLOCK fdatasync fork getegid geteuid getgid "
+        "getgroups getpgid getuid killpg memfd_create pidfd_open posix_fallocate pread preadv pwrite pwritev "
+        "sched_getaffinity setsid statvfs uname"
+    ),
+    select: "epoll poll",
+    signal: "SIGALRM SIGCHLD SIGHUP SIGKILL",
+}
+
+
+class _Refusal:
+    """A finder that refuses modules."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in NOT_INSTALLED | NOT_ON_WINDOWS:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+class _Library(ctypes.CDLL):
+    """A shared library. The program itself is none on Windows."""
+
+    def __init__(self, name, *args, **options):
+        if name is None:
+            raise TypeError("a library has a name")
+        super().__init__(name, *args, **options)
+
+
+for each in NOT_ON_WINDOWS & set(sys.modules):
+    del sys.modules[each]
+sys.meta_path.insert(0, _Refusal())
+for module, attributes in MISSING.items():
+    for attribute in attributes.split():
+        delattr(module, attribute)
+ctypes.CDLL = _Library
+platform.system = lambda: "Windows"
+
+if __name__ == "__main__":
+    from kvferry.cli.entry import main
+
+    sys.argv[0] = "kvferry"
+    main()

@@ -1,0 +1,108 @@
+"""The commands of the core on a computer with Windows, and without engines."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+LIGHT_COMPUTER = Path(__file__).parents[1] / "support" / "light_computer.py"
+CORE = ("plan", "config", "doctor", "top", "explain", "cache", "dashboard", "keygen")
+OTHERS = ("serve", "router", "demo", "bench", "bench tiers")
+CONFIG = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "torch_dtype": "bfloat16",
+}
+NOBODY = "http://127.0.0.1:9"
+"""Address of the discard service, where no engine listens."""
+POSIX = "needs a POSIX system, and this is Windows; run it where engines run"
+
+
+def run(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(LIGHT_COMPUTER), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "200"},
+    )
+
+
+@pytest.mark.slow
+def test_every_command_prints_its_help() -> None:
+    commands = [*CORE, *OTHERS]
+    with ThreadPoolExecutor(2) as pool:
+        done = list(pool.map(lambda each: run(*each.split(), "--help"), commands))
+    helped = {
+        each: (one.returncode, one.stdout[:6], one.stderr) for each, one in zip(commands, done, strict=True)
+    }
+    assert helped == dict.fromkeys(commands, (0, "Usage:", ""))
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "expected"),
+    [
+        ("plan config.json --json", 0, '"tiers"'),
+        ("plan --list", 0, "Llama-3.1-8B"),
+        ("config --role prefill --tiers default", 0, '"kv_role":"kv_producer"'),
+        ("doctor", 0, "Windows runs no engines"),
+        (f"doctor {NOBODY}", 1, "Windows runs no engines"),
+        (f"top {NOBODY} --once", 1, "no answer"),
+        ("dashboard", 0, "kvferry-dashboard.json"),
+        ("keygen -", 0, "="),
+        ("cache ls file:///nowhere", 2, "/nowhere"),
+    ],
+)
+def test_a_command_does_its_work(tmp_path: Path, command: str, code: int, expected: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    done = run(*command.split(), folder=tmp_path)
+    assert expected in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.returncode == code
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("keygen key", f"closing key to other users {POSIX}"),
+        ("explain", f"asking an engine for the trace of a request {POSIX}"),
+        ("cache ls .", f"a cache directory {POSIX}"),
+        ("config --secret-file key", f"checking who may read key {POSIX}"),
+    ],
+)
+def test_a_command_says_in_a_sentence_what_the_system_lacks(
+    tmp_path: Path, command: str, sentence: str
+) -> None:
+    done = run(*command.split(), folder=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"kvferry: {sentence}\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "package", "extra"),
+    [
+        ("serve", "model", "vLLM", "vllm"),
+        ("demo", "", "vLLM", "vllm"),
+        ("router", f"--prefill {NOBODY} --decode {NOBODY}", "Starlette", "router"),
+        ("bench tiers", "", "torch", "bench"),
+        ("bench transfer", "", "torch", "bench"),
+        ("bench calibrate", "", "torch", "bench"),
+    ],
+)
+def test_a_command_says_which_extra_it_needs(command: str, arguments: str, package: str, extra: str) -> None:
+    done = run(*command.split(), *arguments.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"kvferry: kvferry {command} needs {package}, which is not installed; "
+        f"install it with pip install 'kvferry[{extra}]'\n"
+    )
