@@ -1,6 +1,7 @@
 """Build hook: compile the native copy kernel into the wheel.
 
-Without a C compiler, or if the compiler fails, the wheel contains no kernel and numpy copies instead.
+Without a C compiler, or if the compiler fails, the wheel contains no kernel and numpy copies instead. The
+same holds if the environment variable KVFERRY_PURE_WHEEL is 1: such a wheel fits every system.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCE = "src/kvferry/memory/strided_copy.c"
 LIBRARY = "src/kvferry/memory/_strided_copy.so"
+PURE = "KVFERRY_PURE_WHEEL"
 
 
 class NativeCopies(BuildHookInterface[Any]):
     """Compiles `SOURCE` to `LIBRARY`, in wheels and in editable installations."""
 
+    _folder: tempfile.TemporaryDirectory[str] | None = None
+
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile the kernel, and mark the wheel as one for this platform."""
-        if self.target_name != "wheel":
+        if self.target_name != "wheel" or os.environ.get(PURE) == "1":
             return
         if version == "editable":
             library = Path(self.root, LIBRARY)
@@ -43,7 +47,7 @@ class NativeCopies(BuildHookInterface[Any]):
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:  # noqa: ARG002
         """Remove the compiled file, which the wheel now contains."""
-        if version != "editable":
+        if self._folder is not None:
             self._folder.cleanup()
 
 

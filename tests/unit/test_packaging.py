@@ -124,3 +124,38 @@ def test_the_wheel_has_the_package_its_marker_and_its_licence(tmp_path: Path, co
     assert any(name.endswith("licenses/LICENSE") for name in inside)
     sources = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")}
     assert sources <= inside
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory) -> Path:
+    """A folder with a source distribution, and the wheel for any system that was built from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "KVFERRY_PURE_WHEEL": "1"})
+    return folder
+
+
+@pytest.mark.slow
+def test_an_index_accepts_the_release_and_shows_links_that_work(release: Path) -> None:
+    files = sorted(path.name for path in release.iterdir())
+    assert files == [f"kvferry-{kvferry.__version__}{end}" for end in ("-py3-none-any.whl", ".tar.gz")]
+    command = [sys.executable, "-m", "twine", "check", "--strict", *map(str, release.iterdir())]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout
+    with zipfile.ZipFile(release / files[0]) as wheel:
+        text = wheel.read(f"kvferry-{kvferry.__version__}.dist-info/METADATA").decode()
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    home = project()["urls"]["Homepage"]
+    assert links
+    assert not [link for link in links if not link.startswith(f"{home}/blob/v{kvferry.__version__}/")]
+    assert all(
+        (ROOT / link.split("/blob/")[1].partition("/")[2].partition("#")[0]).exists() for link in links
+    )
+
+
+@pytest.mark.slow
+def test_the_core_alone_runs_its_commands(release: Path) -> None:
+    [wheel] = release.glob("*.whl")
+    command = [sys.executable, str(ROOT / "scripts" / "try_wheel.py"), str(wheel)]
+    tried = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert tried.returncode == 0, tried.stdout + tried.stderr

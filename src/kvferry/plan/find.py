@@ -6,6 +6,7 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -127,21 +128,26 @@ def _from_hub(model: str) -> Path:
         model: name of the model on the Hugging Face hub, such as ``organisation/model``.
 
     Raises:
-        ConfigError: huggingface_hub is not installed, or the download failed.
+        ConfigError: the file is not in the cache, and the download failed.
     """
-    give = "give the path of its config.json"
+    import huggingface_hub as hub  # noqa: PLC0415 - slow to import
+    from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415 - the same
+
     try:
-        from huggingface_hub import hf_hub_download  # noqa: PLC0415 - comes with the engine, slow to import
-    except ImportError:
-        raise ConfigError(
-            f"{model!r} is not in the built-in table{_hint(model)}, and huggingface_hub is not installed; "
-            f"{give}"
-        ) from None
-    try:
-        return Path(hf_hub_download(model, _FILE))
+        # Without a network this fails at once. The download alone would repeat its request for half a minute.
+        hub.get_hf_file_metadata(hub.hf_hub_url(model, _FILE))
+        return Path(hub.hf_hub_download(model, _FILE))
     except Exception as error:  # for every failure of network or hub, the remedy is the same
+        with suppress(ValueError):  # not the name of a model
+            if isinstance(cached := hub.try_to_load_from_cache(model, _FILE), str):
+                return Path(cached)
+        answered = isinstance(error, HfHubHTTPError)
+        why = (
+            "does not give it (is the name right, does it need HF_TOKEN?)"
+            if answered
+            else "cannot be reached"
+        )
         raise ConfigError(
-            f"{model!r} is not in the built-in table{_hint(model)}, and the Hugging Face hub cannot be "
-            "reached "
-            f"({type(error).__name__}); {give}"
+            f"{model!r} is not in the built-in table{_hint(model)}, and the Hugging Face hub {why} "
+            f"({type(error).__name__}); give the path of its config.json"
         ) from error
