@@ -125,9 +125,12 @@ accuracy: $(VENV)/.engine-$(ENGINE) $(VENV)/.accuracy ## GSM8K by lm-eval: does 
 	@$(PYTHON) -m benchmarks accuracy $(MODEL) $(ARGS)
 
 ##@ Build
-.PHONY: wheel clean
-wheel: $(VENV)/.dev ## build dist/kvferry-*.whl
+.PHONY: wheel release clean
+wheel: $(VENV)/.dev ## build dist/kvferry-*.whl (KVFERRY_PURE_WHEEL=1: for every system)
 	$(PYTHON) -m build --no-isolation --wheel --outdir dist
+
+release: $(VENV)/.dev ## all of a release but its upload: checks, dist/ with two wheels, source and checksums; prints the upload command
+	@$(PYTHON) scripts/release.py
 
 clean: ## remove builds and the caches of the tools; .venv stays
 	rm -rf dist build .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
