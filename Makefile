@@ -75,11 +75,12 @@ $(VENV)/.accuracy: requirements/accuracy.lock | $(PYTHON)
 
 ##@ Check and test
 .PHONY: check test test-fast test-unit test-engines test-long faults soak
-check: $(VENV)/.dev ## ruff, mypy --strict, import-linter
+check: $(VENV)/.dev ## ruff, mypy --strict, import-linter, hadolint
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/hadolint docker/Dockerfile
 
 # Engines measure deadlines against the clock: a pair at a time, and nothing beside it.
 test: test-unit ## unit, transport and representative engine tests

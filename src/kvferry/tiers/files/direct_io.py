@@ -87,6 +87,8 @@ def set_direct(fd: int, *, on: bool) -> bool:
 
     The call clears other flags of the descriptor, such as O_APPEND and O_NONBLOCK.
     """
+    if not hasattr(os, "O_DIRECT"):
+        return False  # macOS
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT if on else 0)
     except OSError:
