@@ -73,6 +73,13 @@ $(VENV)/.accuracy: requirements/accuracy.lock | $(PYTHON)
 	@$(VENV)/accuracy/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/accuracy.lock
 	@touch $@
 
+# Apart for the same reason.
+$(VENV)/.docs: requirements/docs.lock | $(PYTHON)
+	@echo "install: mkdocs-material, in an environment of its own (about 160 MB)"
+	@$(PYTHON) -m venv --clear $(VENV)/docs
+	@$(VENV)/docs/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/docs.lock
+	@touch $@
+
 ##@ Check and test
 .PHONY: check test test-fast test-unit test-engines test-long faults soak
 check: $(VENV)/.dev ## ruff, mypy --strict, import-linter
@@ -125,7 +132,12 @@ accuracy: $(VENV)/.engine-$(ENGINE) $(VENV)/.accuracy ## GSM8K by lm-eval: does 
 	@$(PYTHON) -m benchmarks accuracy $(MODEL) $(ARGS)
 
 ##@ Build
-.PHONY: wheel clean
+.PHONY: docs wheel clean
+# Strict: a broken link or anchor, or a page that is not in the navigation, fails the build.
+docs: $(VENV)/.docs ## build the documentation site, build/site (needs no engine)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
 wheel: $(VENV)/.dev ## build dist/kvferry-*.whl
 	$(PYTHON) -m build --no-isolation --wheel --outdir dist
 
