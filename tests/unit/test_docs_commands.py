@@ -48,7 +48,7 @@ RUN = "<!-- run -->"
 REASON = re.compile(r"<!-- not run: \S.*-->")
 PAGE_REASON = re.compile(r"^<!-- no command of this page is run: \S.*-->$", re.MULTILINE)
 NO_COMMANDS = ("<!-- output -->", "<!-- synopsis -->")
-FERRY = re.compile(r"(?:^|\$\(|/)kvferry ((?:'[^']*'|\"[^\"]*\"|[^)|;#\n\"'])*)", re.MULTILINE)
+FERRY = re.compile(r"(?:^|\$\(|/)kvferry ((?:'[^']*'|\"[^\"]*\"|[^)|;#>\n\"'])*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
