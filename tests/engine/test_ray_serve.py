@@ -35,6 +35,7 @@ ENGINE = (
     f"--kv-cache-memory-bytes={64 << 20}",
 )
 SECONDS = 300
+"""Longest wait for a replica or an answer: engines that start keep all cores busy."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def test_requests_go_on_while_a_replica_whose_engine_died_is_started_again(app, 
             if ended.is_set():
                 return
             try:
-                with httpx.Client(base_url=app.url, timeout=60, trust_env=False) as client:
+                with httpx.Client(base_url=app.url, timeout=SECONDS, trust_env=False) as client:
                     path, body = bodies(app.model, f"{role} {number}", 4)[number % 4]
                     served.append(answer(client, path, body))
             except (httpx.HTTPError, AssertionError) as error:
