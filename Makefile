@@ -86,8 +86,30 @@ $(VENV)/.kubernetes: requirements/kubernetes.lock | $(PYTHON)
 	@$(VENV)/kubernetes/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/kubernetes.lock
 	@touch $@
 
+# Apart for the same reason. vLLM's proxies are in its source archive only, so pip must read the archive's metadata, with torch of $(VENV).
+PROXIES := tests/v1/kv_connector/nixl_integration/toy_proxy_server.py \
+  examples/disaggregated/disaggregated_serving/disagg_proxy_multiturn.py
+$(VENV)/.fronts: requirements/fronts.lock requirements/proxies.sha256 $(VENV)/.engine-$(ENGINE)
+	@echo "install: vllm-router and vLLM's proxies, in an environment of their own (about 150 MB)"
+	@$(PYTHON) -m venv --clear $(VENV)/fronts
+	@$(VENV)/fronts/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/fronts.lock
+	@PYTHONPATH=$$($(VENV)/fronts/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
+	  VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.32.0 $(PYTHON) -m pip download -qq --disable-pip-version-check \
+	  --no-deps --no-binary vllm --no-build-isolation --dest $(VENV)/fronts vllm==0.32.0
+	@tar -xzf $(VENV)/fronts/vllm-0.32.0.tar.gz -C $(VENV)/fronts --transform 's|.*/||' $(addprefix vllm-0.32.0/,$(PROXIES))
+	@cd $(VENV)/fronts && sha256sum --check --quiet $(CURDIR)/requirements/proxies.sha256
+	@rm $(VENV)/fronts/vllm-0.32.0.tar.gz
+	@touch $@
+
+# Only what the environment lacks, in a folder that goes before it on the path.
+$(VENV)/.ray: requirements/ray.lock $(VENV)/.engine-$(ENGINE)
+	@echo "install: Ray Serve, in a folder of its own (about 280 MB)"
+	@rm -rf $(VENV)/ray
+	@$(PYTHON) -m pip install -qq --disable-pip-version-check --no-deps --target $(VENV)/ray -r requirements/ray.lock
+	@touch $@
+
 ##@ Check and test
-.PHONY: check test test-fast test-unit test-engines test-long faults soak
+.PHONY: check test test-fast test-unit test-engines test-long fronts faults soak
 check: $(VENV)/.dev ## ruff, mypy --strict, import-linter, hadolint
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
@@ -96,7 +118,8 @@ check: $(VENV)/.dev ## ruff, mypy --strict, import-linter, hadolint
 	$(VENV)/bin/hadolint docker/Dockerfile
 
 # Engines measure deadlines against the clock: a pair at a time, and nothing beside it.
-test: test-unit ## unit, transport and representative engine tests
+test: export KVFERRY_TEST_FRONTS := $(CURDIR)/$(VENV)/fronts
+test: test-unit $(VENV)/.fronts ## unit, transport and representative engine tests
 	$(PYTHON) -m pytest tests/transport tests/engine tests/faults -m "not family"
 
 # HYPOTHESIS_PROFILE: a few examples of each property.
@@ -110,14 +133,20 @@ test-unit: $(VENV)/.dev $(VENV)/.triton $(VENV)/.kubernetes ## what needs neithe
 	$(PYTHON) -m pytest -n $(WORKERS) -m "not family and not engine and not transport and not alone"
 	$(PYTHON) -m pytest tests/unit tests/fuzz -m alone
 
+fronts: export KVFERRY_TEST_FRONTS := $(CURDIR)/$(VENV)/fronts
+fronts: export KVFERRY_TEST_RAY := $(CURDIR)/$(VENV)/ray
+fronts: $(VENV)/.dev $(VENV)/.fronts $(VENV)/.ray ## routers of other projects in front of kvferry's engines, and Ray Serve around them
+	$(PYTHON) -m pytest -s tests/engine/test_fronts.py tests/engine/test_ray_serve.py
+
 test-engines: $(VENV)/.dev ## every family and pairing, on real engines
 	$(PYTHON) -m pytest tests/engine -m family
 
 test-long: export KVFERRY_TEST_LM_EVAL := $(CURDIR)/$(VENV)/accuracy
-test-long: $(VENV)/.dev $(VENV)/.accuracy ## more of what is drawn at random: the planner's engines, requests that share a directory; lm-eval
+test-long: export KVFERRY_TEST_RAY := $(CURDIR)/$(VENV)/ray
+test-long: $(VENV)/.dev $(VENV)/.accuracy $(VENV)/.ray ## more of what is drawn at random: the planner's engines, requests that share a directory; lm-eval; Ray
 	HYPOTHESIS_PROFILE=deep $(PYTHON) -m pytest -n $(WORKERS) --timeout 7200 tests/unit/planning
 	KVFERRY_TEST_SHARING_SECONDS=600 $(PYTHON) -m pytest tests/engine/test_tiers_shared.py
-	$(PYTHON) -m pytest tests/engine/test_accuracy.py
+	$(PYTHON) -m pytest tests/engine/test_accuracy.py tests/engine/test_ray_serve.py
 
 faults: $(VENV)/.dev ## inject FAULTS= faults drawn from SEED= into running engines; writes docs/reliability.md
 	PYTHONPATH=tests $(PYTHON) -m faults.campaign --seed $(SEED) --faults $(FAULTS) --report docs/reliability.md

