@@ -58,6 +58,8 @@ def test_every_command_prints_its_help() -> None:
         ("config --role prefill --tiers default", 0, '"kv_role":"kv_producer"'),
         ("doctor", 0, "Windows runs no engines"),
         (f"doctor {NOBODY}", 1, "Windows runs no engines"),
+        (f"doctor --no-machine {NOBODY}", 1, "refused"),
+        ("doctor --config kv.json", 0, "configuration kv.json"),
         (f"top {NOBODY} --once", 1, "no answer"),
         ("dashboard", 0, "kvferry-dashboard.json"),
         ("keygen -", 0, "="),
@@ -66,6 +68,7 @@ def test_every_command_prints_its_help() -> None:
 )
 def test_a_command_does_its_work(tmp_path: Path, command: str, code: int, expected: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "kv.json").write_text("{}")
     done = run(*command.split(), folder=tmp_path)
     assert expected in done.stdout + done.stderr
     assert "Traceback" not in done.stderr

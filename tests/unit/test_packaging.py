@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -82,6 +83,29 @@ def test_lm_eval_is_pinned_without_torch_and_the_page_says_why_it_is_here() -> N
 
 def test_the_core_needs_neither_an_engine_nor_a_web_server() -> None:
     assert not names(project()["dependencies"]) & {*HEAVY, "starlette", "uvicorn", "matplotlib"}
+
+
+def test_an_engine_and_the_core_have_all_that_the_connector_imports() -> None:
+    # `plan`, `serving` and so on are imported by commands only.
+    below = (
+        "cache",
+        "connector",
+        "engines",
+        "geometry",
+        "keys",
+        "memory",
+        "observe",
+        "planning",
+        "tiers",
+        "transport",
+    )
+    paths = [path for name in below for path in (ROOT / "src" / "kvferry" / name).rglob("*.py")]
+    nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text()))]
+    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    imported = {name.partition(".")[0] for name in modules} - sys.stdlib_module_names - {"kvferry"}
+    core = {{"pyzmq": "zmq"}.get(name, name.replace("-", "_")) for name in names(project()["dependencies"])}
+    assert imported - core == {"nixl", "opentelemetry", "torch", "triton", "vllm"}
 
 
 def test_the_engine_comes_with_the_router() -> None:

@@ -65,14 +65,15 @@ def examine(job: Examination, progress: Callable[[str], None]) -> list[ReportSec
     given = settings.read_file(job.config) if job.config else settings.ConfigFile((), ())
     sections: list[ReportSection] = []
     timed: ReadTimings | None = None
-    if not is_linux():
+    if (job.machine or job.config) and not is_linux():
         sections.append(ReportSection("this machine", (_no_engines_here(),)))
     elif job.machine:
         found, timed = _check_machine(given.configs, progress)
         sections.append(ReportSection("this machine", tuple(found)))
-    if job.config and is_linux():
+    if job.config:
         progress("checking the configuration")
-        named = (*given.findings, *_check_config(given.configs, timed))
+        tried = _check_config(given.configs, timed) if is_linux() else []
+        named = (*given.findings, *tried)
         sections.append(ReportSection(f"configuration {job.config}", named))
     if job.targets:
         progress("connecting to engines")
