@@ -20,13 +20,13 @@ MODEL ?=
 ARGS ?=
 # A release of vLLM, for `make contract` and `make news`.
 VLLM ?=
-CONTRACT := tests/engine/test_contract.py \
-  $(addprefix tests/unit/engines/,test_arguments.py test_specs.py test_arrivals.py test_connector.py content/test_backends.py) \
-  tests/unit/serving/test_request_fields.py \
-  $(addprefix tests/engine/,$(foreach test,test_bytes_are_the_producers_and_the_answer_is_a_single_engines \
-    test_a_spoiled_block_of_any_group_changes_the_answer,'test_families.py::$(test)[gemma4]') \
-    'test_tiers.py::test_warm_from_files[gemma3]' \
-    'test_tiers.py::test_what_was_loaded_is_used_and_what_is_damaged_is_not[gemma3]')
+ASSUMPTIONS := tests/engine/test_contract.py tests/unit/serving/test_request_fields.py \
+  $(addprefix tests/unit/engines/,test_arguments.py test_specs.py test_arrivals.py test_connector.py content/test_backends.py)
+PAIR_AND_TIER := $(addprefix tests/engine/, \
+  'test_families.py::test_bytes_are_the_producers_and_the_answer_is_a_single_engines[gemma4]' \
+  'test_families.py::test_a_spoiled_block_of_any_group_changes_the_answer[gemma4]' \
+  'test_tiers.py::test_warm_from_files[gemma3]' \
+  'test_tiers.py::test_what_was_loaded_is_used_and_what_is_damaged_is_not[gemma3]')
 # Of `make faults` and `make soak`.
 SEED ?= 1
 FAULTS ?= 500
@@ -115,10 +115,10 @@ test-engines: $(VENV)/.dev ## every family and pairing, on real engines
 
 # The tests that inspect vLLM; then a pair over NIXL with its negative control, and a tier.
 contract: $(VENV)/.dev $(if $(VLLM),$(VENV)/vllm-$(VLLM)/.installed) ## kvferry's assumptions and a pair with a tier, on another release of vLLM (VLLM=0.31.0)
-	PYTHONPATH=$(if $(VLLM),$(CURDIR)/$(VENV)/vllm-$(VLLM)) $(PYTHON) -m pytest $(CONTRACT)
+	PYTHONPATH=$(if $(VLLM),$(CURDIR)/$(VENV)/vllm-$(VLLM)) $(PYTHON) -m pytest $(ASSUMPTIONS) $(PAIR_AND_TIER)
 
 news: $(VENV)/.dev ## whether vLLM has a newer release, and which assumptions it breaks (VLLM= for a certain one)
-	@PYTHONPATH=tests $(PYTHON) -m support.releases.news $(VLLM)
+	@PYTHONPATH=tests $(PYTHON) -m support.releases.news '$(VLLM)' $(ASSUMPTIONS)
 
 test-long: export KVFERRY_TEST_LM_EVAL := $(CURDIR)/$(VENV)/accuracy
 test-long: $(VENV)/.dev $(VENV)/.accuracy ## more of what is drawn at random: the planner's engines, requests that share a directory; lm-eval

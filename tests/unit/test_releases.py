@@ -24,21 +24,21 @@ def missing(release: str) -> list[str]:
 
 
 def test_without_a_package_index_the_news_are_one_sentence() -> None:
-    [line] = report(None, lambda: None, never)
+    [line] = report(None, never, lambda: None)
     assert line.startswith("The package index does not answer")
-    assert report("0.99.0", lambda: None, missing) == ["pip found no wheel."]
+    assert report("0.99.0", missing) == ["pip found no wheel."]
 
 
 def test_a_supported_release_is_no_news() -> None:
-    assert report(None, lambda: NEWEST, never) == [
+    assert report(None, never, lambda: NEWEST) == [
         f"vLLM {NEWEST} is the newest release, and kvferry works with it."
     ]
 
 
 def test_a_newer_release_is_inspected_and_what_it_breaks_is_named() -> None:
-    lines = report(None, lambda: "0.99.0", lambda _: ["FAILED a", "FAILED b"])
-    assert lines == ["vLLM 0.99.0 breaks 2 contract tests:", "FAILED a", "FAILED b"]
-    [line] = report(None, lambda: "0.99.0", lambda _: [])
+    lines = report(None, lambda _: ["FAILED a", "FAILED b"], lambda: "0.99.0")
+    assert lines == ["vLLM 0.99.0 breaks assumptions of kvferry; these tests fail:", "FAILED a", "FAILED b"]
+    [line] = report("0.99.0", lambda _: [])
     assert line.startswith("vLLM 0.99.0 passes all contract tests")
 
 

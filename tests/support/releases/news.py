@@ -1,9 +1,9 @@
 """Look for a newer release of vLLM, and say which assumptions of kvferry it breaks.
 
-    python -m support.releases.news [RELEASE]
+    python -m support.releases.news RELEASE TEST...
 
-Without a release, the newest one of the package index is compared with those that kvferry works with. The
-contract tests inspect its Python, over the compiled parts of the environment's CPU build. No engine runs.
+If RELEASE is empty, the newest one of the package index is compared with those that kvferry works with. The
+tests inspect its Python, over the compiled parts of the environment's CPU build. No engine runs.
 """
 
 from __future__ import annotations
@@ -13,23 +13,14 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from kvferry.engines.vllm.version import is_supported, supported_text
 from support.releases.overlay import NoRelease, install
 
 ROOT = Path(__file__).parents[3]
-CONTRACT = (
-    "tests/engine/test_contract.py",
-    "tests/unit/engines/test_arguments.py",
-    "tests/unit/engines/test_specs.py",
-    "tests/unit/engines/test_arrivals.py",
-    "tests/unit/engines/test_connector.py",
-    "tests/unit/engines/content/test_backends.py",
-    "tests/unit/serving/test_request_fields.py",
-)
-"""Tests that compare kvferry's assumptions with the vLLM that they import."""
 
 
 def newest() -> str | None:
@@ -40,11 +31,12 @@ def newest() -> str | None:
     return None if found is None else found.group(1)
 
 
-def broken(release: str) -> list[str]:
-    """Return the contract tests that fail on a release of vLLM, each with its reason.
+def broken(release: str, tests: Sequence[str]) -> list[str]:
+    """Return the tests that fail on a release of vLLM, each with its reason.
 
     Args:
         release: full version of vLLM, such as ``0.34.0``.
+        tests: files of tests that compare kvferry's assumptions with the vLLM that they import.
 
     Raises:
         NoRelease: the package index has no such release, or cannot be reached.
@@ -55,8 +47,9 @@ def broken(release: str) -> list[str]:
         path = os.pathsep.join((folder, *(str(ROOT / name) for name in ("src", ".", "tests"))))
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "support.releases.accept", "-p",
-             "no:cacheprovider", *CONTRACT],
-            cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False,
+             "no:cacheprovider", "--continue-on-collection-errors", *tests],
+            cwd=ROOT, env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200"},
+            capture_output=True, text=True, check=False,
         )  # fmt: skip
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     if done.returncode and not failed:
@@ -66,14 +59,15 @@ def broken(release: str) -> list[str]:
 
 def report(
     release: str | None,
+    find_broken: Callable[[str], list[str]],
     find_newest: Callable[[], str | None] = newest,
-    find_broken: Callable[[str], list[str]] = broken,
 ) -> list[str]:
     """Return the news as lines of text.
 
     Args:
         release: release of vLLM to inspect; None for the newest one, if kvferry does not work with it yet.
-        find_newest, find_broken: sources of the news.
+        find_broken: function that returns the tests that fail on a release.
+        find_newest: function that returns the newest release; None if the package index does not answer.
     """
     if release is None:
         release = find_newest()
@@ -87,13 +81,14 @@ def report(
         return [f"{error}."]
     if not failed:
         return [f"vLLM {release} passes all contract tests; kvferry works with {supported_text()} so far."]
-    return [f"vLLM {release} breaks {len(failed)} contract tests:", *failed]
+    return [f"vLLM {release} breaks assumptions of kvferry; these tests fail:", *failed]
 
 
 def main() -> None:
-    """Print the news of the release that the first argument names, or of the newest one."""
-    release = sys.argv[1] if len(sys.argv) > 1 else None
-    sys.stdout.write("\n".join((*report(release), "")))
+    """Print the news of the release that the first argument names; the other arguments are tests."""
+    release, *tests = sys.argv[1:]
+    lines = report(release or None, partial(broken, tests=tests))
+    sys.stdout.write("\n".join((*lines, "")))
 
 
 if __name__ == "__main__":
