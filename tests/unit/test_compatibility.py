@@ -51,7 +51,7 @@ def page() -> str:
     for family, cells in DATA["families"].items():
         lines.append(f"| {family} | {' | '.join(cell(each, numbers) for each in cells)} |")
     notes = [f"{numbers[name]}. `{proof}`" for name, proof in DATA["proofs"].items()]
-    return HEAD + "\n".join([*lines, "", *notes]) + "\n"
+    return HEAD + "\n".join([*lines, "", *notes]) + "\n\n" + DATA["releases"]["text"]
 
 
 def test_the_page_says_what_the_data_say():

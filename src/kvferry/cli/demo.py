@@ -54,10 +54,12 @@ def demo(
     require_linux("kvferry demo")
     from rich.console import Console
 
+    from kvferry.engines.vllm.version import check_release, vllm_version
     from kvferry.serving.demo import AnswerVerdict, Screen, measure
     from kvferry.serving.signals import StopRequested, StopSignals
     from kvferry.serving.temporary import temporary_folder
 
+    check_release(vllm_version())
     check_output()
     screen = Screen(Console())
     folder = log_dir or temporary_folder("kvferry-demo-")

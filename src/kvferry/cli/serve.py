@@ -55,12 +55,14 @@ def serve(
     require_linux("kvferry serve")
     from rich.console import Console
 
+    from kvferry.engines.vllm.version import check_release, vllm_version
     from kvferry.serving.launch import fleet_specs
     from kvferry.serving.ports import listen
     from kvferry.serving.serve import serve_fleet
     from kvferry.serving.signals import StopSignals
     from kvferry.serving.temporary import temporary_folder
 
+    check_release(vllm_version())
     specs = fleet_specs(
         model,
         prefill=prefill,

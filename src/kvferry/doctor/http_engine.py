@@ -12,7 +12,7 @@ import anyio
 import msgspec
 
 from kvferry.doctor.finding import Finding, bad, note, ok
-from kvferry.engines.vllm.version import TESTED, is_tested
+from kvferry.engines.vllm.version import is_supported, supported_text
 from kvferry.errors import ProtocolError
 from kvferry.observe.fetch import Health, HttpReply, client, fetch
 from kvferry.serving.role import Role
@@ -191,10 +191,13 @@ def _is_engine(answer: HttpReply, seen: UrlFindings) -> bool:
                 "give an engine's own address",
             )
         )
-    elif is_tested(version):
+    elif is_supported(version):
         seen.findings.append(ok("vLLM", version))
     else:
-        seen.findings.append(bad("vLLM", f"{version}; kvferry is tested with {TESTED}", f"run vLLM {TESTED}"))
+        supported = supported_text()
+        seen.findings.append(
+            bad("vLLM", f"{version}; kvferry works with {supported}", f"run vLLM {supported}")
+        )
     return isinstance(version, str)
 
 

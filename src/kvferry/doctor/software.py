@@ -12,7 +12,7 @@ from kvferry.cache.weights import cached_digests
 from kvferry.doctor.finding import Finding, bad, note, ok
 from kvferry.doctor.limits import ProcessResult, run_python
 from kvferry.doctor.probes import MODULE, parse_output
-from kvferry.engines.vllm.version import TESTED, is_tested, vllm_version
+from kvferry.engines.vllm.version import is_supported, supported_text, vllm_version
 from kvferry.memory import copy_kernel
 
 _SECONDS = 120.0
@@ -29,16 +29,18 @@ def python() -> Finding:
 
 
 def vllm(version: str | None) -> Finding:
-    """Check whether vLLM is installed in a version with which kvferry is tested.
+    """Check whether vLLM is installed in a version that kvferry works with.
 
     Args:
         version: installed version of vLLM; None if it is not installed.
     """
     if version is None:
         return note("vLLM", "is not installed here: no engine can be started on this machine", _INSTALL)
-    if not is_tested(version):
-        return bad("vLLM", f"{version}; kvferry is tested with {TESTED}", f"install vLLM {TESTED}")
-    return ok("vLLM", f"{version}, which kvferry is tested with")
+    if not is_supported(version):
+        return bad(
+            "vLLM", f"{version}; kvferry works with {supported_text()}", f"install vLLM {supported_text()}"
+        )
+    return ok("vLLM", f"{version}, which kvferry works with")
 
 
 def _import_connector() -> ProcessResult:

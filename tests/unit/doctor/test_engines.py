@@ -246,7 +246,7 @@ def test_a_router_leads_to_its_engines(control):
 @pytest.mark.parametrize(
     ("changes", "subject", "state", "words"),
     [
-        ({"/version": {"version": "0.31.0"}}, "vLLM", State.BAD, "0.31.0; kvferry is tested with"),
+        ({"/version": {"version": "0.30.0"}}, "vLLM", State.BAD, "0.30.0; kvferry works with"),
         ({"/version": 404}, "HTTP", State.BAD, "is not vLLM"),
         ({"/metrics": "vllm:nixl_xfer 1"}, "metrics", State.NOTE, "but has those of NixlConnector"),
         ({"/metrics": 403}, "metrics", State.NOTE, "answers 403"),

@@ -22,9 +22,16 @@ def test_what_a_probe_says_is_found_among_what_libraries_print():
 
 @pytest.mark.parametrize(
     ("version", "state"),
-    [(None, State.NOTE), (f"{TESTED}.1", State.OK), ("0.31.0", State.BAD), (f"{TESTED}0.0", State.BAD)],
+    [
+        (None, State.NOTE),
+        (f"{TESTED}.1", State.OK),
+        ("0.33.0+cpu", State.OK),
+        ("0.30.0", State.BAD),
+        ("0.34.0", State.BAD),
+        (f"{TESTED}0.0", State.BAD),
+    ],
 )
-def test_vllm_must_be_the_tested_one(version, state):
+def test_vllm_must_be_a_supported_one(version, state):
     assert software.vllm(version).state is state
 
 

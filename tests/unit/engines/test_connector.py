@@ -71,7 +71,8 @@ def test_an_engine_that_may_sleep_gets_no_connector(role: KVConnectorRole) -> No
     engine.model_config.enable_sleep_mode = True
     with pytest.raises(ConfigError, match="leave --enable-sleep-mode out"):
         KVFerryConnector(engine, role, "its own")
-    assert KVFerryConnector.supports_sleep_mode is FerryMultiConnector.supports_sleep_mode is False
+    assert not KVFerryConnector.supports_sleep_mode(None)
+    assert not FerryMultiConnector.supports_sleep_mode(None)
 
 
 @pytest.mark.parametrize("role", [SCHEDULER, WORKER])

@@ -1,7 +1,7 @@
 """Classification of vLLM's engine arguments by whether they decide the content of the KV cache.
 
 A test compares these tables with the installed vLLM. An argument that a later vLLM adds fails the test until
-somebody has classified it here.
+somebody has classified it here. The tables hold the arguments of all supported releases.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ DOES_NOT: Mapping[str, tuple[str, ...]] = {
         "engram_config", "allow_deprecated_quantization",
     ),
     "weights that change at run time: kvferry forgets everything when the engine resets its cache": (
-        "weight_transfer_config", "sleep_mode_offload_cudagraph",
+        "weight_transfer_config", "sleep_mode_offload_cudagraph", "sleep_mode_backend",
         "sleep_preserve_parameter_names", "enable_cumem_allocator", "enable_nccl_comm_suspend",
     ),
     "how work is shared out: any parallel size holds the same values": (
@@ -97,7 +97,7 @@ DOES_NOT: Mapping[str, tuple[str, ...]] = {
         "cudagraph_capture_sizes", "max_cudagraph_capture_size", "ir_op_priority", "moe_backend",
         "linear_backend", "sparse_indexer_topk_backend", "disable_cascade_attn", "enforce_eager",
         "mm_encoder_attn_backend", "compilation_config", "attention_config", "mamba_config",
-        "kernel_config", "enable_flashinfer_autotune", "mamba_backend", "mamba_ssu_algorithm",
+        "kernel_config", "monokernel", "enable_flashinfer_autotune", "mamba_backend", "mamba_ssu_algorithm",
         "enable_mamba_cache_stochastic_rounding", "mamba_cache_philox_rounds", "gdn_prefill_backend",
         "kda_prefill_backend", "kda_decode_backend", "optimization_level", "performance_mode",
         "jit_monitor_mode", "jit_monitor_verbose", "specialize_active_lora",
@@ -130,7 +130,7 @@ DOES_NOT: Mapping[str, tuple[str, ...]] = {
         "kv_cache_metrics_sample", "custom_histogram_buckets", "cudagraph_metrics",
         "enable_layerwise_nvtx_tracing", "enable_mfu_metrics", "enable_logging_iteration_details",
         "enable_mm_processor_stats", "profiler_config", "logging_config", "log_level", "log_config_file",
-        "enable_log_requests",
+        "enable_log_requests", "watchdog_config",
     ),
     "connectors and transports themselves": ("kv_transfer_config", "kv_events_config", "ec_transfer_config"),
     "code of the operator's own, which nothing can compare": ("worker_cls", "worker_extension_cls"),

@@ -14,14 +14,13 @@ from kvferry.engines.vllm import layout
 from kvferry.engines.vllm.compat.arrivals import guard_arrivals
 from kvferry.engines.vllm.compat.connectors import current_config, register_connector
 from kvferry.engines.vllm.compat.contract import (
-    CacheHitSource,
     KVConnectorBase_V1,
     KVConnectorRole,
     KVConnectorTransferResults,
     SupportsHMA,
-    hit_source,
 )
 from kvferry.engines.vllm.compat.frees import defer_frees
+from kvferry.engines.vllm.compat.hit_sources import Label, hit_source
 from kvferry.engines.vllm.compat.process import share_logging, sleep_between_polls
 from kvferry.engines.vllm.config import read_settings
 from kvferry.engines.vllm.fixed_memory import check_fixed_memory
@@ -42,10 +41,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     half, which moves it. If a worker process runs two engines, they share the instance, which then has a
     worker half for each of them. The metadata of each step names the engine that runs the step.
     """
-
-    supports_sleep_mode: ClassVar[bool] = False
-    """Flag that vLLM 0.33 and later read: True if the engine may sleep, that is, release its KV cache.
-    It is False because NIXL has registered this memory (`fixed_memory`)."""
 
     _cache_configs: ClassVar[dict[str, Any]] = {}
     """KVCacheConfig of each engine in this process, by engine id. Each new instance overwrites the entry.
@@ -103,6 +98,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler is not None and self._scheduler.completes_prefixes
 
     @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 - as vLLM calls it
+        """Return False: the engine may not release its KV cache, which NIXL has registered (`fixed_memory`).
+
+        vLLM calls this hook since 0.33.
+        """
+        return False
+
+    @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         return layout.requested_layout(vllm_config, read_settings(vllm_config))
 
@@ -134,12 +137,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self.scheduler.allocated(request, blocks, num_external_tokens)
 
-    def get_external_cache_hit_sources(
-        self, request: Any, num_external_tokens: int
-    ) -> dict[CacheHitSource, int]:
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Label, int]:
         if not num_external_tokens:
             return {}
-        found = Counter[CacheHitSource]()
+        found = Counter[Label]()
         for place, tokens in self.scheduler.half.admission.origins(request.request_id).items():
             found[hit_source(medium_of(place))] += tokens
         return found

@@ -6,6 +6,13 @@ vLLM calls `register` once in each of its processes. So users need not set ``kv_
 
 from __future__ import annotations
 
+import logging
+
+from kvferry.engines.vllm.version import check_release, vllm_version
+from kvferry.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
 CONNECTORS = {
     "KVFerryConnector": "kvferry.engines.vllm.connector",
     "FerryMultiConnector": "kvferry.engines.vllm.multi.connector",
@@ -14,7 +21,17 @@ CONNECTORS = {
 
 
 def register() -> None:
-    """Register kvferry's connectors with vLLM by name. vLLM imports a connector's module when needed."""
+    """Register kvferry's connectors with vLLM by name. vLLM imports a connector's module when needed.
+
+    With a release of vLLM that kvferry does not support, only log the reason. The engine may not use kvferry
+    at all, so it must start. An engine that uses it ends with an error: vLLM does not know the name, and an
+    import of the connector's module fails (`compat`).
+    """
+    try:
+        check_release(vllm_version())
+    except ConfigError as error:
+        logger.warning("kvferry: %s", error)
+        return
     # This runs in every vLLM where kvferry is installed, so it must not import `compat`, which loads much.
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415
 

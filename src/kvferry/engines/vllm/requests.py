@@ -8,6 +8,7 @@ from typing import Any
 
 from kvferry.connector.engine import BlockIds, LoraAdapter
 from kvferry.engines.vllm import items
+from kvferry.engines.vllm.compat.block_hashes import hash_block_tokens
 from kvferry.engines.vllm.compat.drafts import reads_ahead
 from kvferry.engines.vllm.compat.models import vocabulary_size
 from kvferry.engines.vllm.compat.requests import (
@@ -186,7 +187,7 @@ class VLLMRequests:
     """Wraps the requests of one vLLM engine as `VLLMRequest` objects for kvferry's connector."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
-        self._hash_block_tokens: int | None = kv_cache_config.hash_block_size
+        self._hash_block_tokens = hash_block_tokens(vllm_config, kv_cache_config)
         self._sampled_below = vocabulary_size(vllm_config) if reads_ahead(vllm_config) else 0
 
     def wrap(self, raw: Any) -> VLLMRequest:

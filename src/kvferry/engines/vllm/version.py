@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
+from kvferry.errors import ConfigError
+
 TESTED = "0.32"
-"""Minor release of vLLM that kvferry works with. Tests compare the pinned version with it."""
+"""Minor release of vLLM that the whole test suite runs with. Tests compare the pinned version with it."""
+
+SUPPORTED = ("0.31", "0.32", "0.33")
+"""Minor releases of vLLM that kvferry works with, oldest first. ``make contract`` runs on each of them.
+
+kvferry refuses all others. An unknown release may lay out KV or count blocks in another way, and such a
+change can make answers wrong without any error.
+"""
 
 
 def installed(*names: str) -> str | None:
@@ -28,10 +37,44 @@ def nixl_version() -> str | None:
     return installed("nixl", "nixl-cu12", "nixl-cu13")
 
 
-def is_tested(release: str) -> bool:
-    """Return True if a version of vLLM belongs to the minor release that kvferry is tested with (`TESTED`).
+def minor_release(release: str) -> str:
+    """Return the minor release that a version of vLLM belongs to.
 
-    >>> is_tested(f"{TESTED}.1+cpu"), is_tested("0.31.0"), is_tested(f"{TESTED}0")  # e.g. 0.320
+    >>> minor_release("0.33.1+cpu"), minor_release("0.320.0")
+    ('0.33', '0.320')
+    """
+    return ".".join(release.split(".")[:2])
+
+
+def is_supported(release: str) -> bool:
+    """Return True if a version of vLLM belongs to a minor release that kvferry works with (`SUPPORTED`).
+
+    >>> is_supported("0.31.0+cpu"), is_supported("0.34.0"), is_supported("0.330.0")
     (True, False, False)
     """
-    return release.split(".")[:2] == TESTED.split(".")
+    return minor_release(release) in SUPPORTED
+
+
+def supported_text() -> str:
+    """Return the supported minor releases as text.
+
+    >>> supported_text()
+    '0.31, 0.32 or 0.33'
+    """
+    return f"{', '.join(SUPPORTED[:-1])} or {SUPPORTED[-1]}"
+
+
+def check_release(release: str | None) -> None:
+    """Check that kvferry works with a version of vLLM. Call this before anything of vLLM is imported.
+
+    Args:
+        release: installed version of vLLM; None without vLLM, which is left to the import to report.
+
+    Raises:
+        ConfigError: kvferry does not work with this version.
+    """
+    if release is not None and not is_supported(release):
+        raise ConfigError(
+            f"vLLM {release} is installed; kvferry works with {supported_text()}; install one of these "
+            f"(pip install 'vllm=={SUPPORTED[-1]}.*'), or a kvferry that works with {minor_release(release)}"
+        )

@@ -1,8 +1,9 @@
 """Code that depends on vLLM's version: every import and attribute that moves between releases.
 
-It is written for one minor release (`engines.vllm.version`). A contract test inspects the installed vLLM, and
-import-linter keeps the connector's other modules from importing vLLM. Callers import a function from the
-module that defines it.
+It is written for the minor releases that `engines.vllm.version` lists. Importing this package with another
+release raises a ConfigError, before anything of vLLM is imported. A contract test inspects the installed
+vLLM, and import-linter keeps the connector's other modules from importing vLLM. Callers import a function
+from the module that defines it.
 
 - `contract`: the classes of the connector interface
 - `connectors`: connector classes by name, and configurations for connectors that are children of another
@@ -21,4 +22,14 @@ module that defines it.
 - `frees`: deferred freeing of blocks
 - `arrivals`: requests as they enter the scheduler
 - `spans`: vLLM's own tracing
+
+Three modules hide differences between the supported releases:
+
+- `hit_sources`: labels of cache hits, missing in 0.31
+- `block_hashes`: the number of tokens that a block hash covers, which 0.31 does not store
+- `kpool`: a KV cache spec that only 0.31 has
 """
+
+from kvferry.engines.vllm.version import check_release, vllm_version
+
+check_release(vllm_version())

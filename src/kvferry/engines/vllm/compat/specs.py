@@ -40,6 +40,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from kvferry.engines.vllm.compat.kpool import refused_kpool
 from kvferry.errors import ConfigError
 from kvferry.geometry import GroupKind
 
@@ -70,11 +71,12 @@ REFUSED: dict[type[KVCacheSpec], str] = {
         "without kvferry"
     ),
     SinkFullAttentionSpec: (
-        "vLLM 0.32 writes its sinks into blocks that it also gives to requests, so a load could overwrite "
+        "vLLM writes its sinks into blocks that it also gives to requests, so a load could overwrite "
         f"them; {_WITHOUT}"
     ),
     HiSparseHotSpec: _HISPARSE,
     HiSparseResidentSpec: _HISPARSE,
+    **refused_kpool(),
 }
 """KV cache specs that kvferry cannot move, with the reason and what the user can do."""
 

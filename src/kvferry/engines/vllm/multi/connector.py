@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 from kvferry.connector.headroom import Headroom
 from kvferry.connector.policies import BidChooser, policy_named
@@ -20,12 +20,9 @@ from kvferry.connector.speeds import Speeds
 from kvferry.connector.step_times import StepTimes
 from kvferry.engines.vllm.compat.arrivals import guard_arrivals
 from kvferry.engines.vllm.compat.connectors import class_of_transfer, register_connector
-from kvferry.engines.vllm.compat.contract import (
-    CacheHitSource,
-    KVConnectorRole,
-    SupportsHMA,
-)
+from kvferry.engines.vllm.compat.contract import KVConnectorRole, SupportsHMA
 from kvferry.engines.vllm.compat.frees import defer_frees
+from kvferry.engines.vllm.compat.hit_sources import Label
 from kvferry.engines.vllm.compat.prefix_cache import VLLMPrefixCache
 from kvferry.engines.vllm.compat.process import share_logging
 from kvferry.engines.vllm.connector import KVFerryConnector
@@ -51,6 +48,8 @@ NOT_FORWARDED = {
     "role": "an instance's own",
     "has_connector_metadata": "asks for what `bind_connector_metadata` was given, which is ours",
     "bind_gpu_block_pool": "children are given it by `bind_kv_cache_manager`, of which it is a part",
+    "unregister_kv_caches": "vLLM calls it before sleep, which `supports_sleep_mode` refuses",
+    "restore_kv_caches": "vLLM calls it after sleep, which `supports_sleep_mode` refuses",
 }
 """Members of vLLM's base class that are not forwarded to the children. The value is the reason."""
 
@@ -60,10 +59,6 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
 
     The scheduler has one instance, and each worker has one instance.
     """
-
-    supports_sleep_mode: ClassVar[bool] = False
-    """Flag that vLLM 0.33 and later read. It is False because a child may be a `KVFerryConnector`, which
-    must not give up its registered memory."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Check that the configured child connectors fit together, and create them.
@@ -102,6 +97,14 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
     @property
     def requires_kv_delivery(self) -> bool:
         return any(child.requires_kv_delivery for child in self._connectors)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 - as vLLM calls it
+        """Return False: a child may be a `KVFerryConnector`, which keeps its registered memory.
+
+        vLLM calls this hook since 0.33.
+        """
+        return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -163,11 +166,9 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
                 # A failed load is known only after the step, which would have stored KV computed from it.
                 child.scheduler.half.parts.distrust_all(request.request_id)
 
-    def get_external_cache_hit_sources(
-        self, request: Any, num_external_tokens: int
-    ) -> dict[CacheHitSource, int]:
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Label, int]:
         child_index = self._admission.chosen(request.request_id)
-        found: dict[CacheHitSource, int] = {}
+        found: dict[Label, int] = {}
         if child_index is not None:
             found = self._connectors[child_index].get_external_cache_hit_sources(request, num_external_tokens)
         return found
