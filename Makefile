@@ -73,6 +73,13 @@ $(VENV)/.accuracy: requirements/accuracy.lock | $(PYTHON)
 	@$(VENV)/accuracy/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/accuracy.lock
 	@touch $@
 
+# Apart, as lm-eval is.
+$(VENV)/.router: requirements/router.lock | $(PYTHON)
+	@echo "install: vllm-router, with which make bench ARGS=router compares, in an environment of its own"
+	@$(PYTHON) -m venv --clear $(VENV)/router
+	@$(VENV)/router/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/router.lock
+	@touch $@
+
 ##@ Check and test
 .PHONY: check test test-fast test-unit test-engines test-long faults soak
 check: $(VENV)/.dev ## ruff, mypy --strict, import-linter

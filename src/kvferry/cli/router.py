@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -31,6 +32,10 @@ def router(
     max_body_mib: Annotated[
         int, typer.Option(metavar="MIB", min=1, help="Largest request body, in MiB.")
     ] = 64,
+    drain_seconds: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0.0, help="Time that running requests have after SIGTERM."),
+    ] = 25.0,
     trust_kv_transfer_params: Annotated[
         bool,
         typer.Option(
@@ -59,5 +64,6 @@ def router(
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     with StopSignals() as signals, listen(host, port) as sock:
         print(f"kvferry: serving on {url_of(sock)}/v1", flush=True)
-        run_app(router_app(settings), sock, lambda: signals.received is None)
+        with suppress(KeyboardInterrupt):  # a second signal
+            run_app(router_app(settings), sock, lambda: signals.received is None, drain_seconds)
     raise typer.Exit(signals.exit_code)

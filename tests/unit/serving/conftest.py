@@ -76,6 +76,7 @@ class FakeEngine:
 
     Attributes:
         status: of completions.
+        healthy: whether its /health answers 200.
         hands_over: kv_transfer_params of a whole answer.
         delay_seconds: before it answers.
         dies_after: number of events after which its connection breaks; None for a stream that ends well.
@@ -87,6 +88,7 @@ class FakeEngine:
     """
 
     status: int = 200
+    healthy: bool = True
     hands_over: Any = None
     delay_seconds: float = 0.0
     dies_after: int | None = None
@@ -114,7 +116,7 @@ class FakeEngine:
         return Starlette(routes=routes)
 
     async def health(self, _: Request) -> Response:
-        return Response(status_code=200 if self.status < 500 else self.status)
+        return Response(status_code=200 if self.healthy else 503)
 
     async def models(self, _: Request) -> Response:
         if self.location is not None:
