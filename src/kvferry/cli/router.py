@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -36,6 +37,20 @@ def router(
         float,
         typer.Option(metavar="SECONDS", min=0.0, help="Time that running requests have after SIGTERM."),
     ] = 25.0,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Keys of which callers must send one; else KVFERRY_ROUTER_API_KEY."
+        ),
+    ] = None,
+    engine_api_key_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Key to send to engines; else KVFERRY_ENGINE_API_KEY."),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="Origin whose pages may use the router (CORS); repeatable."),
+    ] = None,
     trust_kv_transfer_params: Annotated[
         bool,
         typer.Option(
@@ -50,6 +65,7 @@ def router(
     """
     from kvferry.serving.ports import listen, url_of
     from kvferry.serving.router import RouterSettings, router_app
+    from kvferry.serving.router.keys import read_keys
     from kvferry.serving.run import run_app
     from kvferry.serving.signals import StopSignals
 
@@ -59,6 +75,9 @@ def router(
         prefill_seconds=prefill_timeout_seconds,
         decode_idle_seconds=decode_idle_seconds,
         max_body_bytes=max_body_mib * _MIB,
+        api_keys=read_keys(api_key_file, "KVFERRY_ROUTER_API_KEY"),
+        engine_key=next(iter(read_keys(engine_api_key_file, "KVFERRY_ENGINE_API_KEY")), None),
+        allowed_origins=tuple(allow_origin or ()),
         trust_kv_params=trust_kv_transfer_params,
     )
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)

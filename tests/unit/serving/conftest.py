@@ -109,6 +109,9 @@ class FakeEngine:
         routes = [
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/chat/completions", self.complete, methods=["POST"]),
+            Route("/v1/messages", self.complete, methods=["POST"]),
+            Route("/v1/responses", self.complete, methods=["POST"]),
+            Route("/v1/embeddings", self.complete, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/health", self.health),
             Route("/tokenize", self.tokenize, methods=["POST"]),

@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager, suppress
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -17,6 +19,8 @@ from kvferry.serving.router.backends import Backend, Pool
 from kvferry.serving.router.bodies import (
     CHAT,
     COMPLETIONS,
+    DECODE_ONLY,
+    MESSAGES,
     MalformedBody,
     encoded,
     parse_body,
@@ -26,12 +30,14 @@ from kvferry.serving.router.endpoint import ActiveRequests, Call, RouterEndpoint
 from kvferry.serving.router.failures import Failures
 from kvferry.serving.router.flow import Completion, CompletionFlow
 from kvferry.serving.router.hop import Hop, loop_reply
+from kvferry.serving.router.keys import KeyCheck
 from kvferry.serving.router.probe import Prober
 from kvferry.serving.router.replies import bad_request, unavailable
 from kvferry.serving.router.settings import RouterSettings
 from kvferry.serving.router.upstream import BROKEN, NOT_CONNECTED, EngineClient, describe_error, read_whole
 
 _PASSED_THROUGH = (("GET", "/v1/models"), ("GET", "/version"), ("POST", "/tokenize"), ("POST", "/detokenize"))
+_COMPLETED = (COMPLETIONS, CHAT, MESSAGES, *DECODE_ONLY)
 _PASS_SECONDS = 30.0
 
 
@@ -45,13 +51,15 @@ class RouterApp(Starlette):
         def endpoint(handler: Callable[[Call, Send], Awaitable[None]]) -> RouterEndpoint:
             return RouterEndpoint(handler, self._ongoing, router.hop, settings.max_body_bytes)
 
-        routes = [Route(path, endpoint(router.complete), methods=["POST"]) for path in (COMPLETIONS, CHAT)]
+        routes = [Route(path, endpoint(router.complete), methods=["POST"]) for path in _COMPLETED]
         routes += [
             Route(path, endpoint(router.pass_through), methods=[method]) for method, path in _PASSED_THROUGH
         ]
         routes.append(Route("/health", router.health, methods=["GET"]))
+        routes.append(Route("/ping", router.health, methods=["GET", "POST"]))
         super().__init__(
             routes=routes,
+            middleware=_middleware(settings),
             lifespan=router.lifespan,
             exception_handlers={HTTPException: _http_error, Exception: _our_fault},
         )
@@ -72,6 +80,23 @@ class RouterApp(Starlette):
     def end_answers(self) -> None:
         """Cancel all requests under way. The clients get an error, and the engines abort the requests."""
         self._ongoing.end()
+
+
+def _middleware(settings: RouterSettings) -> list[Middleware]:
+    found = []
+    if settings.allowed_origins:  # before the keys: a browser's preflight request has none
+        found.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=settings.allowed_origins,
+                allow_methods=("*",),
+                allow_headers=("*",),
+                expose_headers=("x-request-id",),
+            )
+        )
+    if settings.api_keys or settings.engine_key is not None:
+        found.append(Middleware(KeyCheck, keys=settings.api_keys, engine_key=settings.engine_key))
+    return found
 
 
 def router_app(settings: RouterSettings) -> RouterApp:

@@ -10,7 +10,14 @@ from kvferry.serving.router.replies import Headers, error_event
 from kvferry.serving.router.upstream import BROKEN, EngineAnswer, describe_error, relayed
 
 _ENDS = (b"\n\n", b"\r\n\r\n")
-_DONE = b"data: [DONE]"
+_DONE = (
+    b"data: [DONE]",
+    b"event: message_stop",
+    b"event: response.completed",
+    b"event: response.failed",
+    b"event: response.incomplete",
+)
+"""Beginnings of last events: of completions, of ``/v1/messages`` and of ``/v1/responses``."""
 
 
 class BrokenBeforeFirst(Exception):
@@ -51,7 +58,7 @@ async def relay_events(answer: EngineAnswer, send: Send, extra: Headers) -> str 
                 headers = [*relayed(answer.headers), *extra]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 begun = True
-            done = done or _DONE in ready
+            done = done or any(end in ready for end in _DONE)
             await send({"type": "http.response.body", "body": ready, "more_body": True})
             # Relaying events that have already arrived never waits. Let a cancellation take effect here.
             await asyncio.sleep(0)
