@@ -15,6 +15,7 @@ from benchmarks.offload.command import offload
 from benchmarks.overhead.command import overhead
 from benchmarks.page.command import page
 from benchmarks.redeem.command import redeem
+from benchmarks.router.command import router
 from benchmarks.safety.command import safety
 from benchmarks.scale.command import scale
 from benchmarks.startup.command import startup
@@ -45,6 +46,7 @@ for _command in (
     offload,
     storage,
     choice,
+    router,
     safety,
     redeem,
     turns,

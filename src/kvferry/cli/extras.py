@@ -22,7 +22,9 @@ class Extra:
     modules: Mapping[str, str]
 
 
-ROUTER = Extra("router", {"starlette": "Starlette", "uvicorn": "Uvicorn"})
+ROUTER = Extra(
+    "router", {"aiohttp": "aiohttp", "httptools": "httptools", "starlette": "Starlette", "uvicorn": "Uvicorn"}
+)
 VLLM = Extra("vllm", {"vllm": "vLLM", "nixl": "NIXL", **ROUTER.modules})
 BENCH = Extra("bench", {"torch": "torch", "nixl": "NIXL"})
 

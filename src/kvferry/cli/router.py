@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -33,6 +35,24 @@ def router(
     max_body_mib: Annotated[
         int, typer.Option(metavar="MIB", min=1, help="Largest request body, in MiB.")
     ] = 64,
+    drain_seconds: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0.0, help="Time that running requests have after SIGTERM."),
+    ] = 25.0,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Keys of which callers must send one; else KVFERRY_ROUTER_API_KEY."
+        ),
+    ] = None,
+    engine_api_key_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Key to send to engines; else KVFERRY_ENGINE_API_KEY."),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="Origin whose pages may use the router (CORS); repeatable."),
+    ] = None,
     trust_kv_transfer_params: Annotated[
         bool,
         typer.Option(
@@ -48,6 +68,7 @@ def router(
     require("kvferry router", ROUTER)
     from kvferry.serving.ports import listen, url_of
     from kvferry.serving.router.app import router_app
+    from kvferry.serving.router.keys import read_keys
     from kvferry.serving.router.settings import RouterSettings
     from kvferry.serving.run import run_app
     from kvferry.serving.signals import StopSignals
@@ -58,10 +79,14 @@ def router(
         prefill_seconds=prefill_timeout_seconds,
         decode_idle_seconds=decode_idle_seconds,
         max_body_bytes=max_body_mib * _MIB,
+        api_keys=read_keys(api_key_file, "KVFERRY_ROUTER_API_KEY"),
+        engine_key=next(iter(read_keys(engine_api_key_file, "KVFERRY_ENGINE_API_KEY")), None),
+        allowed_origins=tuple(allow_origin or ()),
         trust_kv_params=trust_kv_transfer_params,
     )
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     with StopSignals() as signals, listen(host, port) as sock:
         print(f"kvferry: serving on {url_of(sock)}/v1", flush=True)
-        run_app(router_app(settings), sock, lambda: signals.received is None)
+        with suppress(KeyboardInterrupt):  # a second signal
+            run_app(router_app(settings), sock, lambda: signals.received is None, drain_seconds)
     raise typer.Exit(signals.exit_code)

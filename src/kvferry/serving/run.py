@@ -4,65 +4,80 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import uvicorn
 
 from kvferry.operating_system import is_linux
+from kvferry.serving.http_server import BoundedHttp, Server
 from kvferry.serving.router.app import RouterApp
+
+_new_event_loop: Callable[[], asyncio.AbstractEventLoop]
+try:
+    import uvloop
+except ImportError:  # there is no uvloop for Windows
+    _new_event_loop = asyncio.new_event_loop
+else:
+    _new_event_loop = uvloop.new_event_loop
 
 _M_MMAP_THRESHOLD = -3
 """Number of the parameter in ``mallopt(3)``."""
 _THRESHOLD_BYTES = 128 << 10
 
 _TICK_SECONDS = 0.2
-# Seconds that answers under way have to complete when the server stops, and then to send an error.
-_DRAIN_SECONDS = 2
+_DRAIN_SECONDS = 2.0
+# Seconds that connections have to close after that.
 _CUT_SECONDS = 2
 
-_MAX_HEADER_BYTES = 64 << 10
 
-
-class _Server(uvicorn.Server):
-    """A uvicorn server that does not handle signals, so that the caller can handle them."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def run_app(app: RouterApp, sock: socket.socket, keep_on: Callable[[], bool]) -> None:
-    """Serve `app` on a listening socket as long as `keep_on` returns True.
+def run_app(
+    app: RouterApp, sock: socket.socket, keep_on: Callable[[], bool], drain_seconds: float = _DRAIN_SECONDS
+) -> None:
+    """Serve `app` on a listening socket as long as `keep_on` returns True. Then drain it.
 
     Args:
         app: router application.
         sock: listening socket; closed when the function returns.
         keep_on: function that is called five times a second and returns whether to continue. If it raises
             an exception, the server stops, and the exception is raised again.
+        drain_seconds: time that requests under way have to end when the server stops, in seconds. Requests
+            that take longer end with an error.
+
+    Raises:
+        KeyboardInterrupt: a second signal was received. Requests under way were cut.
     """
     map_large_allocations()
     config = uvicorn.Config(
         app,
         log_level="warning",
-        http="h11",  # httptools, the default if it is installed, accepts headers of any length
-        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+        http=BoundedHttp,
+        ws="none",
         use_colors=False,  # otherwise uvicorn queries standard output, which may be closed
-        timeout_graceful_shutdown=_DRAIN_SECONDS + _CUT_SECONDS,
+        timeout_graceful_shutdown=_CUT_SECONDS,
     )
-    asyncio.run(_serve(app, _Server(config), sock, keep_on))
+    with asyncio.Runner(loop_factory=_new_event_loop) as runner:
+        try:
+            runner.run(_serve(app, Server(config), sock, keep_on, drain_seconds))
+        except KeyboardInterrupt:
+            # uvicorn would log a traceback of each request that ends here.
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+            raise
 
 
-async def _serve(app: RouterApp, server: _Server, sock: socket.socket, keep_on: Callable[[], bool]) -> None:
+async def _serve(
+    app: RouterApp, server: Server, sock: socket.socket, keep_on: Callable[[], bool], drain_seconds: float
+) -> None:
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     try:
         # Poll, because the processes and signals that `keep_on` checks set no event.
         while not serving.done() and keep_on():  # noqa: ASYNC110
             await asyncio.sleep(_TICK_SECONDS)
+        if not serving.done():
+            await app.drain(drain_seconds)
     finally:
         server.should_exit = True
-        await asyncio.wait({serving}, timeout=_DRAIN_SECONDS)
         app.end_answers()
         await serving
 

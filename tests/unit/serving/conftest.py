@@ -77,6 +77,7 @@ class FakeEngine:
 
     Attributes:
         status: of completions.
+        healthy: whether its /health answers 200.
         hands_over: kv_transfer_params of a whole answer.
         delay_seconds: before it answers.
         dies_after: number of events after which its connection breaks; None for a stream that ends well.
@@ -88,6 +89,7 @@ class FakeEngine:
     """
 
     status: int = 200
+    healthy: bool = True
     hands_over: Any = None
     delay_seconds: float = 0.0
     dies_after: int | None = None
@@ -108,6 +110,9 @@ class FakeEngine:
         routes = [
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/chat/completions", self.complete, methods=["POST"]),
+            Route("/v1/messages", self.complete, methods=["POST"]),
+            Route("/v1/responses", self.complete, methods=["POST"]),
+            Route("/v1/embeddings", self.complete, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/health", self.health),
             Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -115,7 +120,7 @@ class FakeEngine:
         return Starlette(routes=routes)
 
     async def health(self, _: Request) -> Response:
-        return Response(status_code=200 if self.status < 500 else self.status)
+        return Response(status_code=200 if self.healthy else 503)
 
     async def models(self, _: Request) -> Response:
         if self.location is not None:

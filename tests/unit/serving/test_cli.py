@@ -225,6 +225,7 @@ def test_an_answer_that_is_under_way_when_the_router_is_stopped_ends_with_an_err
     slow = fake(event_seconds=60)
     with serve_app(fake(hands_over=kv).app()) as prefill, serve_app(slow.app()) as decode:
         command = [*KVFERRY, "router", "--prefill", prefill, "--decode", decode, "--port", "0"]
+        command += ["--drain-seconds", "0.5"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             url = process.stdout.readline().split()[-1]
             body = {"prompt": "x", "stream": True}
@@ -234,4 +235,45 @@ def test_an_answer_that_is_under_way_when_the_router_is_stopped_ends_with_an_err
                 process.send_signal(signal.SIGINT)
                 assert "router_stopped" in "".join(events)
             assert process.wait(20) == 130
+            assert process.stderr.read() == ""
+
+
+def test_a_stopped_router_finishes_streams_refuses_requests_and_says_that_it_drains(fake, serve_app, kv):
+    slow = fake(event_seconds=0.5)
+    with serve_app(fake(hands_over=kv).app()) as prefill, serve_app(slow.app()) as decode:
+        command = [*KVFERRY, "router", "--prefill", prefill, "--decode", decode, "--port", "0"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            url = process.stdout.readline().split()[-1]
+            body = {"prompt": "x", "stream": True}
+            with httpx.stream("POST", f"{url}/completions", json=body, trust_env=False, timeout=20) as answer:
+                events = answer.iter_text()
+                next(events)
+                process.terminate()
+                health = httpx.get(f"{url[:-3]}/health", trust_env=False)
+                while health.status_code == 200:  # the signal is seen within a fifth of a second
+                    health = httpx.get(f"{url[:-3]}/health", trust_env=False)
+                assert (health.status_code, health.json()["status"]) == (503, "draining")
+                refused = httpx.post(f"{url}/completions", json=body, trust_env=False)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "router_draining")
+                assert "".join(events).endswith("data: [DONE]\n\n")
+            assert (process.wait(20), process.stderr.read()) == (0, "")
+
+
+def test_a_second_signal_ends_a_draining_router_at_once(fake, serve_app, kv):
+    slow = fake(event_seconds=60)
+    with serve_app(fake(hands_over=kv).app()) as prefill, serve_app(slow.app()) as decode:
+        command = [*KVFERRY, "router", "--prefill", prefill, "--decode", decode, "--port", "0"]
+        command += ["--drain-seconds", "3600"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            url = process.stdout.readline().split()[-1]
+            body = {"prompt": "x", "stream": True}
+            with httpx.stream("POST", f"{url}/completions", json=body, trust_env=False, timeout=20) as answer:
+                events = answer.iter_text()
+                next(events)
+                process.terminate()
+                while httpx.get(f"{url[:-3]}/health", trust_env=False).status_code == 200:
+                    pass
+                process.terminate()
+                assert process.wait(20) == 0
+                events.close()
             assert process.stderr.read() == ""

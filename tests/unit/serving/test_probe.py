@@ -2,54 +2,65 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+
 import anyio
-import httpx
 import pytest
 
+from kvferry.serving.ports import listen, url_of
 from kvferry.serving.router.backends import Backend
-from kvferry.serving.router.probe import probe, watch_down
+from kvferry.serving.router.probe import probe
 
 
-class Endless(httpx.AsyncByteStream):
-    """A body that does not end; counts what is taken of it."""
+class Answer:
+    """An engine's answer with a body that does not end; counts what is taken of it."""
 
-    def __init__(self) -> None:
-        self.taken = 0
+    def __init__(self, status: int) -> None:
+        self.status, self.headers, self.taken = status, (), 0
 
-    async def __aiter__(self):
+    async def chunks(self):
         while self.taken < 100:
             self.taken += 1
             yield bytes(1 << 20)
 
 
+class Client:
+    """A client that gets this answer to everything."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+
+    @contextlib.asynccontextmanager
+    async def opened(self, *_):
+        yield self.answer
+
+
 @pytest.mark.parametrize(("status", "up"), [(200, True), (503, False)])
 def test_of_an_answer_that_does_not_end_only_the_status_is_read(status, up):
-    body, backend = Endless(), Backend("decode", "http://127.0.0.1:8000/")
-
-    async def ask():
-        transport = httpx.MockTransport(lambda _: httpx.Response(status, stream=body))
-        async with httpx.AsyncClient(transport=transport) as client:
-            await probe(client, backend)
-
-    anyio.run(ask)
-    assert (backend.up, body.taken) == (up, 0)
+    answer, backend = Answer(status), Backend("decode", "http://127.0.0.1:8000/")
+    anyio.run(probe, Client(answer), backend)
+    assert (backend.up, answer.taken) == (up, 0)
 
 
-def test_only_engines_that_are_down_are_asked_in_the_background():
-    up, down = (Backend("decode", f"http://{name}") for name in ("up", "down"))
-    down.mark_down("gone")
-    asked = []
+@pytest.mark.slow
+def test_health_is_answered_within_a_second_however_engines_hang(stage, fake):
+    with contextlib.ExitStack() as stack:
+        silent = [url_of(stack.enter_context(listen("127.0.0.1", 0))) for _ in range(4)]
+        scene = stage([fake(), *silent[:2]], [fake(), *silent[2:]])
+        for _ in range(3):
+            before = time.monotonic()
+            health = scene.client.get("/health")
+            assert time.monotonic() - before < 1.0
+            assert (health.status_code, health.json()["decode"][0]["up"]) == (200, True)
 
-    async def watch():
-        def answer(request):
-            asked.append(request.url.host)
-            if len(asked) == 4:
-                scope.cancel()
-            return httpx.Response(503)
 
-        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-            with anyio.CancelScope() as scope:
-                await watch_down(client, [up, down], 0.0)
-
-    anyio.run(watch)
-    assert asked == ["down"] * 4
+@pytest.mark.slow
+def test_an_idle_engine_that_stops_answering_is_noticed_without_a_request(stage, fake, eventually):
+    scene = stage([fake()], [fake(), other := fake()])
+    assert all(engine["up"] for engine in scene.client.get("/health").json()["decode"])
+    other.healthy = False
+    eventually(lambda: not scene.client.get("/health").json()["decode"][1]["up"])
+    assert scene.client.get("/health").json()["status"] == "ok"
+    other.healthy = True
+    eventually(lambda: scene.client.get("/health").json()["decode"][1]["up"])

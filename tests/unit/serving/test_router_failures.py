@@ -9,6 +9,7 @@ import anyio
 import pytest
 
 from kvferry.serving.ports import listen, url_of
+from kvferry.serving.router.backends import Backend
 from kvferry.serving.router.bodies import kv_params_of
 from kvferry.serving.router.endpoint import ActiveRequests, RouterEndpoint
 from kvferry.serving.router.failures import failure_of
@@ -121,11 +122,48 @@ def test_errors_of_two_decode_engines_are_named_together(stage, fake, kv):
     assert scene.decode[2].raw == []
 
 
-def test_an_engine_that_fails_and_is_not_well_is_asked_no_more(stage, fake, kv):
-    scene = stage([fake(status=500), fake(hands_over=kv)], [fake()], probe_seconds=3600.0)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("status", [500, 503, 429])
+def test_an_engine_that_refuses_rests_and_neither_it_nor_another_is_down(
+    stage, fake, kv, status, role, monkeypatch
+):
+    monkeypatch.setattr("kvferry.serving.router.backends._FIRST_REST_SECONDS", 3600.0)
+    monkeypatch.setattr("kvferry.serving.router.backends._LONGEST_REST_SECONDS", 3600.0)
+    engines = {"prefill": [fake(hands_over=kv), fake(hands_over=kv)], "decode": [fake(), fake()]}
+    engines[role][0].status = status
+    scene = stage(engines["prefill"], engines["decode"])
     for _ in range(3):
         assert scene.complete().status_code == 200
-    assert [len(engine.raw) for engine in scene.prefill] == [1, 3]
+    assert [len(engine.raw) for engine in engines[role]] == [1, 3]
+    health = scene.client.get("/health").json()
+    assert health["status"] == "ok"
+    assert all(engine["up"] for engine in (*health["prefill"], *health["decode"]))
+
+
+def test_a_rest_doubles_until_the_engine_answers(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("kvferry.serving.router.backends.time.monotonic", lambda: now)
+    backend, rests = Backend("prefill", "http://p"), []
+    for _ in range(7):
+        backend.back_off()
+        start = now
+        while backend.resting:
+            now += 0.5
+        rests.append(now - start)
+    assert rests == [0.5, 1, 2, 4, 8, 16, 16]
+    backend.note_success()
+    backend.back_off()
+    now += 0.5
+    assert not backend.resting
+    assert backend.up
+
+
+def test_resting_decode_engines_are_asked_rather_than_none(stage, fake, kv, monkeypatch):
+    monkeypatch.setattr("kvferry.serving.router.backends._FIRST_REST_SECONDS", 3600.0)
+    scene = stage([fake(hands_over=kv)], [engine := fake(status=429)])
+    assert scene.complete().status_code == 429
+    engine.status = 200
+    assert scene.complete().status_code == 200
 
 
 def test_a_dead_decode_engine_is_routed_around_with_the_kv(stage, fake, kv, nobody):

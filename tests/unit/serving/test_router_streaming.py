@@ -138,7 +138,9 @@ def test_two_failures_of_engines_are_enough(stage, fake):
     assert sum(len(engine.raw) for engine in prefill) == 2
 
 
-def test_a_decode_engine_that_fails_is_replaced_by_one_that_computes(stage, fake):
+def test_a_decode_engine_that_fails_is_replaced_by_one_that_computes(stage, fake, monkeypatch):
+    monkeypatch.setattr("kvferry.serving.router.backends._FIRST_REST_SECONDS", 3600.0)
+    monkeypatch.setattr("kvferry.serving.router.backends._LONGEST_REST_SECONDS", 3600.0)
     bad, good = fake(), fake()
     scene = acquainted(stage([fake(hands_over=OFFER)], [bad, good]))
     bad.status = 500

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
-import anyio
-import httpx
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -18,6 +19,8 @@ from kvferry.serving.router.backends import Backend, Pool
 from kvferry.serving.router.bodies import (
     CHAT,
     COMPLETIONS,
+    DECODE_ONLY,
+    MESSAGES,
     MalformedBody,
     encoded,
     parse_body,
@@ -27,12 +30,14 @@ from kvferry.serving.router.endpoint import ActiveRequests, Call, RouterEndpoint
 from kvferry.serving.router.failures import Failures
 from kvferry.serving.router.flow import Completion, CompletionFlow
 from kvferry.serving.router.hop import Hop, loop_reply
-from kvferry.serving.router.probe import probe_all, watch_down
+from kvferry.serving.router.keys import KeyCheck
+from kvferry.serving.router.probe import Prober
 from kvferry.serving.router.replies import bad_request, unavailable
 from kvferry.serving.router.settings import RouterSettings
-from kvferry.serving.router.upstream import NOT_CONNECTED, describe_error, open_client, opened, read_whole
+from kvferry.serving.router.upstream import BROKEN, NOT_CONNECTED, EngineClient, describe_error, read_whole
 
 _PASSED_THROUGH = (("GET", "/v1/models"), ("GET", "/version"), ("POST", "/tokenize"), ("POST", "/detokenize"))
+_COMPLETED = (COMPLETIONS, CHAT, MESSAGES, *DECODE_ONLY)
 _PASS_SECONDS = 30.0
 
 
@@ -40,26 +45,58 @@ class RouterApp(Starlette):
     """The router's ASGI application. It can connect to engines only while its lifespan context is active."""
 
     def __init__(self, settings: RouterSettings) -> None:
-        router = _Router(settings)
         self._ongoing = ActiveRequests()
+        router = _Router(settings, self._ongoing)
 
         def endpoint(handler: Callable[[Call, Send], Awaitable[None]]) -> RouterEndpoint:
             return RouterEndpoint(handler, self._ongoing, router.hop, settings.max_body_bytes)
 
-        routes = [Route(path, endpoint(router.complete), methods=["POST"]) for path in (COMPLETIONS, CHAT)]
+        routes = [Route(path, endpoint(router.complete), methods=["POST"]) for path in _COMPLETED]
         routes += [
             Route(path, endpoint(router.pass_through), methods=[method]) for method, path in _PASSED_THROUGH
         ]
         routes.append(Route("/health", router.health, methods=["GET"]))
+        routes.append(Route("/ping", router.health, methods=["GET", "POST"]))
         super().__init__(
             routes=routes,
+            middleware=_middleware(settings),
             lifespan=router.lifespan,
             exception_handlers={HTTPException: _http_error, Exception: _our_fault},
         )
 
+    async def drain(self, seconds: float) -> None:
+        """Refuse new requests, and wait until those under way have ended.
+
+        Until the server closes, ``/health`` answers with status 503 and says that the router drains.
+
+        Args:
+            seconds: longest time to wait, in seconds.
+        """
+        self._ongoing.draining = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._ongoing.wait_ended()
+
     def end_answers(self) -> None:
         """Cancel all requests under way. The clients get an error, and the engines abort the requests."""
         self._ongoing.end()
+
+
+def _middleware(settings: RouterSettings) -> list[Middleware]:
+    found = []
+    if settings.allowed_origins:  # before the keys: a browser's preflight request has none
+        found.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=settings.allowed_origins,
+                allow_methods=("*",),
+                allow_headers=("*",),
+                expose_headers=("x-request-id",),
+            )
+        )
+    if settings.api_keys or settings.engine_key is not None:
+        found.append(Middleware(KeyCheck, keys=settings.api_keys, engine_key=settings.engine_key))
+    return found
 
 
 def router_app(settings: RouterSettings) -> RouterApp:
@@ -70,26 +107,33 @@ def router_app(settings: RouterSettings) -> RouterApp:
 class _Router:
     """The request handlers of the router application, and the state that the handlers share."""
 
-    def __init__(self, settings: RouterSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: RouterSettings, active: ActiveRequests) -> None:
+        self._settings, self._active = settings, active
         self._prefill = Pool("prefill", settings.prefill)
         self._decode = Pool("decode", settings.decode)
         self.hop = Hop()
-        self._client: httpx.AsyncClient
+        self._client: EngineClient
         self._flow: CompletionFlow
+        self._prober: Prober
 
     @asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        """Keep an HTTP client open, and keep probing the engines that are down, while the application runs.
+        """Keep an HTTP client open, and keep probing the engines, while the application runs.
 
         This is the application's lifespan context. Its argument, the application, is not used.
         """
-        backends = (*self._prefill.backends, *self._decode.backends)
-        async with open_client(self._settings, self.hop) as self._client, anyio.create_task_group() as group:
+        async with EngineClient(self._settings, self.hop) as self._client:
             self._flow = CompletionFlow(self._settings, self._prefill, self._decode, self._client)
-            group.start_soon(watch_down, self._client, backends, self._settings.probe_seconds)
-            yield
-            group.cancel_scope.cancel()
+            self._prober = Prober(self._client, self._all_backends, self._settings.probe_seconds)
+            probing = asyncio.create_task(self._prober.run())
+            try:
+                yield
+            finally:
+                probing.cancel()
+                await asyncio.wait({probing})
+
+    def _all_backends(self) -> tuple[Backend, ...]:
+        return (*self._prefill.backends, *self._decode.backends)
 
     async def complete(self, call: Call, send: Send) -> None:
         """Serve a client's completion request with a prefill engine and a decode engine.
@@ -122,16 +166,16 @@ class _Router:
             send: ASGI function that sends to the client.
         """
         failures, tried = Failures(), list[Backend]()
-        while not failures.exhausted and (backend := self._decode.next(tried, even_down=True)):
+        while not failures.exhausted and (backend := self._decode.next(tried, last_resort=True)):
             tried.append(backend)
             try:
-                with anyio.fail_after(_PASS_SECONDS):
+                async with asyncio.timeout(_PASS_SECONDS):
                     url = backend.url + call.path
-                    async with opened(self._client, call.method, url, call.headers, call.body) as response:
+                    async with self._client.opened(call.method, url, call.headers, call.body) as response:
                         reply = await read_whole(response)
             except NOT_CONNECTED as error:
                 backend.mark_down(describe_error(error))
-            except httpx.TransportError as error:
+            except BROKEN as error:
                 backend.mark_down(describe_error(error))
                 failures.add(backend, describe_error(error))
             except TimeoutError:
@@ -145,19 +189,25 @@ class _Router:
         await reply.send(send, call.reply_headers)
 
     async def health(self, request: Request) -> Response:
-        """Probe all engines, and return their states as JSON. The status is 503 if no decode engine is up."""
+        """Return the states of all engines as JSON, as the last probes found them.
+
+        The status is 503 if no decode engine is up, or if the router drains. If engines were not probed yet,
+        the answer waits for that, but at most half a second.
+        """
         if self.hop.has_seen(request.headers.raw):
             reply = loop_reply()
             return Response(reply.body, reply.status, media_type="application/json")
         pools = {"prefill": self._prefill.backends, "decode": self._decode.backends}
-        await probe_all(self._client, [backend for backends in pools.values() for backend in backends])
+        await self._prober.first_probes()
         up = {role: any(backend.up for backend in backends) for role, backends in pools.items()}
         status = "ok" if all(up.values()) else "degraded" if up["decode"] else "unavailable"
+        if self._active.draining:
+            status = "draining"
         engines = {
             role: [{"url": backend.url, "up": backend.up, "reason": backend.reason} for backend in backends]
             for role, backends in pools.items()
         }
-        return JSONResponse({"status": status, **engines}, 200 if up["decode"] else 503)
+        return JSONResponse({"status": status, **engines}, 200 if status in ("ok", "degraded") else 503)
 
 
 async def _our_fault(_: Request, __: Exception) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 from kvferry.serving.router.streaming import StreamSource
 
 _log = logging.getLogger("kvferry.router")
+
+_FIRST_REST_SECONDS = 0.5
+_LONGEST_REST_SECONDS = 16.0
 
 
 class Backend:
@@ -20,6 +24,7 @@ class Backend:
         url: base URL without a trailing slash.
         up: True while the router may send requests to the engine; initially True.
         reason: reason why the engine is down; None while it is up.
+        probed: True once a probe of the engine has ended.
         outstanding: number of this router's requests that the engine is working on.
         last_used: number of the last request to the engine; 0 if there was none. The `Pool` numbers the
             requests to all its engines consecutively from 1.
@@ -30,8 +35,10 @@ class Backend:
         self.url = url.rstrip("/")
         self.up = True
         self.reason: str | None = None
+        self.probed = False
         self.outstanding = 0
         self.last_used = 0
+        self._rests, self._rests_until = 0, 0.0
         self._hands_over = True
         self._source: StreamSource | None = None
         self._same, self._varies = 0, False
@@ -44,6 +51,25 @@ class Backend:
         answers next is then unknown.
         """
         return self._source if self._same > 1 and not self._varies else None
+
+    @property
+    def resting(self) -> bool:
+        """Whether the engine refused its last request so recently that other engines are preferred."""
+        return time.monotonic() < self._rests_until
+
+    def back_off(self) -> None:
+        """Prefer other engines for a while, because this one was busy or answered with a server error.
+
+        The first time is half a second. It doubles with each further refusal, up to 16 s, until
+        `note_success` is called. The engine stays up: only probes and broken connections mark it as down.
+        """
+        seconds = min(_FIRST_REST_SECONDS * 2**self._rests, _LONGEST_REST_SECONDS)
+        self._rests += 1
+        self._rests_until = time.monotonic() + seconds
+
+    def note_success(self) -> None:
+        """Record that the engine has answered a request, so that it need not rest."""
+        self._rests, self._rests_until = 0, 0.0
 
     def mark_down(self, reason: str) -> None:
         """Stop sending requests to the engine until `mark_up` is called.
@@ -101,18 +127,20 @@ class Pool:
         self.backends = tuple(Backend(role, url) for url in urls)
         self._requests = 0
 
-    def next(self, tried: Sequence[Backend], *, even_down: bool = False) -> Backend | None:
+    def next(self, tried: Sequence[Backend], *, last_resort: bool = False) -> Backend | None:
         """Choose the engine for a request: the one with the fewest outstanding requests of those that are up.
 
-        If several engines have equally few, the least recently used of them is chosen. Return None if there
-        is no engine to choose from.
+        Engines that rest after a refusal are left out. If several engines have equally few requests, the
+        least recently used of them is chosen. Return None if there is no engine to choose from.
 
         Args:
             tried: engines to skip, because this request was already sent to them.
-            even_down: True to choose from the engines that are down if no engine that is up is left.
+            last_resort: True to choose from the engines that rest, and then from those that are down, if no
+                other engine is left.
         """
         left = [backend for backend in self.backends if backend not in tried]
-        choice = [backend for backend in left if backend.up] or (left if even_down else [])
+        up = [backend for backend in left if backend.up]
+        choice = [backend for backend in up if not backend.resting] or ((up or left) if last_resort else [])
         return min(choice, key=lambda backend: (backend.outstanding, backend.last_used), default=None)
 
     @contextmanager

@@ -10,6 +10,13 @@ from kvferry.serving.router.replies import Headers
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+MESSAGES = "/v1/messages"
+DECODE_ONLY = ("/v1/responses", "/v1/embeddings", "/v1/messages/count_tokens")
+"""Endpoints whose requests go to a decode engine alone.
+
+A response may continue one that the decode engine keeps, and may run tools, so that it takes several prompts.
+The others generate no tokens.
+"""
 
 _DATA_PARALLEL_RANK = b"x-data-parallel-rank"
 
@@ -27,6 +34,7 @@ _ANSWER_ONLY = (
     "return_tokens_as_token_ids",
     "routed_experts_prompt_start",
     "stop",
+    "stop_sequences",
     "stop_token_ids",
     "stream",
     "stream_interval",
@@ -174,6 +182,7 @@ def decodes_alone(path: str, body: dict[str, Any]) -> bool:
     This is the case if the KV that a prefill engine computes would be of no use to the decode engine. The
     possible reasons are:
 
+    - The endpoint is one of `DECODE_ONLY`.
     - The client is a trusted proxy and sends its own ``kv_transfer_params``.
     - There are several prompts. A prefill engine's answer has ``kv_transfer_params`` for only one of them,
       and the decode engine would use these for all prompts.
@@ -191,7 +200,8 @@ def decodes_alone(path: str, body: dict[str, Any]) -> bool:
     """
     prompt = body.get("prompt")
     return bool(
-        body.get(KV_PARAMS)
+        path in DECODE_ONLY
+        or body.get(KV_PARAMS)
         or (isinstance(prompt, list) and len(prompt) != 1 and not _is_tokens(prompt))
         or body.get("prompt_logprobs") is not None
         or (body.get("echo") and (path == CHAT or body.get("logprobs") is not None))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import uuid
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, Self
 
-import anyio
 from starlette.types import Message, Receive, Scope, Send
 
 from kvferry.serving.router.hop import Hop, loop_reply
@@ -18,6 +20,9 @@ _REQUEST_ID = b"x-request-id"
 _PLAIN_ID = re.compile(rb"[A-Za-z0-9._:/@=~+-]{1,128}")
 """Pattern of request ids that the router accepts. Ids end up in logs, metrics and answers of every engine."""
 _ENDING = "the router is being stopped"
+_DRAINING = "the router is being stopped, and takes no new requests"
+# The next request of this client may reach another router.
+_TRY_ELSEWHERE = ((b"connection", b"close"), (b"retry-after", b"1"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,38 +49,73 @@ class _TooLarge(Exception):
     """Raised if a request body exceeds the limit."""
 
 
+class ActiveRequest:
+    """A request that is under way in the current task, which can be cancelled. Use it with ``async with``.
+
+    Cancelling ends the block early; the code after it runs on.
+    """
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[Any] | None = None
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Cancel the block, unless it was cancelled or has ended."""
+        if self._task is not None and not self._cancelled:
+            self._cancelled = True
+            self._task.cancel()
+
+    async def __aenter__(self) -> Self:
+        """Remember the current task."""
+        self._task = asyncio.current_task()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        """Return True, to continue after the block, if the block was cancelled by `cancel`."""
+        task, self._task = self._task, None
+        if not self._cancelled or task is None:
+            return False
+        if kind is None:  # the block had ended before the cancellation could reach it
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0)
+        return task.uncancel() == 0 and (kind is None or issubclass(kind, asyncio.CancelledError))
+
+
 class ActiveRequests:
     """The set of requests that are under way. When the router stops, it calls `end` to cancel them all.
 
     Attributes:
+        draining: True once new requests are refused, because the router is about to stop.
         ending: True once `end` was called, so that a cancelled request can tell why it was cancelled.
     """
 
     def __init__(self) -> None:
+        self.draining = False
         self.ending = False
-        self._scopes: set[anyio.CancelScope] = set()
+        self._requests: set[ActiveRequest] = set()
+        self._none = asyncio.Event()
+        self._none.set()
 
-    def add(self, scope: anyio.CancelScope) -> None:
-        """Add a request to the set of requests that are under way.
+    def add(self, request: ActiveRequest) -> None:
+        """Add a request to the set of requests that are under way."""
+        self._requests.add(request)
+        self._none.clear()
 
-        Args:
-            scope: cancel scope in which the request is handled.
-        """
-        self._scopes.add(scope)
+    def discard(self, request: ActiveRequest) -> None:
+        """Remove a request that has ended from the set of requests that are under way."""
+        self._requests.discard(request)
+        if not self._requests:
+            self._none.set()
 
-    def discard(self, scope: anyio.CancelScope) -> None:
-        """Remove a request that has ended from the set of requests that are under way.
-
-        Args:
-            scope: cancel scope in which the request was handled.
-        """
-        self._scopes.discard(scope)
+    async def wait_ended(self) -> None:
+        """Wait until no request is under way."""
+        await self._none.wait()
 
     def end(self) -> None:
         """Cancel all requests that are under way. `RouterEndpoint` then sends an error to each client."""
         self.ending = True
-        for scope in self._scopes:
-            scope.cancel()
+        for request in self._requests:
+            request.cancel()
 
 
 class RouterEndpoint:
@@ -113,6 +153,9 @@ class RouterEndpoint:
         if self._hop.has_seen(scope["headers"]):
             await loop_reply().send(send, reply_headers)
             return
+        if self._ongoing.draining:
+            await unavailable(_DRAINING, "router_draining").send(send, (*reply_headers, *_TRY_ELSEWHERE))
+            return
         try:
             body = await _read_body(receive, self._max_body_bytes)
         except _TooLarge as error:
@@ -122,16 +165,15 @@ class RouterEndpoint:
             return
         headers = self._hop.passed_on(relayed(scope["headers"]) + reply_headers)
         answer = _Answer(send)
-        async with anyio.create_task_group() as group:
-            self._ongoing.add(group.cancel_scope)
+        call = Call(scope["method"], scope["path"], headers, reply_headers, body)
+        async with ActiveRequest() as request:
+            self._ongoing.add(request)
+            watching = asyncio.create_task(_cancel_on_disconnect(receive, request))
             try:
-                group.start_soon(_cancel_on_disconnect, receive, group.cancel_scope)
-                await self._handler(
-                    Call(scope["method"], scope["path"], headers, reply_headers, body), answer.send
-                )
+                await self._handler(call, answer.send)
             finally:
-                self._ongoing.discard(group.cancel_scope)
-            group.cancel_scope.cancel()
+                self._ongoing.discard(request)
+                watching.cancel()
         if self._ongoing.ending:
             await answer.cut_short(reply_headers)
 
@@ -199,7 +241,7 @@ async def _read_body(receive: Receive, max_bytes: int) -> bytes | None:
             return bytes(body)
 
 
-async def _cancel_on_disconnect(receive: Receive, scope: anyio.CancelScope) -> None:
+async def _cancel_on_disconnect(receive: Receive, request: ActiveRequest) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    scope.cancel()
+    request.cancel()

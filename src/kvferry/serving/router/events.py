@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-import anyio.lowlevel
-import httpx
+import asyncio
+
 from starlette.types import Send
 
 from kvferry.serving.router.replies import Headers, error_event
-from kvferry.serving.router.upstream import describe_error, relayed
+from kvferry.serving.router.upstream import BROKEN, EngineAnswer, describe_error, relayed
 
 _ENDS = (b"\n\n", b"\r\n\r\n")
-_DONE = b"data: [DONE]"
+_DONE = (
+    b"data: [DONE]",
+    b"event: message_stop",
+    b"event: response.completed",
+    b"event: response.failed",
+    b"event: response.incomplete",
+)
+"""Beginnings of last events: of completions, of ``/v1/messages`` and of ``/v1/responses``."""
 
 
 class BrokenBeforeFirst(Exception):
     """Raised if an engine's stream ends before its first event. Another engine can then serve the request."""
 
 
-def is_events(response: httpx.Response) -> bool:
-    """Return whether a response is a successful stream of server-sent events."""
-    kind = response.headers.get("content-type", "")
-    return response.status_code == 200 and kind.startswith("text/event-stream")
+def is_events(answer: EngineAnswer) -> bool:
+    """Return whether an answer is a successful stream of server-sent events."""
+    if answer.status != 200:
+        return False
+    kinds = (value for name, value in answer.headers if name.lower() == b"content-type")
+    return next(kinds, b"").startswith(b"text/event-stream")
 
 
-async def relay_events(response: httpx.Response, send: Send, extra: Headers) -> str | None:
+async def relay_events(answer: EngineAnswer, send: Send, extra: Headers) -> str | None:
     """Relay an engine's server-sent events to the client, each as soon as it has arrived as a whole.
 
     If the engine's stream breaks after the first event, the client gets an error event as the last event.
 
     Args:
-        response: response of the engine, whose body was not read yet.
+        answer: answer of the engine, whose body was not read yet.
         send: ASGI function that sends to the client.
         extra: headers to add to those of the engine's answer.
 
@@ -41,21 +50,21 @@ async def relay_events(response: httpx.Response, send: Send, extra: Headers) -> 
     """
     held, begun, done, fault = b"", False, False, None
     try:
-        async for chunk in response.aiter_raw():
+        async for chunk in answer.chunks():
             ready, held = _split(held + chunk)
             if not ready:
                 continue
             if not begun:
-                headers = [*relayed(response.headers.raw), *extra]
+                headers = [*relayed(answer.headers), *extra]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 begun = True
-            done = done or _DONE in ready
+            done = done or any(end in ready for end in _DONE)
             await send({"type": "http.response.body", "body": ready, "more_body": True})
             # Relaying events that have already arrived never waits. Let a cancellation take effect here.
-            await anyio.lowlevel.checkpoint()
+            await asyncio.sleep(0)
         if not done:
             fault = "the stream ended without its last event"
-    except httpx.TransportError as error:
+    except BROKEN as error:
         fault = None if done else describe_error(error)
     if not begun:
         raise BrokenBeforeFirst(fault)

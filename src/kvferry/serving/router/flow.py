@@ -16,11 +16,11 @@ Cancelling the task that runs `complete` closes the connection to the engine, wh
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, replace
 from typing import Any
 
 import anyio
-import httpx
 from starlette.types import Send
 
 from kvferry.serving.router.backends import Backend, Pool
@@ -34,11 +34,11 @@ from kvferry.serving.router.bodies import (
 )
 from kvferry.serving.router.events import BrokenBeforeFirst, is_events, relay_events
 from kvferry.serving.router.failures import Failures, failure_of, is_busy, is_failure
-from kvferry.serving.router.probe import probe
+from kvferry.serving.router.hop import LOOP_DETECTED, LOOP_REASON
 from kvferry.serving.router.replies import Headers, Reply, unavailable
 from kvferry.serving.router.settings import RouterSettings
 from kvferry.serving.router.streaming import StreamSource, estimated_tokens, new_ticket
-from kvferry.serving.router.upstream import NOT_CONNECTED, describe_error, opened, read_whole
+from kvferry.serving.router.upstream import BROKEN, NOT_CONNECTED, EngineClient, describe_error, read_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,7 @@ class Completion:
 class CompletionFlow:
     """Handler of completion requests, which uses a pool of prefill engines and a pool of decode engines."""
 
-    def __init__(
-        self, settings: RouterSettings, prefill: Pool, decode: Pool, client: httpx.AsyncClient
-    ) -> None:
+    def __init__(self, settings: RouterSettings, prefill: Pool, decode: Pool, client: EngineClient) -> None:
         """Store the settings, the engines and the HTTP client.
 
         Args:
@@ -207,9 +205,10 @@ class CompletionFlow:
 
         Return None in these cases:
 
-        - The engine is unreachable or busy. It is marked as down.
+        - The engine is unreachable. It is marked as down.
+        - The engine is busy. It rests for a while.
         - The connection breaks later. The engine is marked as down, and the failure is added to `failures`.
-        - The engine answers with a server error. This is added to `failures`, and the engine is probed.
+        - The engine answers with a server error. This is added to `failures`, and the engine rests.
 
         Args:
             backend: prefill engine.
@@ -222,10 +221,13 @@ class CompletionFlow:
         """
         url = backend.url + sent.path
         try:
-            with self._prefill.count_request(backend), anyio.fail_after(self._settings.prefill_seconds):
-                async with opened(self._client, "POST", url, sent.headers, sent.raw) as response:
+            with self._prefill.count_request(backend):
+                async with (
+                    asyncio.timeout(self._settings.prefill_seconds),
+                    self._client.opened("POST", url, sent.headers, sent.raw) as response,
+                ):
                     reply = await read_whole(response)
-        except httpx.TransportError as error:
+        except BROKEN as error:
             backend.mark_down(describe_error(error))
             if not isinstance(error, NOT_CONNECTED):
                 failures.add(backend, describe_error(error))
@@ -234,18 +236,13 @@ class CompletionFlow:
             backend.mark_down(reason := f"no answer in {self._settings.prefill_seconds:g} s")
             failures.add(backend, reason)
             raise
-        if is_busy(reply.status):
-            backend.mark_down(f"it answers with status {reply.status}")
+        if is_busy(reply.status) or is_failure(reply.status):
+            backend.back_off()
+            if is_failure(reply.status):
+                failures.add(backend, failure_of(reply))
             return None
-        if is_failure(reply.status):
-            await self._failed(backend, reply, failures)
-            return None
+        backend.note_success()
         return reply
-
-    async def _failed(self, backend: Backend, reply: Reply, failures: Failures) -> None:
-        """Add an engine's server error (`reply`) to `failures`, and probe whether the engine is still up."""
-        failures.add(backend, failure_of(reply))
-        await probe(self._client, backend)
 
     async def _answer(
         self, completion: Completion, params: dict[str, Any] | None, failures: Failures, send: Send
@@ -263,14 +260,14 @@ class CompletionFlow:
         """
         tried: list[Backend] = []
         last: Reply | None = unavailable("no decode engine can be reached")
-        while backend := self._decode.next(tried, even_down=True):
+        while backend := self._decode.next(tried, last_resort=True):
             tried.append(backend)
             body = decode_body(completion.body, params) if params else completion.raw
             url = backend.url + completion.path
             try:
                 with self._decode.count_request(backend):
-                    async with opened(self._client, "POST", url, completion.headers, body) as response:
-                        backend.mark_up()
+                    async with self._client.opened("POST", url, completion.headers, body) as response:
+                        _note_answer(backend, response.status)
                         if wants_stream(completion.body) and is_events(response):
                             if fault := await relay_events(response, send, completion.reply_headers):
                                 backend.mark_down(fault)
@@ -279,17 +276,19 @@ class CompletionFlow:
             except NOT_CONNECTED as error:
                 backend.mark_down(describe_error(error))
                 continue
-            except (httpx.TransportError, BrokenBeforeFirst) as error:
+            except (BROKEN, BrokenBeforeFirst) as error:
                 backend.mark_down(describe_error(error))
                 failures.add(backend, describe_error(error))
                 last = None
             else:
                 if not is_busy(reply.status) and not is_failure(reply.status):
+                    backend.note_success()
                     await reply.send(send, completion.reply_headers)
                     return
                 last = reply
+                backend.back_off()
                 if is_failure(reply.status):
-                    await self._failed(backend, reply, failures)
+                    failures.add(backend, failure_of(reply))
                 else:
                     continue  # it did not take the request, so the prefill engine still has the KV
             # The failed engine may have read the KV, and then the prefill engine has freed it.
@@ -299,6 +298,13 @@ class CompletionFlow:
                 break
         reply = last or failures.reply(completion.reply_headers)
         await reply.send(send, completion.reply_headers)
+
+
+def _note_answer(backend: Backend, status: int) -> None:
+    if status == LOOP_DETECTED:
+        backend.mark_down(LOOP_REASON)
+    else:
+        backend.mark_up()
 
 
 def _stream_source(backend: Backend, completion: Completion) -> StreamSource | None:

@@ -14,6 +14,8 @@ from kvferry.serving.router.replies import Headers, Reply, unavailable
 
 LOOP_DETECTED = 508
 """HTTP status "Loop Detected" of RFC 5842."""
+LOOP_REASON = "it is this router itself, or a router that asks it"
+"""Reason why an engine is down that answers with `LOOP_DETECTED`."""
 _VIA = b"via"
 
 

@@ -1,20 +1,20 @@
-"""Probe the health of engines: in the background if they are down, and on demand."""
+"""Probe the health of all engines in the background."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import anyio
-import httpx
+import asyncio
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from kvferry.serving.router.backends import Backend
-from kvferry.serving.router.hop import LOOP_DETECTED
-from kvferry.serving.router.upstream import describe_error
+from kvferry.serving.router.hop import LOOP_DETECTED, LOOP_REASON
+from kvferry.serving.router.upstream import BROKEN, EngineClient, describe_error
 
 _HEALTH_SECONDS = 3.0
+_FIRST_PROBES_SECONDS = 0.5
 
 
-async def probe(client: httpx.AsyncClient, backend: Backend) -> None:
+async def probe(client: EngineClient, backend: Backend) -> None:
     """Query an engine's ``/health``, and mark the engine as up or down by the status of the answer.
 
     An engine that does not answer is marked as down.
@@ -24,37 +24,60 @@ async def probe(client: httpx.AsyncClient, backend: Backend) -> None:
         backend: engine to query.
     """
     try:
-        with anyio.fail_after(_HEALTH_SECONDS):
-            async with client.stream("GET", f"{backend.url}/health") as response:
-                pass
-    except httpx.TransportError as error:
+        async with (
+            asyncio.timeout(_HEALTH_SECONDS),
+            client.opened("GET", f"{backend.url}/health") as answer,
+        ):
+            status = answer.status
+    except BROKEN as error:
         backend.mark_down(describe_error(error))
     except TimeoutError:
         backend.mark_down(f"/health does not answer in {_HEALTH_SECONDS:g} s")
     else:
-        if response.status_code == 200:
+        if status == 200:
             backend.mark_up()
-        elif response.status_code == LOOP_DETECTED:
-            backend.mark_down("it is this router itself, or a router that asks it")
+        elif status == LOOP_DETECTED:
+            backend.mark_down(LOOP_REASON)
         else:
-            backend.mark_down(f"/health answers with status {response.status_code}")
+            backend.mark_down(f"/health answers with status {status}")
+    backend.probed = True
 
 
-async def probe_all(client: httpx.AsyncClient, backends: Sequence[Backend]) -> None:
-    """Query ``/health`` of all these engines concurrently, and mark each engine as up or down."""
-    async with anyio.create_task_group() as group:
-        for backend in backends:
-            group.start_soon(probe, client, backend)
+class Prober:
+    """Background probes of all engines. An engine that hangs delays no probe of another one."""
 
+    def __init__(
+        self, client: EngineClient, backends: Callable[[], Iterable[Backend]], probe_seconds: float
+    ) -> None:
+        """Store what to probe. `run` starts probing.
 
-async def watch_down(client: httpx.AsyncClient, backends: Sequence[Backend], seconds: float) -> None:
-    """Periodically probe those engines that are marked as down, until this coroutine is cancelled.
+        Args:
+            client: HTTP client for all engines.
+            backends: function that returns the engines to probe.
+            probe_seconds: time between two probes of an engine, in seconds.
+        """
+        self._client, self._backends, self._probe_seconds = client, backends, probe_seconds
+        self._running: dict[Backend, asyncio.Task[None]] = {}
 
-    Args:
-        client: HTTP client for all engines.
-        backends: engines to watch.
-        seconds: time between two probes, in seconds.
-    """
-    while True:
-        await anyio.sleep(seconds)
-        await probe_all(client, [backend for backend in backends if not backend.up])
+    async def run(self) -> None:
+        """Probe every engine at once and then periodically, until this coroutine is cancelled."""
+        try:
+            while True:
+                for backend in self._backends():
+                    if backend not in self._running:
+                        task = asyncio.create_task(probe(self._client, backend))
+                        self._running[backend] = task
+                        task.add_done_callback(partial(self._ended, backend))
+                await asyncio.sleep(self._probe_seconds)
+        finally:
+            for task in self._running.values():
+                task.cancel()
+
+    def _ended(self, backend: Backend, _: asyncio.Task[None]) -> None:
+        del self._running[backend]
+
+    async def first_probes(self) -> None:
+        """Wait until every engine was probed once, but at most half a second."""
+        new = [task for backend, task in self._running.items() if not backend.probed]
+        if new:
+            await asyncio.wait(new, timeout=_FIRST_PROBES_SECONDS)

@@ -65,6 +65,12 @@ def bad_request(message: str, code: str = "invalid_request", status: int = 400) 
     return Reply(status, (JSON_TYPE,), error_body(message, "invalid_request_error", code))
 
 
+def unauthorized() -> Reply:
+    """Return an error reply for a request without a valid API key."""
+    body = error_body("the API key is missing or wrong", "invalid_request_error", "invalid_api_key")
+    return Reply(401, (JSON_TYPE, (b"www-authenticate", b"Bearer")), body)
+
+
 def unavailable(message: str, code: str = "engine_unavailable", status: int = 503) -> Reply:
     """Return an error reply for a failure of the engines or the router.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from kvferry.errors import ConfigError
@@ -20,6 +20,9 @@ class RouterSettings:
         decode_idle_seconds: longest time to wait for the next data from a decode engine, in seconds.
         probe_seconds: time between two probes of an engine that is down, in seconds.
         max_body_bytes: size of the largest accepted request body, in bytes.
+        api_keys: keys of which clients must send one; none to serve everybody.
+        engine_key: key to send to engines instead of the client's; None to send no other.
+        allowed_origins: origins whose web pages may use the router (CORS); ``*`` for all.
         trust_kv_params: True to keep ``kv_transfer_params`` that clients send; False to remove them.
     """
 
@@ -30,6 +33,9 @@ class RouterSettings:
     decode_idle_seconds: float = 600.0
     probe_seconds: float = 1.0
     max_body_bytes: int = 64 << 20
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    engine_key: str | None = field(default=None, repr=False)
+    allowed_origins: tuple[str, ...] = ()
     trust_kv_params: bool = False
 
     def __post_init__(self) -> None:

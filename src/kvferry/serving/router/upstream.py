@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Protocol, Self
 
-import httpx
+import aiohttp
+import yarl
 
 from kvferry.serving.router.hop import Hop
 from kvferry.serving.router.replies import Headers, Reply
 from kvferry.serving.router.settings import RouterSettings
 
-NOT_CONNECTED = (httpx.ConnectError, httpx.ConnectTimeout)
+NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 """Exceptions that mean that the engine has not received the request."""
+
+BROKEN = aiohttp.ClientError
+"""Exception that means that no answer arrived, or only a part of it. Includes `NOT_CONNECTED`."""
+
+_MAX_HEADER_BYTES = 64 << 10
+# aiohttp warns about larger bodies that are bytes.
+_MAX_PLAIN_BYTES = 1 << 20
 
 # Headers that apply to one connection only, or that every sender sets itself.
 _NOT_RELAYED = frozenset(
@@ -49,56 +60,123 @@ def relayed(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     return tuple((name.lower(), value) for name, value in headers if name.lower() not in _NOT_RELAYED)
 
 
-def open_client(settings: RouterSettings, hop: Hop) -> httpx.AsyncClient:
-    """Create the HTTP client with which the router sends requests to all engines.
+class EngineAnswer(Protocol):
+    """An engine's HTTP answer, whose body is not read yet.
+
+    Attributes:
+        status: HTTP status.
+        headers: (name, value) pairs as the engine sent them.
+    """
+
+    @property
+    def status(self) -> int: ...  # noqa: D102
+
+    @property
+    def headers(self) -> Headers: ...  # noqa: D102
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """Yield the body in pieces, each as soon as it has arrived.
+
+        Raises:
+            aiohttp.ClientError: the connection broke, or the engine paused for too long.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Received:
+    """An `EngineAnswer` of the HTTP client."""
+
+    response: aiohttp.ClientResponse
+
+    @property
+    def status(self) -> int:
+        return self.response.status
+
+    @property
+    def headers(self) -> Headers:
+        return self.response.raw_headers
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        return aiter(self.response.content.iter_any())
+
+
+class EngineClient:
+    """HTTP client with which the router sends requests to all engines. Use it as an async context manager.
 
     Each connection serves only one request. If connections were reused, an engine could close an idle one
     just when the next request is sent, and the router would take this for a failure of the engine. The number
     of connections is unlimited, so that requests queue in the engines and not in the router.
-
-    Args:
-        settings: settings of the router, with the timeouts.
-        hop: this router's entry in Via headers. The client adds it to each request that has no Via header.
     """
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    timeout = httpx.Timeout(settings.decode_idle_seconds, connect=settings.connect_seconds)
-    return httpx.AsyncClient(
-        headers=hop.passed_on(), limits=limits, timeout=timeout, trust_env=False, follow_redirects=False
-    )
+
+    def __init__(self, settings: RouterSettings, hop: Hop) -> None:
+        """Create the client. It opens nothing yet.
+
+        Args:
+            settings: settings of the router, with the timeouts.
+            hop: this router's entry in Via headers, for requests that have none.
+        """
+        self._timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=settings.connect_seconds, sock_read=settings.decode_idle_seconds
+        )
+        self._via = hop.passed_on()
+        self._session: aiohttp.ClientSession
+
+    async def __aenter__(self) -> Self:
+        """Open the client in the running event loop."""
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=self._timeout,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
+            max_line_size=_MAX_HEADER_BYTES,
+            max_field_size=_MAX_HEADER_BYTES,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close all connections."""
+        await self._session.close()
+
+    @asynccontextmanager
+    async def opened(
+        self, method: str, url: str, headers: Headers = (), body: bytes = b""
+    ) -> AsyncIterator[EngineAnswer]:
+        """Send a request, and yield the answer before its body is read.
+
+        The end of the ``with`` block closes the connection. The engine then aborts an incomplete request.
+
+        Args:
+            method: HTTP method.
+            url: URL of the endpoint at the engine.
+            headers: headers of the request; those of `Hop` if there are none.
+            body: complete body of the request.
+
+        Raises:
+            aiohttp.ClientError: no answer arrived.
+        """
+        sent = [(name.decode(), value.decode("utf-8", "replace")) for name, value in headers or self._via]
+        # Ask for an uncompressed answer, because its bytes are relayed unchanged.
+        sent.append(("accept-encoding", "identity"))
+        data = None if not body else body if len(body) <= _MAX_PLAIN_BYTES else BytesIO(body)
+        response = await self._session.request(
+            method, yarl.URL(url, encoded=True), headers=sent, data=data, allow_redirects=False
+        )
+        try:
+            yield _Received(response)
+        finally:
+            response.close()
 
 
-@asynccontextmanager
-async def opened(
-    client: httpx.AsyncClient, method: str, url: str, headers: Headers, body: bytes
-) -> AsyncIterator[httpx.Response]:
-    """Send a request, and yield the response before its body is read.
-
-    The end of the ``with`` block closes the connection. The engine then aborts an incomplete request.
-
-    Args:
-        client: HTTP client for all engines.
-        method: HTTP method.
-        url: URL of the endpoint at the engine.
-        headers: headers of the request.
-        body: complete body of the request.
+async def read_whole(answer: EngineAnswer) -> Reply:
+    """Read the rest of an engine's answer, and return the complete answer.
 
     Raises:
-        httpx.TransportError: no answer arrived.
+        aiohttp.ClientError: the connection broke.
     """
-    # Ask for an uncompressed answer, because its bytes are relayed unchanged.
-    sent = [*headers, (b"accept-encoding", b"identity")]
-    async with client.stream(method, url, headers=sent, content=body) as response:
-        yield response
-
-
-async def read_whole(response: httpx.Response) -> Reply:
-    """Read the rest of an engine's response, and return the complete answer.
-
-    Raises:
-        httpx.TransportError: the connection broke.
-    """
-    body = b"".join([chunk async for chunk in response.aiter_raw()])
-    return Reply(response.status_code, relayed(response.headers.raw), body)
+    body = b"".join([chunk async for chunk in answer.chunks()])
+    return Reply(answer.status, relayed(answer.headers), body)
 
 
 def describe_error(error: BaseException) -> str:

@@ -1,0 +1,88 @@
+"""API keys: those that clients must send, and the one that the router sends to engines."""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Iterable
+from hashlib import sha256
+from pathlib import Path
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvferry.errors import ConfigError
+from kvferry.serving.router.replies import unauthorized
+
+OPEN_PATHS = frozenset(("/health", "/ping"))
+"""Paths that need no key, because load balancers and Kubernetes ask them."""
+_AUTHORIZATION = b"authorization"
+_BEARER = b"bearer "
+
+
+def read_keys(path: Path | None, variable: str) -> tuple[str, ...]:
+    """Return the keys in a file, one per line, or else the key in an environment variable; none if unset.
+
+    Args:
+        path: file of keys; None to read the variable.
+        variable: name of the environment variable.
+
+    Raises:
+        ConfigError: the file cannot be read, or has no key, or a key is not plain ASCII.
+    """
+    if path is None:
+        keys = [key] if (key := os.environ.get(variable, "").strip()) else []
+    else:
+        try:
+            keys = path.read_text().split()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise ConfigError(
+                f"cannot read keys from {path}: {reason}; give a file of one per line"
+            ) from None
+        if not keys:
+            raise ConfigError(f"{path} has no key; give a file of one key per line")
+    if not all(key.isascii() and key.isprintable() for key in keys):
+        raise ConfigError(f"a key of {path or variable} has other characters than printable ASCII; change it")
+    return tuple(keys)
+
+
+class KeyCheck:
+    """ASGI middleware that refuses requests without a valid key, and gives engines a key of their own.
+
+    If clients must send a key, it is not relayed to engines.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str], engine_key: str | None) -> None:
+        """Store the keys as digests.
+
+        Args:
+            app: application behind the check.
+            keys: valid keys; none to let every request pass.
+            engine_key: key to send to engines; None to send none of the router's own.
+        """
+        self._app = app
+        self._digests = tuple(sha256(key.encode()).digest() for key in keys)
+        self._engine = None if engine_key is None else (_AUTHORIZATION, b"Bearer " + engine_key.encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request (entry point of ASGI), or answer it with 401."""
+        if scope["type"] == "http":
+            if not self._may_pass(scope):
+                await unauthorized().send(send)
+                return
+            kept = [pair for pair in scope["headers"] if pair[0] != _AUTHORIZATION]
+            if self._engine is not None:
+                scope = {**scope, "headers": [*kept, self._engine]}
+            elif self._digests:
+                scope = {**scope, "headers": kept}
+        await self._app(scope, receive, send)
+
+    def _may_pass(self, scope: Scope) -> bool:
+        if not self._digests or scope["path"] in OPEN_PATHS:
+            return True
+        values = [value for name, value in scope["headers"] if name == _AUTHORIZATION]
+        if len(values) != 1 or not values[0].lower().startswith(_BEARER):
+            return False
+        given = sha256(values[0][len(_BEARER) :].strip()).digest()
+        # Compare with every key, so that the time tells nothing about any of them.
+        return sum(hmac.compare_digest(given, digest) for digest in self._digests) > 0
