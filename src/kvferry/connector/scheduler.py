@@ -12,6 +12,7 @@ from msgspec import structs
 from kvferry.connector.access import check_rank_keys, peers_allowed, scheduler_keys
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.admission import Admission
+from kvferry.connector.block_runs import DescribeBlocks
 from kvferry.connector.compose import Composition
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, PrefixCache, Request, Step
@@ -108,6 +109,7 @@ class SchedulerHalf:
         facts: Facts,
         namespace: NamespaceOf,
         prefix_cache: PrefixCache | None = None,
+        describe_blocks: DescribeBlocks | None = None,
     ) -> None:
         """Start the control channel to other engines, and open the tiers. Call it when all workers run.
 
@@ -119,6 +121,8 @@ class SchedulerHalf:
                 (scope) of the chunk keys.
             prefix_cache: the engine's prefix cache, if it shares attention blocks where it lacks recurrent
                 state; else None.
+            describe_blocks: function that returns the engine's blocks in a range of a request's tokens, if
+                the engine publishes events about its blocks; else None.
 
         Raises:
             ConfigError: the control channel cannot listen at its address, no chunk could ever be stored in
@@ -138,6 +142,7 @@ class SchedulerHalf:
             speeds=self._speeds,
             idle=lambda: self._steps.idle and not self._engine.lockstep,
             prefix_cache=prefix_cache,
+            describe_blocks=describe_blocks,
         )
         self._parts = composition.parts
         sources: list[Source] = []

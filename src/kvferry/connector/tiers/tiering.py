@@ -102,6 +102,8 @@ class Tiering:
         self.source = composition.tier_source(self._cache, self._prompts, canonical)
         self._stores = StoreOrders(self._cache, composition.pool, canonical.labels, events)
         every = _snapshot_tokens(config, canonical)
+        bits = {host.keys.bit: HOST, **{one.queue.tier.keys.bit: one.queue.name for one in behind}}
+        self._block_events = composition.block_events(table, bits)
         self._storing = Storing(
             cache=self._cache,
             prompts=self._prompts,
@@ -110,6 +112,7 @@ class Tiering:
             parts=composition.parts,
             orders=self._stores,
             snapshot_tokens=every,
+            block_events=self._block_events,
         )
         self._card: ArenaCard | None = ArenaCard(self._arena.handle, tuple(ranks), canonical.chunk_tokens)
         self._events = TierEvents(self._cache, self._stores, events)
@@ -186,6 +189,8 @@ class Tiering:
     def step_done(self) -> None:
         """Emit events about the chunks that tiers have read, stored or evicted since the last step."""
         self._events.emit_changes(self._cache.take_times(), self.source.take_copy_seconds())
+        if self._block_events is not None:
+            self._block_events.emit_changes()
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
         """Order the ranks to store the last chunks of a request that has ended, and forget the request.
@@ -202,6 +207,7 @@ class Tiering:
         self._prompts.start_anew()
         self._storing.start_anew()
         self.source.start_anew()
+        self._forget_blocks()
         self._cache.clear()
 
     def suspend(self, why: str) -> None:
@@ -213,6 +219,12 @@ class Tiering:
         self._prompts.suspend(why)
         self._storing.start_anew()
         self.source.start_anew()
+        self._forget_blocks()
+
+    def _forget_blocks(self) -> None:
+        """Report all blocks in tiers as removed, because no request finds their chunks any more."""
+        if self._block_events is not None:
+            self._block_events.start_anew()
 
     def shutdown(self) -> None:
         """Write queued chunks to storage, then end all threads and free the host memory of the tiers.

@@ -8,6 +8,8 @@ from kvferry.connector.adapters import Adapters
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.scheduler import SchedulerHalf
 from kvferry.connector.stream import EventStream
+from kvferry.engines.vllm.block_events import BlockEventPublisher
+from kvferry.engines.vllm.compat.block_events import publishes_block_events
 from kvferry.engines.vllm.compat.loras import hook_adapter_loads
 from kvferry.engines.vllm.compat.prefix_cache import VLLMPrefixCache
 from kvferry.engines.vllm.compat.spans import is_traced
@@ -56,6 +58,10 @@ class VLLMScheduler:
         hook_adapter_loads(adapters)
         self._fold = MetricsListener()
         events = EventStream(self._fold)
+        self._block_events: BlockEventPublisher | None = None
+        if publishes_block_events(vllm_config):
+            self._block_events = BlockEventPublisher(kv_cache_config)
+            events.subscribe(self._block_events)
         if is_traced(vllm_config):
             events.subscribe(tracing())
         self._explaining = RequestExplainer(
@@ -110,6 +116,7 @@ class VLLMScheduler:
             facts=facts_of(self._vllm_config, agree, self.half.incarnation),
             namespace=lambda canonical: namespace_of(self._vllm_config, agree, canonical),
             prefix_cache=self._prefix_cache,
+            describe_blocks=None if self._block_events is None else self._block_events.describe,
         )
         self._explaining.start()
 
@@ -185,6 +192,13 @@ class VLLMScheduler:
         """
         self.half.step_done()
         return FerryStats.of(self._fold.take()) if self._fold.changed else None
+
+    def take_block_events(self) -> list[Any]:
+        """Return vLLM's KV events about blocks in tiers since the last call, and clear them.
+
+        There are none unless vLLM publishes KV events.
+        """
+        return [] if self._block_events is None else self._block_events.take()
 
     def shutdown(self) -> None:
         """Stop the scheduler half and its threads, and close the logs."""
