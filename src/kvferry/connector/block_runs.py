@@ -68,6 +68,6 @@ class BlockRun:
 DescribeBlocks: TypeAlias = Callable[[Request, int, range], BlockRun | None]
 """Function of a request, the index of a KV cache group, and a range of the request's tokens.
 
-It returns the engine's blocks that lie in the range as a whole. It returns None if there is no such block, or
-if the engine has no hash of them.
+It returns the engine's blocks that end in the range. The first one may begin before it. It returns None if
+there is no such block, or if the engine has no hash of them.
 """

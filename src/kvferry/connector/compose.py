@@ -77,8 +77,8 @@ class Composition:
             idle: function that returns whether the engine computes no request at present.
             prefix_cache: the engine's prefix cache, if it shares attention blocks where it lacks recurrent
                 state; else None.
-            describe_blocks: function that returns the engine's blocks in a range of a request's tokens, if
-                the engine publishes events about its blocks; else None.
+            describe_blocks: function that returns the engine's blocks that end in a range of a request's
+                tokens, if the engine publishes events about its blocks; else None.
         """
         self._prefix_cache, self._describe_blocks = prefix_cache, describe_blocks
         self.engine, self.config, self.pool, self._workers = engine, config, pool, workers

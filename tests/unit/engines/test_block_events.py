@@ -56,6 +56,7 @@ def test_blocks_have_the_hashes_and_the_parent_of_vllms_own_prefix_cache(publish
     assert (run.parent, run.tokens) == (one.raw.block_hashes[1], tuple(range(32, 96)))
     wide = publisher.describe(one, 1, range(32, 100))
     assert wide.hashes == (one.raw.block_hashes[3], one.raw.block_hashes[5])
+    assert publisher.describe(one, 1, range(48, 64)) == publisher.describe(one, 1, range(32, 64))
     assert publisher.describe(one, 1, range(96, 100)) is None
 
 

@@ -10,6 +10,9 @@ A chunk of an earlier run, or of another engine, has no blocks here until a requ
 tokens. At most `MOST_CHUNKS` chunks are remembered. A chunk beyond that is reported as removed, although
 tiers still hold it: a router then underestimates this engine, and never sends a request in vain.
 
+A block belongs to the chunk in which it ends, because a chunk may be shorter than a block. Tiers evict the
+chunks of a prompt from its end, so they then have the chunks before too.
+
 Whole chunks and the incomplete last chunks of prompts share blocks. A block is reported as stored in a tier
 with the first chunk that covers it, and as removed with the last one.
 """
@@ -38,7 +41,7 @@ class _Chunk:
     """The blocks of one chunk.
 
     Attributes:
-        runs: blocks that the chunk covers.
+        runs: blocks that end in the chunk.
         tiers: bits of the tiers for which the blocks are reported as stored.
     """
 
@@ -63,7 +66,7 @@ class BlockEvents:
         """Watch a key table. No chunk is remembered yet.
 
         Args:
-            describe: function that returns the engine's blocks in a range of a request's tokens.
+            describe: function that returns the engine's blocks that end in a range of a request's tokens.
             table: table of the tiers' chunks. Nobody else may watch it.
             tiers: names of the tiers, by their bits in `table`.
             events: stream that receives `BlocksStored` and `BlocksRemoved`.

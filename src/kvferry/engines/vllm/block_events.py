@@ -38,7 +38,7 @@ class BlockEventPublisher:
         return taken
 
     def describe(self, request: Request, group: int, tokens: range) -> BlockRun | None:
-        """Return the engine's blocks that lie in a range of a request's tokens.
+        """Return the engine's blocks that end in a range of a request's tokens.
 
         Return None if there is none, or if vLLM has no hashes, because prefix caching is off.
 

@@ -16,7 +16,7 @@ CHUNK, BLOCK = 8, 4
 
 def blocks_of(request, group, tokens):
     """Blocks whose hash is the text of all tokens up to their end."""
-    first, last = -(-tokens.start // BLOCK), tokens.stop // BLOCK
+    first, last = tokens.start // BLOCK, tokens.stop // BLOCK
     ids = request.all_token_ids
     names = [bytes(ids[: (at + 1) * BLOCK]) for at in range(last)]
     if first >= last:

@@ -33,7 +33,7 @@ def publishes_block_events(vllm_config: Any) -> bool:
 def describe_blocks(
     request: Any, group: int, tokens: range, block_tokens: int, hash_tokens: int
 ) -> BlockRun | None:
-    """Return the blocks that lie in a range of a request's tokens; None if vLLM has no hash of any of them.
+    """Return the blocks that end in a range of a request's tokens; None if vLLM has no hash of any of them.
 
     Args:
         request: vLLM's request.
@@ -43,7 +43,7 @@ def describe_blocks(
         hash_tokens: number of tokens that each of the request's block hashes covers.
     """
     hashes = resolve_block_hashes(request.block_hashes, hash_tokens, block_tokens)
-    first, last = -(-tokens.start // block_tokens), min(tokens.stop // block_tokens, len(hashes))
+    first, last = tokens.start // block_tokens, min(tokens.stop // block_tokens, len(hashes))
     if first >= last:
         return None
     lora = request.lora_request
