@@ -13,6 +13,7 @@ from kvferry.engines.vllm.compat.block_events import publishes_block_events
 from kvferry.engines.vllm.compat.loras import hook_adapter_loads
 from kvferry.engines.vllm.compat.prefix_cache import VLLMPrefixCache
 from kvferry.engines.vllm.compat.spans import is_traced
+from kvferry.engines.vllm.compat.wake import find_waker
 from kvferry.engines.vllm.identifiers import Identifiers
 from kvferry.engines.vllm.identity import built_by_all, facts_of, lora_settings, must_agree, namespace_of
 from kvferry.engines.vllm.info import engine_info
@@ -74,6 +75,7 @@ class VLLMScheduler:
         )
         self._log: TransferLog | None = None
         self.half = SchedulerHalf(engine, config, adapters, events)
+        self._wake = find_waker()
         self._meta = SchedulerMeta(self._engine_id)
         self._pool: Any = None
         self._prefix_cache: VLLMPrefixCache | None = None
@@ -116,6 +118,7 @@ class VLLMScheduler:
             facts=facts_of(self._vllm_config, agree, self.half.incarnation),
             namespace=lambda canonical: namespace_of(self._vllm_config, agree, canonical),
             prefix_cache=self._prefix_cache,
+            wake=self._wake,
             describe_blocks=None if self._block_events is None else self._block_events.describe,
         )
         self._explaining.start()
