@@ -133,9 +133,9 @@ class SchedulerHalf:
             wake: function that makes the engine run a step soon, although it has no requests.
 
         Raises:
-            ConfigError: the control channel cannot listen at its address, no chunk could ever be stored in
-                the tiers, their memory cannot be allocated, the setting ``peers`` is malformed, or a worker's
-                secret key differs from the scheduler's.
+            ConfigError: the control channel or the admin API cannot listen at its address, no chunk could
+                ever be stored in the tiers, their memory cannot be allocated, the setting ``peers`` is
+                malformed, or a worker's secret key differs from the scheduler's.
         """
         geometries = [worker.geometry for worker in workers]
         composition = Composition(

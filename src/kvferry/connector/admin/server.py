@@ -1,7 +1,8 @@
 """The HTTP server of the admin API. It runs in a thread of its own and touches no state of the connector.
 
 Every request needs the token that derives from the engines' secret (`transport.security.admin_token`). The
-server checks it before it reads the body. One client is served at a time, within a deadline.
+server checks it before it reads the body. One client is served at a time, and dropped if it is silent. So a
+stranger can delay other clients, but not the engine.
 """
 
 from __future__ import annotations
