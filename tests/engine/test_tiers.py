@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from support.kv_events import Router, endpoint, publishing
 from support.vllm_engine.inside import distance
 from support.vllm_engine.lengths import every_length, limit_admissions
 from support.vllm_engine.marks import engines
@@ -83,6 +84,7 @@ class Life:
         self.family, self.directory = family, folder / "chunks"
         self._checkpoints, self._folder = checkpoints, folder
         self._engines = 0
+        self.events = endpoint(folder)
         self.engine = self._start(family.options)
         self.asked, self.reference = self.engine.own_words(TEXT)
         self.long = self.engine.say(LONG)
@@ -97,6 +99,7 @@ class Life:
     def _start(self, options: dict[str, Any], *, fresh: bool = False) -> Tiered:
         self._engines += 1
         log = self._folder / f"{self._engines}.log"
+        options = {**options, "kv_events_config": publishing(self._folder)}
         told = (self.family.name, self._checkpoints, self.directory, log, options, self.family.settings)
         return Tiered(*told, fresh=fresh)
 
@@ -157,6 +160,38 @@ def test_a_snapshot_completes_the_attention_blocks_that_the_engine_still_has(fam
     assert distance(answers[0], family.reference) == 0.0
     assert distance(answers[1], answers[0]) > 1e-4, "the engine's own blocks are not used"
     family.engine.forget()
+
+
+def test_a_router_learns_which_tier_has_which_blocks(family: Life) -> None:
+    kinds = [name for name, _, _ in family.engine.about["groups"]]
+    if not family.engine.about["prefix_caching"]:
+        pytest.skip("an engine without prefix caching names no blocks")
+    full, groups, text = kinds.index("FullAttentionSpec"), set(range(len(kinds))), prompt(513, 25)
+    with Router(family.events) as router:
+        family.engine.say(text)
+        router.follow()
+        # vLLM reports the blocks that a window or a state needs; kvferry stores those of other prefixes too.
+        own = set[bytes]().union(*(router.blocks["GPU", None, group] for group in groups))
+        for medium, tier in (("CPU", "host"), ("STORAGE", "file")):
+            found = {group: router.blocks[medium, tier, group] for group in groups}
+            assert found[full] == router.blocks["GPU", None, full]
+            assert all(blocks and blocks <= own for blocks in found.values())
+        stored = [event for event in router.events if event["type"] == "BlockStored"]
+        by_hash = {
+            event["block_hashes"][0]: event["token_ids"][: event["block_size"]]
+            for event in stored
+            if (event["medium"], event["group_idx"]) == ("GPU", full)
+        }
+        of_host = [event for event in stored if (event["medium"], event["group_idx"]) == ("CPU", full)]
+        first = of_host[0]["block_hashes"][0]
+        assert by_hash[first] == of_host[0]["token_ids"][: of_host[0]["block_size"]]
+        router.events.clear()
+        family.engine.engine.call("forget_host_memory")
+        family.engine.say(prompt(40, 26))
+        router.follow()
+        removed = [event for event in router.events if event["type"] == "BlockRemoved"]
+        assert {event["group_idx"] for event in removed if event["ownership"] == "host"} == groups
+        assert not [event for event in removed if event["ownership"] == "file"]
 
 
 def test_what_was_loaded_is_used_and_what_is_damaged_is_not(family: Life) -> None:

@@ -170,6 +170,13 @@ class ChunkCache:
             for writing in self.writing:
                 writing.enqueue(slot.key, self._describe_chunk(slot.group, tokens))
 
+    def hold(self, key: bytes) -> Slot | None:
+        """Hold a chunk in host memory, so that it is not evicted until `close`.
+
+        Return None if host memory does not have the chunk.
+        """
+        return self._host.hold(key)
+
     def close(self, slot: Slot) -> None:
         """Release a slot (memory of one chunk in host memory) after a load. The chunk can then be evicted."""
         self._host.close(slot)

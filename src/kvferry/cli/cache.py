@@ -1,4 +1,4 @@
-"""`kvferry cache`: inspect and clean a directory or an object store of chunks."""
+"""`kvferry cache`: inspect and clean a directory or an object store of chunks, or the tiers of an engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,26 @@ _Options = Annotated[
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds since 1970.")]
 
 
-app = typer.Typer(help="Inspect and clean a KV cache on disk or in object storage.", no_args_is_help=True)
+_Engine = Annotated[
+    str,
+    typer.Option("--engine", metavar="URL", help="Admin API of an engine, such as http://127.0.0.1:5700."),
+]
+_Secret = Annotated[
+    str | None,
+    typer.Option(
+        "--secret-file", metavar="FILE", help="The engine's secret_file; by default this machine's key."
+    ),
+]
+_Tokens = Annotated[
+    str,
+    typer.Option("--tokens", metavar="FILE", help="JSON list of token ids; - for standard input."),
+]
+_Salt = Annotated[str | None, typer.Option("--salt", help="Cache salt of the requests.")]
+
+app = typer.Typer(
+    help="Inspect and clean a KV cache on disk, in object storage or of a running engine.",
+    no_args_is_help=True,
+)
 
 
 @app.command()
@@ -176,6 +195,83 @@ def clear(
         print(json.dumps({"files": files, "total_bytes": total_bytes}))
     else:
         print(f"{files} files removed, {format_bytes(total_bytes)}")
+
+
+@app.command()
+def lookup(
+    engine: _Engine, tokens: _Tokens, salt: _Salt = None, secret_file: _Secret = None, as_json: _Json = False
+) -> None:
+    """Show how many tokens of a prompt each tier of a running engine has."""
+    from kvferry.cli.admin_client import ask, read_tokens
+
+    found = ask(engine, secret_file, "lookup", {"tokens": read_tokens(tokens), "salt": salt})
+    if as_json:
+        print(json.dumps(found))
+        return
+    for tier, count in found["tiers"].items():
+        print(f"{printable(tier):<14} {count} of {found['tokens']} tokens")
+
+
+@app.command()
+def pin(
+    engine: _Engine,
+    name: Annotated[str, typer.Option("--name", help="Name of the pin.")],
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            "--tokens", metavar="FILE", help="JSON list of token ids; without it, the pin is removed."
+        ),
+    ] = None,
+    salt: _Salt = None,
+    secret_file: _Secret = None,
+    as_json: _Json = False,
+) -> None:
+    """Keep a prompt's chunks in a running engine's host memory, or remove the pin."""
+    from kvferry.cli.admin_client import ask, read_tokens
+
+    if tokens is None:
+        found = ask(engine, secret_file, "unpin", {"name": name})
+        text = f"{found['unpinned_chunks']} chunks are no longer pinned"
+    else:
+        body = {"tokens": read_tokens(tokens), "salt": salt, "name": name}
+        found = ask(engine, secret_file, "pin", body)
+        text = f"{found['pinned_chunks']} of {found['chunks']} chunks are pinned"
+    print(json.dumps(found) if as_json else text)
+
+
+@app.command()
+def drop(engine: _Engine, salt: _Salt = None, secret_file: _Secret = None, as_json: _Json = False) -> None:
+    """Drop a running engine's host memory, or make it forget the chunks of a cache salt."""
+    from kvferry.cli.admin_client import ask
+
+    found = ask(engine, secret_file, "drop", {"salt": salt})
+    if as_json:
+        print(json.dumps(found))
+    elif salt is None:
+        print(f"{found['dropped_chunks']} chunks are dropped from host memory")
+    else:
+        print("The engine finds no chunks of this salt any more.")
+
+
+@app.command()
+def drain(engine: _Engine, secret_file: _Secret = None, as_json: _Json = False) -> None:
+    """Stop a running engine's exchange of KV, so that it can be replaced.
+
+    Exit code 1 while leases, loads or writes are under way: repeat the command until it is 0.
+    """
+    from kvferry.cli.admin_client import ask
+
+    found = ask(engine, secret_file, "drain", {})
+    if as_json:
+        print(json.dumps(found))
+    elif found["drained"]:
+        print("drained: no lease is held, and no load or write is under way")
+    else:
+        print(
+            f"left: {found['leases']} leases, {found['loads']} loads, {found['owed_chunks']} chunks to write"
+        )
+    if not found["drained"]:
+        raise typer.Exit(_BAD)
 
 
 def _cache(where: str, options: list[str] | None) -> CacheAdmin:

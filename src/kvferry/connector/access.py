@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 def scheduler_keys(config: ConnectorConfig) -> Keys | None:
     """Return the secret keys that protect the control channels between this engine and other engines.
 
-    Return None if the engine exchanges no KV. Log the location and the fingerprint of the keys. Log a warning
-    if engines on other machines may connect but the setting ``secret_file`` is not set: such engines are
-    refused until the user gives them the same secret.
+    Return None if the engine exchanges no KV and has no admin API, whose token derives from the keys. Log the
+    location and the fingerprint of the keys. Log a warning if engines on other machines may connect but the
+    setting ``secret_file`` is not set: such engines are refused until the user gives them the same secret.
 
     Args:
         config: settings of the connector.
@@ -29,11 +29,11 @@ def scheduler_keys(config: ConnectorConfig) -> Keys | None:
     Raises:
         ConfigError: the key file cannot be read, or a missing one cannot be created.
     """
-    if not config.transfers:
+    if not config.transfers and config.admin is None:
         return None
     keys, place = read_keys(config.secret_file), key_location(config.secret_file)
     logger.info("channels between engines use %s (fingerprint %s)", place, keys.fingerprint)
-    if not place.configured and not is_loopback(config.host):
+    if config.transfers and not place.configured and not is_loopback(config.host):
         logger.warning(
             "host is %s and secret_file is not set, so only this user's engines on this machine have "
             "the key: others are refused until they have it too; copy %s to their machines, or make a file "

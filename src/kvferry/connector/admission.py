@@ -160,6 +160,11 @@ class Admission:
         """Return the number of unfinished requests whose KV at least one source may be able to load."""
         return len(self._known)
 
+    @property
+    def loads(self) -> int:
+        """Number of loads under way."""
+        return len(self._loads)
+
     def on_new_request(self, request: Request) -> None:
         """Ask every source whether it may be able to load KV of a new request, and remember the answers."""
         bidding = Bidding(self._attempts)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.admission import Admission
+from kvferry.connector.block_runs import DescribeBlocks
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import Block, BlockPool, EngineFacts, PrefixCache
 from kvferry.connector.headroom import Headroom
@@ -20,10 +21,12 @@ from kvferry.connector.refusals import Refusals
 from kvferry.connector.source import Source
 from kvferry.connector.speeds import Speeds
 from kvferry.connector.stream import EventStream
+from kvferry.connector.tiers.block_events import BlockEvents
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
 from kvferry.geometry import Group, RankGeometry
 from kvferry.geometry.canonical import CanonicalForm
+from kvferry.tiers.index.key_table import KeyTable
 from kvferry.tiers.names import PEER
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.handshake import Address
@@ -57,6 +60,7 @@ class Composition:
         speeds: Speeds | None = None,
         idle: Callable[[], bool] = lambda: False,
         prefix_cache: PrefixCache | None = None,
+        describe_blocks: DescribeBlocks | None = None,
     ) -> None:
         """Create the records of blocks and speeds that the sources of KV and the admission share.
 
@@ -73,8 +77,10 @@ class Composition:
             idle: function that returns whether the engine computes no request at present.
             prefix_cache: the engine's prefix cache, if it shares attention blocks where it lacks recurrent
                 state; else None.
+            describe_blocks: function that returns the engine's blocks that end in a range of a request's
+                tokens, if the engine publishes events about its blocks; else None.
         """
-        self._prefix_cache = prefix_cache
+        self._prefix_cache, self._describe_blocks = prefix_cache, describe_blocks
         self.engine, self.config, self.pool, self._workers = engine, config, pool, workers
         self._groups, self.events, self.adapters, self._refusals = tuple(groups), events, adapters, refusals
         self.speeds, self._idle = Speeds() if speeds is None else speeds, idle
@@ -124,6 +130,16 @@ class Composition:
         # Only a policy that estimates times can prefer a shorter prefix from faster tiers.
         bid_per_tier = self.config.source_policy == "cost"
         return TierSource(cache, prompts, self._groups, canonical, self._refusals, bid_per_tier=bid_per_tier)
+
+    def block_events(self, table: KeyTable, tiers: Mapping[int, str]) -> BlockEvents | None:
+        """Create the source of events about blocks in tiers; None if the engine publishes no such events.
+
+        Args:
+            table: table of the tiers' chunks.
+            tiers: names of the tiers, by their bits in `table`.
+        """
+        describe = self._describe_blocks
+        return None if describe is None else BlockEvents(describe, table, tiers, self.events)
 
     def admission(
         self, sources: Sequence[Source], tier_weights: Mapping[str, float] | None = None

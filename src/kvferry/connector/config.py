@@ -17,10 +17,25 @@ _EVERYWHERE = ("0.0.0.0", "::", "*")  # noqa: S104 - names what is refused
 
 NODE = "node"
 
+_MAX_PORT = 65_535
+
 _ONE_SIDE = ("kv_producer", "kv_consumer")
 
 Layout = Literal["LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 """vLLM's names for the memory orders of layer (L), block (B), token (N), head (H) and content (C)."""
+
+
+class AdminConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the admin API listens.
+
+    Attributes:
+        port: port of the HTTP server, to which the engine's data-parallel index is added; 0 for any free
+            port.
+        host: address on which the HTTP server listens.
+    """
+
+    port: int
+    host: str = "127.0.0.1"
 
 
 class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,6 +96,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             connector, because that connector cannot recognize such a block and would store it.
         name: name of this connector in ``kvferry explain``, if an engine has several connectors.
         explain_requests: number of requests to remember for ``kvferry explain``; 0 for none.
+        admin: address of the admin API, through which an operator looks up, pins and drops KV, and drains the
+            engine; None for no such API.
     """
 
     host: str = "127.0.0.1"
@@ -112,6 +129,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     whole_blocks: bool = False
     name: str = ""
     explain_requests: int = 512
+    admin: AdminConfig | None = None
 
     @property
     def without_host(self) -> ConnectorConfig:
@@ -159,7 +177,7 @@ def parse_config(extra: Mapping[str, Any], kv_role: str | None = None) -> Connec
 
 
 _RANGES = {
-    "port": (0, 65_535),
+    "port": (0, _MAX_PORT),
     "attempts": (1, 16),
     "staging_mib": (0, 65_536),
     "lanes": (1, 16),
@@ -177,6 +195,8 @@ def _check_ranges(config: ConnectorConfig) -> None:
         value = getattr(config, name)
         if value is not None and not low <= value <= high:
             raise ConfigError(f"{name} is {value}, it must be {low} to {high}")
+    if config.admin is not None and not 0 <= config.admin.port <= _MAX_PORT:
+        raise ConfigError(f"admin.port is {config.admin.port}, it must be 0 to {_MAX_PORT}")
     check_weight("load_weight", config.load_weight)
     for name in ("late_blocks", "turn_share"):
         if not 0 < getattr(config, name) <= 1:

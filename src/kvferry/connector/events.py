@@ -21,6 +21,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TypeAlias
 
 from kvferry.connector.bids import Bid, PlaceTokens
+from kvferry.connector.block_runs import BlockRun
 from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss, ValuedBid
 from kvferry.connector.load_results import NO_FIGURES, GroupBytes, LoadFigures, LoadOutcome
 
@@ -335,6 +336,38 @@ class LateBlocks:
     blocks: int
 
 
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """Event: a tier has gained blocks. It is emitted only if the engine publishes events about its blocks.
+
+    Attributes:
+        at: time of the event, monotonic seconds.
+        tier: name of the tier.
+        blocks: the blocks, under the names that the engine's prefix cache gives them.
+    """
+
+    at: float
+    tier: str
+    blocks: BlockRun
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """Event: a tier has lost blocks of one KV cache group that a `BlocksStored` event named.
+
+    Attributes:
+        at: time of the event, monotonic seconds.
+        tier: name of the tier.
+        group: index of the engine's KV cache group.
+        hashes: hash of each block in the engine's prefix cache.
+    """
+
+    at: float
+    tier: str
+    group: int
+    hashes: tuple[bytes, ...]
+
+
 RequestEvent: TypeAlias = (
     Arrived
     | SourcesAsked
@@ -349,4 +382,5 @@ RequestEvent: TypeAlias = (
     | LeaseExtended
     | LeaseEnded
 )
-Event: TypeAlias = RequestEvent | TierChanged | LateBlocks
+TierEvent: TypeAlias = TierChanged | LateBlocks | BlocksStored | BlocksRemoved
+Event: TypeAlias = RequestEvent | TierEvent

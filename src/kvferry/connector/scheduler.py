@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +11,13 @@ from msgspec import structs
 
 from kvferry.connector.access import check_rank_keys, peers_allowed, scheduler_keys
 from kvferry.connector.adapters import Adapters
+from kvferry.connector.admin.actions import DRAINED, AdminActions
+from kvferry.connector.admin.calls import AdminCalls
+from kvferry.connector.admin.server import AdminServer
 from kvferry.connector.admission import Admission
+from kvferry.connector.block_runs import DescribeBlocks
 from kvferry.connector.compose import Composition
-from kvferry.connector.config import ConnectorConfig
+from kvferry.connector.config import AdminConfig, ConnectorConfig
 from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, PrefixCache, Request, Step
 from kvferry.connector.messages import StepOrders, StepReports, WorkerInfo
 from kvferry.connector.part_blocks import PartBlocks
@@ -33,7 +37,7 @@ from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, ProducerCard
 from kvferry.transport.lease import new_incarnation
 from kvferry.transport.messages import Facts, RankCard
-from kvferry.transport.security import Keys
+from kvferry.transport.security import Keys, admin_token
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +99,9 @@ class SchedulerHalf:
         self._tiering: Tiering | None = None
         self._parts: PartBlocks | None = None
         self._admission: Admission | None = None
+        self._calls: AdminCalls | None = None
+        self._admin: AdminServer | None = None
+        self._draining = False
         self._epoch, self._changed = 0, False
         self._scheduled = self._done = 0  # numbers of the last step scheduled, and of the last one done
         self._calm, self._look_again = False, 0.0
@@ -108,6 +115,8 @@ class SchedulerHalf:
         facts: Facts,
         namespace: NamespaceOf,
         prefix_cache: PrefixCache | None = None,
+        describe_blocks: DescribeBlocks | None = None,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         """Start the control channel to other engines, and open the tiers. Call it when all workers run.
 
@@ -119,11 +128,14 @@ class SchedulerHalf:
                 (scope) of the chunk keys.
             prefix_cache: the engine's prefix cache, if it shares attention blocks where it lacks recurrent
                 state; else None.
+            describe_blocks: function that returns the engine's blocks that end in a range of a request's
+                tokens, if the engine publishes events about its blocks; else None.
+            wake: function that makes the engine run a step soon, although it has no requests.
 
         Raises:
-            ConfigError: the control channel cannot listen at its address, no chunk could ever be stored in
-                the tiers, their memory cannot be allocated, the setting ``peers`` is malformed, or a worker's
-                secret key differs from the scheduler's.
+            ConfigError: the control channel or the admin API cannot listen at its address, no chunk could
+                ever be stored in the tiers, their memory cannot be allocated, the setting ``peers`` is
+                malformed, or a worker's secret key differs from the scheduler's.
         """
         geometries = [worker.geometry for worker in workers]
         composition = Composition(
@@ -138,6 +150,7 @@ class SchedulerHalf:
             speeds=self._speeds,
             idle=lambda: self._steps.idle and not self._engine.lockstep,
             prefix_cache=prefix_cache,
+            describe_blocks=describe_blocks,
         )
         self._parts = composition.parts
         sources: list[Source] = []
@@ -150,6 +163,21 @@ class SchedulerHalf:
             sources.append(self._tiering.source)
         weights = self._tiering.weights if self._tiering is not None else {}
         self._admission = composition.admission(sources, weights)
+        if self._config.admin is not None and self._keys is not None:
+            self._start_admin(self._config.admin, self._keys, wake)
+
+    def _start_admin(self, admin: AdminConfig, keys: Keys, wake: Callable[[], None]) -> None:
+        """Start the server of the admin API.
+
+        Args:
+            admin: where it listens.
+            keys: secret keys, from which operators' token derives.
+            wake: function that makes the engine run a step soon.
+        """
+        self._calls = AdminCalls(wake)
+        actions = AdminActions(self, self._tiering, self._engine.longest_request)
+        port = admin.port + self._engine.port_offset if admin.port else 0
+        self._admin = AdminServer(admin.host, port, admin_token(keys), actions, self._calls)
 
     def _start_peer_channel(
         self, composition: Composition, keys: Keys, ranks: tuple[RankCard, ...], facts: Facts
@@ -197,7 +225,7 @@ class SchedulerHalf:
     @property
     def busy(self) -> bool:
         """Whether the tiers, or KV kept for peers, need engine steps even if the engine has no requests."""
-        return self._producer.busy or (self._tiering is not None and self._tiering.busy)
+        return bool(self._calls) or self._producer.busy or (self._tiering is not None and self._tiering.busy)
 
     @property
     def holds_blocks(self) -> bool:
@@ -243,6 +271,9 @@ class SchedulerHalf:
         """
         computed = step.num_tokens
         self._scheduled += 1
+        if self._calls:
+            self._calm = False
+            self._calls.run()
         now = self._steps.scheduled(computed)
         if self._calm and computed and now < self._look_again and not self._messages:
             return self._quiet_orders
@@ -309,6 +340,23 @@ class SchedulerHalf:
         if self._tiering is not None:
             self._tiering.step_done()
 
+    def drain(self) -> None:
+        """Offer no KV and read no KV of other engines from now on. Leases and loads under way go on."""
+        if not self._draining:
+            self._draining = True
+            logger.info("%s: it offers no KV and reads none of other engines any more", DRAINED)
+            self._producer.drain()
+            if self._peers is not None:
+                self._peers.drain(DRAINED)
+
+    def drain_state(self) -> dict[str, Any]:
+        """Return whether an operator drains this engine, and how many leases and loads are under way."""
+        return {
+            "draining": self._draining,
+            "leases": self._producer.leases,
+            "loads": self.admission.loads,
+        }
+
     def _weights_changed(self, stale: int) -> None:
         """Stop exchanging KV with peers for good, and stop using tiers until the next cache reset.
 
@@ -343,13 +391,15 @@ class SchedulerHalf:
     def shutdown(self) -> None:
         """Close the control channel and the tiers, and end all threads."""
         self._calm = False
+        if self._admin is not None:
+            self._admin.close()
         if self._client is not None:
             self._client.close()
         if self._server is not None:
             self._server.close()
         if self._tiering is not None:
             self._tiering.shutdown()
-        self._client = self._server = self._tiering = None
+        self._client = self._server = self._tiering = self._admin = None
 
     def _save_completed(self, step: Step, orders: StepOrders) -> None:
         """Order workers to copy prompts to the host buffer, from which peers read. Mutates `orders`.

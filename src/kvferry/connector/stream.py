@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import ParamSpec, TypeAlias
 
-from kvferry.connector.events import Event, LateBlocks, TierChanged
+from kvferry.connector.events import Event, TierEvent
 from kvferry.terminal import shown
 
 logger = logging.getLogger(__name__)
@@ -71,6 +71,6 @@ class EventStream:
 
 def _with_short_id(event: Event) -> Event:
     """Return the event with a request id of at most `MAX_ID_CHARACTERS`; clients choose ids of any length."""
-    if isinstance(event, TierChanged | LateBlocks) or len(event.request_id) <= MAX_ID_CHARACTERS:
+    if isinstance(event, TierEvent) or len(event.request_id) <= MAX_ID_CHARACTERS:
         return event
     return replace(event, request_id=shown(event.request_id, MAX_ID_CHARACTERS))

@@ -54,6 +54,14 @@ def derive_keys(secret: bytes) -> Keys:
         ) from error
 
 
+def admin_token(keys: Keys) -> str:
+    """Return the token with which operators use the admin API of engines with these keys: 64 hex digits.
+
+    The keys cannot be computed from it.
+    """
+    return hashlib.blake2b(keys.secret, digest_size=32, person=b"kvferry-admin").hexdigest()
+
+
 def random_keys() -> Keys:
     """Return a new CURVE key pair, derived from a random secret."""
     return derive_keys(secrets.token_bytes(SECRET_BYTES))

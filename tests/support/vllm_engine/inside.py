@@ -48,7 +48,7 @@ from support.vllm_engine.tiers_inside import (  # noqa: F401 - called by name
 def start(settings: dict[str, Any]) -> Any:
     """Start an engine; installs the witness if it has a connector."""
     from vllm import LLM
-    from vllm.config import KVTransferConfig
+    from vllm.config import KVEventsConfig, KVTransferConfig
 
     defaults: dict[str, Any] = {
         "kv_cache_memory_bytes": 64 << 20,
@@ -72,6 +72,8 @@ def start(settings: dict[str, Any]) -> Any:
     transfer = settings.pop("kv_transfer_config", None)
     if transfer is not None:
         settings["kv_transfer_config"] = KVTransferConfig(**transfer)
+    if (published := settings.pop("kv_events_config", None)) is not None:
+        settings["kv_events_config"] = KVEventsConfig(**published)
     engine = LLM(**settings)
     engine.finished = {}
     overlapped.check(engine, wanted=asynchronous)

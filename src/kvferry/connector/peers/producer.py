@@ -368,8 +368,19 @@ class Producer:
     def stop_offering(self) -> None:
         """Withdraw all offers of KV, and all KV kept for next turns. Offer and keep no KV from now on."""
         self.reset()
+        self.drain()
+
+    def drain(self) -> None:
+        """Offer and keep no KV from now on. Leases that are held go on until they end by themselves."""
+        if self._turns is not None:
+            self._turns.give_up()
         self._streams.stop()
         self._stopped = True
+
+    @property
+    def leases(self) -> int:
+        """Number of leases whose blocks are still kept."""
+        return len(self._book)
 
     def sent(self, request_ids: set[str]) -> None:
         """Record that all workers have ended the leases of these requests.

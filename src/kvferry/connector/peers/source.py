@@ -385,6 +385,14 @@ class PeerSource:
         for name in [name for name, pull in self._pulls.items() if not pull.settled]:
             self._exclude_peer(name, "the cache was reset")
 
+    def drain(self, why: str) -> None:
+        """Accept no offers of peers from now on. Loads under way go on.
+
+        Args:
+            why: reason that is given for every request that peers could have served.
+        """
+        self._stopped = why
+
     def stop_reading(self, why: str) -> None:
         """Stop reading from peers for good, and end the requests' claims on leases at peers.
 

@@ -39,6 +39,8 @@ class Prompts:
         self._known: dict[str, PromptChunks] = {}
         self._unnamed: dict[str, Unnameable] = {}
         self._epoch, self._suspended = "", ""
+        self._salt_of: dict[str, str] = {}  # cache salt of each known request
+        self._salt_epochs: dict[str, str] = {}  # random text before each forgotten salt
 
     @property
     def widest_group(self) -> int:
@@ -66,6 +68,7 @@ class Prompts:
             logger.debug("request %s: not cached: %s", shown(request.request_id), error)
             self._unnamed[request.request_id] = error
             return None
+        self._salt_of[request.request_id] = request.cache_salt or ""
         chunks = self._known[request.request_id] = PromptChunks(self._canonical.groups, keys)
         return chunks
 
@@ -110,6 +113,7 @@ class Prompts:
     def remove(self, request_id: str) -> None:
         """Forget the chunk keys of a request, and the reason why it has none."""
         self._known.pop(request_id, None)
+        self._salt_of.pop(request_id, None)
         self._unnamed.pop(request_id, None)
 
     def start_anew(self) -> None:
@@ -121,8 +125,29 @@ class Prompts:
         effect of `suspend`.
         """
         self._known.clear()
+        self._salt_of.clear()
         self._unnamed.clear()
         self._epoch, self._suspended = f"{secrets.token_hex(16)} ", ""
+
+    def forget_salt(self, salt: str) -> None:
+        """Give content under a cache salt new chunk keys from now on, so that its chunks are not found again.
+
+        KV of running requests with the salt is no longer stored or looked up.
+
+        Args:
+            salt: cache salt of the requests; empty for requests without a salt.
+        """
+        self._salt_epochs[salt] = f"{secrets.token_hex(16)} "
+        for name in [name for name, one in self._salt_of.items() if one == salt]:
+            self.remove(name)
+
+    def chunks_of(self, request: Request) -> PromptChunks:
+        """Return the chunks of a prompt that this engine need not have, without remembering it.
+
+        Raises:
+            Unnameable: the content cannot be identified for certain.
+        """
+        return PromptChunks(self._canonical.groups, self._keys(request))
 
     def suspend(self, why: str) -> None:
         """Drop the chunk keys of all requests, and compute no keys until `start_anew` is called.
@@ -131,6 +156,7 @@ class Prompts:
             why: reason, as text for people.
         """
         self._known.clear()
+        self._salt_of.clear()
         self._unnamed.clear()
         self._suspended = why
 
@@ -138,4 +164,5 @@ class Prompts:
         if self._suspended:
             raise Unnameable(self._suspended)
         tokens = list(request.all_token_ids)
-        return keys_of(request, tokens, self._canonical.chunk_tokens, self._adapters, self._epoch)
+        epoch = self._epoch + self._salt_epochs.get(request.cache_salt or "", "")
+        return keys_of(request, tokens, self._canonical.chunk_tokens, self._adapters, epoch)

@@ -24,6 +24,7 @@ import numpy as np
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.connector.engine import BlockIds, Request, Step
 from kvferry.connector.part_blocks import PartBlocks
+from kvferry.connector.tiers.block_events import BlockEvents
 from kvferry.connector.tiers.progress import Progress
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.quiet_steps import QuietSteps
@@ -58,6 +59,7 @@ class Storing:
         parts: PartBlocks,
         orders: StoreOrders,
         snapshot_tokens: int,
+        block_events: BlockEvents | None = None,
     ) -> None:
         """Prepare to store the chunks of one engine. No request is recorded yet.
 
@@ -71,7 +73,10 @@ class Storing:
             snapshot_tokens: distance in tokens between the positions for which chunks of attention windows
                 and snapshots (recurrent states at one position) are stored; a multiple of the chunk length.
                 They are also stored for the end of a prompt.
+            block_events: receiver of the blocks of each complete chunk, if the engine publishes events about
+                blocks; else None.
         """
+        self._block_events = block_events
         self._orders = orders
         self._cache, self._prompts, self._part_blocks = cache, prompts, parts
         self._groups, self._chunk, self._every = tuple(groups), canonical.chunk_tokens, snapshot_tokens
@@ -192,6 +197,11 @@ class Storing:
             tables: block table of each KV cache group of the engine.
             until: number of tokens, from the start of the prompt, that the blocks hold.
         """
+        if self._block_events is not None:
+            for number, key in keys.items():
+                tokens = range(number * self._chunk, min((number + 1) * self._chunk, until))
+                spans = [(part, tokens) for part in self._parts[group]]
+                self._block_events.remember(progress.request, key, spans)
         names, ends = list(keys.values()), np.minimum((np.array(list(keys)) + 1) * self._chunk, until)
         kept = self._cache.host.contains(names)
         kept |= (ends <= progress.found + 1) & self._cache.available(
@@ -320,6 +330,10 @@ class Storing:
             if set(blocks) != set(self._parts[self._state]):
                 continue
             key = chunks.key(self._state, number)
+            if self._block_events is not None:
+                # A state stands for the block that ends at its position.
+                spans = [(n, range(tokens - self._groups[n].block_tokens, tokens)) for n in blocks]
+                self._block_events.remember(request, key, spans)
             if self._cache.host.contains([key])[0]:
                 continue
             table_slices = [

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from math import lcm
 from typing import TypeAlias
 
+import numpy as np
+
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.connector.compose import Composition
 from kvferry.connector.config import ConnectorConfig
@@ -15,6 +17,7 @@ from kvferry.connector.engine import BlockIds, EngineFacts, Request, Step
 from kvferry.connector.messages import StepOrders, StepReports
 from kvferry.connector.tier_config import Tiers
 from kvferry.connector.tiers.opening import open_tiers
+from kvferry.connector.tiers.pinned import PinnedChunks
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.stats import TierEvents
 from kvferry.connector.tiers.store_orders import StoreOrders
@@ -31,10 +34,11 @@ from kvferry.geometry.canonical.length import (
     snapshot_interval,
 )
 from kvferry.keys.namespace import Namespace
+from kvferry.planning.coverage import NO_TIER, TierNumbers
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.arena import Arena, available_bytes
 from kvferry.tiers.host.tier import HostTier
-from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.index.key_table import KeyTable, Tags
 from kvferry.tiers.names import HOST
 from kvferry.tiers.sizes import parse_size
 
@@ -97,11 +101,17 @@ class Tiering:
         behind = [one for one, _ in opened]
         self.weights = {HOST: tiers.host.load_weight, **{one.queue.name: weight for one, weight in opened}}
         self._cache = ChunkCache(host, self._arena.bytes_at, canonical.groups, behind)
+        self._pinned = PinnedChunks(self._cache, [group.chunk_bytes for group in canonical.groups])
         self._prompts = Prompts(canonical, composition.adapters, prompts_only=engine.reuses_prompts_only)
         groups = ranks[0].groups
         self.source = composition.tier_source(self._cache, self._prompts, canonical)
         self._stores = StoreOrders(self._cache, composition.pool, canonical.labels, events)
         every = _snapshot_tokens(config, canonical)
+        self._bits = bits = {
+            host.keys.bit: HOST,
+            **{one.queue.tier.keys.bit: one.queue.name for one in behind},
+        }
+        self._block_events = composition.block_events(table, bits)
         self._storing = Storing(
             cache=self._cache,
             prompts=self._prompts,
@@ -110,6 +120,7 @@ class Tiering:
             parts=composition.parts,
             orders=self._stores,
             snapshot_tokens=every,
+            block_events=self._block_events,
         )
         self._card: ArenaCard | None = ArenaCard(self._arena.handle, tuple(ranks), canonical.chunk_tokens)
         self._events = TierEvents(self._cache, self._stores, events)
@@ -186,6 +197,8 @@ class Tiering:
     def step_done(self) -> None:
         """Emit events about the chunks that tiers have read, stored or evicted since the last step."""
         self._events.emit_changes(self._cache.take_times(), self.source.take_copy_seconds())
+        if self._block_events is not None:
+            self._block_events.emit_changes()
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
         """Order the ranks to store the last chunks of a request that has ended, and forget the request.
@@ -202,6 +215,8 @@ class Tiering:
         self._prompts.start_anew()
         self._storing.start_anew()
         self.source.start_anew()
+        self._forget_blocks()
+        self._pinned.clear()
         self._cache.clear()
 
     def suspend(self, why: str) -> None:
@@ -213,6 +228,74 @@ class Tiering:
         self._prompts.suspend(why)
         self._storing.start_anew()
         self.source.start_anew()
+        self._forget_blocks()
+
+    def _forget_blocks(self) -> None:
+        """Report all blocks in tiers as removed, because no request finds their chunks any more."""
+        if self._block_events is not None:
+            self._block_events.start_anew()
+
+    def look_up(self, request: Request) -> dict[str, int]:
+        """Return the number of a prompt's tokens that each tier could load by itself, by name of the tier.
+
+        Args:
+            request: prompt, which need not be a request of the engine.
+
+        Raises:
+            Unnameable: the content cannot be identified for certain.
+        """
+        chunks, table = self._prompts.chunks_of(request), self._cache.host.keys.table
+        found = {}
+        for bit, name in self._bits.items():
+
+            def numbers(tags: Tags, bit: int = bit) -> TierNumbers:
+                return np.where(table.tier_bits(tags) & bit, 0, NO_TIER)
+
+            found[name] = chunks.look_up(request.num_tokens, 0, numbers).tokens
+        return found
+
+    def pin(self, name: str, request: Request) -> tuple[int, int]:
+        """Pin the chunks of a prompt that are in host memory, so that they are not evicted.
+
+        Args:
+            name: name of the pin. An earlier pin of this name is removed.
+            request: prompt, which need not be a request of the engine.
+
+        Returns:
+            (number of chunks of the prompt, number of pinned chunks).
+
+        Raises:
+            Unnameable: the content cannot be identified for certain.
+        """
+        keys = self._prompts.chunks_of(request).all_keys(request.num_prompt_tokens)
+        return len(keys), self._pinned.pin(name, keys)
+
+    def unpin(self, name: str) -> int:
+        """Remove a pin. Return the number of chunks that it held; 0 if there is no pin of this name."""
+        return self._pinned.unpin(name)
+
+    def drop_host_memory(self) -> int:
+        """Drop all chunks in host memory, and all pins. Return the number of dropped chunks."""
+        dropped = len(self._cache.host)
+        self._pinned.clear()
+        self._cache.clear()
+        return dropped
+
+    def forget_salt(self, salt: str) -> None:
+        """Make requests with a cache salt find none of the chunks that were stored so far, in any tier.
+
+        The chunks stay until they are evicted. Other engines that share a slow tier still find them.
+
+        Args:
+            salt: cache salt; empty for requests without one.
+        """
+        self._prompts.forget_salt(salt)
+        self._forget_blocks()  # nothing tells which of them have this salt
+
+    @property
+    def owed_chunks(self) -> int:
+        """Number of chunks that are still to be written to slow tiers."""
+        return sum(map(len, self._cache.writing))
 
     def shutdown(self) -> None:
         """Write queued chunks to storage, then end all threads and free the host memory of the tiers.

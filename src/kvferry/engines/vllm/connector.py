@@ -170,6 +170,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.scheduler.finished(request, (block_ids,))
 
+    def take_events(self) -> list[Any]:
+        return self.scheduler.take_block_events()
+
     # -- worker half --------------------------------------------------------------------------------------
 
     @property

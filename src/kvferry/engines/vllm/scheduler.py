@@ -8,9 +8,12 @@ from kvferry.connector.adapters import Adapters
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.scheduler import SchedulerHalf
 from kvferry.connector.stream import EventStream
+from kvferry.engines.vllm.block_events import BlockEventPublisher
+from kvferry.engines.vllm.compat.block_events import publishes_block_events
 from kvferry.engines.vllm.compat.loras import hook_adapter_loads
 from kvferry.engines.vllm.compat.prefix_cache import VLLMPrefixCache
 from kvferry.engines.vllm.compat.spans import is_traced
+from kvferry.engines.vllm.compat.wake import find_waker
 from kvferry.engines.vllm.identifiers import Identifiers
 from kvferry.engines.vllm.identity import built_by_all, facts_of, lora_settings, must_agree, namespace_of
 from kvferry.engines.vllm.info import engine_info
@@ -56,6 +59,10 @@ class VLLMScheduler:
         hook_adapter_loads(adapters)
         self._fold = MetricsListener()
         events = EventStream(self._fold)
+        self._block_events: BlockEventPublisher | None = None
+        if publishes_block_events(vllm_config):
+            self._block_events = BlockEventPublisher(kv_cache_config)
+            events.subscribe(self._block_events)
         if is_traced(vllm_config):
             events.subscribe(tracing())
         self._explaining = RequestExplainer(
@@ -68,6 +75,7 @@ class VLLMScheduler:
         )
         self._log: TransferLog | None = None
         self.half = SchedulerHalf(engine, config, adapters, events)
+        self._wake = find_waker()
         self._meta = SchedulerMeta(self._engine_id)
         self._pool: Any = None
         self._prefix_cache: VLLMPrefixCache | None = None
@@ -110,6 +118,8 @@ class VLLMScheduler:
             facts=facts_of(self._vllm_config, agree, self.half.incarnation),
             namespace=lambda canonical: namespace_of(self._vllm_config, agree, canonical),
             prefix_cache=self._prefix_cache,
+            wake=self._wake,
+            describe_blocks=None if self._block_events is None else self._block_events.describe,
         )
         self._explaining.start()
 
@@ -185,6 +195,13 @@ class VLLMScheduler:
         """
         self.half.step_done()
         return FerryStats.of(self._fold.take()) if self._fold.changed else None
+
+    def take_block_events(self) -> list[Any]:
+        """Return vLLM's KV events about blocks in tiers since the last call, and clear them.
+
+        There are none unless vLLM publishes KV events.
+        """
+        return [] if self._block_events is None else self._block_events.take()
 
     def shutdown(self) -> None:
         """Stop the scheduler half and its threads, and close the logs."""

@@ -15,14 +15,16 @@ rows to a table of twice the size. So no caller waits for the whole move.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
 from threading import Lock
 
 import numpy as np
 
 from kvferry.tiers.index.tag_rows import ALL_TIERS, MAX_TIERS, TagRows, Tags, TierBits, row_of
 
-__all__ = ["MAX_TIERS", "TAG_BYTES", "KeyTable", "Tags", "TierBits", "tag_of", "tags_of"]
+__all__ = ["MAX_TIERS", "TAG_BYTES", "KeyTable", "TableWatch", "Tags", "TierBits", "tag_of", "tags_of"]
 
 TAG_BYTES = 8
 
@@ -41,6 +43,21 @@ def tags_of(keys: Sequence[bytes]) -> Tags:
     return np.frombuffer(b"".join([key[-TAG_BYTES:] for key in keys]), "<u8")
 
 
+@dataclass(slots=True)
+class TableWatch:
+    """The chunks whose tiers have changed. Any thread adds to it; the watcher takes from it.
+
+    Attributes:
+        tags: tags of the watched chunks. The watcher may change them at any time.
+        changed: tags of watched chunks that a tier has gained or lost, oldest change first.
+        cleared: True if all chunks of a tier were removed at once. The watcher sets it back.
+    """
+
+    tags: Container[int]
+    changed: deque[int] = field(default_factory=deque)
+    cleared: bool = False
+
+
 class KeyTable:
     """A table that records which tiers have which chunks, for up to `MAX_TIERS` tiers.
 
@@ -56,6 +73,7 @@ class KeyTable:
         self._moved = 0  # number of rows that have been moved to `_next` while the table grows
         self._count = self._tiers = 0
         self._lock = Lock()
+        self._watch: TableWatch | None = None
 
     def __len__(self) -> int:
         """Return the number of chunks that at least one tier has."""
@@ -102,6 +120,8 @@ class KeyTable:
                 self._next.update(tag, keep=keep, add=add)
             if add and self._count > _TAGS_PER_ROW * len(self._rows):
                 self._grow()
+            if self._watch is not None and before != after and tag in self._watch.tags:
+                self._watch.changed.append(tag)
             return before
 
     def clear(self, bit: int) -> None:
@@ -114,6 +134,17 @@ class KeyTable:
             for rows in {self._rows, self._next}:
                 rows.clear(bit)
             self._count = self._rows.count(ALL_TIERS)
+            if self._watch is not None:
+                self._watch.cleared = True
+
+    def watch(self, tags: Container[int]) -> TableWatch:
+        """Record from now on which chunks tiers gain or lose. A table has one watch; a later one replaces it.
+
+        Args:
+            tags: tags of the chunks to watch, a container that one thread may change while others test it.
+        """
+        self._watch = TableWatch(tags)
+        return self._watch
 
     def count(self, bit: int) -> int:
         """Return the number of keys of one tier. The time is proportional to the size of the table.

@@ -339,6 +339,19 @@ def test_an_engine_that_has_left_offers_and_keeps_nothing_more(clock) -> None:
     assert pool.references == 99, "no turn is kept"
 
 
+def test_a_drained_engine_offers_nothing_more_and_keeps_the_leases_that_are_held(clock) -> None:
+    engine = Engine(turn_seconds=SECONDS)
+    engine.producer.start(server(), Pool(), 1)
+    engine.offer("a")
+    engine.producer.drain()
+    assert engine.end("b") == (False, write_nothing())
+    assert engine.hear() == {}
+    assert engine.producer.leases == 1
+    assert engine.hear(LeasesReleased(["a"])).keys() == {"a"}
+    engine.producer.sent({"a"})
+    assert engine.producer.leases == 0
+
+
 def test_without_the_setting_nothing_is_kept(clock) -> None:
     engine = Engine()
     assert engine.producer.keeps_turns is None

@@ -187,3 +187,16 @@ def test_what_has_no_names_says_why_until_it_ends():
     assert not prompts.are_pending("a")
     prompts.remove("a")
     assert not prompts._unnamed
+
+
+def test_a_forgotten_salt_has_other_names_from_then_on_and_other_salts_keep_theirs():
+    prompts = Prompts(CANONICAL, Adapters())
+    one, other = tokens(cache_salt="tenant"), request("b", range(8))
+    before = [key(one, prompts), key(other, prompts)]
+    prompts.forget_salt("tenant")
+    assert prompts.get(one) is None, "its blocks may hold KV of before"
+    assert prompts.get(other).key(0, 0) == before[1]
+    assert key(tokens(cache_salt="tenant"), prompts) not in before
+    assert prompts.chunks_of(request("c", range(8))).key(0, 0) == before[1]
+    prompts.forget_salt("")
+    assert prompts.get(other) is None

@@ -1,0 +1,151 @@
+"""The HTTP server of the admin API. It runs in a thread of its own and touches no state of the connector.
+
+Every request needs the token that derives from the engines' secret (`transport.security.admin_token`). The
+server checks it before it reads the body. One client is served at a time, and dropped if it is silent. So a
+stranger can delay other clients, but not the engine.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import socket
+import threading
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import msgspec
+
+from kvferry.connector.admin.actions import AdminActions
+from kvferry.connector.admin.calls import AdminCalls
+from kvferry.errors import ConfigError, KVFerryError
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 16 << 20
+PREFIX = "/v1/"
+_READ_SECONDS = 3.0
+_STEP_SECONDS = 10.0
+"""Longest time to wait for a step of the engine. A step with a long prompt takes seconds."""
+
+
+class AdminServer:
+    """Serves the admin API until `close`.
+
+    Attributes:
+        port: port that the server listens on.
+    """
+
+    def __init__(self, host: str, port: int, token: str, actions: AdminActions, calls: AdminCalls) -> None:
+        """Listen, and start the server's thread.
+
+        Args:
+            host: address to listen on.
+            port: port to listen on; 0 for any free port.
+            token: token that every request must carry.
+            actions: calls of the API.
+            calls: queue to the engine's thread.
+
+        Raises:
+            ConfigError: the server cannot listen there.
+        """
+
+        class Handler(_Handler):
+            pass
+
+        Handler.token, Handler.actions, Handler.calls = token, actions, calls
+        try:
+            self._server = _Server((host, port), Handler)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"admin: cannot listen on {host} port {port}: {error}; set admin.port to a free port"
+            ) from error
+        self.port = int(self._server.server_address[1])
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.2,), name="kvferry-admin", daemon=True
+        )
+        self._thread.start()
+        logger.info("admin API on %s port %d", host, self.port)
+
+    def close(self) -> None:
+        """Stop listening, and end the thread."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(HTTPServer):
+    """An HTTP server for IPv4 and IPv6 addresses that logs no request."""
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, handler)
+
+    def server_bind(self) -> None:
+        """Bind without a look-up of the machine's name, which may take seconds."""
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore clients that disconnect or are too slow."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers one request."""
+
+    token: str
+    actions: AdminActions
+    calls: AdminCalls
+    timeout = _READ_SECONDS
+    server_version, sys_version = "kvferry", ""
+
+    def do_GET(self) -> None:
+        """Answer a call without a body."""
+        self._answer(read_body=False)
+
+    def do_POST(self) -> None:
+        """Answer a call with a JSON body."""
+        self._answer(read_body=True)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name in the base class
+        """Log nothing: paths and bodies are a client's text."""
+
+    def _answer(self, *, read_body: bool) -> None:
+        given = self.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
+            self._send(HTTPStatus.UNAUTHORIZED, {"error": "a token of this engine's key is needed"})
+            return
+        try:
+            body = self._body() if read_body else b""
+            call = self.actions.prepare(self.path.removeprefix(PREFIX), body)
+        except KeyError:
+            self._send(HTTPStatus.NOT_FOUND, {"error": "there is no such call"})
+            return
+        except KVFerryError as error:
+            self._send(HTTPStatus.BAD_REQUEST, {"error": str(error)})
+            return
+        try:
+            self._send(HTTPStatus.OK, self.calls.execute(call, _STEP_SECONDS))
+        except TimeoutError:
+            self._send(HTTPStatus.SERVICE_UNAVAILABLE, {"error": f"no engine step in {_STEP_SECONDS:g} s"})
+        except KVFerryError as error:
+            self._send(HTTPStatus.BAD_REQUEST, {"error": str(error)})
+        except Exception:
+            logger.exception("admin API: a call failed; tell kvferry's authors")
+            self._send(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": "the call failed; see the engine's log"})
+
+    def _body(self) -> bytes:
+        length = self.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdecimal()) or int(length) > MAX_BODY_BYTES:
+            raise ConfigError(f"a body needs a Content-Length of at most {MAX_BODY_BYTES} bytes")
+        return self.rfile.read(int(length))
+
+    def _send(self, status: HTTPStatus, answer: Any) -> None:
+        body = msgspec.json.encode(answer)
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)

@@ -1,0 +1,163 @@
+"""Events about the engine's blocks that tiers hold, for routers that send a request to where its KV is.
+
+A router knows a block by the hash that the engine's prefix cache gives it. A tier knows a chunk by its key,
+and an engine computes both only while it has the request. So this module remembers the blocks of each chunk
+that a request had, from the first step in which the request's chunk was complete:
+
+    remember ─▶ [BlocksStored of a tier ─▶ BlocksRemoved of that tier …] ─▶ forgotten
+
+A chunk of an earlier run, or of another engine, has no blocks here until a request of this engine has its
+tokens. At most `MOST_CHUNKS` chunks are remembered. A chunk beyond that is reported as removed, although
+tiers still hold it: a router then underestimates this engine, and never sends a request in vain.
+
+A block belongs to the chunk in which it ends, because a chunk may be shorter than a block. Tiers evict the
+chunks of a prompt from its end, so they then have the chunks before too.
+
+Whole chunks and the incomplete last chunks of prompts share blocks. A block is reported as stored in a tier
+with the first chunk that covers it, and as removed with the last one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.connector.block_runs import BlockRun, DescribeBlocks
+from kvferry.connector.engine import Request
+from kvferry.connector.events import BlocksRemoved, BlocksStored
+from kvferry.connector.stream import EventStream, log_errors
+from kvferry.tiers.index.key_table import KeyTable, tag_of
+
+MOST_CHUNKS = 1 << 14
+"""Maximum number of remembered chunks."""
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """The blocks of one chunk.
+
+    Attributes:
+        runs: blocks that end in the chunk.
+        tiers: bits of the tiers for which the blocks are reported as stored.
+    """
+
+    runs: Sequence[BlockRun]
+    tiers: int = 0
+
+
+class BlockEvents:
+    """Remembers the engine's blocks of each chunk, and emits events when a tier gains or loses the chunk.
+
+    Only the engine's thread calls the methods.
+    """
+
+    def __init__(
+        self,
+        describe: DescribeBlocks,
+        table: KeyTable,
+        tiers: Mapping[int, str],
+        events: EventStream,
+        most_chunks: int = MOST_CHUNKS,
+    ) -> None:
+        """Watch a key table. No chunk is remembered yet.
+
+        Args:
+            describe: function that returns the engine's blocks that end in a range of a request's tokens.
+            table: table of the tiers' chunks. Nobody else may watch it.
+            tiers: names of the tiers, by their bits in `table`.
+            events: stream that receives `BlocksStored` and `BlocksRemoved`.
+            most_chunks: maximum number of remembered chunks.
+        """
+        self._describe, self._table, self._tiers = describe, table, dict(tiers)
+        self._events, self._most = events, most_chunks
+        self._chunks: OrderedDict[int, _Chunk] = OrderedDict()  # by tag, the least recently used first
+        self._holders: Counter[tuple[int, int, bytes]] = Counter()  # chunks by (tier bit, group, block hash)
+        self._watch = table.watch(self._chunks)
+
+    @log_errors
+    def remember(self, request: Request, key: bytes, spans: Sequence[tuple[int, range]]) -> None:
+        """Remember the blocks of a chunk of a request. `emit_changes` then reports the tiers that have it.
+
+        Args:
+            request: request with the chunk's tokens.
+            key: key of the chunk.
+            spans: (index of the engine's KV cache group, range of the request's tokens) of each part of the
+                chunk.
+        """
+        tag = tag_of(key)
+        if tag in self._chunks:
+            self._chunks.move_to_end(tag)
+            return
+        described = (self._describe(request, group, tokens) for group, tokens in spans)
+        runs = tuple(run for run in described if run is not None)
+        if not runs:
+            return
+        self._chunks[tag] = _Chunk(runs)
+        self._watch.changed.append(tag)  # a tier may have had the chunk before
+
+    @log_errors
+    def emit_changes(self) -> None:
+        """Emit events about the chunks that tiers have gained or lost since the last call."""
+        watch = self._watch
+        if watch.cleared:
+            watch.cleared = False
+            watch.changed.extend(self._chunks)
+        tags = list({watch.changed.popleft() for _ in range(len(watch.changed))})
+        removed: dict[tuple[str, int], list[bytes]] = defaultdict(list)
+        while len(self._chunks) > self._most:
+            _, chunk = self._chunks.popitem(last=False)
+            self._remove(chunk, chunk.tiers, removed)
+        bits = self._table.tier_bits(np.array(tags, np.uint64)).tolist() if tags else ()
+        changes = [
+            (self._chunks[tag], now) for tag, now in zip(tags, bits, strict=True) if tag in self._chunks
+        ]
+        for chunk, now in changes:
+            self._remove(chunk, chunk.tiers & ~now, removed)
+        # Removals come first: a block that one chunk loses may come back with another chunk.
+        self._emit_removed(removed)
+        for chunk, now in changes:
+            self._add(chunk, now & ~chunk.tiers)
+
+    @log_errors
+    def start_anew(self) -> None:
+        """Forget all chunks and report their blocks as removed, because no request can load them any more."""
+        removed: dict[tuple[str, int], list[bytes]] = defaultdict(list)
+        for chunk in self._chunks.values():
+            self._remove(chunk, chunk.tiers, removed)
+        self._chunks.clear()
+        self._emit_removed(removed)
+
+    def _add(self, chunk: _Chunk, bits: int) -> None:
+        """Emit an event for each run of blocks that only this chunk brings to the tiers of these bits."""
+        chunk.tiers |= bits
+        for bit, tier in self._tiers.items():
+            if not bits & bit:
+                continue
+            for run in chunk.runs:
+                places = [(bit, run.group, name) for name in run.hashes]
+                new = [place not in self._holders for place in places]
+                self._holders.update(places)
+                for part in run.parts(new):
+                    self._events.emit(BlocksStored(time.monotonic(), tier, part))
+
+    def _remove(self, chunk: _Chunk, bits: int, removed: dict[tuple[str, int], list[bytes]]) -> None:
+        """Add to `removed` the blocks that the tiers of these bits lose with this chunk."""
+        chunk.tiers &= ~bits
+        for bit, tier in self._tiers.items():
+            if not bits & bit:
+                continue
+            for run in chunk.runs:
+                for name in run.hashes:
+                    place = (bit, run.group, name)
+                    self._holders[place] -= 1
+                    if not self._holders[place]:
+                        del self._holders[place]
+                        removed[tier, run.group].append(name)
+
+    def _emit_removed(self, removed: Mapping[tuple[str, int], Sequence[bytes]]) -> None:
+        for (tier, group), hashes in removed.items():
+            self._events.emit(BlocksRemoved(time.monotonic(), tier, group, tuple(hashes)))

@@ -1,0 +1,66 @@
+"""Chunks in host memory that an operator has pinned, so that they are not evicted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvferry.cache.chunk_cache import ChunkCache
+from kvferry.tiers.host.tier import Slot
+
+MOST_PINNED = 0.5
+"""Maximum share of host memory in use that pins may hold, so that other chunks still find room."""
+
+
+class PinnedChunks:
+    """The pins of operators, by name. Only the engine's thread calls the methods.
+
+    Args:
+        cache: chunks in host memory.
+        chunk_bytes: bytes of a chunk, for each KV cache group.
+    """
+
+    def __init__(self, cache: ChunkCache, chunk_bytes: Sequence[int]) -> None:
+        self._cache, self._chunk_bytes = cache, tuple(chunk_bytes)
+        self._pins: dict[str, list[Slot]] = {}
+        self._held = 0
+
+    def pin(self, name: str, keys: Sequence[bytes]) -> int:
+        """Pin those of these chunks that are in host memory; replace an earlier pin of the same name.
+
+        Chunks beyond the share `MOST_PINNED` of host memory are not pinned.
+
+        Args:
+            name: name of the pin.
+            keys: keys of the chunks, the first chunk of the prompt first.
+
+        Returns:
+            The number of pinned chunks.
+        """
+        self.unpin(name)
+        most = MOST_PINNED * self._cache.host.capacity_bytes
+        slots: list[Slot] = []
+        for key in keys:
+            slot = self._cache.hold(key)
+            if slot is None:
+                continue
+            if self._held + self._chunk_bytes[slot.group] > most:
+                self._cache.close(slot)
+                break
+            self._held += self._chunk_bytes[slot.group]
+            slots.append(slot)
+        if slots:
+            self._pins[name] = slots
+        return len(slots)
+
+    def unpin(self, name: str) -> int:
+        """Remove a pin. Return the number of chunks that it held; 0 if there is no pin of this name."""
+        slots = self._pins.pop(name, [])
+        for slot in reversed(slots):
+            self._cache.close(slot)
+            self._held -= self._chunk_bytes[slot.group]
+        return len(slots)
+
+    def clear(self) -> None:
+        """Remove all pins, before host memory is cleared."""
+        for name in list(self._pins):
+            self.unpin(name)

@@ -1,0 +1,194 @@
+"""The admin API over real HTTP; the test's thread is the engine's."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import threading
+from contextlib import contextmanager
+
+import pytest
+
+from kvferry.cli.admin_client import ask, read_tokens
+from kvferry.connector.admin import server as server_module
+from kvferry.connector.admin.actions import AdminActions
+from kvferry.connector.admin.calls import AdminCalls
+from kvferry.connector.admin.server import AdminServer
+from kvferry.errors import ConfigError
+from kvferry.transport.key_file import existing_keys
+from kvferry.transport.security import admin_token
+
+SECRET = "0123456789abcdef0123456789abcdef"
+
+
+class Engine:
+    """What the API drains, with the thread that runs its steps."""
+
+    def __init__(self):
+        self.draining, self.leases, self.threads = False, 1, set()
+
+    def drain(self):
+        self.draining = True
+
+    def drain_state(self):
+        self.threads.add(threading.current_thread().name)
+        return {"draining": self.draining, "leases": self.leases, "loads": 0}
+
+
+class Tiers:
+    """Tiers of an engine, as far as the API uses them."""
+
+    owed_chunks = 0
+
+    def look_up(self, request):
+        assert request.cache_salt == "a"
+        return {"host": request.num_tokens - 1}
+
+    def pin(self, name, request):
+        return 3, 2
+
+    def unpin(self, name):
+        return {"p": 2}[name]
+
+    def drop_host_memory(self):
+        return 7
+
+    def forget_salt(self, salt):
+        self.forgotten = salt
+
+
+@pytest.fixture
+def secret(tmp_path):
+    path = tmp_path / "secret"
+    path.write_text(SECRET)
+    path.chmod(0o600)
+    return str(path)
+
+
+@contextmanager
+def serving(secret, tiers=None, *, steps=True):
+    """An engine that is idle until it is woken: (URL, engine, port)."""
+    woken, ended, engine = threading.Event(), threading.Event(), Engine()
+    calls = AdminCalls(woken.set)
+
+    def run():
+        while not ended.is_set():
+            if woken.wait(0.05):
+                woken.clear()
+                calls.run()
+
+    thread = threading.Thread(target=run, name="engine")
+    if steps:
+        thread.start()
+    token = admin_token(existing_keys(secret))
+    server = AdminServer("127.0.0.1", 0, token, AdminActions(engine, tiers, 8), calls)
+    try:
+        yield f"http://127.0.0.1:{server.port}", engine, server.port
+    finally:
+        server.close()
+        ended.set()
+        if steps:
+            thread.join()
+
+
+def post(port, path, body=b"{}", **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request("POST", path, body, headers)
+    answer = connection.getresponse()
+    return answer.status, json.loads(answer.read())
+
+
+def test_calls_are_executed_in_the_engines_thread(secret):
+    with serving(secret) as (url, engine, _):
+        assert not ask(url, secret, "status", {})["draining"]
+        found = ask(url, secret, "drain", {})
+        assert (found["draining"], found["drained"], found["leases"]) == (True, False, 1)
+        engine.leases = 0
+        assert ask(url, secret, "status", {})["drained"]
+        assert engine.threads == {"engine"}
+
+
+def test_tiers_are_looked_up_pinned_and_dropped(secret):
+    tiers = Tiers()
+    with serving(secret, tiers) as (url, _, _):
+        prompt = {"tokens": [1, 2, 3], "salt": "a"}
+        assert ask(url, secret, "lookup", prompt) == {"tokens": 3, "tiers": {"host": 2}}
+        assert ask(url, secret, "pin", {**prompt, "name": "p"}) == {"chunks": 3, "pinned_chunks": 2}
+        assert ask(url, secret, "unpin", {"name": "p"}) == {"unpinned_chunks": 2}
+        assert ask(url, secret, "drop", {}) == {"dropped_chunks": 7}
+        ask(url, secret, "drop", {"salt": "a"})
+        assert tiers.forgotten == "a"
+
+
+@pytest.mark.parametrize("given", [{}, {"Authorization": "Bearer "}, {"Authorization": f"Bearer {SECRET}"}])
+def test_a_client_without_the_token_is_refused_before_its_body_is_read(secret, given):
+    with serving(secret) as (_, engine, port):
+        status, _ = post(port, "/v1/drain", **{**given, "Content-Length": "1000000000"})
+        assert (status, engine.draining) == (401, False)
+
+
+def test_the_token_is_in_no_log_and_no_answer(secret, caplog):
+    caplog.set_level(logging.DEBUG)
+    token = admin_token(existing_keys(secret))
+    with serving(secret) as (_, _, port):
+        _, answer = post(port, "/v1/none", Authorization=f"Bearer {token}")
+        assert answer == {"error": "there is no such call"}
+        post(port, f"/v1/{token}", Authorization="Bearer wrong")
+    assert token not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("call", "body", "said"),
+    [
+        ("lookup", {"tokens": [1]}, "no tiers"),
+        ("lookup", {"tokens": ["a"]}, "does not fit"),
+        ("lookup", {"tokens": [1], "model": "x"}, "does not fit"),
+        ("unknown", {}, "no such call"),
+    ],
+)
+def test_a_call_that_makes_no_sense_is_said(secret, call, body, said):
+    with serving(secret) as (url, _, _), pytest.raises(ConfigError, match=said):
+        ask(url, secret, call, body)
+
+
+@pytest.mark.parametrize("tokens", [[], [1] * 9])
+def test_a_prompt_is_no_longer_than_the_engines(secret, tokens):
+    with serving(secret, Tiers()) as (url, _, _), pytest.raises(ConfigError, match="1 to 8"):
+        ask(url, secret, "lookup", {"tokens": tokens})
+
+
+def test_an_engine_that_runs_no_step_is_not_waited_for(secret, monkeypatch):
+    monkeypatch.setattr(server_module, "_STEP_SECONDS", 0.05)
+    with serving(secret, steps=False) as (url, engine, _):
+        with pytest.raises(ConfigError, match="no engine step"):
+            ask(url, secret, "drain", {})
+        assert not engine.draining
+
+
+def test_a_call_that_nobody_waits_for_is_not_executed():
+    calls, done = AdminCalls(lambda: None), []
+    with pytest.raises(TimeoutError):
+        calls.execute(lambda: done.append(1), 0.01)
+    calls.run()
+    assert (done, len(calls)) == ([], 0)
+
+
+def test_a_large_body_is_refused(secret):
+    token = admin_token(existing_keys(secret))
+    with serving(secret) as (_, _, port):
+        headers = {"Authorization": f"Bearer {token}", "Content-Length": str((16 << 20) + 1)}
+        assert post(port, "/v1/lookup", b"", **headers)[0] == 400
+
+
+def test_tokens_are_a_json_list(tmp_path):
+    (path := tmp_path / "tokens").write_text("[1, 2]")
+    assert read_tokens(str(path)) == [1, 2]
+    path.write_text('"text"')
+    with pytest.raises(ConfigError, match="JSON list"):
+        read_tokens(str(path))
+
+
+def test_an_address_in_use_is_said(secret):
+    with serving(secret) as (_, _, port), pytest.raises(ConfigError, match=r"admin\.port"):
+        AdminServer("127.0.0.1", port, "t", AdminActions(Engine(), None, 8), AdminCalls(lambda: None))
