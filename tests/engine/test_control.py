@@ -1,0 +1,135 @@
+"""`kvferry cache --engine` with an API server whose engine is idle."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvferry.serving.tiny import tiny_checkpoint
+from support.vllm_engine.pair import connector, prompt
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+KVFERRY = [sys.executable, "-c", "from kvferry.cli.main import main; main()"]
+TEXT = prompt(600, 30)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+class Server:
+    """A vLLM API server whose connector has tiers and the admin API."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        port, self.admin = free_port(), f"http://127.0.0.1:{(admin := free_port())}"
+        self.url, self.model, self.tokens = f"http://127.0.0.1:{port}", str(model), folder / "tokens"
+        self.tokens.write_text(json.dumps(TEXT))
+        (directory := folder / "chunks").mkdir()
+        tiers = [
+            {"type": "host", "capacity": "64MiB"},
+            {"type": "file", "path": str(directory), "capacity": "256MiB"},
+        ]
+        transfer = connector(tiers=tiers, transfer=True, admin={"port": admin})
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model]
+        command += ["--port", str(port), "--host", "127.0.0.1", "--enforce-eager", "--dtype", "float32"]
+        command += ["--max-model-len", "1024", "--kv-cache-memory-bytes", str(64 << 20)]
+        command += ["--kv-transfer-config", json.dumps(transfer)]
+        environment = {**os.environ, "TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+        self.log = folder / "log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        self.client = httpx.Client(timeout=60, trust_env=False)
+
+    def wait(self) -> None:
+        until = time.monotonic() + 200
+        while True:
+            assert time.monotonic() < until, self.log.read_text()[-3000:]
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            try:
+                if self.client.get(f"{self.url}/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.2)
+
+    def ask(self, salt: str | None = None) -> None:
+        body: dict[str, Any] = {"model": self.model, "prompt": TEXT, "max_tokens": 2, "temperature": 0}
+        answer = self.client.post(
+            f"{self.url}/v1/completions", json=body | ({"cache_salt": salt} if salt else {})
+        )
+        assert answer.status_code == 200, answer.text
+
+    def cache(self, *arguments: str, code: int = 0) -> dict[str, Any]:
+        """The JSON answer of `kvferry cache`."""
+        done = subprocess.run(
+            [*KVFERRY, "cache", *arguments, "--engine", self.admin, "--json"],
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == code, done.stderr
+        return json.loads(done.stdout)
+
+    def lookup(self, *salt: str) -> dict[str, int]:
+        return self.cache("lookup", "--tokens", str(self.tokens), *salt)["tiers"]
+
+    def close(self) -> None:
+        self.client.close()
+        self.process.terminate()
+        self.process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def server(running: Any, checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    running.close()
+    server = Server(tiny_checkpoint("qwen3", checkpoints), tmp_path_factory.mktemp("control"))
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.close()
+
+
+def test_an_idle_engine_says_what_its_tiers_have_of_a_prompt_and_drops_it(server: Server) -> None:
+    assert server.lookup() == {"host": 0, "file": 0}
+    server.ask()
+    until = time.monotonic() + 20
+    while server.lookup() != {"host": 600, "file": 600}:
+        assert time.monotonic() < until, server.lookup()
+    assert server.lookup("--salt", "tenant") == {"host": 0, "file": 0}
+    pin = server.cache("pin", "--name", "p", "--tokens", str(server.tokens))
+    assert pin["pinned_chunks"] == pin["chunks"] > 0
+    assert server.cache("pin", "--name", "p")["unpinned_chunks"] == pin["chunks"]
+    assert server.cache("drop")["dropped_chunks"] == pin["chunks"]
+    assert server.lookup() == {"host": 0, "file": 600}
+
+
+def test_a_dropped_salt_is_not_found_again(server: Server) -> None:
+    server.ask("tenant")
+    assert server.lookup("--salt", "tenant")["host"] == 600
+    server.cache("drop", "--salt", "tenant")
+    assert server.lookup("--salt", "tenant") == {"host": 0, "file": 0}
+    assert server.lookup()["file"] == 600, "others keep theirs"
+
+
+def test_a_drained_engine_offers_nothing_and_computes_on(server: Server) -> None:
+    found = server.cache("drain")
+    assert (found["draining"], found["leases"], found["drained"]) == (True, 0, True)
+    body = {"model": server.model, "prompt": TEXT, "max_tokens": 1}
+    asked = body | {"kv_transfer_params": {"do_remote_decode": True}}
+    answer = server.client.post(f"{server.url}/v1/completions", json=asked).json()
+    assert not (answer["kv_transfer_params"] or {}).get("remote_request_id")
+    server.ask()
+    assert server.cache("drain")["drained"]
