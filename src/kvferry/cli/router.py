@@ -43,11 +43,14 @@ def router(
 
     Sends each prompt to a prefill engine, then to a decode engine, which loads its KV.
     """
+    from kvferry.errors import ConfigError
     from kvferry.serving.ports import listen, url_of
     from kvferry.serving.router import RouterSettings, router_app
     from kvferry.serving.run import run_app
     from kvferry.serving.signals import StopSignals
 
+    if not prefill:
+        raise ConfigError("the router has no prefill engine; give at least one --prefill URL")
     settings = RouterSettings(
         prefill=tuple(prefill or ()),
         decode=tuple(decode or ()),

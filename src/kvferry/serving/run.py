@@ -38,8 +38,8 @@ def run_app(app: RouterApp, sock: socket.socket, keep_on: Callable[[], bool]) ->
     Args:
         app: router application.
         sock: listening socket; closed when the function returns.
-        keep_on: function that is called five times a second and returns whether to continue. If it raises
-            an exception, the server stops, and the exception is raised again.
+        keep_on: function that is called five times a second, in a thread, and returns whether to continue. If
+            it raises an exception, the server stops, and the exception is raised again.
     """
     map_large_allocations()
     config = uvicorn.Config(
@@ -56,8 +56,9 @@ def run_app(app: RouterApp, sock: socket.socket, keep_on: Callable[[], bool]) ->
 async def _serve(app: RouterApp, server: _Server, sock: socket.socket, keep_on: Callable[[], bool]) -> None:
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     try:
-        # Poll, because the processes and signals that `keep_on` checks set no event.
-        while not serving.done() and keep_on():  # noqa: ASYNC110
+        # Poll, because the processes and signals that `keep_on` checks set no event. In a
+        # thread, because it may wait for an engine.
+        while not serving.done() and await asyncio.to_thread(keep_on):  # noqa: ASYNC110
             await asyncio.sleep(_TICK_SECONDS)
     finally:
         server.should_exit = True

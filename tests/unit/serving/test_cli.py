@@ -1,6 +1,7 @@
 """The commands as processes: what they print and how they end."""
 
 import json
+import os
 import re
 import signal
 import socket
@@ -203,6 +204,16 @@ def test_config_takes_tiers_as_json_and_transfer_beside_them(tmp_path):
             ["serve", "m", "--port", "0", "--log-dir", "/proc/none"],
             "cannot make the folder /proc/none for the",
         ),
+        (
+            ["serve", "m", "--role", "both", "--prefill", "2"],
+            "--prefill is given beside --role both, but it is for prefill and decode engines; use --engines",
+        ),
+        (["serve", "m", "--role", "decode"], "--role is decode, but kvferry serve starts both sides of an"),
+        (["serve", "m", "--engines", "2"], "--engines is given without --role both; use --prefill and"),
+        (["serve", "m", "--role", "both", "--engines", "0"], "engine is 0, it must be at least 1"),
+        (["serve", "m", "--prefill-args", "'x"], '--prefill-args is "\'x": No closing quotation; close'),
+        (["serve", "m", "--decode-args=--port 7"], "--port cannot be the same for every engine"),
+        (["serve", "m", "--tiers", '[{"type": "file", "path": "/no"}]'], "file tier: /no does not exist"),
         (["serve", "m", "--", "-dp", "0"], "-dp is '0', it must be a whole number of at least 1"),
         (["serve", "m", "--", "--port", "7"], "--port cannot be the same for every engine"),
     ],
@@ -219,7 +230,8 @@ def test_a_port_in_use_is_one_sentence_and_exit_code_1(stage, fake):
     port = str(stage([fake()], [fake()]).client.base_url.port)
     done = run("router", "--prefill", "http://a:1", "--decode", "http://b:1", "--port", port)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"kvferry: cannot listen on 127.0.0.1:{port}: Address already in use;")
+    assert done.stderr.startswith(f"kvferry: cannot listen on 127.0.0.1:{port}: Address already in use by ")
+    assert f"(process {os.getpid()}); choose another --host or --port" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

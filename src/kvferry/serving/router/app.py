@@ -151,7 +151,7 @@ class _Router:
             return Response(reply.body, reply.status, media_type="application/json")
         pools = {"prefill": self._prefill.backends, "decode": self._decode.backends}
         await probe_all(self._client, [backend for backends in pools.values() for backend in backends])
-        up = {role: any(backend.up for backend in backends) for role, backends in pools.items()}
+        up = {role: any(one.up for one in backends) for role, backends in pools.items() if backends}
         status = "ok" if all(up.values()) else "degraded" if up["decode"] else "unavailable"
         engines = {
             role: [{"url": backend.url, "up": backend.up, "reason": backend.reason} for backend in backends]
