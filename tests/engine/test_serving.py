@@ -521,7 +521,7 @@ def test_every_metric_that_is_asked_for_is_on_an_engines_page(served):
             assert set(re.findall(r'(\w+)="', labels)) - {"le"} == asked, name
 
 
-def test_a_prefill_engine_that_dies_is_reported_and_done_without(served):
+def test_a_prefill_engine_that_dies_is_done_without_until_it_is_restarted(served):
     prompt = TEXT * 12
     [pid] = [
         pid
@@ -531,10 +531,15 @@ def test_a_prefill_engine_that_dies_is_reported_and_done_without(served):
     ]
     os.kill(pid, signal.SIGKILL)
     eventually(lambda: "prefill-0 ended with signal 9" in served.errors.read_text())
+    assert served.client.get(f"{served.url}/health").json()["status"] == "degraded"
     answer = served.post(served.url, "/v1/completions", prompt=prompt).json()
     alone = served.post(served.decode, "/v1/completions", prompt=prompt, cache_salt="d").json()
     assert answer["choices"][0]["text"] == alone["choices"][0]["text"]
-    assert served.client.get(f"{served.url}/health").json()["status"] == "degraded"
+    eventually(lambda: "prefill-0 is ready again after" in served.errors.read_text(), 180)
+    assert served.client.get(f"{served.url}/health").json()["status"] == "ok"
+    offered = served.metric(served.prefill, "kvferry_leases_granted_total")
+    assert served.post(served.url, "/v1/completions", prompt=prompt + "Again").status_code == 200
+    eventually(lambda: served.metric(served.prefill, "kvferry_leases_granted_total") == offered + 1)
 
 
 def test_ctrl_c_leaves_no_process_port_or_shared_memory(served):
@@ -567,6 +572,25 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_an_engine_that_serves_alone_has_tiers(running, model, tmp_path):
+    running.close()
+    (tmp_path / "kv").mkdir()
+    tiers = json.dumps(
+        [{"type": "host", "capacity": "64MiB"}, {"type": "file", "path": str(tmp_path / "kv")}]
+    )
+    command = [*KVFERRY, "serve", str(model), "--role", "both", "--tiers", tiers, "--port", "0"]
+    command += ["--log-dir", str(tmp_path / "logs"), "--", *ENGINE]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        url = process.stdout.readline().split()[-1]
+        body = {"model": str(model), "prompt": TEXT * 30, "max_tokens": 2}
+        assert httpx.post(f"{url}/completions", json=body, timeout=60, trust_env=False).status_code == 200
+        health = httpx.get(url.removesuffix("/v1") + "/health", trust_env=False).json()
+        eventually(lambda: [*(tmp_path / "kv").rglob("*.kv")])
+        process.terminate()
+        assert process.wait(60) == 0
+    assert (health["status"], len(health["prefill"]), len(health["decode"])) == ("ok", 0, 1)
 
 
 def test_a_model_that_does_not_fit_is_one_sentence(running, model, tmp_path):

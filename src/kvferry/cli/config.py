@@ -27,12 +27,14 @@ SETTINGS: Mapping[str, tuple[Any, str | None, str]] = {
     "load_timeout_seconds": (float, "SECONDS", "Timeout of a load."),
     "handshake_seconds": (float, "SECONDS", "Timeout of the handshake with a peer."),
     "attempts": (int, "COUNT", "Number of loads to try before the prompt is computed."),
+    "late_blocks": (float, "SHARE", "Largest share of the block pool that loads from peers hold."),
     "transfer_log": (str, "FILE", "File that gets one JSON line per finished load."),
     "layout": (str, "NAME", "Memory layout: auto, engine, or a name such as BLHNC."),
     "strategy": (str, "NAME", "Transfer strategy: auto, direct, over-read or staged."),
     "staging_mib": (int, "MIB", "Staging memory per worker and direction; 0 for none."),
     "lanes": (int, "COUNT", "Number of reading threads per worker."),
     "costs": (str, "FILE", "File that `kvferry bench calibrate` wrote."),
+    "host_buffer": (bool, None, "Transfer through host memory; by default if kv_buffer_device asks for it."),
     "tiers": (str, "JSON", 'Tiers that store chunks: default, or JSON: [{"type": "host"}, ...].'),
     "transfer": (
         bool,
@@ -54,6 +56,8 @@ SETTINGS: Mapping[str, tuple[Any, str | None, str]] = {
         "Time that blocks are kept for a conversation's next turn; 0 for none.",
     ),
     "turn_share": (float, "SHARE", "Largest share of the block pool to keep for next turns."),
+    "whole_blocks": (bool, None, "Refuse loads that fill a block only in part."),
+    "name": (str, "NAME", "Name of this connector in kvferry explain."),
     "explain_requests": (int, "COUNT", "Number of requests to remember for kvferry explain; 0 for none."),
 }
 """Options by key of `ConnectorConfig`: type, placeholder and help text. They are in the order of the help."""
@@ -94,6 +98,10 @@ def config(
             help='Other connectors in the engine, as JSON: [{"kv_connector": "NixlConnector"}, ...].',
         ),
     ] = None,
+    show_defaults: Annotated[
+        bool,
+        typer.Option("--show-defaults", help="Print every setting in a line, and mark the defaults."),
+    ] = False,
     **settings: Any,
 ) -> None:
     """Print the JSON for vLLM's --kv-transfer-config, in one line.
@@ -101,9 +109,13 @@ def config(
     vllm serve MODEL --kv-transfer-config "$(kvferry config --role decode)"
     """
     from kvferry.serving import kv_config
+    from kvferry.serving.shown_settings import complete_settings
 
     settings["tiers"] = kv_config.parse_tiers(settings["tiers"])
     whole = kv_config.kv_transfer_config(role, settings, alone=other_connectors is None)
+    if show_defaults:
+        print(*complete_settings(whole), sep="\n")
+        return
     if other_connectors is not None:
         whole = kv_config.with_other_connectors(whole, kv_config.parse_connectors(other_connectors))
     print(kv_config.kv_transfer_json(whole))

@@ -66,6 +66,7 @@ def router(
     Sends each prompt to a prefill engine, then to a decode engine, which loads its KV.
     """
     require("kvferry router", ROUTER)
+    from kvferry.errors import ConfigError
     from kvferry.serving.ports import listen, url_of
     from kvferry.serving.router.app import router_app
     from kvferry.serving.router.keys import read_keys
@@ -73,6 +74,8 @@ def router(
     from kvferry.serving.run import run_app
     from kvferry.serving.signals import StopSignals
 
+    if not prefill:
+        raise ConfigError("the router has no prefill engine; give at least one --prefill URL")
     settings = RouterSettings(
         prefill=tuple(prefill or ()),
         decode=tuple(decode or ()),

@@ -171,6 +171,10 @@ def parse_config(extra: Mapping[str, Any], kv_role: str | None = None) -> Connec
             )
         config = msgspec.structs.replace(config, transfer=True)
     _check_ranges(config)
+    if config.chunk_tokens and config.snapshot_tokens:
+        check_snapshot_tokens(config.snapshot_tokens, config.chunk_tokens)
+    if config.host_buffer:
+        check_host_buffer(config)
     parse_allowed_peers(config.peers, config.host, config.advertise_host)
     _check_turns(config)
     return config
@@ -209,6 +213,45 @@ def _check_ranges(config: ConnectorConfig) -> None:
     if read_tiers(config.tiers) is None and not config.transfers:
         raise ConfigError(
             "transfer is false and there are no tiers, so kvferry has nothing to do; set one of them"
+        )
+
+
+def check_snapshot_tokens(snapshot_tokens: int, chunk_tokens: int) -> None:
+    """Check that snapshots are kept at ends of chunks.
+
+    Args:
+        snapshot_tokens: distance in tokens between kept snapshots.
+        chunk_tokens: number of tokens per chunk.
+
+    Raises:
+        ConfigError: the distance is not a multiple of a chunk.
+    """
+    if rest := snapshot_tokens % chunk_tokens:
+        nearest = f", {snapshot_tokens - rest} for instance" if snapshot_tokens > chunk_tokens else ""
+        raise ConfigError(
+            f"snapshot_tokens is {snapshot_tokens}; it must be a multiple of a chunk's {chunk_tokens} tokens"
+            f"{nearest}"
+        )
+
+
+def check_host_buffer(config: ConnectorConfig) -> None:
+    """Check the settings of an engine whose KV moves through a host buffer.
+
+    Args:
+        config: settings of the connector.
+
+    Raises:
+        ConfigError: a setting does not work with a host buffer.
+    """
+    if config.turn_seconds:
+        raise ConfigError(
+            "turn_seconds is set, and KV moves through a host buffer (host_buffer, or kv_buffer_device cpu), "
+            "to which only prompts are copied and no answers; leave one of them out"
+        )
+    if config.tiers:
+        raise ConfigError(
+            "tiers are set, and KV moves through a host buffer (host_buffer, or kv_buffer_device cpu), so "
+            "chunks would go to the buffer and not to the engine's cache; leave one of them out"
         )
 
 

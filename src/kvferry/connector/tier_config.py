@@ -53,11 +53,19 @@ def read_tiers(value: Any) -> Tiers | None:
         return _checked(DEFAULT)
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ConfigError(f'tiers is {value!r}; it must be "default" or a list of objects with a "type"')
-    return _checked([_read(number, one) for number, one in enumerate(value)])
+    return _checked([tier_settings(one, f"tiers[{number}]") for number, one in enumerate(value)])
 
 
-def _read(number: int, value: Any) -> TierSettings:
-    where = f"tiers[{number}]"
+def tier_settings(value: Any, where: str = "tier") -> TierSettings:
+    """Parse the settings of one tier.
+
+    Args:
+        value: object in the list ``tiers`` of a configuration.
+        where: name of the object in the configuration, for messages.
+
+    Raises:
+        ConfigError: the kind or a key is unknown, or a type is wrong.
+    """
     kinds: dict[str, type[TierSettings]] = {HostSettings.kind: HostSettings, **STORAGE_TIERS}
     if not isinstance(value, Mapping) or value.get("type") not in list(kinds):
         raise ConfigError(

@@ -40,12 +40,7 @@ class TransferLog:
         self._labels = ranks[0].labels
         self._block_tokens, self._block_bytes = full_attention_block(ranks)
         self._began: dict[str, LoadBegan] = {}
-        try:
-            self._file: FileIO | None = open(path, "ab", buffering=0, opener=open_private)  # noqa: SIM115
-        except OSError as error:
-            raise ConfigError(
-                f"transfer_log {path}: {os.strerror(error.errno or 0)}; name a file that can be written"
-            ) from error
+        self._file: FileIO | None = _open_log(path)
 
     def __call__(self, event: Event) -> None:
         """Record that a load has begun, or write the line of a load that has ended."""
@@ -102,6 +97,29 @@ class TransferLog:
         The number of tokens per block is that of the model's largest attention layer.
         """
         return -(-load.end // self._block_tokens) - load.begin // self._block_tokens
+
+
+def check_log(path: str) -> None:
+    """Check that a transfer log can be opened. A file that does not exist is created and removed.
+
+    Args:
+        path: path of the log file.
+
+    Raises:
+        ConfigError: the file cannot be opened for appending.
+    """
+    existed = os.path.lexists(path)
+    _open_log(path).close()
+    if not existed:
+        os.unlink(path)  # noqa: PTH108 - a path of any text, as `open` takes it
+
+
+def _open_log(path: str) -> FileIO:
+    try:
+        return open(path, "ab", buffering=0, opener=open_private)
+    except (OSError, ValueError) as error:
+        why = os.strerror(error.errno or 0) if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"transfer_log {path}: {why}; name a file that can be written") from error
 
 
 def full_attention_block(ranks: Sequence[RankGeometry]) -> tuple[int, float]:

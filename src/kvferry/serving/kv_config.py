@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from kvferry.connector.config import parse_config
 from kvferry.engines.vllm.multi.settings import parse_multi
 from kvferry.errors import ConfigError
+from kvferry.serving.machine_checks import check_machine
 from kvferry.serving.role import Role
-from kvferry.transport.costs_file import load_costs
-from kvferry.transport.key_file import existing_keys
+from kvferry.user_cache import expanded
 
 _VLLM_ROLE = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
 
@@ -20,6 +21,8 @@ def kv_transfer_config(
     role: Role, settings: Mapping[str, Any] | None = None, *, alone: bool = True
 ) -> dict[str, Any]:
     """Check an engine's settings as the engine does at its start, and return its ``--kv-transfer-config``.
+
+    Paths in the result are absolute, because the engine may start in another folder.
 
     Args:
         role: role of the engine.
@@ -31,15 +34,14 @@ def kv_transfer_config(
 
     Raises:
         ConfigError: a key is unknown, a value is not valid, settings contradict each other or the role, or
-            the file with the secret or the costs is unreadable or not valid.
+            the engine could not use a file, a directory or the memory that they name.
     """
     extra = {key: value for key, value in (settings or {}).items() if value is not None}
     config = parse_config(extra, _VLLM_ROLE[role] if alone else None)
     if config.transfer and config.tiers:
         extra["transfer"] = True
-    if config.transfers:
-        existing_keys(config.secret_file)
-    load_costs(config.costs)
+    check_machine(config)
+    extra = _with_absolute_paths(extra)
     return {
         "kv_connector": "KVFerryConnector",
         "kv_connector_module_path": "kvferry.engines.vllm.connector",
@@ -47,6 +49,20 @@ def kv_transfer_config(
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
     }
+
+
+def _with_absolute_paths(extra: Mapping[str, Any]) -> dict[str, Any]:
+    absolute = dict(extra)
+    for key in ("secret_file", "transfer_log", "costs"):
+        if key in absolute:
+            path = expanded(absolute[key]) if key == "costs" else Path(absolute[key])
+            absolute[key] = str(path.absolute())
+    if isinstance(tiers := absolute.get("tiers"), list):
+        absolute["tiers"] = [
+            {**tier, **({"path": str(Path(tier["path"]).absolute())} if tier.get("path") else {})}
+            for tier in tiers
+        ]
+    return absolute
 
 
 def with_other_connectors(config: Mapping[str, Any], others: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -70,6 +71,7 @@ class Fleet:
         self._startup_timeout_seconds = startup_timeout_seconds
         self._stop_timeout_seconds = stop_timeout_seconds
         self.engines: tuple[EngineProcess, ...] = ()
+        self._restarts = Counter[str]()
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
     def start(self) -> None:
@@ -130,10 +132,37 @@ class Fleet:
                 if engine.state is EngineState.DEAD:
                     refused = engine.exit_code == _REFUSED_ARGUMENTS
                     raise (ConfigError if refused else LaunchError)(death_notice(engine))
-                late = engine.seconds > self._startup_timeout_seconds
-                if late and engine.state is EngineState.STARTING:
+                if self.is_late(engine):
                     raise LaunchError(self._late_notice(engine))
             time.sleep(_POLL_SECONDS)
+
+    def is_late(self, engine: EngineProcess) -> bool:
+        """Return whether an engine should be ready by now, and is not."""
+        late = engine.seconds > self._startup_timeout_seconds
+        return late and engine.state is EngineState.STARTING
+
+    def restart(self, engine: EngineProcess) -> None:
+        """Start an engine that has ended again, with a new log, ``<name>.restart-<number>.log``.
+
+        Replaces the engine in `engines`.
+
+        Args:
+            engine: one of `engines`, in the state DEAD.
+
+        Raises:
+            LaunchError: the log file or the process cannot be created.
+        """
+        engine.finish_stop()
+        name = engine.spec.name
+        self._restarts[name] += 1
+        log_path = self._log_dir / f"{name}.restart-{self._restarts[name]}.log"
+        try:
+            again = EngineProcess(engine.spec, log_path, self._stop_timeout_seconds)
+        except OSError as error:
+            raise LaunchError(
+                f"{name} cannot be started again: {error.strerror} ({error.filename}); free space or memory"
+            ) from error
+        self.engines = tuple(again if one is engine else one for one in self.engines)
 
     @property
     def prefill_urls(self) -> list[str]:
@@ -142,8 +171,8 @@ class Fleet:
 
     @property
     def decode_urls(self) -> list[str]:
-        """Return the base URLs of the decode engines."""
-        return [engine.spec.url for engine in self.engines if engine.spec.role is Role.DECODE]
+        """Return the base URLs of the engines that answer: decode engines, and engines with both roles."""
+        return [engine.spec.url for engine in self.engines if engine.spec.role is not Role.PREFILL]
 
     def stop(self) -> None:
         """Stop every engine, and wait until all their processes have ended.

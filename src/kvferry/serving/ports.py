@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+from contextlib import suppress
+
+import psutil
 
 from kvferry.errors import KVFerryError
 
@@ -44,10 +48,24 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         reason = error.strerror or str(error)
+        if error.errno == errno.EADDRINUSE and (holder := port_holder(port)):
+            reason += f" by {holder}"
         raise ListenError(
             f"cannot listen on {host}:{port}: {reason}; choose another --host or --port"
         ) from error
     return sock
+
+
+def port_holder(port: int) -> str:
+    """Return a description of the process that listens on a port, such as ``nginx (process 71)``.
+
+    Return an empty text if no process listens there, or if it belongs to another user.
+    """
+    with suppress(psutil.Error):
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+                return f"{psutil.Process(connection.pid).name()} (process {connection.pid})"
+    return ""
 
 
 def url_of(sock: socket.socket) -> str:

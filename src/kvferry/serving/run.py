@@ -40,8 +40,8 @@ def run_app(
     Args:
         app: router application.
         sock: listening socket; closed when the function returns.
-        keep_on: function that is called five times a second and returns whether to continue. If it raises
-            an exception, the server stops, and the exception is raised again.
+        keep_on: function that is called five times a second, in a thread, and returns whether to continue. If
+            it raises an exception, the server stops, and the exception is raised again.
         drain_seconds: time that requests under way have to end when the server stops, in seconds. Requests
             that take longer end with an error.
 
@@ -71,8 +71,9 @@ async def _serve(
 ) -> None:
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     try:
-        # Poll, because the processes and signals that `keep_on` checks set no event.
-        while not serving.done() and keep_on():  # noqa: ASYNC110
+        # Poll, because the processes and signals that `keep_on` checks set no event. In a
+        # thread, because it may wait for an engine.
+        while not serving.done() and await asyncio.to_thread(keep_on):  # noqa: ASYNC110
             await asyncio.sleep(_TICK_SECONDS)
         if not serving.done():
             await app.drain(drain_seconds)

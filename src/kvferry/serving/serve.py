@@ -9,20 +9,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvferry.errors import KVFerryError
-from kvferry.serving.engine import EngineProcess, EngineSpec, EngineState
-from kvferry.serving.launch import Fleet, death_notice
+from kvferry.serving.engine import EngineProcess, EngineSpec
+from kvferry.serving.launch import Fleet
 from kvferry.serving.ports import url_of
 from kvferry.serving.progress import startup_progress
-from kvferry.serving.role import Role
+from kvferry.serving.restarts import RestartPolicy
 from kvferry.serving.router.app import router_app
 from kvferry.serving.router.settings import RouterSettings
 from kvferry.serving.run import run_app
 from kvferry.serving.signals import StopRequested, StopSignals
-
-
-class FleetLost(KVFerryError):
-    """Raised if all decode engines have ended."""
+from kvferry.serving.supervisor import Supervisor
 
 
 def serve_fleet(
@@ -34,8 +30,11 @@ def serve_fleet(
     *,
     announce: Callable[[str], None],
     startup_timeout_seconds: float,
+    restart_policy: RestartPolicy = RestartPolicy(),  # noqa: B008 - frozen
 ) -> None:
     """Start engines, and route requests to them until a signal arrives. Then stop the engines.
+
+    An engine that ends while the router serves is started again.
 
     Args:
         specs: specifications of the engines.
@@ -46,10 +45,11 @@ def serve_fleet(
         announce: function that is called with one line about the router's endpoint when the endpoint can
             serve requests.
         startup_timeout_seconds: longest time from the start of an engine until it is ready, in seconds.
+        restart_policy: limits of the restarts of each engine.
 
     Raises:
         LaunchError: an engine did not start.
-        FleetLost: every decode engine ended.
+        FleetLost: no engine that decodes is left: all have ended, and have no restarts left.
         KeyboardInterrupt: a second signal was received.
     """
     with Fleet(specs, log_dir, startup_timeout_seconds=startup_timeout_seconds) as fleet:
@@ -57,7 +57,13 @@ def serve_fleet(
             _wait_ready(fleet, console, signals)
             settings = RouterSettings(prefill=tuple(fleet.prefill_urls), decode=tuple(fleet.decode_urls))
             announce(f"kvferry: serving on {url_of(sock)}/v1")
-            run_app(router_app(settings), sock, _KeepServing(fleet, console, signals))
+            supervisor = Supervisor(fleet, lambda text: _say(console, f"kvferry: {text}"), restart_policy)
+
+            def keep_on() -> bool:
+                supervisor.check()
+                return signals.received is None
+
+            run_app(router_app(settings), sock, keep_on)
         except StopRequested:
             pass
         except KeyboardInterrupt:
@@ -74,48 +80,6 @@ def _wait_ready(fleet: Fleet, console: Console, signals: StopSignals) -> None:
             show(engines)
 
         fleet.wait_ready(on_progress)
-
-
-class _KeepServing:
-    """Function object that returns whether to continue serving, and reports engines that have ended."""
-
-    def __init__(self, fleet: Fleet, console: Console, signals: StopSignals) -> None:
-        self._fleet = fleet
-        self._console = console
-        self._signals = signals
-        self._dead: set[str] = set()
-
-    def __call__(self) -> bool:
-        """Return False if a signal was received, otherwise True.
-
-        Print one line about each engine that has ended since the last call.
-
-        Raises:
-            FleetLost: no decode engine is left.
-        """
-        if self._signals.received is not None:
-            return False
-        for engine in self._fleet.engines:
-            if engine.poll() is EngineState.DEAD and engine.spec.name not in self._dead:
-                self._dead.add(engine.spec.name)
-                self._announce(engine)
-        return True
-
-    def _announce(self, engine: EngineProcess) -> None:
-        """Print that an engine has ended, and how many engines of its role still run.
-
-        Raises:
-            FleetLost: no decode engine is left.
-        """
-        peers = [one for one in self._fleet.engines if one.spec.role is engine.spec.role]
-        left = sum(one.state is not EngineState.DEAD for one in peers)
-        notice = death_notice(engine)
-        if engine.spec.role is Role.DECODE and not left:
-            raise FleetLost(f"no decode engine is left: {notice}")
-        then = f"{left} of {len(peers)} {engine.spec.role} engines still run"
-        if not left:
-            then = "decode engines now compute prompts themselves"
-        _say(self._console, f"kvferry: {notice}; {then}")
 
 
 def _say(console: Console, text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,10 +100,44 @@ _OURS = {
     "--model": "MODEL",
     "--host": "kvferry's own --host, before the --",
     "--port": "kvferry's own --port, before the --",
-    "--tensor-parallel-size": "--prefill-tp and --decode-tp, before the --",
-    "-tp": "--prefill-tp and --decode-tp, before the --",
+    "--tensor-parallel-size": "--tp, or --prefill-tp and --decode-tp, before the --",
+    "-tp": "--tp, or --prefill-tp and --decode-tp, before the --",
     "--kv-transfer-config": "kvferry router with engines of your own",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineGroup:
+    """Engines of a fleet that are alike.
+
+    Attributes:
+        role: role of the engines. The group's name in messages and engine names is the role, or ``engine``
+            for BOTH.
+        count: number of engines.
+        tensor_parallel: tensor-parallel ranks of each engine.
+        settings: connector settings, by their names in `ConnectorConfig`; None for the default values.
+        arguments: arguments of vLLM's API server for these engines, such as other parallel sizes.
+    """
+
+    role: Role
+    count: int = 1
+    tensor_parallel: int = 1
+    settings: Mapping[str, Any] | None = None
+    arguments: Sequence[str] = ()
+
+    @property
+    def name(self) -> str:
+        """First part of the engines' names."""
+        return "engine" if self.role is Role.BOTH else self.role.value
+
+    @property
+    def parallel(self) -> Parallel:
+        """Parallel sizes of each engine.
+
+        Raises:
+            ConfigError: a size in the arguments is not a whole number of at least 1.
+        """
+        return parallel_of(self.tensor_parallel, self.arguments)
 
 
 def fleet_specs(
@@ -117,7 +152,7 @@ def fleet_specs(
     arguments: Sequence[str] = (),
     machine: Devices | None = None,
 ) -> tuple[EngineSpec, ...]:
-    """Return the specifications of several engines on this machine, prefill engines first.
+    """Return the specifications of prefill engines and decode engines on this machine, in this order.
 
     Args:
         model: path or id that vLLM can load.
@@ -132,47 +167,86 @@ def fleet_specs(
         machine: devices that the engines share; None for the devices of this machine.
 
     Raises:
-        ConfigError: a count is less than 1, an engine has more workers than there are GPUs, the path of the
-            model cannot be read, a connector setting is not valid, a parallel size in `arguments` is not
-            valid, or `arguments` has an option that this function sets, such as ``--port``.
+        ConfigError: `group_specs` refuses the engines.
     """
-    for name, count in (
-        ("prefill", prefill),
-        ("decode", decode),
-        ("prefill-tp", prefill_tensor_parallel),
-        ("decode-tp", decode_tensor_parallel),
-    ):
-        if count < 1:
-            raise ConfigError(f"{name} is {count}, it must be at least 1")
+    groups = (
+        EngineGroup(
+            role=Role.PREFILL,
+            count=prefill,
+            tensor_parallel=prefill_tensor_parallel,
+            settings=prefill_settings,
+            arguments=arguments,
+        ),
+        EngineGroup(
+            role=Role.DECODE,
+            count=decode,
+            tensor_parallel=decode_tensor_parallel,
+            settings=decode_settings,
+            arguments=arguments,
+        ),
+    )
+    return group_specs(model, groups, machine)
+
+
+def group_specs(
+    model: str, groups: Sequence[EngineGroup], machine: Devices | None = None
+) -> tuple[EngineSpec, ...]:
+    """Return the specifications of several engines on this machine, in the order of their groups.
+
+    Args:
+        model: path or id that vLLM can load.
+        groups: engines of the fleet.
+        machine: devices that the engines share; None for the devices of this machine.
+
+    Raises:
+        ConfigError: a count is less than 1, an engine has more workers than there are GPUs, the path of the
+            model cannot be read, a connector setting is not valid, a parallel size in the arguments is not
+            valid, or the arguments have an option that this function sets, such as ``--port``.
+    """
+    for group in groups:
+        for name, count in ((group.name, group.count), (f"{group.name}-tp", group.tensor_parallel)):
+            if count < 1:
+                raise ConfigError(f"{name} is {count}, it must be at least 1")
     _check_model(model)
-    _check_arguments(arguments)
+    for group in groups:
+        _check_arguments(group.arguments)
     machine = machine or visible_devices()
-    tensor = [prefill_tensor_parallel] * prefill + [decode_tensor_parallel] * decode
-    sizes = [parallel_of(count, arguments) for count in tensor]
-    workers = [size.workers for size in sizes]
-    names = [f"prefill-{i}" for i in range(prefill)] + [f"decode-{i}" for i in range(decode)]
-    roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode
-    settings = {Role.PREFILL: prefill_settings, Role.DECODE: decode_settings}
-    for name, size in zip(names, sizes, strict=True):
-        _check_gpus(machine, name, size)
+    numbered = [(group, number) for group in groups for number in range(group.count)]
+    workers = [group.parallel.workers for group, _ in numbered]
+    for group, number in numbered:
+        _check_gpus(machine, f"{group.name}-{number}", group.parallel)
+    configs = {group.role: kv_transfer_config(group.role, group.settings) for group in groups}
     environments = engine_environments(machine, workers)
-    ports = free_ports(len(names))
-    shared = (*memory_arguments(machine, workers, arguments), *arguments)
+    ports = free_ports(len(numbered))
     return tuple(
         EngineSpec(
-            name=name,
-            role=role,
+            name=f"{group.name}-{number}",
+            role=group.role,
             model=model,
             port=port,
-            tensor_parallel=count,
-            kv_transfer=kv_transfer_config(role, settings[role]),
-            arguments=shared,
+            tensor_parallel=group.tensor_parallel,
+            kv_transfer=configs[group.role],
+            arguments=(*memory_arguments(machine, workers, group.arguments), *group.arguments),
             environment=environment,
         )
-        for name, role, port, count, environment in zip(
-            names, roles, ports, tensor, environments, strict=True
-        )
+        for (group, number), port, environment in zip(numbered, ports, environments, strict=True)
     )
+
+
+def split_arguments(option: str, text: str) -> list[str]:
+    """Split the value of an option that holds several arguments, as a shell does.
+
+    Args:
+        option: name of the option, for the message.
+        text: value of the option.
+
+    Raises:
+        ConfigError: a quotation mark is not closed.
+    """
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} is {text!r}: {error}; close every quotation mark") from error
 
 
 def _check_gpus(machine: Devices, name: str, size: Parallel) -> None:

@@ -80,6 +80,14 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         """
         raise NotImplementedError
 
+    def check_storage(self) -> None:
+        """Check that the engine can use the storage, as far as that can be said without writing to it.
+
+        Raises:
+            ConfigError: `open` would refuse the settings or the storage.
+        """
+        raise NotImplementedError
+
     @property
     def location(self) -> Location:
         """The configured location of the chunks, determined without access to the storage."""

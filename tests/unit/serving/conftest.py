@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,9 +20,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvferry.serving.ports import listen, url_of
+from kvferry.serving.ports import free_ports, listen, url_of
+from kvferry.serving.role import Role
 from kvferry.serving.router.app import router_app
 from kvferry.serving.router.settings import RouterSettings
+from support.scripted_engines import ENGINE, Script
 
 KV = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [[1, 2]]}
 TOKENS = ["The", " bytes", " are", " moved", "."]
@@ -221,6 +224,17 @@ def fake() -> type[FakeEngine]:
 @pytest.fixture
 def kv() -> dict[str, Any]:
     return KV
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[..., Script]:
+    """Makes specifications of scripts in the place of engines."""
+
+    def make(name: str = "prefill-0", code: str = ENGINE, role: Role = Role.PREFILL) -> Script:
+        [port] = free_ports(1)
+        return Script(name=name, role=role, model="m", port=port, code=code, folder=str(tmp_path))
+
+    return make
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The commands as processes: what they print and how they end."""
 
 import json
+import os
 import re
 import signal
 import socket
@@ -50,8 +51,8 @@ def test_config_prints_one_line_of_json():
     assert config["kv_connector_extra_config"] == {"port": 7000, "lease_seconds": 5.0}
 
 
-def test_config_has_options_for_settings_that_there_are():
-    assert {*SETTINGS} <= {*ConnectorConfig.__struct_fields__}
+def test_config_has_one_option_for_each_setting():
+    assert {*SETTINGS} == {*ConnectorConfig.__struct_fields__}
 
 
 def test_config_takes_a_secret(tmp_path):
@@ -107,8 +108,31 @@ def test_config_puts_other_connectors_beside_ours():
     assert ours["kv_connector_extra_config"] == {"tiers": "default", "source_policy": "cost"}
 
 
-def test_config_takes_tiers_as_json_and_transfer_beside_them():
-    tiers = [{"type": "host", "capacity": "8GiB"}, {"type": "file", "path": "/mnt/kv", "write": "back"}]
+def test_config_writes_absolute_paths_and_leaves_no_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kv").mkdir()
+    tiers = json.dumps([{"type": "file", "path": "kv"}, {"type": "file"}])
+    done = run("config", "--tiers", tiers, "--transfer", "--transfer-log", "log")
+    extra = json.loads(done.stdout)["kv_connector_extra_config"]
+    assert extra["tiers"] == [{"type": "file", "path": str(tmp_path / "kv")}, {"type": "file"}]
+    assert extra["transfer_log"] == str(tmp_path / "log")
+    assert [each.name for each in tmp_path.iterdir()] == ["kv"]
+
+
+def test_config_shows_every_setting_and_marks_defaults():
+    options = "--tiers", '[{"type": "host", "capacity": "8MiB"}]', "--chunk-tokens", "64"
+    shown = run("config", "--show-defaults", *options).stdout.splitlines()
+    keys = [line.partition(" = ")[0] for line in shown]
+    assert len(keys) == len({*keys})
+    assert {*ConnectorConfig.__struct_fields__} - {"tiers"} <= {*keys}
+    assert 'tiers[0].capacity = "8MiB"' in shown
+    assert 'tiers[0].eviction_policy = "lru"  # default' in shown
+    assert "chunk_tokens = 64" in shown
+    assert "transfer = false  # default" in shown
+
+
+def test_config_takes_tiers_as_json_and_transfer_beside_them(tmp_path):
+    tiers = [{"type": "host", "capacity": "8MiB"}, {"type": "file", "path": str(tmp_path), "write": "back"}]
     done = run("config", "--tiers", json.dumps(tiers), "--transfer")
     assert json.loads(done.stdout)["kv_connector_extra_config"] == {"tiers": tiers, "transfer": True}
 
@@ -125,6 +149,27 @@ def test_config_takes_tiers_as_json_and_transfer_beside_them():
             ["config", "--strategy", "fast"],
             "kv_connector_extra_config: strategy is 'fast'; it must be one of auto",
         ),
+        (
+            ["config", "--transfer-log", "/nowhere/log"],
+            "transfer_log /nowhere/log: No such file or directory; name a file that can be written",
+        ),
+        (
+            ["config", "--tiers", '[{"type": "file", "path": "/nowhere/kv"}]'],
+            "file tier: /nowhere/kv does not exist; make the directory, or mount the disk it is on",
+        ),
+        (
+            ["config", "--tiers", '[{"type": "host", "capacity": "900TiB"}]'],
+            "host tier: 921600 GiB of shared memory, but ",
+        ),
+        (
+            ["config", "--tiers", '[{"type": "object", "url": "nothing://kv"}]'],
+            "object tier: ",
+        ),
+        (
+            ["config", "--chunk-tokens", "128", "--snapshot-tokens", "200", "--tiers", "default"],
+            "snapshot_tokens is 200; it must be a multiple of a chunk's 128 tokens, 128 for instance",
+        ),
+        (["config", "--host-buffer", "--turn-seconds", "9"], "turn_seconds is set, and KV moves through a"),
         (["config", "--tiers", "[{"], "tiers is '[{', which is no JSON (Expecting property name"),
         (["config", "--tiers", "3"], 'tiers is 3; it must be "default" or a list of objects with a "type"'),
         (["config", "--tiers", '[{"type": "disk"}]'], "tiers[0] is {'type': 'disk'}; it must be an object"),
@@ -159,6 +204,16 @@ def test_config_takes_tiers_as_json_and_transfer_beside_them():
             ["serve", "m", "--port", "0", "--log-dir", "/proc/none"],
             "cannot make the folder /proc/none for the",
         ),
+        (
+            ["serve", "m", "--role", "both", "--prefill", "2"],
+            "--prefill is given beside --role both, but it is for prefill and decode engines; use --engines",
+        ),
+        (["serve", "m", "--role", "decode"], "--role is decode, but kvferry serve starts both sides of an"),
+        (["serve", "m", "--engines", "2"], "--engines is given without --role both; use --prefill and"),
+        (["serve", "m", "--role", "both", "--engines", "0"], "engine is 0, it must be at least 1"),
+        (["serve", "m", "--prefill-args", "'x"], '--prefill-args is "\'x": No closing quotation; close'),
+        (["serve", "m", "--decode-args=--port 7"], "--port cannot be the same for every engine"),
+        (["serve", "m", "--tiers", '[{"type": "file", "path": "/no"}]'], "file tier: /no does not exist"),
         (["serve", "m", "--", "-dp", "0"], "-dp is '0', it must be a whole number of at least 1"),
         (["serve", "m", "--", "--port", "7"], "--port cannot be the same for every engine"),
     ],
@@ -175,7 +230,8 @@ def test_a_port_in_use_is_one_sentence_and_exit_code_1(stage, fake):
     port = str(stage([fake()], [fake()]).client.base_url.port)
     done = run("router", "--prefill", "http://a:1", "--decode", "http://b:1", "--port", port)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"kvferry: cannot listen on 127.0.0.1:{port}: Address already in use;")
+    assert done.stderr.startswith(f"kvferry: cannot listen on 127.0.0.1:{port}: Address already in use by ")
+    assert f"(process {os.getpid()}); choose another --host or --port" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

@@ -1,39 +1,21 @@
 """Fleets of scripts in the place of engines: real processes, real guards."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from kvferry.errors import ConfigError
 from kvferry.serving.launch import EngineProcess, EngineSpec, EngineState, Fleet, LaunchError, Role
-from kvferry.serving.ports import free_ports
+from support.scripted_engines import pids_of
 
 # Tests beside it would take ports that were found free.
 pytestmark = pytest.mark.alone
 
-# A tree of processes like an engine's: a child that ignores SIGTERM, and a server in the root.
-ENGINE = """
-import http.server, json, os, signal, subprocess, sys
-name, port, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
-child = subprocess.Popen([sys.executable, "-c", stubborn])
-with open(f"{folder}/{name}.pids", "w") as file:
-    json.dump([os.getpid(), child.pid], file)
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-    def log_message(self, *_):
-        pass
-http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
-"""
 FAILS = "import sys; print('ValueError: no room'); sys.exit(3)"
 REFUSES = "import sys; print('x.py: error: unrecognized arguments: --foo'); sys.exit(2)"
 SLEEPS = "import time; time.sleep(300)"
@@ -43,26 +25,6 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("deaf", flush=True)
 time.sleep(300)
 """
-
-
-@dataclass(frozen=True)
-class Script(EngineSpec):
-    """A Python script in the place of vLLM."""
-
-    code: str = ENGINE
-    folder: str = ""
-
-    def command(self) -> list[str]:
-        return [sys.executable, "-c", self.code, self.name, str(self.port), self.folder]
-
-
-@pytest.fixture
-def script(tmp_path):
-    def make(name: str = "prefill-0", code: str = ENGINE, role: Role = Role.PREFILL) -> Script:
-        [port] = free_ports(1)
-        return Script(name=name, role=role, model="m", port=port, code=code, folder=str(tmp_path))
-
-    return make
 
 
 @pytest.fixture
@@ -80,10 +42,6 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def pids_of(folder: Path, name: str) -> list[int]:
-    return json.loads((folder / f"{name}.pids").read_text())
 
 
 def test_a_log_that_cannot_be_written_is_one_sentence(tmp_path):
@@ -193,9 +151,11 @@ def test_an_engine_that_dies_later_is_seen_and_its_children_are_ended(tmp_path, 
 def test_engines_end_when_the_launcher_is_killed(tmp_path, eventually):
     launcher = f"""
 import sys, time
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from pathlib import Path
-from test_launch import Script, Fleet, Role, free_ports
+from support.scripted_engines import Script
+from kvferry.serving.launch import Fleet, Role
+from kvferry.serving.ports import free_ports
 folder = {str(tmp_path)!r}
 spec = Script(name="prefill-0", role=Role.PREFILL, model="m", port=free_ports(1)[0], folder=folder)
 with Fleet([spec], Path(folder)) as fleet:

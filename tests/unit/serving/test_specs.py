@@ -8,7 +8,7 @@ from kvferry.errors import ConfigError
 from kvferry.serving.devices import Devices, engine_environments, memory_arguments
 from kvferry.serving.kv_config import kv_transfer_config, kv_transfer_json
 from kvferry.serving.role import Role
-from kvferry.serving.specs import fleet_specs, parallel_of
+from kvferry.serving.specs import EngineGroup, fleet_specs, group_specs, parallel_of
 
 CPU = Devices(gpus=(), cores=(0, 1, 4, 5))
 GPUS = Devices(gpus=("0", "1", "2"), cores=(0, 1))
@@ -56,6 +56,28 @@ def test_an_engines_command_carries_its_connector_and_the_users_arguments_last()
     given = json.loads(command[command.index("--kv-transfer-config") + 1])
     assert given["kv_connector_extra_config"] == {"attempts": 3}
     assert command[-2:] == ["--dtype", "float32"]
+
+
+def test_engines_that_serve_alone_have_tiers_and_shares_of_the_machine():
+    tiers = [{"type": "host", "capacity": "8MiB"}]
+    group = EngineGroup(role=Role.BOTH, count=2, tensor_parallel=2, settings={"tiers": tiers})
+    specs = group_specs("m", [group], CPU)
+    assert [spec.name for spec in specs] == ["engine-0", "engine-1"]
+    assert {spec.kv_transfer["kv_role"] for spec in specs} == {"kv_both"}
+    assert specs[0].kv_transfer["kv_connector_extra_config"] == {"tiers": tiers}
+    assert [spec.tensor_parallel for spec in specs] == [2, 2]
+    assert specs[0].arguments == ("--gpu-memory-utilization", "0.125")
+
+
+def test_arguments_of_a_role_are_for_its_engines_only():
+    groups = [
+        EngineGroup(role=Role.PREFILL, arguments=["--kv-cache-memory-bytes=5"]),
+        EngineGroup(role=Role.DECODE, arguments=["-dp", "2"]),
+    ]
+    prefill, decode = group_specs("m", groups, CPU)
+    assert prefill.arguments == ("--kv-cache-memory-bytes=5",)
+    assert decode.arguments == ("--gpu-memory-utilization", "0.167", "-dp", "2")
+    assert decode.environment["VLLM_CPU_OMP_THREADS_BIND"] == "1|4"
 
 
 @pytest.mark.parametrize(

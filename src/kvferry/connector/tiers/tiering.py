@@ -12,7 +12,7 @@ import numpy as np
 
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.connector.compose import Composition
-from kvferry.connector.config import ConnectorConfig
+from kvferry.connector.config import ConnectorConfig, check_snapshot_tokens
 from kvferry.connector.engine import BlockIds, EngineFacts, Request, Step
 from kvferry.connector.messages import StepOrders, StepReports
 from kvferry.connector.tier_config import Tiers
@@ -351,11 +351,7 @@ def _canonical(config: ConnectorConfig, engine: EngineFacts, ranks: Sequence[Ran
 def _snapshot_tokens(config: ConnectorConfig, canonical: CanonicalForm) -> int:
     tokens = canonical.chunk_tokens
     every = config.snapshot_tokens or tokens
-    if every % tokens:
-        raise ConfigError(
-            f"snapshot_tokens is {every}; it must be a multiple of a chunk's {tokens} tokens"
-            f"{f', {every - every % tokens} for instance' if every > tokens else ''}"
-        )
+    check_snapshot_tokens(every, tokens)
     return every
 
 

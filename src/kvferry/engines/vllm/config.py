@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.connector.config import NODE, ConnectorConfig, parse_config
+from kvferry.connector.config import NODE, ConnectorConfig, check_host_buffer, parse_config
 from kvferry.errors import ConfigError
 
 
@@ -31,16 +31,8 @@ def read_settings(vllm_config: Any) -> ConnectorConfig:
     if config.host_buffer is None:
         on_host = transfer.kv_buffer_device == "cpu" and vllm_config.device_config.device_type != "cpu"
         config = msgspec.structs.replace(config, host_buffer=on_host)
-    if config.host_buffer and config.turn_seconds:
-        raise ConfigError(
-            "turn_seconds is set, and KV moves through a host buffer (host_buffer, or kv_buffer_device cpu), "
-            "to which only prompts are copied and no answers; leave one of them out"
-        )
-    if config.host_buffer and config.tiers:
-        raise ConfigError(
-            "tiers are set, and KV moves through a host buffer (host_buffer, or kv_buffer_device cpu), so "
-            "chunks would go to the buffer and not to the engine's cache; leave one of them out"
-        )
+    if config.host_buffer:
+        check_host_buffer(config)
     return config
 
 

@@ -21,7 +21,7 @@ def routed(prefill: Sequence[str], decode: Sequence[str]) -> Iterator[str]:
         decode: base URLs of the decode engines.
 
     Raises:
-        ConfigError: there is no prefill engine or no decode engine, or an address is not a URL.
+        ConfigError: there is no decode engine, or an address is not a URL.
     """
     app = router_app(RouterSettings(prefill=tuple(prefill), decode=tuple(decode)))
     sock = listen("127.0.0.1", 0)

@@ -199,7 +199,7 @@ class _Router:
             return Response(reply.body, reply.status, media_type="application/json")
         pools = {"prefill": self._prefill.backends, "decode": self._decode.backends}
         await self._prober.first_probes()
-        up = {role: any(backend.up for backend in backends) for role, backends in pools.items()}
+        up = {role: any(one.up for one in backends) for role, backends in pools.items() if backends}
         status = "ok" if all(up.values()) else "degraded" if up["decode"] else "unavailable"
         if self._active.draining:
             status = "draining"

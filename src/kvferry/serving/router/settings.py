@@ -13,7 +13,8 @@ class RouterSettings:
     """The engines and limits of a router.
 
     Attributes:
-        prefill, decode: base URLs of the engines, at least one per role.
+        prefill: base URLs of the prefill engines; empty if those of `decode` compute prompts.
+        decode: base URLs of the other engines, at least one.
         connect_seconds: longest time to connect to an engine, in seconds. An engine that takes longer is
             marked down.
         prefill_seconds: longest time to wait for the answer of a prefill engine, in seconds.
@@ -42,10 +43,10 @@ class RouterSettings:
         """Check the settings.
 
         Raises:
-            ConfigError: a role has no engine, or an address is not a URL.
+            ConfigError: there is no engine to decode, or an address is not a URL.
         """
         for role, urls in (("prefill", self.prefill), ("decode", self.decode)):
-            if not urls:
+            if not urls and role == "decode":
                 raise ConfigError(f"the router has no {role} engine; give at least one --{role} URL")
             for url in urls:
                 if not _is_address(url):

@@ -53,6 +53,17 @@ def check_directory(root: str) -> None:
         )
 
 
+def check_writable(root: str) -> None:
+    """Check that a directory exists, that this release can use it, and that this user may write to it.
+
+    Raises:
+        ConfigError: `check_directory` refuses the directory, or this user may not write to it.
+    """
+    check_directory(root)
+    if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
+        raise unusable_directory(root, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+
+
 def read_marker(root: str) -> object | None:
     """Return the version of a directory's layout, as its marker file says; None if there is no marker file.
 

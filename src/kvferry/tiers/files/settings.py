@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from kvferry.errors import ConfigError
 from kvferry.keys.namespace import Namespace
-from kvferry.tiers.files.opening import unusable_directory
+from kvferry.tiers.files.opening import check_writable, unusable_directory
 from kvferry.tiers.files.tier import FileTier
 from kvferry.tiers.index.key_table import KeyTable
 from kvferry.tiers.names import Medium
@@ -57,6 +57,19 @@ class FileSettings(StorageSettings, frozen=True):
             raise ConfigError(
                 f"{where}: path is {self.path!r}; name a directory, or leave it out for the default one"
             )
+
+    def check_storage(self) -> None:
+        """Check that this user can write to the directory, or can create the default directory.
+
+        Raises:
+            ConfigError: the directory is missing, was not written by this release, or cannot be written to.
+        """
+        if self.path is not None:
+            check_writable(self.path)
+            return
+        path = Path(default_directory())
+        found = next(one for one in (path, *path.parents) if one.exists() or one.is_symlink())
+        check_writable(str(found))
 
     @property
     def location(self) -> Location:

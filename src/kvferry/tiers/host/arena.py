@@ -98,9 +98,7 @@ class Arena:
             ConfigError: the machine has too little memory, or does not support sealed memory files.
         """
         size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        available, where = _available()
-        if size > available:
-            raise ConfigError(_too_large(size, f"{format_bytes(available)} are {where}"))
+        check_available(size)
         token = secrets.token_hex(16)
         fd = sealed_file(_file_name(token), size)
         try:
@@ -208,6 +206,17 @@ def available_bytes() -> int:
         ConfigError: /proc/meminfo cannot be read.
     """
     return _available()[0]
+
+
+def check_available(size: int) -> None:
+    """Check that this process can still allocate `size` bytes.
+
+    Raises:
+        ConfigError: the machine or a control group has less memory left, or /proc/meminfo cannot be read.
+    """
+    available, where = _available()
+    if size > available:
+        raise ConfigError(_too_large(size, f"{format_bytes(available)} are {where}"))
 
 
 def _available() -> tuple[int, str]:

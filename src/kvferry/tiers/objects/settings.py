@@ -49,6 +49,16 @@ class ObjectSettings(StorageSettings, frozen=True):
                 f"{where}: timeout_seconds is {self.timeout_seconds}, it must be above 0 and below an hour"
             )
 
+    def check_storage(self) -> None:
+        """Check the URL and the options without access to the network.
+
+        Raises:
+            ConfigError: `BucketClient` refuses the URL or an option.
+        """
+        from kvferry.tiers.objects.client import BucketClient  # noqa: PLC0415
+
+        BucketClient(self.url, self.options, self.timeout_seconds)
+
     @property
     def location(self) -> Location:
         """The location of the chunks: the URL with all options.

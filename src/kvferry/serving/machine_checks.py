@@ -1,0 +1,38 @@
+"""Check an engine's settings against this machine, with the functions that the engine uses at its start."""
+
+from __future__ import annotations
+
+from kvferry.connector.config import ConnectorConfig
+from kvferry.connector.tier_config import read_tiers
+from kvferry.observe.transfer_log import check_log
+from kvferry.tiers.sizes import parse_size
+from kvferry.transport.costs_file import load_costs
+from kvferry.transport.key_file import existing_keys
+
+
+def check_machine(config: ConnectorConfig) -> None:
+    """Check that an engine with these settings can use the files, directories and memory that they name.
+
+    Nothing is left behind: the key of this machine and the default directory of the file tier are not made.
+    Object storage is not contacted.
+
+    Args:
+        config: settings of the connector.
+
+    Raises:
+        ConfigError: a file or directory is missing or cannot be used, or the machine has too little memory.
+    """
+    load_costs(config.costs)
+    if config.transfers:
+        existing_keys(config.secret_file)
+        if config.transfer_log is not None:
+            check_log(config.transfer_log)
+    tiers = read_tiers(config.tiers)
+    if tiers is None:
+        return
+    if tiers.host.capacity is not None:
+        from kvferry.tiers.host.arena import check_available  # noqa: PLC0415 - loads torch
+
+        check_available(parse_size(tiers.host.capacity))
+    for slow in tiers.slow:
+        slow.check_storage()

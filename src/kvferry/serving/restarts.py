@@ -1,0 +1,76 @@
+"""Decide when an engine that has ended is started again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """Limits of an engine's restarts.
+
+    The wait doubles with each restart in a row. An engine that ran for `stable_seconds` begins a new row.
+
+    >>> [RestartPolicy().wait_seconds(restart) for restart in (1, 2, 3, 8)]
+    [1.0, 2.0, 4.0, 60.0]
+
+    Attributes:
+        limit: largest number of restarts in a row of one engine; 0 to restart none.
+        first_seconds: wait before the first restart in a row, in seconds.
+        longest_seconds: longest wait before a restart, in seconds.
+        stable_seconds: time in seconds from an engine's start, after which its earlier restarts do not count.
+    """
+
+    limit: int = 5
+    first_seconds: float = 1.0
+    longest_seconds: float = 60.0
+    stable_seconds: float = 600.0
+
+    def wait_seconds(self, restart: int) -> float:
+        """Return the wait before a restart, in seconds.
+
+        Args:
+            restart: number of the restart in its row, from 1.
+        """
+        return min(self.first_seconds * 2.0 ** min(restart - 1, 32), self.longest_seconds)
+
+
+class Restarts:
+    """The restarts of one engine.
+
+    Attributes:
+        in_row: number of restarts since the engine last ran for the policy's `stable_seconds`.
+        due: monotonic seconds of the next start; None if the engine runs, or is not started again.
+    """
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        """Begin without restarts.
+
+        Args:
+            policy: limits of the restarts.
+        """
+        self._policy = policy
+        self.in_row = 0
+        self.due: float | None = None
+
+    def on_ended(self, now: float, ran_seconds: float) -> float | None:
+        """Plan the next start of an engine that has ended, and return the wait before it in seconds.
+
+        Return None if the engine has used up its restarts.
+
+        Args:
+            now: current time in monotonic seconds.
+            ran_seconds: time in seconds from the engine's start to its end.
+        """
+        if ran_seconds >= self._policy.stable_seconds:
+            self.in_row = 0
+        if self.in_row >= self._policy.limit:
+            return None
+        self.in_row += 1
+        wait = self._policy.wait_seconds(self.in_row)
+        self.due = now + wait
+        return wait
+
+    def on_started(self) -> None:
+        """Record that the engine was started again."""
+        self.due = None

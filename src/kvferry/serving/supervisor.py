@@ -1,0 +1,107 @@
+"""Watch the engines of a fleet that serves, and start those again that have ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from kvferry.errors import KVFerryError
+from kvferry.serving.engine import EngineProcess, EngineState
+from kvferry.serving.launch import Fleet, death_notice
+from kvferry.serving.restarts import RestartPolicy, Restarts
+from kvferry.serving.role import Role
+from kvferry.units import format_seconds
+
+
+class FleetLost(KVFerryError):
+    """Raised if no engine that decodes is left: all have ended, and have no restarts left."""
+
+
+class Supervisor:
+    """Restarts engines that have ended, with a growing wait, and says so.
+
+    An engine: RUNNING → ENDED, waiting for its restart → STARTING → RUNNING, or ENDED → GIVEN UP when it has no
+    restarts left. An engine that is not ready in time after a restart is killed, and counts as ended.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        say: Callable[[str], None],
+        policy: RestartPolicy,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Watch the engines of a fleet, all of which are ready.
+
+        Args:
+            fleet: engines to watch.
+            say: function that is called with one line about each engine that ends or is ready again.
+            policy: limits of the restarts of each engine.
+            clock: function that returns the current time in monotonic seconds.
+        """
+        self._fleet, self._say, self._policy, self._clock = fleet, say, policy, clock
+        self._restarts = {engine.spec.name: Restarts(policy) for engine in fleet.engines}
+        self._starting: set[str] = set()
+        self._given_up: set[str] = set()
+
+    def check(self) -> None:
+        """Look at every engine once. Report engines that have ended or are ready again, and start those due.
+
+        Raises:
+            FleetLost: no engine that decodes is left.
+            LaunchError: an engine's process or log cannot be created.
+        """
+        for engine in self._fleet.engines:
+            if engine.spec.name in self._given_up:
+                continue
+            restarts = self._restarts[engine.spec.name]
+            if restarts.due is not None:
+                if self._clock() >= restarts.due:
+                    self._fleet.restart(engine)
+                    restarts.on_started()
+                    self._starting.add(engine.spec.name)
+                continue
+            state = engine.poll()
+            if state is EngineState.DEAD:
+                self._on_ended(engine, restarts)
+            elif state is EngineState.READY and engine.spec.name in self._starting:
+                self._starting.discard(engine.spec.name)
+                self._say(f"{engine.spec.name} is ready again after {format_seconds(engine.seconds)}")
+            elif self._fleet.is_late(engine):
+                engine.kill()
+
+    def _on_ended(self, engine: EngineProcess, restarts: Restarts) -> None:
+        """Say that an engine has ended, and plan its restart, or give it up.
+
+        Raises:
+            FleetLost: no engine that decodes is left.
+        """
+        self._starting.discard(engine.spec.name)
+        notice, earlier = death_notice(engine), restarts.in_row
+        wait = restarts.on_ended(self._clock(), engine.seconds)
+        if wait is None:
+            after = f" after {earlier} restarts in a row" if earlier else ""
+            self._give_up(
+                engine,
+                f"{notice}{after}, and has no restarts left; correct the cause that its log names, or raise "
+                "--restarts",
+            )
+            return
+        peers = [one for one in self._fleet.engines if one.spec.role is engine.spec.role]
+        left = sum(one.state is not EngineState.DEAD for one in peers)
+        self._say(
+            f"{notice}; restart {restarts.in_row} of {self._policy.limit} in {format_seconds(wait)}; "
+            f"{left} of {len(peers)} engines with this role still run"
+        )
+
+    def _give_up(self, engine: EngineProcess, notice: str) -> None:
+        """Say that an engine is not started again.
+
+        Raises:
+            FleetLost: no engine that decodes is left.
+        """
+        self._given_up.add(engine.spec.name)
+        decoding = [one for one in self._fleet.engines if one.spec.role is not Role.PREFILL]
+        if all(one.spec.name in self._given_up for one in decoding):
+            raise FleetLost(notice)
+        self._say(notice)

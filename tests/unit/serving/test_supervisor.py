@@ -1,0 +1,80 @@
+"""Restarts of engines that end while they serve. Scripts stand in the place of engines."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+
+import pytest
+
+from kvferry.serving.engine import EngineState
+from kvferry.serving.launch import Fleet, Role
+from kvferry.serving.restarts import RestartPolicy, Restarts
+from kvferry.serving.supervisor import FleetLost, Supervisor
+from support.scripted_engines import ENGINE, pids_of
+
+QUICK = RestartPolicy(limit=2, first_seconds=0.05)
+
+
+def test_waits_double_and_a_row_ends_after_the_limit():
+    restarts = Restarts(RestartPolicy(limit=3, longest_seconds=3))
+    assert [restarts.on_ended(10, 5) for _ in range(4)] == [1, 2, 3, None]
+
+
+def test_an_engine_that_ran_for_long_begins_a_new_row():
+    restarts = Restarts(RestartPolicy(limit=1))
+    assert [restarts.on_ended(0, ran) for ran in (5, 600, 5)] == [1, 1, None]
+
+
+@pytest.mark.alone
+def test_a_killed_engine_is_started_again_until_no_engine_has_restarts_left(tmp_path, script, eventually):
+    said: list[str] = []
+    specs = [script("decode-0", role=Role.DECODE), script("decode-1", role=Role.DECODE)]
+    with Fleet(specs, tmp_path) as fleet:
+        fleet.wait_ready()
+        supervisor = Supervisor(fleet, said.append, QUICK)
+
+        def said_times(text: str) -> int:
+            supervisor.check()
+            return sum(text in line for line in said)
+
+        def kill(name: str) -> None:
+            os.kill(pids_of(tmp_path, name)[0], signal.SIGKILL)
+
+        def kill_while_it_has_restarts(name: str) -> None:
+            for restart in (1, 2):
+                kill(name)
+                eventually(lambda times=restart: said_times(f"{name} is ready again after") == times)
+
+        kill_while_it_has_restarts("decode-0")
+        assert re.fullmatch(
+            r"decode-0 ended with signal 9 \(log: .*decode-0\.log\); restart 1 of 2 in 50 ms; "
+            r"1 of 2 engines with this role still run",
+            said[0],
+        )
+        assert "decode-0.restart-1.log); restart 2 of 2 in 100 ms" in said[2]
+        assert [engine.spec.name for engine in fleet.engines] == ["decode-0", "decode-1"]
+        assert fleet.engines[1].poll() is EngineState.READY
+        kill("decode-0")
+        eventually(lambda: said_times("after 2 restarts in a row, and has no restarts left") == 1)
+        kill_while_it_has_restarts("decode-1")
+        kill("decode-1")
+        with pytest.raises(FleetLost, match=r"decode-1 ended with signal 9 .*after 2 restarts in a row, and"):
+            eventually(lambda: said_times("never") > 0)
+
+
+@pytest.mark.alone
+def test_an_engine_that_does_not_become_ready_again_is_killed_and_counts(tmp_path, script, eventually):
+    """The second start hangs."""
+    was = f"{tmp_path}/was"
+    hangs = f"import os, time\nif os.path.exists({was!r}): time.sleep(300)\nopen({was!r}, 'w')\n"
+    said: list[str] = []
+    with Fleet([script("engine-0", hangs + ENGINE, Role.BOTH)], tmp_path) as fleet:
+        fleet.wait_ready()
+        fleet._startup_timeout_seconds = 0.3
+        supervisor = Supervisor(fleet, said.append, QUICK)
+        os.kill(pids_of(tmp_path, "engine-0")[0], signal.SIGKILL)
+        with pytest.raises(FleetLost, match="after 2 restarts"):
+            eventually(supervisor.check)
+    assert "restart 2 of 2" in said[-1]
