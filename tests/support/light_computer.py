@@ -25,7 +25,18 @@ import obstore  # noqa: F401
 import psutil  # noqa: F401
 import zmq  # noqa: F401
 
-NOT_INSTALLED = {"matplotlib", "nixl", "starlette", "torch", "transformers", "uvicorn", "vllm"}
+NOT_INSTALLED = {
+    "aiohttp",
+    "httptools",
+    "matplotlib",
+    "nixl",
+    "starlette",
+    "torch",
+    "transformers",
+    "uvicorn",
+    "uvloop",
+    "vllm",
+}
 NOT_ON_WINDOWS = {"fcntl", "grp", "pwd", "resource", "termios", "tty"}
 MISSING = {
     os: (

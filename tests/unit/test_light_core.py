@@ -81,7 +81,6 @@ def test_a_command_does_its_work(tmp_path: Path, command: str, code: int, expect
         ("keygen key", f"closing key to other users {POSIX}"),
         ("explain", f"asking an engine for the trace of a request {POSIX}"),
         ("cache ls .", f"a cache directory {POSIX}"),
-        ("config --secret-file key", f"checking who may read key {POSIX}"),
     ],
 )
 def test_a_command_says_in_a_sentence_what_the_system_lacks(

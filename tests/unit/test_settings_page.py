@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvferry.connector.config import ConnectorConfig
+from kvferry.connector.config import AdminConfig, ConnectorConfig
 from kvferry.tiers.host.settings import HostSettings
 from kvferry.tiers.registry import STORAGE_TIERS
 
@@ -46,6 +46,7 @@ def table(title: str, kind: type[msgspec.Struct]) -> str:
     lines = [f"\n## {title}\n", "| key | type | default | meaning |", "|---|---|---|---|"]
     for field in msgspec.structs.fields(kind):
         of = inspect.formatannotation(field.type).replace("typing.", "").replace("|", "or")
+        of = re.sub(r"kvferry\.[\w.]+", "object", of)
         default = "required" if field.required else f"`{json.dumps(default_of(field))}`"
         meaning = said[field.name].replace("|", "\\|").replace("``", "`")
         meaning = re.sub(r"(?<!`)`([a-z_]+\.[a-z_.]+)`", r"\1", meaning)
@@ -61,7 +62,7 @@ def default_of(field: msgspec.structs.FieldInfo) -> object:
 def page() -> str:
     """Return the page, from the config classes."""
     tiers = {HostSettings.kind: HostSettings, **STORAGE_TIERS}
-    sections = [table("Connector", ConnectorConfig)]
+    sections = [table("Connector", ConnectorConfig), table("The object `admin`", AdminConfig)]
     sections += [table(f'Tier with "type": "{kind}"', one) for kind, one in tiers.items()]
     return HEAD + "".join(sections)
 

@@ -53,7 +53,7 @@ _Tokens = Annotated[
 _Salt = Annotated[str | None, typer.Option("--salt", help="Cache salt of the requests.")]
 
 app = typer.Typer(
-    help="Inspect and clean a KV cache on disk, in object storage or of a running engine.",
+    help="Inspect and clean stored KV, or that of a running engine.",
     no_args_is_help=True,
 )
 
@@ -226,7 +226,7 @@ def pin(
     secret_file: _Secret = None,
     as_json: _Json = False,
 ) -> None:
-    """Keep a prompt's chunks in a running engine's host memory, or remove the pin."""
+    """Pin a prompt in an engine's host memory, or unpin it."""
     from kvferry.cli.admin_client import ask, read_tokens
 
     if tokens is None:
@@ -241,7 +241,7 @@ def pin(
 
 @app.command()
 def drop(engine: _Engine, salt: _Salt = None, secret_file: _Secret = None, as_json: _Json = False) -> None:
-    """Drop a running engine's host memory, or make it forget the chunks of a cache salt."""
+    """Drop chunks from an engine's host memory, or those of a salt."""
     from kvferry.cli.admin_client import ask
 
     found = ask(engine, secret_file, "drop", {"salt": salt})

@@ -35,6 +35,7 @@ SETTINGS: Mapping[str, tuple[Any, str | None, str]] = {
     "lanes": (int, "COUNT", "Number of reading threads per worker."),
     "costs": (str, "FILE", "File that `kvferry bench calibrate` wrote."),
     "host_buffer": (bool, None, "Transfer through host memory; by default if kv_buffer_device asks for it."),
+    "admin": (str, "JSON", 'Address of the admin API: {"port": 9100}; by default there is none.'),
     "tiers": (str, "JSON", 'Tiers that store chunks: default, or JSON: [{"type": "host"}, ...].'),
     "transfer": (
         bool,
@@ -102,17 +103,28 @@ def config(
         bool,
         typer.Option("--show-defaults", help="Print every setting in a line, and mark the defaults."),
     ] = False,
+    machine: Annotated[
+        bool,
+        typer.Option(
+            "--machine/--no-machine",
+            help="Check the files, directories and memory of this machine too, on which the engine will run.",
+        ),
+    ] = True,
     **settings: Any,
 ) -> None:
     """Print the JSON for vLLM's --kv-transfer-config, in one line.
 
     vllm serve MODEL --kv-transfer-config "$(kvferry config --role decode)"
     """
+    from kvferry.operating_system import is_linux
     from kvferry.serving import kv_config
     from kvferry.serving.shown_settings import complete_settings
 
     settings["tiers"] = kv_config.parse_tiers(settings["tiers"])
-    whole = kv_config.kv_transfer_config(role, settings, alone=other_connectors is None)
+    settings["admin"] = kv_config.parse_admin(settings["admin"])
+    whole = kv_config.kv_transfer_config(
+        role, settings, alone=other_connectors is None, machine=machine and is_linux()
+    )
     if show_defaults:
         print(*complete_settings(whole), sep="\n")
         return

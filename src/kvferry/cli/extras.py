@@ -23,7 +23,7 @@ class Extra:
 
 
 ROUTER = Extra(
-    "router", {"aiohttp": "aiohttp", "httptools": "httptools", "starlette": "Starlette", "uvicorn": "Uvicorn"}
+    "router", {"starlette": "Starlette", "uvicorn": "Uvicorn", "aiohttp": "aiohttp", "httptools": "httptools"}
 )
 VLLM = Extra("vllm", {"vllm": "vLLM", "nixl": "NIXL", **ROUTER.modules})
 BENCH = Extra("bench", {"torch": "torch", "nixl": "NIXL"})

@@ -18,7 +18,7 @@ _VLLM_ROLE = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH
 
 
 def kv_transfer_config(
-    role: Role, settings: Mapping[str, Any] | None = None, *, alone: bool = True
+    role: Role, settings: Mapping[str, Any] | None = None, *, alone: bool = True, machine: bool = True
 ) -> dict[str, Any]:
     """Check an engine's settings as the engine does at its start, and return its ``--kv-transfer-config``.
 
@@ -31,6 +31,7 @@ def kv_transfer_config(
         alone: True if kvferry's connector is the engine's only connector. With the role PREFILL or DECODE, it
             must then exchange KV with other engines. So `settings` must not set ``transfer`` to false. If
             they set ``tiers``, the result sets ``transfer`` to true.
+        machine: True if the engine will run on this machine, to check the files, directories and memory too.
 
     Raises:
         ConfigError: a key is unknown, a value is not valid, settings contradict each other or the role, or
@@ -40,7 +41,8 @@ def kv_transfer_config(
     config = parse_config(extra, _VLLM_ROLE[role] if alone else None)
     if config.transfer and config.tiers:
         extra["transfer"] = True
-    check_machine(config)
+    if machine:
+        check_machine(config)
     extra = _with_absolute_paths(extra)
     return {
         "kv_connector": "KVFerryConnector",
@@ -127,6 +129,20 @@ def parse_tiers(text: str | None) -> Any:
         return text
     example = 'default, or a list such as [{"type": "host", "capacity": "8GiB"}]'
     return _parse_json("tiers", text, example)
+
+
+def parse_admin(text: str | None) -> Any:
+    """Parse the value of the connector's setting ``admin``, as given on a command line.
+
+    The content of the value is not checked.
+
+    Args:
+        text: JSON: an object with a "port"; None if the option is not given.
+
+    Raises:
+        ConfigError: the text is not JSON.
+    """
+    return None if text is None else _parse_json("admin", text, 'an object such as {"port": 9100}')
 
 
 def _parse_json(name: str, text: str, expected: str) -> Any:

@@ -46,4 +46,4 @@ def _tiers(value: str | Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _line(key: str, value: Any, *, default: bool = False) -> str:
-    return f"{key} = {json.dumps(value, default=list)}{_MARK if default else ''}"
+    return f"{key} = {json.dumps(msgspec.to_builtins(value))}{_MARK if default else ''}"

@@ -20,7 +20,7 @@ class FleetLost(KVFerryError):
 class Supervisor:
     """Restarts engines that have ended, with a growing wait, and says so.
 
-    An engine: RUNNING → ENDED, waiting for its restart → STARTING → RUNNING, or ENDED → GIVEN UP when it has no
+    An engine: RUNNING → ENDED, waiting for its restart → STARTING → RUNNING, or ENDED → GIVEN UP if it has no
     restarts left. An engine that is not ready in time after a restart is killed, and counts as ended.
     """
 

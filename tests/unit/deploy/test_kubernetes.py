@@ -129,7 +129,7 @@ def test_an_engines_configuration_is_what_kvferry_config_prints(rendered, tmp_pa
         extra["secret_file"] = str(key)
         role = Role(template["metadata"]["labels"]["kvferry-role"])
         assert name == f"kvferry-{role.value}"
-        assert kv_transfer_config(role, extra) == written
+        assert kv_transfer_config(role, extra, machine=False) == written
         kinds = [tier["type"] for tier in extra["tiers"]]
         assert kinds == ["host", *(TIERS[each] for each in TIERS if each in chosen)]
         for tier in extra["tiers"]:
