@@ -52,7 +52,7 @@ def plan(
     and scattered block tables, as on a busy engine. The planner of real transfers plans the copies.
     """
     if listed:
-        _print_table()
+        _print_models()
         return
     reading = _read(model, dtype, mtp=mtp)
     separate = _check_options(tokens, kv)
@@ -74,7 +74,10 @@ def plan(
     kept = forecast_tiers(reading, source, settings)
     if html is not None:
         _write_html(html, transfer, reading, separate=separate)
-    (_print_json if as_json else _print)(transfer, kept)
+    if as_json:
+        _print_json(transfer, kept)
+    else:
+        _print(transfer, kept, html)
 
 
 def _read(model: str | None, dtype: str, *, mtp: bool) -> ModelReading:
@@ -106,23 +109,23 @@ def _check_options(tokens: int, kv: str) -> bool:
     return kv == "apart"
 
 
-def _print_table() -> None:
-    from rich.console import Console
+def _print_models() -> None:
+    from kvferry.plan.show import show_models
+    from kvferry.report import Report
 
-    from kvferry.plan.show import show_table
-
-    show_table(Console(highlight=False))
+    show_models(Report.to_stdout())
 
 
-def _print(transfer: Forecast, kept: TierForecast) -> None:
-    from rich.console import Console
-
+def _print(transfer: Forecast, kept: TierForecast, html: Path | None) -> None:
     from kvferry.plan.show import show
     from kvferry.plan.show_kept import show_kept
+    from kvferry.report import Report
 
-    console = Console(highlight=False)
-    show(transfer, console)
-    show_kept(kept, console)
+    report = Report.to_stdout()
+    show(transfer, report)
+    show_kept(kept, report)
+    report.text()
+    report.note(f"The picture is in {html}." if html else "Next: --html FILE draws this transfer.")
 
 
 def _print_json(transfer: Forecast, kept: TierForecast) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import sys
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -43,6 +42,7 @@ def top(
     import anyio
     from rich.console import Console
 
+    from kvferry.terminal import output_width
     from kvferry.top.lines import text
     from kvferry.top.live import sample_fleet, watch
     from kvferry.top.poller import parse_address
@@ -60,7 +60,7 @@ def top(
     if as_json:
         print(json.dumps(as_plain(asdict(found))))
     else:
-        print(text(found, shutil.get_terminal_size().columns, interval), end="")
+        print(text(found, output_width(), interval), end="")
     if not found.answering:
         raise typer.Exit(_FAILED)
 

@@ -10,7 +10,7 @@ from kvferry.plan.forecast import Forecast, LayerForecast
 from kvferry.plan.page.draw import COLOURS, drawing
 from kvferry.plan.page.scene import MAX_RANKS, Scene, scene
 from kvferry.plan.setting import PlannedTransfer, set_up
-from kvferry.plan.show import describe, engine, table_cells
+from kvferry.plan.show import COLUMNS, describe, engine, table_cells
 
 STYLE = """
 :root{color-scheme:light dark;--bg:#fff;--fg:#1d2327;--dim:#5c666f;--line:#d5dbe0;
@@ -36,18 +36,6 @@ rect:hover{opacity:.7}
 """ + "".join(
     f".l{n}{{fill:var(--l{n});background:var(--l{n})}}.r{n}{{fill:var(--r{n});background:var(--r{n})}}"
     for n in range(6)
-)
-
-
-_COLUMNS = (
-    "layers",
-    "per token or state",
-    "run length",
-    "runs",
-    "moved",
-    "of full attention",
-    "method",
-    "time",
 )
 
 
@@ -85,7 +73,7 @@ def _heading(forecast: Forecast) -> Iterator[str]:
 
 
 def _table(forecast: Forecast) -> str:
-    head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
+    head = "".join(f"<th>{column.heading}</th>" for column in COLUMNS)
     body = ""
     for cells in table_cells(forecast):
         body += f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
