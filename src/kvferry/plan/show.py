@@ -77,12 +77,8 @@ def named(kind: GroupKind, attention_span: int, instead: str = "") -> str:
 
 def heading(forecast: Forecast) -> Iterator[str]:
     """Yield lines about a forecast: the model, the result, both engines, and the size of the KV cache."""
-    whole = forecast.whole
     yield f"{forecast.model}, a prompt of {forecast.tokens:,} tokens"
-    share = _share(whole)
-    as_full = f"{share} of what full attention would take" if share else ""
-    less = f": {as_full}" if whole.full_bytes is not None and whole.bytes < whole.full_bytes else ""
-    yield f"moves {format_bytes(whole.bytes)} in about {format_seconds(whole.seconds)}{less}"
+    yield result(forecast)
     sides = zip((forecast.source, forecast.destination), forecast.blocks, strict=True)
     here, there = (engine(side, tokens) for side, tokens in sides)
     yield f"from {here}"
@@ -90,6 +86,15 @@ def heading(forecast: Forecast) -> Iterator[str]:
     kept = [f"{format_bytes(forecast.token_bytes)} per token"] if forecast.token_bytes else []
     kept += [f"{format_bytes(forecast.state_bytes)} of state per sequence"] if forecast.state_bytes else []
     yield f"KV cache: {' and '.join(kept)}"
+
+
+def result(forecast: Forecast) -> str:
+    """Return the result of a forecast in a few words: bytes, time, and the share of full attention."""
+    whole = forecast.whole
+    text = f"moves {format_bytes(whole.bytes)} in about {format_seconds(whole.seconds)}"
+    if whole.full_bytes is None or whole.bytes >= whole.full_bytes:
+        return text
+    return f"{text}: {_share(whole)} of what full attention would take"
 
 
 def engine(side: EngineSide, block_tokens: int) -> str:
