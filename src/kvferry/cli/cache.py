@@ -132,9 +132,10 @@ def gc(
     option: _Options = None,
     as_json: _Json = False,
 ) -> None:
-    """Remove leftovers, recount the size, and evict down to the capacity.
+    """Remove leftovers, and evict down to the capacity.
 
-    Leftovers are files of killed processes. Chunks that were used or stored least recently are evicted first.
+    Also recounts the size. Leftovers are files of killed processes. Chunks that were used or stored least
+    recently are evicted first.
     """
     from kvferry.tiers.sizes import parse_size
     from kvferry.units import format_bytes

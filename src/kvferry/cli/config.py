@@ -96,10 +96,7 @@ def config(
     ] = None,
     **settings: Any,
 ) -> None:
-    """Print the JSON for vLLM's --kv-transfer-config, in one line.
-
-    vllm serve MODEL --kv-transfer-config "$(kvferry config --role decode)"
-    """
+    """Print the JSON for vLLM's --kv-transfer-config, in one line."""
     from kvferry.serving import kv_config
 
     settings["tiers"] = kv_config.parse_tiers(settings["tiers"])

@@ -47,9 +47,8 @@ def plan(
 ) -> None:
     """Predict what a transfer of MODEL's KV cache costs.
 
-    Prints the bytes, descriptors and time of a transfer from one engine to another, and the storage that a
-    prompt takes in the tiers. No engine runs and no weights are read. Both engines have vLLM's memory layout
-    and scattered block tables, as on a busy engine. The planner of real transfers plans the copies.
+    Prints the bytes and the time that it takes to move a prompt's KV cache from one engine to another, and
+    the storage that it takes in the tiers. Nothing is run, and no weights are read.
     """
     if listed:
         _print_models()
