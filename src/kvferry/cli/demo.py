@@ -50,12 +50,14 @@ def demo(
     """
     from rich.console import Console
 
+    from kvferry.engines.vllm.version import require_vllm
     from kvferry.serving.demo import AnswerVerdict, Screen, measure
     from kvferry.serving.signals import StopRequested, StopSignals
     from kvferry.serving.temporary import temporary_folder
     from kvferry.terminal import output_width
 
     check_output()
+    require_vllm()
     screen = Screen(Console(highlight=False), output_width())
     folder = log_dir or temporary_folder("kvferry-demo-")
     verdicts: list[AnswerVerdict] = []

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvferry.engines.vllm.version import require_vllm
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.serving.devices import Devices, engine_environments, memory_arguments, visible_devices
 from kvferry.serving.engine import EngineSpec
@@ -134,7 +135,8 @@ def fleet_specs(
     Raises:
         ConfigError: a count is less than 1, an engine has more workers than there are GPUs, the path of the
             model cannot be read, a connector setting is not valid, a parallel size in `arguments` is not
-            valid, or `arguments` has an option that this function sets, such as ``--port``.
+            valid, `arguments` has an option that this function sets, such as ``--port``, or vLLM is not
+            installed.
     """
     for name, count in (
         ("prefill", prefill),
@@ -146,6 +148,7 @@ def fleet_specs(
             raise ConfigError(f"{name} is {count}, it must be at least 1")
     _check_model(model)
     _check_arguments(arguments)
+    require_vllm()
     machine = machine or visible_devices()
     tensor = [prefill_tensor_parallel] * prefill + [decode_tensor_parallel] * decode
     sizes = [parallel_of(count, arguments) for count in tensor]

@@ -126,3 +126,10 @@ def test_the_connector_config_holds_only_what_was_given():
 def test_an_unknown_connector_setting_is_refused_with_the_nearest_one():
     with pytest.raises(ConfigError, match="lease_seconds"):
         kv_transfer_config(Role.BOTH, {"lease_second": 5})
+
+
+def test_without_vllm_no_engine_is_started(monkeypatch, tmp_path):
+    monkeypatch.setattr("kvferry.engines.vllm.version.installed", lambda *_: None)
+    monkeypatch.setattr("kvferry.engines.vllm.version.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="vLLM is not installed in this environment; run pip install"):
+        fleet_specs(str(tmp_path), prefill=1, decode=1)

