@@ -47,7 +47,7 @@ class Trial:
 
 TRIALS = (
     Trial("--help", 0, "dashboard"),
-    Trial("plan config.json", 0, "28 full_attention"),
+    Trial("plan config.json", 0, "28 full attention"),
     Trial("plan nobody/nothing", 2, "the Hugging Face hub cannot be reached"),
     Trial("config --role prefill", 0, '"kv_role":"kv_producer"'),
     Trial("keygen secret", 0, "fingerprint"),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
+import os
+import re
+import sys
 import textwrap
 
 _WIDEST, _NARROWEST = 80, 40
+_BETWEEN_NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=[^\W\d]|%)")
+_KEPT = "\N{NO-BREAK SPACE}"
 
 
 def printable(text: str, instead: str = "?") -> str:
@@ -40,26 +44,67 @@ def shown(text: str, most: int = 100) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def wrap(text: str, width: int | None, indent: int = 0, hanging: int = 0) -> list[str]:
+    r"""Split a text into lines of at most `width` columns, at spaces. A number stays with the word after it.
+
+    An empty text gives one empty line.
+
+    Args:
+        text: text to split.
+        width: maximum width of a line, in columns; None for a single line.
+        indent: indentation of every line, in columns.
+        hanging: additional indentation of all lines except the first, in columns.
+
+    >>> wrap("read 2.69 MiB in 3.7 ms", 12)
+    ['read', '2.69 MiB in', '3.7 ms']
+    """
+    if width is None:
+        return [" " * indent + text]
+    lines = textwrap.wrap(
+        _BETWEEN_NUMBER_AND_UNIT.sub(_KEPT, text),
+        max(width, 1),
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent + hanging),
+        break_on_hyphens=False,
+    )
+    return [line.replace(_KEPT, " ") for line in lines] or [""]
+
+
 def wrapped(text: str, indent: int = 0, hanging: int = 0) -> list[str]:
     """Wrap a text into lines of at most `report_width` columns, and replace unprintable characters.
 
-    An empty text gives one empty line.
+    An empty text gives one empty line. Without a terminal, the text is one line.
 
     Args:
         text: text to wrap.
         indent: indentation of every line, in columns.
         hanging: additional indentation of all lines except the first, in columns.
     """
-    lines = textwrap.wrap(
-        printable(text),
-        report_width(),
-        initial_indent=" " * indent,
-        subsequent_indent=" " * (indent + hanging),
-        break_on_hyphens=False,
-    )
-    return lines or [""]
+    return wrap(printable(text), report_width(), indent, hanging)
 
 
-def report_width() -> int:
-    """Return the width of reports in columns: the terminal's width, but at least 40 and at most 80."""
-    return max(_NARROWEST, min(_WIDEST, shutil.get_terminal_size().columns))
+def report_width() -> int | None:
+    """Return the width of prose in columns: that of the output, but at least 40 and at most 80.
+
+    Returns:
+        The width; None for no limit, see `output_width`.
+    """
+    width = output_width()
+    return None if width is None else max(_NARROWEST, min(_WIDEST, width))
+
+
+def output_width() -> int | None:
+    """Return the width of standard output in columns.
+
+    The environment variable ``COLUMNS`` sets it. Without that, it is the width of the terminal.
+
+    Returns:
+        The width; None if standard output is no terminal, for lines without limit.
+    """
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns):
+        return int(columns)
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or _WIDEST
+    except (AttributeError, OSError, ValueError):
+        return None

@@ -70,8 +70,8 @@ def ls(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
         print(json.dumps([asdict(one) for one in found]))
         return
     for one in found:
-        print(f"{one.namespace[:16]}  {printable(one.name) or 'no model named'}"[: report_width()])
-        for line in _join_lines(_fact_texts(one.facts), report_width() - 2):
+        print("\n".join(wrapped(f"{one.namespace[:16]}  {one.name or 'no model named'}", hanging=2)))
+        for line in _join_lines(_fact_texts(one.facts), report_width()):
             print("\n".join(wrapped(line, 2, 2)))
         summary = f"{one.chunks} chunks, {one.tokens} tokens, {format_bytes(one.total_bytes)}"
         if one.oldest is not None and one.newest is not None:
@@ -151,9 +151,10 @@ def gc(
     option: _Options = None,
     as_json: _Json = False,
 ) -> None:
-    """Remove leftovers, recount the size, and evict down to the capacity.
+    """Remove leftovers, and evict down to the capacity.
 
-    Leftovers are files of killed processes. Chunks that were used or stored least recently are evicted first.
+    Also recounts the size. Leftovers are files of killed processes. Chunks that were used or stored least
+    recently are evicted first.
     """
     from kvferry.tiers.sizes import parse_size
     from kvferry.units import format_bytes
@@ -311,16 +312,16 @@ def _fact_texts(facts: Mapping[str, object]) -> list[str]:
     return [printable(one) for one in (*texts, *(map(str, form[:1]) if isinstance(form, list) else ()))]
 
 
-def _join_lines(words: list[str], width: int) -> list[str]:
-    """Join words with commas, and divide them into lines of at most `width` characters.
+def _join_lines(words: list[str], width: int | None) -> list[str]:
+    """Join words with commas, and divide them into lines of at most `width` - 2 characters.
 
     Args:
         words: texts to join. A text is never divided, so a long text may make its line longer than `width`.
-        width: maximum length of a line, in characters.
+        width: maximum length of a line, in characters; None for a single line.
     """
     lines: list[str] = []
     for word in words:
-        if lines and len(lines[-1]) + len(word) + 3 <= width:
+        if lines and (width is None or len(lines[-1]) + len(word) + 5 <= width):
             lines[-1] += f", {word}"
         else:
             lines.append(word)

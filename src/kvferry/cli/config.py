@@ -112,10 +112,7 @@ def config(
     ] = True,
     **settings: Any,
 ) -> None:
-    """Print the JSON for vLLM's --kv-transfer-config, in one line.
-
-    vllm serve MODEL --kv-transfer-config "$(kvferry config --role decode)"
-    """
+    """Print the JSON for vLLM's --kv-transfer-config, in one line."""
     from kvferry.operating_system import is_linux
     from kvferry.serving import kv_config
     from kvferry.serving.shown_settings import complete_settings

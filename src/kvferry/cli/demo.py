@@ -47,8 +47,8 @@ def demo(
 ) -> None:
     """Send real text through two engines, and show what moved.
 
-    A prefill and a decode engine serve the model. The table at the end has one row per request: what moved
-    for each KV cache group, how long it took, and whether the answer equals a single engine's.
+    A prefill and a decode engine serve the model. The end says what happened, with one row per request: what
+    moved, how long that took, and whether the answer equals a single engine's.
     """
     require("kvferry demo", VLLM)
     require_linux("kvferry demo")
@@ -58,10 +58,11 @@ def demo(
     from kvferry.serving.demo import AnswerVerdict, Screen, measure
     from kvferry.serving.signals import StopRequested, StopSignals
     from kvferry.serving.temporary import temporary_folder
+    from kvferry.terminal import output_width
 
     check_release(vllm_version())
     check_output()
-    screen = Screen(Console())
+    screen = Screen(Console(highlight=False), output_width())
     folder = log_dir or temporary_folder("kvferry-demo-")
     verdicts: list[AnswerVerdict] = []
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -12,6 +12,7 @@ from kvferry.cli.config import config
 from kvferry.cli.dashboard import dashboard
 from kvferry.cli.demo import demo
 from kvferry.cli.doctor import doctor
+from kvferry.cli.examples import examples
 from kvferry.cli.explain import explain
 from kvferry.cli.keygen import keygen
 from kvferry.cli.output import flushed_output, print_error
@@ -19,6 +20,7 @@ from kvferry.cli.plan import plan
 from kvferry.cli.router import router
 from kvferry.cli.serve import serve
 from kvferry.cli.top import top
+from kvferry.cli.usage import GroupedCommands, UsageError, usage_sentence
 from kvferry.errors import ConfigError, KVFerryError
 
 _FAILED = 1
@@ -27,14 +29,16 @@ _INTERRUPTED = 130
 
 app = typer.Typer(
     name="kvferry",
+    cls=GroupedCommands,
+    epilog=examples("kvferry"),
     no_args_is_help=True,
     add_completion=False,
     # Print usage errors as plain sentences, like kvferry's own errors.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _command in (serve, router, config, keygen, doctor, demo, plan, explain, top, dashboard):
-    app.command()(_command)
+for _command in (plan, serve, doctor, demo, config, router, keygen, top, explain, dashboard):
+    app.command(epilog=examples(_command.__name__))(_command)
 app.add_typer(cache.app, name="cache")
 app.add_typer(bench.app, name="bench")
 
@@ -64,7 +68,10 @@ def _options(
         typer.Option("--version", callback=_print_versions, is_eager=True, help="Print versions and exit."),
     ] = False,
 ) -> None:
-    """Move the KV cache of language models between engines, and keep it in tiers."""
+    """Move the KV cache of language models between vLLM engines, and keep it in tiers.
+
+    A tier is host memory, a directory or object storage.
+    """
 
 
 def main() -> None:
@@ -82,15 +89,28 @@ def run(commands: typer.Typer) -> None:
     """
     with flushed_output():
         try:
-            commands()
+            code = commands(standalone_mode=False)
+        except UsageError as error:
+            _exit_with_usage(error)
+        except typer.Abort:
+            _exit_with_error(KVFerryError("aborted"), _FAILED)
         except ConfigError as error:
             _exit_with_error(error, _USAGE)
         except KVFerryError as error:
             _exit_with_error(error, _FAILED)
         except KeyboardInterrupt:  # before a command that handles it has begun
             sys.exit(_INTERRUPTED)
+        sys.exit(code if isinstance(code, int) else 0)
 
 
-def _exit_with_error(error: KVFerryError, code: int) -> None:
+def _exit_with_usage(error: Any) -> NoReturn:
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+    else:
+        print_error(usage_sentence(error))
+    sys.exit(_USAGE)
+
+
+def _exit_with_error(error: KVFerryError, code: int) -> NoReturn:
     print_error(str(error))
     sys.exit(code)

@@ -47,12 +47,11 @@ def plan(
 ) -> None:
     """Predict what a transfer of MODEL's KV cache costs.
 
-    Prints the bytes, descriptors and time of a transfer from one engine to another, and the storage that a
-    prompt takes in the tiers. No engine runs and no weights are read. Both engines have vLLM's memory layout
-    and scattered block tables, as on a busy engine. The planner of real transfers plans the copies.
+    Prints the bytes and the time that it takes to move a prompt's KV cache from one engine to another, and
+    the storage that it takes in the tiers. Nothing is run, and no weights are read.
     """
     if listed:
-        _print_table()
+        _print_models()
         return
     reading = _read(model, dtype, mtp=mtp)
     separate = _check_options(tokens, kv)
@@ -74,7 +73,10 @@ def plan(
     kept = forecast_tiers(reading, source, settings)
     if html is not None:
         _write_html(html, transfer, reading, separate=separate)
-    (_print_json if as_json else _print)(transfer, kept)
+    if as_json:
+        _print_json(transfer, kept)
+    else:
+        _print(transfer, kept, html)
 
 
 def _read(model: str | None, dtype: str, *, mtp: bool) -> ModelReading:
@@ -106,23 +108,23 @@ def _check_options(tokens: int, kv: str) -> bool:
     return kv == "apart"
 
 
-def _print_table() -> None:
-    from rich.console import Console
+def _print_models() -> None:
+    from kvferry.plan.show import show_models
+    from kvferry.report import Report
 
-    from kvferry.plan.show import show_table
-
-    show_table(Console(highlight=False))
+    show_models(Report.to_stdout())
 
 
-def _print(transfer: Forecast, kept: TierForecast) -> None:
-    from rich.console import Console
-
+def _print(transfer: Forecast, kept: TierForecast, html: Path | None) -> None:
     from kvferry.plan.show import show
     from kvferry.plan.show_kept import show_kept
+    from kvferry.report import Report
 
-    console = Console(highlight=False)
-    show(transfer, console)
-    show_kept(kept, console)
+    report = Report.to_stdout()
+    show(transfer, report)
+    show_kept(kept, report)
+    report.text()
+    report.note(f"The picture is in {html}." if html else "Next: --html FILE draws this transfer.")
 
 
 def _print_json(transfer: Forecast, kept: TierForecast) -> None:

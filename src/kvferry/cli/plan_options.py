@@ -9,70 +9,97 @@ import typer
 
 Model: TypeAlias = Annotated[
     str | None,
-    typer.Argument(help="A config.json, its folder, a name that --list prints, or a Hugging Face id."),
+    typer.Argument(
+        metavar="MODEL", help="A config.json, its folder, a name that --list prints, or a Hugging Face id."
+    ),
 ]
-Tokens: TypeAlias = Annotated[int, typer.Option(help="Tokens of the prompt to transfer.")]
-Tp: TypeAlias = Annotated[int, typer.Option(help="Tensor-parallel ranks of the sending engine.")]
+Tokens: TypeAlias = Annotated[int, typer.Option(metavar="COUNT", help="Tokens of the prompt to transfer.")]
+Tp: TypeAlias = Annotated[
+    int, typer.Option(metavar="RANKS", help="Tensor-parallel ranks of the sending engine.")
+]
 ToTp: TypeAlias = Annotated[
-    int | None, typer.Option(help="Tensor-parallel ranks of the receiving engine; by default as --tp.")
+    int | None,
+    typer.Option(metavar="RANKS", help="Tensor-parallel ranks of the receiving engine; by default as --tp."),
 ]
-Pp: TypeAlias = Annotated[int, typer.Option(help="Pipeline-parallel ranks of the sending engine.")]
+Pp: TypeAlias = Annotated[
+    int, typer.Option(metavar="RANKS", help="Pipeline-parallel ranks of the sending engine.")
+]
 ToPp: TypeAlias = Annotated[
-    int | None, typer.Option(help="Pipeline-parallel ranks of the receiving engine; by default as --pp.")
+    int | None,
+    typer.Option(
+        metavar="RANKS", help="Pipeline-parallel ranks of the receiving engine; by default as --pp."
+    ),
 ]
 BlockSize: TypeAlias = Annotated[
-    int | None, typer.Option(help="Tokens per block of the sending engine; by default vLLM's choice.")
+    int | None,
+    typer.Option(metavar="COUNT", help="Tokens per block of the sending engine; by default vLLM's choice."),
 ]
 ToBlockSize: TypeAlias = Annotated[
-    int | None, typer.Option(help="Tokens per block of the receiving engine; by default as --block-size.")
+    int | None,
+    typer.Option(
+        metavar="COUNT", help="Tokens per block of the receiving engine; by default as --block-size."
+    ),
 ]
 Layout: TypeAlias = Annotated[
     str,
     typer.Option(
-        help="Layout of the sending engine: auto, LBNHC (NHD), LBHNC (HND), LHBNC, BLHNC, BLNHC, BHLNC."
+        metavar="NAME",
+        help="Layout of the sending engine: auto, LBNHC (NHD), LBHNC (HND), LHBNC, BLHNC, BLNHC, BHLNC.",
     ),
 ]
 ToLayout: TypeAlias = Annotated[
-    str | None, typer.Option(help="Layout of the receiving engine; by default as --layout.")
+    str | None, typer.Option(metavar="NAME", help="Layout of the receiving engine; by default as --layout.")
 ]
 Dtype: TypeAlias = Annotated[
-    str, typer.Option(help="Element type of the KV cache: auto, float32, bfloat16, fp8, ...")
+    str, typer.Option(metavar="NAME", help="Element type of the KV cache: auto, float32, bfloat16, fp8, ...")
 ]
 Planes: TypeAlias = Annotated[
-    str, typer.Option(help="packed: a page holds K and V; apart: K and V have separate pages.")
+    str,
+    typer.Option(metavar="NAME", help="packed: a page holds K and V; apart: K and V have separate pages."),
 ]
 Mtp: TypeAlias = Annotated[bool, typer.Option("--mtp", help="Include the multi-token prediction layers.")]
 StrategyName: TypeAlias = Annotated[
-    str, typer.Option(help="Transfer strategy: auto for the cheapest, direct, over-read or staged.")
+    str,
+    typer.Option(
+        metavar="NAME", help="Transfer strategy: auto for the cheapest, direct, over-read or staged."
+    ),
 ]
 Bandwidth: TypeAlias = Annotated[
-    float | None, typer.Option(help="Bandwidth of a rank's network link in GB/s; by default unlimited.")
+    float | None,
+    typer.Option(metavar="GB/S", help="Bandwidth of a rank's network link in GB/s; by default unlimited."),
 ]
 CostsFile: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        help="File that `kvferry bench calibrate` wrote; by default this machine's, else built-in costs."
+        metavar="FILE",
+        help="File that `kvferry bench calibrate` wrote; by default this machine's, else built-in costs.",
     ),
 ]
 StepTokens: TypeAlias = Annotated[
-    int, typer.Option(help="For the tiers: the engine's --max-num-batched-tokens.")
+    int, typer.Option(metavar="COUNT", help="For the tiers: the engine's --max-num-batched-tokens.")
 ]
 Retention: TypeAlias = Annotated[
     str,
     typer.Option(
-        help="For the tiers: the engine's --prefix-cache-retention-interval, a number of tokens or None."
+        metavar="COUNT",
+        help="For the tiers: the engine's --prefix-cache-retention-interval, a number of tokens or None.",
     ),
 ]
 ChunkTokens: TypeAlias = Annotated[
-    int | None, typer.Option(help="For the tiers: tokens per chunk; by default the connector's choice.")
+    int | None,
+    typer.Option(metavar="COUNT", help="For the tiers: tokens per chunk; by default the connector's choice."),
 ]
 SnapshotTokens: TypeAlias = Annotated[
     int | None,
-    typer.Option(help="For the tiers: tokens between snapshots; by default as many as in a chunk."),
+    typer.Option(
+        metavar="COUNT", help="For the tiers: tokens between snapshots; by default as many as in a chunk."
+    ),
 ]
-KeptTokens: TypeAlias = Annotated[int, typer.Option(help="For the tiers: tokens of the prompt to store.")]
+KeptTokens: TypeAlias = Annotated[
+    int, typer.Option(metavar="COUNT", help="For the tiers: tokens of the prompt to store.")
+]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")]
 Html: TypeAlias = Annotated[
-    Path | None, typer.Option(help="HTML file to write, with a picture of the transfer.")
+    Path | None, typer.Option(metavar="FILE", help="HTML file to write, with a picture of the transfer.")
 ]
 Listed: TypeAlias = Annotated[bool, typer.Option("--list", help="Print the table of models, with sources.")]

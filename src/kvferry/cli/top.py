@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import sys
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -47,6 +46,7 @@ def top(
     from rich.console import Console
 
     from kvferry.operating_system import has_posix
+    from kvferry.terminal import output_width
     from kvferry.top.lines import text
     from kvferry.top.live import sample_fleet, watch
     from kvferry.top.poller import parse_address
@@ -64,7 +64,7 @@ def top(
     if as_json:
         print(json.dumps(as_plain(asdict(found))))
     else:
-        print(text(found, shutil.get_terminal_size().columns, interval), end="")
+        print(text(found, output_width(), interval), end="")
     if not found.answering:
         raise typer.Exit(_FAILED)
 

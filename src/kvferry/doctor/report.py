@@ -1,4 +1,4 @@
-"""Print the findings as text of 80 columns, or return them as JSON."""
+"""Print the findings as text of at most 80 columns, or return them as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvferry.doctor.finding import ReportSection, State, is_well
-from kvferry.terminal import printable, wrapped
+from kvferry.terminal import wrapped
 
 _MARKS = {State.OK: "ok", State.NOTE: "note", State.BAD: "BAD"}
 _STYLES = {State.OK: "green", State.NOTE: "yellow", State.BAD: "bold red"}
@@ -22,7 +22,8 @@ _ARROW = "-> "
 def print_report(sections: Sequence[ReportSection], console: Console) -> None:
     """Print all sections of the report and a summary line to `console`."""
     for section in sections:
-        console.print(Text(printable(section.title), "bold"), soft_wrap=True)
+        for line in wrapped(section.title):
+            console.print(Text(line, "bold"), soft_wrap=True)
         for finding in section.findings:
             first, *rest = wrapped(f"{finding.subject}: {finding.found}", _INDENT)
             mark = Text(f"  {_MARKS[finding.state]:<{_INDENT - 2}}", _STYLES[finding.state])
@@ -33,7 +34,8 @@ def print_report(sections: Sequence[ReportSection], console: Console) -> None:
                 for line in wrapped(_ARROW + finding.advice, _INDENT, len(_ARROW)):
                     console.print(Text(line), soft_wrap=True)
         console.print()
-    console.print(summary(sections), soft_wrap=True, highlight=False)
+    for line in wrapped(summary(sections)):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def summary(sections: Sequence[ReportSection]) -> str:

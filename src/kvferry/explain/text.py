@@ -13,7 +13,7 @@ from kvferry.explain.client import EngineTrace
 from kvferry.explain.timeline import TimelineEntry, timeline
 from kvferry.observe.metrics_listener import trim_parts
 from kvferry.observe.traces import RequestTrace
-from kvferry.terminal import wrapped
+from kvferry.terminal import report_width, wrapped
 from kvferry.units import format_age, format_count, format_seconds
 
 
@@ -129,7 +129,7 @@ def render(traced: EngineTrace) -> str:
 
 
 def render_list(traced: list[EngineTrace], now: float) -> str:
-    """Render a list of requests as text, with about two lines per request.
+    """Render a list of requests as text, with about two lines per request, or one without a terminal.
 
     Args:
         traced: traces of the requests, in the order of the list.
@@ -145,8 +145,11 @@ def render_list(traced: list[EngineTrace], now: float) -> str:
             origins = "no source was asked" if _unasked(one) else "not scheduled yet"
         failed = f"; {found.failed} load{'s' * (found.failed > 1)} failed" if found.failed else ""
         line = f"{format_age(now - one.arrived)} ago, {_engine(one)}, {format_count(found.tokens)} tokens: "
-        lines += wrapped(one.trace.request_id, hanging=_INDENT)
-        lines += wrapped(f"{line}{origins}{failed}", _INDENT)
+        if report_width() is None:
+            lines += wrapped(f"{one.trace.request_id}  {line}{origins}{failed}")
+        else:
+            lines += wrapped(one.trace.request_id, hanging=_INDENT)
+            lines += wrapped(f"{line}{origins}{failed}", _INDENT)
     return "\n".join(lines)
 
 

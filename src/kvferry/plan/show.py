@@ -1,14 +1,9 @@
-"""Output of a handover forecast on a terminal, in 80 columns."""
+"""Output of a handover forecast as text."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-
-from rich.console import Console
-from rich.markup import escape
-from rich.padding import Padding
-from rich.table import Table
 
 from kvferry.geometry import GroupKind
 from kvferry.geometry.models import read_model
@@ -17,6 +12,8 @@ from kvferry.plan.find import entries
 from kvferry.plan.forecast import Forecast
 from kvferry.plan.side import EngineSide
 from kvferry.plan.totals import TransferEstimate
+from kvferry.report import Report
+from kvferry.table import Column
 from kvferry.units import format_bytes, format_count, format_seconds
 
 _ALL = "all"
@@ -29,20 +26,31 @@ _NAMES = {
 }
 
 
-def show(forecast: Forecast, console: Console) -> None:
+COLUMNS = (
+    Column("layers", left=True),
+    Column("per token or state", rank=5),
+    Column("run length", rank=4),
+    Column("runs", rank=3),
+    Column("moved"),
+    Column("share of full attention", rank=1),
+    Column("method", rank=2, left=True),
+    Column("time"),
+)
+"""Columns of the table that shows a forecast."""
+
+
+def show(forecast: Forecast, report: Report) -> None:
     """Print the forecast of a handover: both engines, a table with one row per kind of layer, and notes."""
-    for line in _heading(forecast):
-        console.print(line, highlight=False)
-    console.print()
-    console.print(_table(forecast))
-    console.print("[dim]A run is contiguous in both engines: one NIXL descriptor.[/]", highlight=False)
-    console.print(
-        "[dim]Next: --html FILE draws the transfer, kvferry bench transfer measures it.[/]", highlight=False
-    )
-    if forecast.notes:
-        console.print()
+    name, *lines = heading(forecast)
+    report.heading(name)
+    for line in lines:
+        report.text(line)
+    report.text()
+    report.table(COLUMNS, [*table_cells(forecast)], last_is_total=len(forecast.rows) > 1)
+    report.text()
+    report.note("A run is contiguous in both engines: one NIXL descriptor.")
     for note in forecast.notes:
-        console.print(f"[dim]Note: {escape(note)}.[/]", highlight=False)
+        report.note(f"Note: {note}.")
 
 
 def describe(cache: LayerCache) -> str:
@@ -51,18 +59,42 @@ def describe(cache: LayerCache) -> str:
     Args:
         cache: KV cache of a layer of this kind.
     """
-    name = cache.fields[0].name if cache.kind is GroupKind.MLA else _NAMES[cache.kind]
-    return f"{name} {cache.attention_span:,}" if cache.attention_span else name
+    name = cache.fields[0].name if cache.kind is GroupKind.MLA else ""
+    return named(cache.kind, cache.attention_span, name)
 
 
-def _heading(forecast: Forecast) -> Iterator[str]:
-    yield f"[bold]{escape(forecast.model)}[/], a prompt of {forecast.tokens:,} tokens"
+def named(kind: GroupKind, attention_span: int, instead: str = "") -> str:
+    """Return a short name for a kind of layer, such as ``full attention`` or ``window 1,024``.
+
+    Args:
+        kind: kind of attention or state.
+        attention_span: window or attention chunk in tokens; 0 for other kinds.
+        instead: name to use instead of the kind's; empty for the kind's.
+    """
+    name = instead or _NAMES[kind]
+    return f"{name} {attention_span:,}" if attention_span else name
+
+
+def heading(forecast: Forecast) -> Iterator[str]:
+    """Yield lines about a forecast: the model, the result, both engines, and the size of the KV cache."""
+    yield f"{forecast.model}, a prompt of {forecast.tokens:,} tokens"
+    yield result(forecast)
     sides = zip((forecast.source, forecast.destination), forecast.blocks, strict=True)
     here, there = (engine(side, tokens) for side, tokens in sides)
-    yield f"from {here} to {'the same' if here == there else there}"
+    yield f"from {here}"
+    yield f"to {'an engine with the same settings' if here == there else there}"
     kept = [f"{format_bytes(forecast.token_bytes)} per token"] if forecast.token_bytes else []
     kept += [f"{format_bytes(forecast.state_bytes)} of state per sequence"] if forecast.state_bytes else []
     yield f"KV cache: {' and '.join(kept)}"
+
+
+def result(forecast: Forecast) -> str:
+    """Return the result of a forecast in a few words: bytes, time, and the share of full attention."""
+    whole = forecast.whole
+    text = f"moves {format_bytes(whole.bytes)} in about {format_seconds(whole.seconds)}"
+    if whole.full_bytes is None or whole.bytes >= whole.full_bytes:
+        return text
+    return f"{text}: {_share(whole)} of what full attention would take"
 
 
 def engine(side: EngineSide, block_tokens: int) -> str:
@@ -72,26 +104,7 @@ def engine(side: EngineSide, block_tokens: int) -> str:
         side: settings of the engine.
         block_tokens: number of tokens per block.
     """
-    return f"{side.label}, blocks of {block_tokens:,}"
-
-
-def _table(forecast: Forecast) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    left = {"layers", "method"}
-    for title in (
-        "layers",
-        "per token\nor state",
-        "run\nlength",
-        "runs",
-        "moved",
-        "of full\nattention",
-        "method",
-        "time",
-    ):
-        table.add_column(title, justify="left" if title in left else "right", no_wrap=True, vertical="bottom")
-    for cells in table_cells(forecast):
-        table.add_row(*cells, style="bold" if cells[0] == _ALL else None)
-    return table
+    return f"{side.label}, blocks of {block_tokens:,} tokens"
 
 
 def table_cells(forecast: Forecast) -> Iterator[tuple[str, ...]]:
@@ -110,17 +123,21 @@ def _estimate_cells(estimate: TransferEstimate) -> Iterator[str]:
     yield format_bytes(estimate.run_bytes)
     yield format_count(estimate.descriptors)
     yield format_bytes(estimate.bytes)
-    yield "" if not estimate.full_bytes else f"{estimate.bytes / estimate.full_bytes:.0%}"
+    yield _share(estimate)
     yield estimate.strategy
     yield format_seconds(estimate.seconds)
 
 
-def show_table(console: Console) -> None:
+def _share(estimate: TransferEstimate) -> str:
+    return "" if not estimate.full_bytes else f"{estimate.bytes / estimate.full_bytes:.0%}"
+
+
+def show_models(report: Report) -> None:
     """Print each model of the built-in table with its kinds of layers and the origin of its configuration."""
     for entry in entries():
         reading = read_model(entry.config)
         kinds = Counter(reading.cache.layers)
         kinds_text = ", ".join(f"{count} {describe(cache)}" for cache, count in kinds.items())
         also = f" (also {', '.join(entry.also)})" if entry.also else ""
-        console.print(f"[bold]{escape(entry.name)}[/]{escape(also)}: {kinds_text}")
-        console.print(Padding(f"[dim]{escape(entry.source)}[/]", (0, 0, 0, 2)))
+        report.text(f"{entry.name}{also}: {kinds_text}")
+        report.text(entry.source, "dim", indent=2)

@@ -1,41 +1,39 @@
-"""Output of the forecast of the tiers on a terminal, in 80 columns."""
+"""Output of the forecast of the tiers as text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from kvferry.plan.choices import StorageChoice
 from kvferry.plan.kept import KeptGroup, TierForecast
+from kvferry.plan.show import named
+from kvferry.report import Report
+from kvferry.table import Column
 from kvferry.units import format_bytes
 
 PER_TOKENS = 1024
 """Number of tokens for which the table shows the size of attention layers."""
 
 
-def show_kept(kept: TierForecast, console: Console) -> None:
+def show_kept(kept: TierForecast, report: Report) -> None:
     """Print the forecast of what an engine's tiers store for a prompt.
 
     Args:
         kept: forecast to print.
-        console: console to print to.
+        report: report to print to.
     """
-    console.print()
+    report.text()
     if not kept.groups:
-        console.print(
-            f"[bold]Tiers[/]: this cache cannot be stored: {escape(kept.why_not)}.", highlight=False
-        )
+        report.heading("Tiers")
+        report.text(f"This cache cannot be stored: {kept.why_not}.")
         return
-    console.print(f"[bold]Tiers[/]: chunks of {kept.chunk_tokens:,} tokens{_first(kept)}.", highlight=False)
-    console.print(_groups(kept))
-    console.print()
-    console.print(f"Storage for a prompt of {kept.prompt:,} tokens, by settings:", highlight=False)
-    console.print(_choices(kept))
+    report.heading(f"Tiers: chunks of {kept.chunk_tokens:,} tokens{_first(kept)}")
+    report.table(_GROUP_COLUMNS, [[*_group(group, kept.chunk_tokens)] for group in kept.groups])
+    report.text()
+    report.heading(f"Storage for a prompt of {kept.prompt:,} tokens, by settings")
+    report.table(*_choices(kept))
     if kept.why_not:
-        console.print(f"[bold]No prefix can be loaded[/]: {escape(kept.why_not)}.", highlight=False)
+        report.text(f"No prefix can be loaded: {kept.why_not}.")
 
 
 def _first(kept: TierForecast) -> str:
@@ -43,43 +41,38 @@ def _first(kept: TierForecast) -> str:
     return "" if alone else f", snapshots at least {kept.first_tokens:,} tokens apart"
 
 
-def _table(titles: tuple[str, ...]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for title in titles:
-        left = title == "layers"
-        table.add_column(title, justify="left" if left else "right", no_wrap=True, vertical="bottom")
-    return table
-
-
-def _groups(kept: TierForecast) -> Table:
-    table = _table(("layers", "chunk or\nsnapshot", "file size", f"files of\n{PER_TOKENS:,} tokens"))
-    for group in kept.groups:
-        table.add_row(*_group(group, kept.chunk_tokens))
-    return table
+_GROUP_COLUMNS = (
+    Column("layers", left=True),
+    Column("chunk or snapshot", rank=1),
+    Column("file size"),
+    Column(f"files of {PER_TOKENS:,} tokens", rank=2),
+)
 
 
 def _group(one: KeptGroup, chunk_tokens: int) -> Iterator[str]:
-    yield f"{one.layers} {one.group.label}"
+    yield f"{one.layers} {named(one.group.kind, one.group.attention_span)}"
     yield format_bytes(one.group.chunk_bytes)
     yield format_bytes(one.file_bytes)
     yield "" if one.is_state else format_bytes(one.file_bytes * PER_TOKENS / chunk_tokens)
 
 
-def _choices(kept: TierForecast) -> Table:
+def _choices(kept: TierForecast) -> tuple[tuple[Column, ...], list[tuple[str, ...]]]:
     """Return a table of the storage that a prompt's KV takes, with one row per combination of settings.
 
     The first row is for the requested settings, and the other rows are for alternative settings.
+
+    Returns:
+        (columns, cells of each row).
     """
     state = any(group.is_state for group in kept.groups)
     thinned = any(group.group.attention_span for group in kept.groups) or any(
         choice.snapshot_tokens != kept.chunk_tokens for choice in kept.choices
     )
-    titles = ("retention", "tokens\nper step", "snapshots") if state else ()
-    more = ("tokens between\nsnapshots",) if thinned else ()
-    table = _table((*titles, *more, "files", "recomputed\nat most"))
-    for choice in kept.choices:
-        table.add_row(*_choice(choice, state=state, thinned=thinned))
-    return table
+    columns = (Column("retention"), Column("tokens per step"), Column("snapshots", rank=2)) if state else ()
+    more = (Column("tokens between snapshots"),) if thinned else ()
+    return (*columns, *more, Column("files"), Column("recomputed at most", rank=1)), [
+        tuple(_choice(choice, state=state, thinned=thinned)) for choice in kept.choices
+    ]
 
 
 def _choice(choice: StorageChoice, *, state: bool, thinned: bool) -> Iterator[str]:

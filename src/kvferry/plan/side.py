@@ -48,9 +48,9 @@ class EngineSide:
 
     @property
     def label(self) -> str:
-        """Short description of the engine for users, such as ``TP2 LBNHC``, without the block size."""
-        parallel = [f"TP{self.tp}", *([f"PP{self.pp}"] if self.pp > 1 else [])]
-        return f"{' '.join(parallel)} {self.layout}"
+        """Short description of the engine, such as ``TP2, layout LBNHC``, without the block size."""
+        pipeline = f", PP{self.pp}" if self.pp > 1 else ""
+        return f"TP{self.tp}{pipeline}, layout {self.layout}"
 
 
 def resolve_layout(name: str, reading: ModelReading) -> str:

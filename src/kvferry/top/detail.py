@@ -2,59 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from rich.cells import cell_len, set_cell_size
-
+from kvferry.table import Column, fit_table
 from kvferry.top.figures import ActivityCounts, Figures, Latency, TierCounts, TierUsage
-from kvferry.top.layout import Column, TextLine, TextStyle, row, wrapped
+from kvferry.top.layout import MARGIN, TextLine, TextStyle, without_end, wrapped
 from kvferry.top.units import number, percent
 from kvferry.units import format_bytes, format_seconds
 
-_SOURCE = (
-    Column("asked/s", 10),
-    Column("hit now", 9),
-    Column("since start", 13),
-    Column("under way", 11),
-    Column("loaded/s", 11),
-    Column("median", 8),
-    Column("p99", 8),
+SOURCE = (
+    Column("source", left=True, minimum=MARGIN - 2, least=MARGIN - 2),
+    Column("asked/s", rank=1, minimum=8),
+    Column("hit now", rank=2, minimum=7),
+    Column("since start", rank=3, minimum=11),
+    Column("under way", rank=4, minimum=9),
+    Column("loaded/s", rank=5, minimum=9),
+    Column("median", rank=6, minimum=6),
+    Column("p99", rank=7, minimum=6),
 )
-_CONNECTOR = (
-    Column("asked/s", 10),
-    Column("hit now", 9),
-    Column("since start", 13),
-    Column("under way", 11),
-    Column("tokens/s", 11),
-    Column("missed", 8),
-    Column("failed", 8),
+CONNECTOR = (
+    Column("connector", left=True, minimum=MARGIN - 2, least=MARGIN - 2),
+    Column("asked/s", rank=1, minimum=8),
+    Column("hit now", rank=2, minimum=7),
+    Column("since start", rank=3, minimum=11),
+    Column("under way", rank=4, minimum=9),
+    Column("tokens/s", rank=5, minimum=9),
+    Column("missed", rank=6, minimum=6),
+    Column("failed", rank=7, minimum=6),
 )
-_TIER = (
-    Column("used", 9),
-    Column("capacity", 10),
-    Column("full", 5),
-    Column("owed", 6),
-    Column("read/s", 7),
-    Column("p99", 9),
-    Column("write/s", 8),
-    Column("dropped", 8),
-    Column("evicted", 8),
+TIER = (
+    Column("tier", left=True, minimum=MARGIN - 2, least=MARGIN - 2),
+    Column("used", rank=1, minimum=7),
+    Column("capacity", rank=2, minimum=8),
+    Column("full", rank=3, minimum=3),
+    Column("owed", rank=4, minimum=4),
+    Column("read/s", rank=5, minimum=5),
+    Column("p99", rank=6, minimum=7),
+    Column("write/s", rank=7, minimum=6),
+    Column("dropped", rank=8, minimum=6),
+    Column("evicted", rank=9, minimum=6),
 )
 
 
-TABLE = 100
-"""Maximum width of a table, so that numbers are near their names. Long names can make a table wider."""
-
-
-def detail(of: Figures, width: int, misses: int | None = None) -> Iterator[TextLine]:
+def detail(of: Figures, width: int | None, misses: int | None = None) -> Iterator[TextLine]:
     """Yield the lines about an engine, or about all engines combined, with the most important line first.
 
     Args:
         of: counts, rates and gauges to show.
-        width: maximum width of a line, in terminal cells.
+        width: maximum width of a line, in terminal cells; None for no limit.
         misses: maximum number of lines that list the misses of sources by reason; None for no limit.
     """
-    levels, rates, table = of.levels, of.rates, min(width, TABLE)
+    levels, rates = of.levels, of.rates
     yield from _item_lines("requests", _requests(of), width)
     yield from _item_lines("tokens/s", _tokens(rates), width)
     failed = (
@@ -66,32 +64,30 @@ def detail(of: Figures, width: int, misses: int | None = None) -> Iterator[TextL
         "failures", _failures(of), width, look=TextStyle.BAD if failed else TextStyle.PLAIN
     )
     if of.totals.connectors:
-        yield _head("connector", _CONNECTOR, table)
-        for name in of.totals.connectors:
-            yield TextLine(row(name, list(_connector(of, name)), _CONNECTOR, table))
+        yield from _table(CONNECTOR, [(name, *_connector(of, name)) for name in of.totals.connectors], width)
     if of.totals.sources:
-        yield _head("source", _SOURCE, table)
-        for name in of.totals.sources:
-            yield TextLine(row(name, list(_source(of, name)), _SOURCE, table))
+        yield from _table(SOURCE, [(name, *_source(of, name)) for name in of.totals.sources], width)
     if levels.tiers:
-        yield _head("tier", _TIER, table)
-        for name, usage in levels.tiers.items():
-            now = None if rates is None else rates.tiers.get(name)
-            yield TextLine(row(name, list(_tier(usage, now, of.totals.tiers[name])), _TIER, table))
+        now = {} if rates is None else rates.tiers
+        tiers = [
+            (name, *_tier(usage, now.get(name), of.totals.tiers[name]))
+            for name, usage in levels.tiers.items()
+        ]
+        yield from _table(TIER, tiers, width)
     yield from _item_lines("misses", _misses(of), width, at_most=misses)
     if of.totals.stages:
         yield from _item_lines("peers", _peers(of.totals), width)
     yield from _item_lines("leases", _leases(of), width)
 
 
-def extra(of: Figures, width: int) -> Iterator[TextLine]:
+def extra(of: Figures, width: int | None) -> Iterator[TextLine]:
     """Yield the less important lines, which are shown only if there is room on the screen.
 
     They show the bytes loaded by KV cache group, and the dropped and missed chunks by reason.
 
     Args:
         of: counts, rates and gauges to show.
-        width: maximum width of a line, in terminal cells.
+        width: maximum width of a line, in terminal cells; None for no limit.
     """
     moved = [f"{one.source} {one.group} {one.strategy} {format_bytes(one.size)}" for one in of.totals.moved]
     yield from _item_lines("moved", moved, width)
@@ -104,21 +100,23 @@ def extra(of: Figures, width: int) -> Iterator[TextLine]:
         yield from _item_lines(what, (f"{reason} {number(n)}" for reason, n in reasons.items()), width)
 
 
-def _head(name: str, columns: tuple[Column, ...], width: int) -> TextLine:
-    return TextLine(row(name, [column.head for column in columns], columns, width), TextStyle.HEAD)
+def _table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None) -> Iterator[TextLine]:
+    fitted = fit_table(columns, rows, width, tall=False)
+    yield from (TextLine(line, TextStyle.HEAD) for line in fitted.head)
+    yield from (TextLine(line) for row in fitted.rows for line in row)
 
 
 def _item_lines(
     heading: str,
     items: Iterator[str] | list[str],
-    width: int,
+    width: int | None,
     at_most: int | None = None,
     look: TextStyle = TextStyle.PLAIN,
 ) -> Iterator[TextLine]:
     lines = list(wrapped(heading, items, width))
     for place, line in enumerate(lines[:at_most]):
-        last = at_most is not None and place == at_most - 1 and len(lines) > at_most
-        yield TextLine(f"{set_cell_size(line, min(cell_len(line), width - 4))} ..." if last else line, look)
+        last = width is not None and place + 1 == at_most and len(lines) > at_most
+        yield TextLine(without_end(line, width) if last and width is not None else line, look)
 
 
 def _requests(of: Figures) -> Iterator[str]:

@@ -7,37 +7,35 @@ from collections.abc import Iterator
 
 from rich.cells import cell_len
 
-from kvferry.terminal import printable
+from kvferry.table import Column, fit_table, shortened
 from kvferry.top.addresses import EngineRow, FleetView
-from kvferry.top.detail import TABLE, detail, extra
+from kvferry.top.detail import detail, extra
 from kvferry.top.figures import Figures
-from kvferry.top.layout import Column, TextLine, TextStyle, broken, fit, row, shortened
+from kvferry.top.layout import TextLine, TextStyle, broken, fit
 from kvferry.top.units import number, percent
 from kvferry.units import format_age, format_bytes, format_seconds
 
-_NAME = 23
+_NAME = 22
 """Width in cells that the column with engines' names keeps if its longest name needs it."""
 _FEW = 3
 """Number of engines for whose lines space is reserved on the screen."""
 _MISSES = 2
 """Maximum number of lines about misses if not all lines fit on the screen."""
-_COLUMNS = (
-    Column("running", 7),
-    Column("waiting", 8),
-    Column("prompt/s", 9),
-    Column("cached", 7),
-    Column("loaded/s", 10),
-    Column("p99", 8),
-    Column("failed", 7),
+COLUMNS = (
+    Column("engine", left=True, least=_NAME),
+    Column("running", rank=1, minimum=6),
+    Column("waiting", rank=2, minimum=6),
+    Column("prompt/s", rank=4, minimum=7),
+    Column("cached", rank=5, minimum=5),
+    Column("loaded/s", rank=6, minimum=8),
+    Column("p99", rank=7, minimum=7),
+    Column("failed", rank=3, minimum=6),
+    Column("answer/s", rank=8, minimum=7),
+    Column("cached in all", rank=9, minimum=6),
+    Column("tier full", rank=10, minimum=5),
+    Column("expired", rank=11, minimum=6),
+    Column("uptime", rank=12, minimum=8),
 )
-_WIDE = (
-    Column("answer/s", 9),
-    Column("cached in all", 14),
-    Column("tier full", 10),
-    Column("expired", 8),
-    Column("uptime", 10),
-)
-_WIDE_FROM = 120
 
 
 def screen(fleet: FleetView, width: int, height: int, *, chosen: int | None, every: float) -> list[TextLine]:
@@ -67,37 +65,39 @@ def _body(about: Figures, width: int, room: int) -> list[TextLine]:
     return whole if len(whole) <= room else list(detail(about, width, misses=_MISSES))[:room]
 
 
-def text(fleet: FleetView, width: int, every: float) -> str:
-    """Return the state of all engines as text, for output to a file or a pipe.
+def text(fleet: FleetView, width: int | None, every: float) -> str:
+    """Return the state of all engines as text, for output without a live view.
 
     Args:
         fleet: state of all engines.
-        width: maximum width of a line, in terminal cells.
+        width: maximum width of a line, in terminal cells; None for one line per heading and engine.
         every: time between two readings of the metrics, in seconds.
     """
     lines = [title(fleet, width, every), *map(TextLine, broken(_about(fleet, None), width))]
     if fleet.together is not None:
         lines += [*detail(fleet.together, width), *extra(fleet.together, width)]
-    return (
-        "\n".join(
-            line.text.rstrip()
-            for line in [*lines, TextLine(""), *engine_list(fleet, width, None, whole=True)]
-        )
-        + "\n"
-    )
+    lines += [TextLine(""), *engine_list(fleet, width, None, whole=True)]
+    return "".join(f"{line.text.rstrip()}\n" for line in lines)
 
 
-def title(fleet: FleetView, width: int, every: float) -> TextLine:
+def title(fleet: FleetView, width: int | None, every: float) -> TextLine:
     """Return the title line, with the number of engines, the time between readings and a clock.
 
     Args:
         fleet: state of all engines.
-        width: width of the line, in terminal cells.
+        width: width of the line, in terminal cells; None for no limit.
         every: time between two readings of the metrics, in seconds.
     """
-    heading = f"kvferry top  {fleet.answering} of {len(fleet.engines)} engines answer, read every {every:g} s"
+    answering = f"{fleet.answering} of {len(fleet.engines)} engines answer"
     clock = time.strftime("%H:%M:%S", time.localtime(fleet.at))
-    return TextLine(fit(heading, max(0, width - len(clock) - 1)) + f" {clock}", TextStyle.TITLE)
+    whole = f"kvferry top  {answering}, read every {every:g} s"
+    if width is None:
+        return TextLine(f"{whole}  {clock}", TextStyle.TITLE)
+    room = width - len(clock) - 1
+    heading = next(
+        (each for each in (whole, f"kvferry top  {answering}", answering) if len(each) <= room), ""
+    )
+    return TextLine(fit(f"{heading:<{max(0, room)}} {clock}", width), TextStyle.TITLE)
 
 
 def about_line(fleet: FleetView, chosen: int | None, width: int) -> TextLine:
@@ -121,31 +121,31 @@ def _about(fleet: FleetView, chosen: int | None) -> str:
     return f"all engines{': ' if models else ''}{', '.join(models)}"
 
 
-def engine_list(fleet: FleetView, width: int, chosen: int | None, *, whole: bool = False) -> list[TextLine]:
+def engine_list(
+    fleet: FleetView, width: int | None, chosen: int | None, *, whole: bool = False
+) -> list[TextLine]:
     """Return the list of engines: a heading and one line per engine.
 
     Args:
         fleet: state of all engines.
-        width: width of the lines, in terminal cells.
+        width: width of the lines, in terminal cells; None for no limit.
         chosen: index of the engine to highlight; None to highlight none.
         whole: True to show errors in full, in several lines if needed.
     """
-    columns = (*_COLUMNS, *(_WIDE if width >= _WIDE_FROM else ()))
-    longest = max((cell_len(printable(_named(engine))) for engine in fleet.engines), default=0)
-    table = min(width, max(TABLE, longest + sum(column.width for column in columns)))
-    least = min(longest, _NAME)
-    lines = [
-        TextLine(row("engine", [column.head for column in columns], columns, table, least), TextStyle.HEAD)
+    rows = [
+        (_named(engine), *_cells(engine.figures), *_more(engine.figures, engine.started, fleet.at))
+        for engine in fleet.engines
+        if engine.figures is not None
     ]
+    fitted = fit_table(COLUMNS, rows, width, tall=False)
+    lines = [TextLine(line, TextStyle.HEAD) for line in fitted.head]
+    numbers = iter(fitted.rows)
     for place, engine in enumerate(fleet.engines):
         if engine.figures is None:
             lines += [TextLine(line, TextStyle.BAD) for line in _silent(engine, fleet.at, width, whole=whole)]
-            continue
-        cells = [*_cells(engine.figures)][: len(_COLUMNS)]
-        if len(columns) > len(_COLUMNS):
-            cells += _wide(engine.figures, engine.started, fleet.at)
-        look = TextStyle.CHOSEN if place == chosen else TextStyle.PLAIN
-        lines.append(TextLine(row(_named(engine), cells, columns, table, least), look))
+        else:
+            look = TextStyle.CHOSEN if place == chosen else TextStyle.PLAIN
+            lines += [TextLine(line, look) for line in next(numbers)]
     return lines
 
 
@@ -175,7 +175,7 @@ def _named(engine: EngineRow) -> str:
     return f"{engine.name}{role}{'' if engine.ferry or engine.figures is None else ' (no kvferry)'}"
 
 
-def _silent(engine: EngineRow, at: float, width: int, *, whole: bool) -> list[str]:
+def _silent(engine: EngineRow, at: float, width: int | None, *, whole: bool) -> list[str]:
     """Return the lines about an engine that does not answer: its name, time of first failure, and error.
 
     If the engine has not been read yet, the lines say that it has not answered yet.
@@ -191,7 +191,7 @@ def _silent(engine: EngineRow, at: float, width: int, *, whole: bool) -> list[st
     else:
         since = time.strftime("%H:%M:%S", time.localtime(engine.silence.since))
         status = f"no answer since {since} ({format_age(at - engine.silence.since)}): {engine.silence.why}"
-    if whole:
+    if whole or width is None:
         return broken(f"{_named(engine)}  {status}", width)
     return [fit(f"{shortened(_named(engine), max(_NAME, width - cell_len(status) - 2))}  {status}", width)]
 
@@ -219,7 +219,7 @@ def _cells(of: Figures) -> Iterator[str]:
     yield number(sum(totals.failed.values()))
 
 
-def _wide(of: Figures, started: float | None, at: float) -> Iterator[str]:
+def _more(of: Figures, started: float | None, at: float) -> Iterator[str]:
     fullest = max((usage.share for usage in of.levels.tiers.values()), default=None)
     yield number(None if of.rates is None else of.rates.generated_tokens)
     yield percent(cached_share(dict(of.totals.tokens)))

@@ -20,9 +20,16 @@ def shown(sections) -> str:
     return out.getvalue()
 
 
-def test_a_report_fits_80_columns_and_is_plain_where_it_is_no_terminal():
+@pytest.mark.parametrize("width", [40, 57, 80])
+def test_a_report_fits_its_width(monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert max(map(len, shown(SECTIONS).splitlines())) <= width
+
+
+def test_without_a_terminal_a_finding_is_one_plain_line(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
     text = shown(SECTIONS)
-    assert max(map(len, text.splitlines())) <= 80
+    assert f"  ok   one: {LONG}" in text.splitlines()
     assert "\x1b" not in text
     assert "worth?[31m a look" in text
 

@@ -449,8 +449,9 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_the_command_lists_and_tells_and_fits_a_terminal(
-    answers: TraceServer, capsys: pytest.CaptureFixture[str]
+    answers: TraceServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     listed = command(capsys).splitlines()
     assert listed[0] == "cmpl-a-0-12345678"
     assert re.sub(r"10\d s", "100 s", listed[1]) == (
@@ -475,9 +476,18 @@ def test_a_name_that_would_change_a_terminal_is_shown_without(
     assert "\x1b" not in command(capsys, "\x1b[31mred")
 
 
-def test_a_long_name_is_told_whole_and_fits_a_terminal(
-    answers: TraceServer, capsys: pytest.CaptureFixture[str]
+def test_without_a_terminal_a_request_is_one_line(
+    answers: TraceServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    line, *_ = command(capsys).splitlines()
+    assert re.fullmatch(r"cmpl-a-0-12345678  10\d s ago, decode engine, 20 tokens: .*; 1 load failed", line)
+
+
+def test_a_long_name_is_told_whole_and_fits_a_terminal(
+    answers: TraceServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     name = "cmpl-" + "a-long-name-" * 20 + "0-12345678"
     for event in everything(name, time.monotonic()):
         answers._traces(event)

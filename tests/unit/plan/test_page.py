@@ -18,6 +18,7 @@ from kvferry.plan.page.runs import DrawnRun, by_strip, cut, runs_of
 from kvferry.plan.page.scene import MAX_RANKS, MAX_STRIPS, scene
 from kvferry.plan.page.strips import Strip, strips
 from kvferry.plan.setting import set_up
+from kvferry.plan.show import COLUMNS
 from kvferry.plan.side import EngineSide
 from kvferry.planning.strategy import Costs
 
@@ -36,7 +37,20 @@ def setting(here=EngineSide(), there=None, config=DENSE):  # noqa: B008 - frozen
 def test_every_column_of_the_table_has_its_header():
     page = page_of("Qwen3-Next-80B-A3B", EngineSide(), EngineSide(tp=4))
     head, *rows = re.findall(r"<tr>(.*?)</tr>", page)
-    assert {row.count("<td>") for row in rows} == {head.count("<th>")}
+    assert {row.count("<td ") for row in rows} == {head.count("<th ")} == {len(COLUMNS)}
+
+
+def test_a_phone_can_show_it():
+    page = page_of("Qwen3-Next-80B-A3B", EngineSide(), EngineSide(tp=4))
+    assert '<meta name="viewport" content="width=device-width,initial-scale=1">' in page
+    sizes = [float(size) for size in re.findall(r"font(?:-size)?:(?:\d+ )?([\d.]+)px", page)]
+    assert min(sizes) >= 14
+    # Text in a picture would shrink with it.
+    assert "<text" not in page
+    # The table scrolls in its own box, or is a box per row, which names each number.
+    assert ".wide{overflow-x:auto" in page
+    for column in COLUMNS:
+        assert page.count(f'data-name="{column.heading}"') == 3
 
 
 class Tags(HTMLParser):

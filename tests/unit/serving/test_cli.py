@@ -10,10 +10,12 @@ import sys
 
 import httpx
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from kvferry.cli.config import SETTINGS
-from kvferry.cli.main import app
+from kvferry.cli.main import app, main
+from kvferry.cli.usage import GroupedCommands
 from kvferry.connector.config import ConnectorConfig
 from kvferry.transport.key_file import read_keys
 
@@ -36,11 +38,54 @@ def test_help_lists_the_commands():
 @pytest.mark.parametrize("group", ["", "bench", "cache"])
 def test_help_says_of_every_command_in_a_whole_sentence_what_it_does(group):
     done = CliRunner().invoke(app, [*group.split(), "--help"], env={"COLUMNS": "80"})
-    listed = done.output.split("Commands:\n")[1].splitlines()
+    listed = re.findall(r"^  [a-z]+ {2,}.*$", done.output.split("  --help ")[1], re.MULTILINE)
     assert len(listed) > 2
     for line in listed:
         assert re.fullmatch(r"  [a-z]+ +[A-Z].*[^.]\.", line), line
         assert len(line) <= 80
+
+
+def test_help_lists_every_command_by_purpose_and_plan_serve_doctor_first():
+    listed = [name for names in GroupedCommands.purposes.values() for name in names]
+    assert listed[:3] == ["plan", "serve", "doctor"]
+    assert sorted(listed) == sorted(typer.main.get_command(app).commands)
+
+
+@pytest.mark.parametrize("command", sorted(typer.main.get_command(app).commands))
+def test_help_fits_80_columns_and_shows_examples_that_have_known_options(command):
+    output = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"}).output
+    assert max(map(len, output.splitlines())) <= 80
+    shown = re.findall(rf"^ +kvferry {command}(.*)$", output.partition("Examples:\n")[2], re.MULTILINE)
+    assert shown or command in {"bench", "cache", "config"}
+    for option in re.findall(r"--[a-z]\S*", " ".join(line.partition(" -- ")[0] for line in shown)):
+        assert re.search(rf"^  .*{option}\b", output, re.MULTILINE), option
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["pln"], "no such command 'pln'; did you mean 'plan'"),
+        (["plan", "--tokenz", "5"], "kvferry plan has no option --tokenz; did you mean --tokens?"),
+        (["plan", "--qqqq"], "kvferry plan has no option --qqqq; run kvferry plan --help for its options"),
+        (["plan", "m", "--tokens", "x"], "invalid value for '--tokens': "),
+        (["plan", "m", "n"], "got unexpected extra argument"),
+        (["serve"], "missing argument 'MODEL'; run kvferry serve --help for its arguments"),
+        (
+            ["config", "--role", "x"],
+            "invalid value for '--role': 'x' is not one of 'prefill', 'decode', 'both'",
+        ),
+        (["cache", "lss", "."], "no such command 'lss'; did you mean 'ls'?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_use_is_one_sentence_with_the_nearest_option(arguments, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["kvferry", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    error = capsys.readouterr().err
+    assert error.startswith(f"kvferry: {said}")
+    assert error.count("\n") == 1
+    assert ended.value.code == 2
 
 
 def test_config_prints_one_line_of_json():

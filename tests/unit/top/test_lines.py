@@ -7,9 +7,9 @@ import re
 import pytest
 from rich.cells import cell_len
 
+from kvferry.table import shortened
 from kvferry.top.addresses import PolledAddress, Unreachable, fleet_view
 from kvferry.top.exposition import parse_page
-from kvferry.top.layout import Column, row, shortened
 from kvferry.top.lines import screen, text
 from support.metrics_page import Page, busy, several
 
@@ -83,13 +83,6 @@ def test_an_address_below_another_ones_path_is_told_from_it():
         ).engines
     ]
     assert names == ["a:1/x", "a:1/y", "a:1"]
-
-
-def test_columns_that_have_no_room_are_left_out_from_the_right():
-    columns = (Column("one", 5), Column("two", 5), Column("three", 7))
-    assert row("name", ["1", "2", "3"], columns, 30) == "name             1    2      3"
-    assert row("name", ["1", "2", "3"], columns, 26) == "name                1    2"
-    assert row("name", ["1", "2", "3"], columns, 12) == "name        "
 
 
 @pytest.mark.parametrize("width", range(12))

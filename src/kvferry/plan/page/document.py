@@ -10,7 +10,7 @@ from kvferry.plan.forecast import Forecast, LayerForecast
 from kvferry.plan.page.draw import COLOURS, drawing
 from kvferry.plan.page.scene import MAX_RANKS, Scene, scene
 from kvferry.plan.setting import PlannedTransfer, set_up
-from kvferry.plan.show import describe, engine, table_cells
+from kvferry.plan.show import COLUMNS, describe, engine, result, table_cells
 
 STYLE = """
 :root{color-scheme:light dark;--bg:#fff;--fg:#1d2327;--dim:#5c666f;--line:#d5dbe0;
@@ -19,35 +19,33 @@ STYLE = """
 @media(prefers-color-scheme:dark){:root{--bg:#14181c;--fg:#e4e9ed;--dim:#9aa5ae;--line:#333b43;
 --l0:#5b93d0;--l1:#2f5a88;--l2:#4fae98;--l3:#2b6657;--l4:#a78bd2;--l5:#5d4787;
 --r0:#f0a14d;--r1:#e077b3;--r2:#93c653;--r3:#ee7469;--r4:#5bbcdd;--r5:#c4ae55}}
-body{margin:0;background:var(--bg);color:var(--fg);font:15px/1.5 system-ui,sans-serif}
+body{margin:0;background:var(--bg);color:var(--fg);font:16px/1.5 system-ui,sans-serif}
+body{overflow-wrap:break-word}
 main{max-width:1080px;margin:0 auto;padding:24px}
-h1{font-size:24px;margin:0}h2{font-size:19px;margin:36px 0 0}h3{font-size:15px;margin:18px 0 0}
+h1{font-size:24px;margin:0}h2{font-size:19px;margin:36px 0 0}h3{font-size:16px;margin:18px 0 0}
 p{margin:4px 0 8px}
-table{border-collapse:collapse;margin:14px 0;width:100%;font-variant-numeric:tabular-nums}
+.wide{overflow-x:auto;margin:14px 0}
+table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
+td{white-space:nowrap}
 th{font-weight:600;color:var(--dim)}
 th,td{padding:4px 10px 4px 0;border-bottom:1px solid var(--line);text-align:right}
-th:first-child,td:first-child,th:nth-child(7),td:nth-child(7){text-align:left}
+th{vertical-align:bottom}.left{text-align:left}th+.left,td+.left{padding-left:16px}
 .note,section p{color:var(--dim)}.legend{display:flex;flex-wrap:wrap;gap:6px 26px;color:var(--dim)}
 .legend i{display:inline-block;width:14px;height:10px;margin-right:2px}
 svg{width:100%;height:auto;display:block;overflow:visible}
-text{font:11px system-ui,sans-serif;fill:var(--dim)}rect{stroke:var(--bg);stroke-width:.5}
-.rule{fill:none;stroke:var(--dim)}path[class^=r]:not(.rule){fill-opacity:.38}path:not(.rule):hover{fill-opacity:.9}
+.ranks{display:flex;flex-wrap:wrap;gap:0 18px;font-size:14px;color:var(--dim)}.ranks span{flex:1 1 13em}
+rect{stroke:var(--bg);stroke-width:.5}
+.rule{fill:none;stroke:var(--dim);vector-effect:non-scaling-stroke}
+path[class^=r]:not(.rule){fill-opacity:.38}path:not(.rule):hover{fill-opacity:.9}
 rect:hover{opacity:.7}
+@media(max-width:600px){main{padding:16px}svg{height:220px}
+table,thead,tbody{display:block}thead{display:none}
+tr{display:grid;grid-template-columns:1fr 1fr;padding:10px 0;border-bottom:1px solid var(--line)}
+td,td+.left{border:0;padding:2px 0;text-align:left}td:first-child{grid-column:1/3;font-weight:600}
+td:not(:first-child)::before{content:attr(data-name);display:block;font-size:14px;color:var(--dim);white-space:normal}}
 """ + "".join(
     f".l{n}{{fill:var(--l{n});background:var(--l{n})}}.r{n}{{fill:var(--r{n});background:var(--r{n})}}"
     for n in range(6)
-)
-
-
-_COLUMNS = (
-    "layers",
-    "per token or state",
-    "run length",
-    "runs",
-    "moved",
-    "of full attention",
-    "method",
-    "time",
 )
 
 
@@ -68,7 +66,7 @@ def picture(forecast: Forecast, reading: ModelReading, *, separate: bool = False
     title = f"{escape(forecast.model)}: KV cache hand-over"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{title}</title><style>{STYLE}</style></head><body><main>\n"
         + "\n".join(body)
         + "\n</main></body></html>\n"
@@ -81,15 +79,23 @@ def _heading(forecast: Forecast) -> Iterator[str]:
         escape(engine(side, tokens))
         for side, tokens in zip((forecast.source, forecast.destination), forecast.blocks, strict=True)
     )
-    yield f"<p>A prompt of {forecast.tokens:,} tokens, from {here} to {there}. Planned; nothing was run.</p>"
+    yield (
+        f"<p>A prompt of {forecast.tokens:,} tokens, from {here} to {there}. Planned; nothing was run.</p>"
+        f"<p><b>{escape('M' + result(forecast)[1:])}.</b></p>"
+    )
 
 
 def _table(forecast: Forecast) -> str:
-    head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
+    """Return the table. On a narrow screen each row is a box, with a column's name above its number."""
+    kinds = ['class="left"' if column.left else 'class="number"' for column in COLUMNS]
+    head = "".join(f"<th {kind}>{column.heading}</th>" for kind, column in zip(kinds, COLUMNS, strict=True))
     body = ""
     for cells in table_cells(forecast):
-        body += f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        for kind, column, cell in zip(kinds, COLUMNS, cells, strict=True):
+            begin = "<tr>" if column is COLUMNS[0] else ""
+            body += f'{begin}<td {kind} data-name="{column.heading}">{escape(cell) or "-"}</td>'
+        body += "</tr>"
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _notes(forecast: Forecast) -> Iterator[str]:
@@ -103,7 +109,7 @@ def _legend() -> str:
         f'<p class="legend"><span>{layers} layers of the group, in turns</span>'
         f"<span>{ranks} ranks of the destination, in turns</span>"
         "<span>A gap is memory of other blocks or layers. Lengths are to scale. "
-        "Point at anything to read what it is.</span></p>"
+        "With a mouse, point at anything to read what it is.</span></p>"
     )
 
 

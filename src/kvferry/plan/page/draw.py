@@ -18,9 +18,8 @@ COLOURS = 6
 """Number of distinct colours for layers, and for ranks of the destination. The colours repeat."""
 
 _BAR = 26
-_LABEL = 18
 _BETWEEN = 110
-_RULE = 24
+_RULE = 16
 _LEAST_WIDTH = 0.4
 _LONGEST_RULE = 0.2
 
@@ -44,7 +43,9 @@ class Ribbon:
 def drawing(
     title: str, src: Sequence[MemoryLane], dst: Sequence[MemoryLane], ribbons: Sequence[Ribbon]
 ) -> str:
-    """Draw memory copies as an SVG element: the source's memory above, the destination's memory below.
+    """Draw memory copies as HTML: an SVG with the source's memory above and the destination's memory below.
+
+    The names of ranks are text above and below the SVG, because text in a picture shrinks with it.
 
     A lane is the row of strips (contiguous pieces of memory) of one rank. A ribbon is a band that connects
     copied bytes of both sides.
@@ -55,19 +56,30 @@ def drawing(
         ribbons: bands to draw between the lanes.
     """
     above, below = place(src), place(dst)
-    top, bottom = _LABEL, _LABEL + _BAR + _BETWEEN
-    height = bottom + _BAR + _LABEL + _RULE
+    low = _BAR + _BETWEEN
+    height = low + _BAR + _RULE
+    scale, rule = _scale(above[0].per_byte, height)
     parts = [
-        *(_ribbon(ribbon, above, below, (top + _BAR, bottom)) for ribbon in ribbons),
-        *_bars(above, top, top - 5),
-        *_bars(below, bottom, bottom + _BAR + _LABEL - 4),
-        _rule(above[0].per_byte, height - 6),
+        *(_ribbon(ribbon, above, below, (_BAR, low)) for ribbon in ribbons),
+        *_bars(above, 0),
+        *_bars(below, low),
+        rule,
     ]
-    opening = f'<svg viewBox="0 0 {WIDTH:.0f} {height}" role="img" aria-label="{escape(title)}">'
-    return f"{opening}{''.join(parts)}</svg>"
+    opening = (
+        f'<svg viewBox="0 0 {WIDTH:.0f} {height}" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape(title)}">'
+    )
+    picture = f"{opening}{''.join(parts)}</svg>"
+    return f"{_labels(src)}{picture}{_labels(dst)}<p>The bar at the lower left is {scale} long.</p>"
 
 
-def _bars(placed: Sequence[DrawnLane], y: int, label_y: int) -> Iterator[str]:
+def _labels(lanes: Sequence[MemoryLane]) -> str:
+    """Return the names of ranks as text beside the SVG, where it keeps its size on a small screen."""
+    names = "".join(f"<span>{escape(lane.label)}</span>" for lane in lanes)
+    return f'<div class="ranks">{names}</div>'
+
+
+def _bars(placed: Sequence[DrawnLane], y: int) -> Iterator[str]:
     for each in placed:
         for x, strip in zip(each.starts, each.lane.strips, strict=True):
             width = max(strip.length * each.per_byte, _LEAST_WIDTH)
@@ -77,7 +89,6 @@ def _bars(placed: Sequence[DrawnLane], y: int, label_y: int) -> Iterator[str]:
                 f'width="{width:.2f}" height="{_BAR}">'
                 f"<title>{escape(said)}</title></rect>"
             )
-        yield f'<text x="{each.starts[0]:.1f}" y="{label_y}">{escape(each.lane.label)}</text>'
 
 
 def _ribbon(
@@ -103,19 +114,17 @@ def _where(placed: DrawnLane, address: int) -> str:
     return f"{placed.lane.label} + {address - placed.addresses[0]:,}"
 
 
-def _rule(per_byte: float, y: int) -> str:
-    """Return the SVG of a scale bar and its label.
+def _scale(per_byte: float, bottom: int) -> tuple[str, str]:
+    """Return what the scale bar stands for, and its SVG.
 
     The bar stands for the largest power of two, in bytes, for which it is at most a fifth of the picture's
     width long. It stands for at least 1 byte.
 
     Args:
         per_byte: width of a byte in the picture, in SVG units.
-        y: vertical position of the label, in SVG units.
+        bottom: height of the picture, in SVG units.
     """
     step = 1
     while 2 * step * per_byte <= _LONGEST_RULE * WIDTH:
         step *= 2
-    width = step * per_byte
-    text = f'<text x="{width + 8:.1f}" y="{y}">{format_bytes(step)}</text>'
-    return f'<path class="rule" d="M0.5,{y - 5}v5h{width:.2f}v-5"/>{text}'
+    return format_bytes(step), f'<path class="rule" d="M0.5,{bottom - 7}v6h{step * per_byte:.2f}v-6"/>'

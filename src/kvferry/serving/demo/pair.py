@@ -104,7 +104,7 @@ def measure(
     screen.model(model.title)
     specs = tuple(replace(spec, environment={**spec.environment, **model.environment}) for spec in specs)
     rows = _measured(specs, log, screen, signals, count=count, answer_tokens=answer_tokens)
-    screen.table(rows)
+    screen.results(rows)
     return [row.verdict for row in rows]
 
 

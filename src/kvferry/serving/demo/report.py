@@ -6,13 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rich.table import Table
-
 from kvferry.serving.demo.transfers import Transfer
 from kvferry.serving.demo.verdict import AnswerVerdict
+from kvferry.table import Column
 from kvferry.units import format_bytes, format_seconds
-
-_WIDE = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,52 +29,71 @@ class RequestRow:
     verdict: AnswerVerdict
 
 
-def table(rows: Sequence[RequestRow], width: int) -> Table:
-    """Return the demo's result table, with one row per request.
+COLUMNS = (
+    Column("prompt tokens"),
+    Column("KV moved"),
+    Column("by kind of layer", rank=2, left=True),
+    Column("if all full", rank=4),
+    Column("transfer time", rank=1),
+    Column("first token", rank=3),
+    Column("same text", left=True),
+    Column("pieces", rank=5),
+    Column("piece size", rank=6),
+    Column("planning time", rank=7),
+    Column("whole load", rank=8),
+)
+"""Columns of the demo's result table, which has one row per request."""
 
-    Each row lists the bytes of KV that were moved: per KV cache group if the console has at least 120
-    characters per line, otherwise per kind of attention. The wide table also has columns for the planning
-    time and the total load time. The narrow table needs 80 characters per line.
+
+def table_cells(rows: Sequence[RequestRow]) -> list[tuple[str, ...]]:
+    """Return the cells of the demo's result table, one tuple per request.
 
     Args:
         rows: results in the order of the requests.
-        width: width of the console, in characters.
     """
-    wide = width >= _WIDE
-    shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-    columns = ["prompt\ntokens", "KV moved\nby group", "if all\nfull", "\npieces", "piece\nsize"]
-    columns += ["\nplanning", "\ntransfer", "load\nin all"] if wide else ["\ntransfer"]
-    columns += ["first\ntoken", "same\ntokens"]
-    for name in columns:
-        left = name.startswith(("KV", "same"))
-        shown.add_column(name, justify="left" if left else "right", no_wrap=True)
-    for row in rows:
-        shown.add_row(*_cells(row, wide=wide), end_section=True)
-    return shown
+    return [tuple(_cells(row)) for row in rows]
 
 
-def summary(rows: Sequence[RequestRow]) -> str:
-    """Return a paragraph that summarizes the results of all requests.
-
-    It gives the number of bytes of KV that were moved, the number that would have been moved if all layers
-    had full attention, and the number of answers that are identical to a single engine's answers.
+def story(rows: Sequence[RequestRow]) -> str:
+    """Tell in two sentences what the engines did, and how much KV that took.
 
     Args:
-        rows: results of all requests.
+        rows: results of all requests, at least one.
     """
     loads = [row.transfer for row in rows if row.transfer and row.transfer.outcome == "ready"]
     moved, full = sum(load.bytes for load in loads), sum(load.full_attention_bytes for load in loads)
-    same = Counter(row.verdict for row in rows)
-    text = f"Moved {format_bytes(moved)} for {len(loads)} of {len(rows)} requests"
-    if moved < full:
+    tokens = sum(row.prompt_tokens for row in rows)
+    computed = f"The prefill engine computed {_prompts(len(rows))} of {tokens:,} tokens in all"
+    if not loads:
+        return f"{computed}; the decode engine read nothing of it and {_wrote(rows)}."
+    which = "their KV" if len(loads) == len(rows) else f"the KV of {len(loads)} of them"
+    seconds = format_seconds(sum(load.transfer_seconds for load in loads))
+    text = (
+        f"{computed}; the decode engine read {which}, {format_bytes(moved)}, in {seconds} and {_wrote(rows)}."
+    )
+    if moved >= full:
+        return text
+    return (
+        f"{text} If every layer had full attention, it would have read {format_bytes(full)}, "
+        f"{full / moved:.1f} times as much."
+    )
+
+
+def _prompts(count: int) -> str:
+    return "1 prompt" if count == 1 else f"{count} prompts"
+
+
+def _wrote(rows: Sequence[RequestRow]) -> str:
+    verdicts = Counter(row.verdict for row in rows)
+    same, close = verdicts[AnswerVerdict.YES], verdicts[AnswerVerdict.OWN_GAP]
+    if same == len(rows):
+        return "wrote the same text as one engine alone"
+    text = f"wrote the same text as one engine alone for {same} of {_prompts(len(rows))}"
+    if close:
         text += (
-            f"; all layers as full attention would have been {format_bytes(full)}, "
-            f"{full / moved:.1f} times that"
+            f" ({close} differ no more than that engine differs from itself when it prefills what "
+            "it decoded: own gap)"
         )
-    text += f". Identical to a single engine: {same[AnswerVerdict.YES]} of {len(rows)}."
-    if same[AnswerVerdict.OWN_GAP]:
-        text += f" {same[AnswerVerdict.OWN_GAP]} differ where that engine, asked to prefill what it decoded,"
-        text += " differs from itself by as much (own gap)."
     return text
 
 
@@ -96,42 +112,41 @@ def failures(rows: Sequence[RequestRow]) -> Iterator[str]:
             yield f"Request {number}: {why}; the decode engine computed its prompt."
 
 
-def _cells(row: RequestRow, *, wide: bool) -> Iterator[str]:
+def _cells(row: RequestRow) -> Iterator[str]:
     load = row.transfer
-    yield str(row.prompt_tokens)
+    yield f"{row.prompt_tokens:,}"
     if load is None or load.outcome != "ready":
         yield "nothing" if load is None else load.outcome
-        yield from ["-"] * (6 if wide else 4)
+        yield from [""] * 3
     else:
-        yield "\n".join(_groups(load, wide=wide))
+        yield format_bytes(load.bytes)
+        yield "\n".join(_kinds(load))
         yield format_bytes(load.full_attention_bytes)
-        yield str(load.descriptors)
-        yield format_bytes(load.run_bytes)
-        if wide:
-            yield format_seconds(load.plan_seconds)
         yield format_seconds(load.transfer_seconds)
-        if wide:
-            yield format_seconds(load.total_seconds)
     yield format_seconds(row.first_token_seconds)
     yield row.verdict.value
+    if load is None or load.outcome != "ready":
+        yield from [""] * 4
+    else:
+        yield f"{load.descriptors:,}"
+        yield format_bytes(load.run_bytes)
+        yield format_seconds(load.plan_seconds)
+        yield format_seconds(load.total_seconds)
 
 
-def _groups(load: Transfer, *, wide: bool) -> Iterator[str]:
-    """Yield lines of text that state how many bytes a KV load moved.
+def _kinds(load: Transfer) -> Iterator[str]:
+    """Yield a text per kind of KV cache group: the number of groups, the kind, and the bytes that moved.
 
     Args:
         load: KV load of a request.
-        wide: True for one line per KV cache group, False for one line per kind of attention.
     """
-    if wide:
-        for name, moved in load.bytes_by_group.items():
-            yield f"{name}  {format_bytes(moved)}"
-        return
     kinds: dict[str, list[int]] = {}
     for name, moved in load.bytes_by_group.items():
         kinds.setdefault(name.partition(" ")[2], []).append(moved)
-    for kind, sizes in kinds.items():
-        yield f"{len(sizes)} {_SHORT.get(kind, kind).replace('_window', '')} {format_bytes(sum(sizes))}"
+    for label, sizes in kinds.items():
+        kind, _, span = label.partition("(")
+        name = " ".join((_SHORT.get(kind, kind), span.rstrip(")"))).strip()
+        yield f"{len(sizes)} {name}: {format_bytes(sum(sizes))}"
 
 
-_SHORT = {"full_attention": "full"}
+_SHORT = {"full_attention": "full", "sliding_window": "window", "chunked_local": "chunk"}

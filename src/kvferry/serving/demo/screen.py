@@ -7,29 +7,41 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-from kvferry.serving.demo.report import RequestRow, failures, summary, table
+from kvferry.report import Report
+from kvferry.serving.demo.report import COLUMNS, RequestRow, failures, story, table_cells
 from kvferry.serving.engine import EngineProcess
 from kvferry.serving.progress import startup_progress
 from kvferry.terminal import printable
 from kvferry.units import format_seconds
 
 _INDENT = "    "
+_EXCERPT = 80
+"""Width of the lines with prompts and answers where the output is no terminal."""
 
 
 class Screen:
-    """The demo's output to a console. Prompts and answers are shortened to the console's width."""
+    """The demo's output. Prompts and answers are shortened to one line each."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, width: int | None) -> None:
+        """Create the output.
+
+        Args:
+            console: console to print to.
+            width: maximum width of a line, in columns; None for no limit.
+        """
         self._console = console
+        self._report = Report(console, width)
+        self._line = _EXCERPT if width is None else width
 
     def note(self, text: str) -> None:
         """Print a line."""
-        self._console.print(text, markup=False, highlight=False)
+        for line in text.split("\n"):
+            self._report.text(line)
 
     def model(self, title: str) -> None:
         """Print a heading with the name of the model that the next lines are about."""
         self._console.print()
-        self._console.rule(f"[bold]{title}", align="left")
+        self._report.heading(title)
 
     @contextmanager
     def starting(self) -> Iterator[Callable[[Sequence[EngineProcess]], None]]:
@@ -63,9 +75,9 @@ class Screen:
         Yields:
             Function to call with each piece of the answer's text as it arrives.
         """
-        begins = printable(prompt, " ")[: self._console.width - len(_INDENT) - 8]
+        begins = printable(prompt, " ")[: self._line - len(_INDENT) - 8]
         self.note(f"\n{number:>3} {begins} ...")
-        room = self._console.width - len(_INDENT) - 8
+        room = self._line - len(_INDENT) - 8
         self._piece(f"{_INDENT}-> ")
 
         def on_text(text: str) -> None:
@@ -80,15 +92,19 @@ class Screen:
         finally:
             self._console.print()
 
-    def table(self, rows: Sequence[RequestRow]) -> None:
-        """Print the result table, a summary, and a sentence for each request without a successful KV load.
+    def results(self, rows: Sequence[RequestRow]) -> None:
+        """Print what happened, the result table, and a sentence for each request without a KV load.
 
         Args:
             rows: results in the order of the requests.
         """
-        self._console.print()
-        self._console.print(table(rows, self._console.width))
-        self.note("\n" + "\n".join([summary(rows), *failures(rows)]))
+        self._report.text()
+        self._report.heading("What happened")
+        self._report.text(story(rows))
+        self._report.text()
+        self._report.table(COLUMNS, table_cells(rows))
+        for failure in failures(rows):
+            self._report.text(failure)
 
     def _piece(self, text: str) -> None:
         self._console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
