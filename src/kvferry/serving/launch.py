@@ -83,13 +83,7 @@ class Fleet:
             LaunchError: a log file or a process cannot be created.
         """
         check_umask()
-        try:
-            self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot make the folder {self._log_dir} for the engines' logs: {error.strerror}; name "
-                "another with --log-dir"
-            ) from error
+        make_log_dir(self._log_dir)
         try:
             self._start()
         except OSError as error:
@@ -225,6 +219,21 @@ class Fleet:
             f"{engine.spec.name} is not ready after {self._startup_timeout_seconds:g} s; raise "
             f"the startup timeout, or see {engine.log_path}"
         )
+
+
+def make_log_dir(path: Path) -> None:
+    """Create the folder of the engines' logs, which only this user may enter, if it does not exist.
+
+    Raises:
+        ConfigError: the folder cannot be created.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the folder {path} for the engines' logs: {error.strerror}; name another with "
+            "--log-dir"
+        ) from error
 
 
 def death_notice(engine: EngineProcess) -> str:

@@ -19,7 +19,7 @@ from kvferry.serving.demo.transfers import read_transfer
 from kvferry.serving.demo.verdict import AnswerVerdict, compare
 from kvferry.serving.devices import visible_devices
 from kvferry.serving.engine import EngineProcess, EngineSpec
-from kvferry.serving.launch import Fleet, fleet_specs
+from kvferry.serving.launch import Fleet, fleet_specs, make_log_dir
 from kvferry.serving.signals import StopSignals
 from kvferry.serving.specs import flag
 from kvferry.serving.tiny import cache_directory, family, tiny_checkpoint
@@ -99,6 +99,7 @@ def measure(
         CompletionError: a request failed.
         StopRequested, KeyboardInterrupt: the process received a signal.
     """
+    make_log_dir(folder)  # first, because the connector's settings are checked against the machine
     log = folder / "transfers.jsonl"
     specs = fleet_specs(model.path, decode_settings={"transfer_log": str(log)}, arguments=model.arguments)
     screen.model(model.title)
