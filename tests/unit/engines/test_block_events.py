@@ -27,7 +27,7 @@ GROUPS = [
 
 @pytest.fixture
 def publisher():
-    return BlockEventPublisher(SimpleNamespace(kv_cache_groups=GROUPS, hash_block_size=HASHED))
+    return BlockEventPublisher(SimpleNamespace(kv_cache_groups=GROUPS))
 
 
 def request(tokens, **options):
@@ -88,6 +88,6 @@ def test_a_removed_block_names_the_same_hash_and_tier(publisher):
         assert getattr(removed, name) == getattr(stored, name)
 
 
-def test_without_prefix_caching_there_are_no_blocks_to_name():
-    publisher = BlockEventPublisher(SimpleNamespace(kv_cache_groups=GROUPS, hash_block_size=None))
-    assert publisher.describe(request(range(32)), 0, range(32)) is None
+def test_without_prefix_caching_there_are_no_blocks_to_name(publisher):
+    unhashed = VLLMRequest(request(range(32)).raw, None)
+    assert publisher.describe(unhashed, 0, range(32)) is None

@@ -21,7 +21,6 @@ class BlockEventPublisher:
 
     def __init__(self, kv_cache_config: Any) -> None:
         self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        self._hash_tokens: int = kv_cache_config.hash_block_size or 0
         self._events: list[Any] = []
 
     def __call__(self, event: Event) -> None:
@@ -49,6 +48,6 @@ class BlockEventPublisher:
         """
         assert isinstance(request, VLLMRequest)
         block_tokens = int(self._specs[group].block_size)
-        if not self._hash_tokens or block_tokens % self._hash_tokens:
+        if not request.hash_block_tokens or block_tokens % request.hash_block_tokens:
             return None
-        return describe_blocks(request.raw, group, tokens, block_tokens, self._hash_tokens)
+        return describe_blocks(request.raw, group, tokens, block_tokens, request.hash_block_tokens)
