@@ -66,16 +66,20 @@ class _Library(ctypes.CDLL):
         super().__init__(name, *args, **options)
 
 
-for each in NOT_ON_WINDOWS & set(sys.modules):
-    del sys.modules[each]
-sys.meta_path.insert(0, _Refusal())
-for module, attributes in MISSING.items():
-    for attribute in attributes.split():
-        delattr(module, attribute)
-ctypes.CDLL = _Library
-platform.system = lambda: "Windows"
+def become_windows() -> None:
+    """Take from this process what Windows and the core installation lack."""
+    for each in NOT_ON_WINDOWS & set(sys.modules):
+        del sys.modules[each]
+    sys.meta_path.insert(0, _Refusal())
+    for module, attributes in MISSING.items():
+        for attribute in attributes.split():
+            delattr(module, attribute)
+    ctypes.CDLL = _Library
+    platform.system = lambda: "Windows"
+
 
 if __name__ == "__main__":
+    become_windows()
     from kvferry.cli.entry import main
 
     sys.argv[0] = "kvferry"
