@@ -31,6 +31,7 @@ from kvferry.serving.router.failures import Failures
 from kvferry.serving.router.flow import Completion, CompletionFlow
 from kvferry.serving.router.hop import Hop, loop_reply
 from kvferry.serving.router.keys import KeyCheck
+from kvferry.serving.router.metrics import CONTENT_TYPE, RouterMetrics
 from kvferry.serving.router.probe import Prober
 from kvferry.serving.router.replies import bad_request, unavailable
 from kvferry.serving.router.settings import RouterSettings
@@ -49,17 +50,18 @@ class RouterApp(Starlette):
         router = _Router(settings, self._ongoing)
 
         def endpoint(handler: Callable[[Call, Send], Awaitable[None]]) -> RouterEndpoint:
-            return RouterEndpoint(handler, self._ongoing, router.hop, settings.max_body_bytes)
+            return RouterEndpoint(handler, self._ongoing, router.hop, settings.max_body_bytes, router.metrics)
 
         routes = [Route(path, endpoint(router.complete), methods=["POST"]) for path in _COMPLETED]
         routes += [
             Route(path, endpoint(router.pass_through), methods=[method]) for method, path in _PASSED_THROUGH
         ]
         routes.append(Route("/health", router.health, methods=["GET"]))
+        routes.append(Route("/metrics", router.metrics_page, methods=["GET"]))
         routes.append(Route("/ping", router.health, methods=["GET", "POST"]))
         super().__init__(
             routes=routes,
-            middleware=_middleware(settings),
+            middleware=_middleware(settings, router.metrics),
             lifespan=router.lifespan,
             exception_handlers={HTTPException: _http_error, Exception: _our_fault},
         )
@@ -82,7 +84,7 @@ class RouterApp(Starlette):
         self._ongoing.end()
 
 
-def _middleware(settings: RouterSettings) -> list[Middleware]:
+def _middleware(settings: RouterSettings, metrics: RouterMetrics) -> list[Middleware]:
     found = []
     if settings.allowed_origins:  # before the keys: a browser's preflight request has none
         found.append(
@@ -95,7 +97,14 @@ def _middleware(settings: RouterSettings) -> list[Middleware]:
             )
         )
     if settings.api_keys or settings.engine_key is not None:
-        found.append(Middleware(KeyCheck, keys=settings.api_keys, engine_key=settings.engine_key))
+        found.append(
+            Middleware(
+                KeyCheck,
+                keys=settings.api_keys,
+                engine_key=settings.engine_key,
+                on_refused=metrics.count_unauthorized,
+            )
+        )
     return found
 
 
@@ -112,6 +121,7 @@ class _Router:
         self._prefill = Pool("prefill", settings.prefill)
         self._decode = Pool("decode", settings.decode)
         self.hop = Hop()
+        self.metrics = RouterMetrics(self._all_backends)
         self._client: EngineClient
         self._flow: CompletionFlow
         self._prober: Prober
@@ -150,7 +160,7 @@ class _Router:
             if not self._settings.trust_kv_params:
                 body = without_kv_params(body)
                 raw = encoded(body)  # so the engine reads exactly the checked fields
-            completion = Completion(call.path, raw, body, call.headers, call.reply_headers)
+            completion = Completion(call.path, raw, body, call.headers, call.reply_headers, call.record)
             await self._flow.complete(completion, send)
         except MalformedBody as error:
             await bad_request(str(error), "invalid_json").send(send, call.reply_headers)
@@ -208,6 +218,10 @@ class _Router:
             for role, backends in pools.items()
         }
         return JSONResponse({"status": status, **engines}, 200 if status in ("ok", "degraded") else 503)
+
+    async def metrics_page(self, _: Request) -> Response:
+        """Return the router's metrics in Prometheus' text format."""
+        return Response(self.metrics.page(), headers={"content-type": CONTENT_TYPE})
 
 
 async def _our_fault(_: Request, __: Exception) -> Response:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from typing import Any
 
 from kvferry.serving.router.streaming import StreamSource
@@ -14,6 +15,14 @@ _log = logging.getLogger("kvferry.router")
 
 _FIRST_REST_SECONDS = 0.5
 _LONGEST_REST_SECONDS = 16.0
+
+
+class BackendState(StrEnum):
+    """State of an engine as the router knows it, as it is named in metrics."""
+
+    UP = "up"
+    RESTING = "resting"
+    DOWN = "down"
 
 
 class Backend:
@@ -56,6 +65,13 @@ class Backend:
     def resting(self) -> bool:
         """Whether the engine refused its last request so recently that other engines are preferred."""
         return time.monotonic() < self._rests_until
+
+    @property
+    def state(self) -> BackendState:
+        """Whether the engine is down, rests, or gets requests."""
+        if not self.up:
+            return BackendState.DOWN
+        return BackendState.RESTING if self.resting else BackendState.UP
 
     def back_off(self) -> None:
         """Prefer other engines for a while, because this one was busy or answered with a server error.

@@ -17,7 +17,8 @@ Cancelling the task that runs `complete` closes the connection to the engine, wh
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+import time
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import anyio
@@ -35,6 +36,7 @@ from kvferry.serving.router.bodies import (
 from kvferry.serving.router.events import BrokenBeforeFirst, is_events, relay_events
 from kvferry.serving.router.failures import Failures, failure_of, is_busy, is_failure
 from kvferry.serving.router.hop import LOOP_DETECTED, LOOP_REASON
+from kvferry.serving.router.metrics import AloneReason, RequestRecord
 from kvferry.serving.router.replies import Headers, Reply, unavailable
 from kvferry.serving.router.settings import RouterSettings
 from kvferry.serving.router.streaming import StreamSource, estimated_tokens, new_ticket
@@ -51,6 +53,7 @@ class Completion:
         body: the same body, parsed.
         headers: headers of the requests to the engines, including x-request-id.
         reply_headers: headers to add to the answer for the client.
+        record: facts about the request for the metrics.
     """
 
     path: str
@@ -58,6 +61,7 @@ class Completion:
     body: dict[str, Any]
     headers: Headers
     reply_headers: Headers
+    record: RequestRecord = field(default_factory=RequestRecord)
 
 
 class CompletionFlow:
@@ -86,13 +90,16 @@ class CompletionFlow:
         """
         failures, tried = Failures(), list[Backend]()
         params = None
-        if not decodes_alone(completion.path, completion.body):
+        alone = decodes_alone(completion.path, completion.body)
+        if alone is None:
             backend = self._prefill.next(tried)
             if backend is not None and (source := _stream_source(backend, completion)) is not None:
                 tried.append(backend)
                 if await self._streamed(completion, backend, source, failures, send):
                     return
             params = await self._kv_of_prompt(completion, failures, tried)
+            alone = AloneReason.NO_KV if params is None else None
+        completion.record.note_decode(alone)
         if isinstance(params, Reply):
             await params.send(send, completion.reply_headers)
         else:
@@ -154,6 +161,7 @@ class CompletionFlow:
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(prefill)
+                completion.record.note_decode(None)
                 await self._answer(completion, source.offer(ticket), failures, send_noted)
                 group.cancel_scope.cancel()
         except BaseExceptionGroup as errors:
@@ -161,6 +169,7 @@ class CompletionFlow:
         if rejection is not None:
             await rejection.send(send, completion.reply_headers)
         elif over and not failed:
+            completion.record.note_decode(AloneReason.NO_KV)
             await self._answer(completion, None, failures, send)
         return not failed or rejection is not None
 
@@ -220,6 +229,7 @@ class CompletionFlow:
                 `failures`.
         """
         url = backend.url + sent.path
+        begun = time.monotonic()
         try:
             with self._prefill.count_request(backend):
                 async with (
@@ -242,6 +252,7 @@ class CompletionFlow:
                 failures.add(backend, failure_of(reply))
             return None
         backend.note_success()
+        sent.record.prefill_seconds = time.monotonic() - begun
         return reply
 
     async def _answer(
@@ -271,6 +282,7 @@ class CompletionFlow:
                         if wants_stream(completion.body) and is_events(response):
                             if fault := await relay_events(response, send, completion.reply_headers):
                                 backend.mark_down(fault)
+                                completion.record.broken = True
                             return
                         reply = await read_whole(response)
             except NOT_CONNECTED as error:
@@ -292,6 +304,7 @@ class CompletionFlow:
                 else:
                     continue  # it did not take the request, so the prefill engine still has the KV
             # The failed engine may have read the KV, and then the prefill engine has freed it.
+            completion.record.note_ticket_lost()
             params = None
             if failures.exhausted:
                 last = None
