@@ -34,6 +34,7 @@ from kvferry.serving.router.keys import KeyCheck
 from kvferry.serving.router.metrics import CONTENT_TYPE, RouterMetrics
 from kvferry.serving.router.probe import Prober
 from kvferry.serving.router.replies import bad_request, unavailable
+from kvferry.serving.router.sessions import session_of
 from kvferry.serving.router.settings import RouterSettings
 from kvferry.serving.router.upstream import BROKEN, NOT_CONNECTED, EngineClient, describe_error, read_whole
 
@@ -160,7 +161,10 @@ class _Router:
             if not self._settings.trust_kv_params:
                 body = without_kv_params(body)
                 raw = encoded(body)  # so the engine reads exactly the checked fields
-            completion = Completion(call.path, raw, body, call.headers, call.reply_headers, call.record)
+            session = session_of(call.headers, body)
+            completion = Completion(
+                call.path, raw, body, call.headers, call.reply_headers, session, call.record
+            )
             await self._flow.complete(completion, send)
         except MalformedBody as error:
             await bad_request(str(error), "invalid_json").send(send, call.reply_headers)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any
 
+from kvferry.serving.router.sessions import score
 from kvferry.serving.router.streaming import StreamSource
 
 _log = logging.getLogger("kvferry.router")
@@ -143,20 +144,26 @@ class Pool:
         self.backends = tuple(Backend(role, url) for url in urls)
         self._requests = 0
 
-    def next(self, tried: Sequence[Backend], *, last_resort: bool = False) -> Backend | None:
-        """Choose the engine for a request: the one with the fewest outstanding requests of those that are up.
+    def next(
+        self, tried: Sequence[Backend], session: int | None = None, *, last_resort: bool = False
+    ) -> Backend | None:
+        """Choose the engine for a request from those that are up.
 
+        It is the engine of the request's session, or else the one with the fewest outstanding requests.
         Engines that rest after a refusal are left out. If several engines have equally few requests, the
         least recently used of them is chosen. Return None if there is no engine to choose from.
 
         Args:
             tried: engines to skip, because this request was already sent to them.
+            session: session of the request, as `session_of` returns it; None if it has none.
             last_resort: True to choose from the engines that rest, and then from those that are down, if no
                 other engine is left.
         """
         left = [backend for backend in self.backends if backend not in tried]
         up = [backend for backend in left if backend.up]
         choice = [backend for backend in up if not backend.resting] or ((up or left) if last_resort else [])
+        if session is not None:
+            return max(choice, key=lambda backend: score(session, backend.url), default=None)
         return min(choice, key=lambda backend: (backend.outstanding, backend.last_used), default=None)
 
     @contextmanager

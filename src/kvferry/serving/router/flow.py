@@ -53,6 +53,7 @@ class Completion:
         body: the same body, parsed.
         headers: headers of the requests to the engines, including x-request-id.
         reply_headers: headers to add to the answer for the client.
+        session: session of the request, as `session_of` returns it; None if it has none.
         record: facts about the request for the metrics.
     """
 
@@ -61,6 +62,7 @@ class Completion:
     body: dict[str, Any]
     headers: Headers
     reply_headers: Headers
+    session: int | None = None
     record: RequestRecord = field(default_factory=RequestRecord)
 
 
@@ -92,7 +94,7 @@ class CompletionFlow:
         params = None
         alone = decodes_alone(completion.path, completion.body)
         if alone is None:
-            backend = self._prefill.next(tried)
+            backend = self._prefill.next(tried, completion.session)
             if backend is not None and (source := _stream_source(backend, completion)) is not None:
                 tried.append(backend)
                 if await self._streamed(completion, backend, source, failures, send):
@@ -191,7 +193,7 @@ class CompletionFlow:
             return failures.reply(completion.reply_headers)
         headers = prefill_headers(completion.headers)
         sent = replace(completion, raw=prefill_body(completion.body), headers=headers)
-        while backend := self._prefill.next(tried):
+        while backend := self._prefill.next(tried, completion.session):
             tried.append(backend)
             try:
                 reply = await self._prefilled(backend, sent, failures)
@@ -271,7 +273,7 @@ class CompletionFlow:
         """
         tried: list[Backend] = []
         last: Reply | None = unavailable("no decode engine can be reached")
-        while backend := self._decode.next(tried, last_resort=True):
+        while backend := self._decode.next(tried, completion.session, last_resort=True):
             tried.append(backend)
             body = decode_body(completion.body, params) if params else completion.raw
             url = backend.url + completion.path
