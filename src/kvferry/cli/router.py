@@ -33,6 +33,12 @@ def router(
     max_body_mib: Annotated[
         int, typer.Option(metavar="MIB", min=1, help="Largest request body, in MiB.")
     ] = 64,
+    min_prefill_tokens: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=0, help="Decode engines compute fewer new tokens themselves; 0 for none."
+        ),
+    ] = 128,
     drain_seconds: Annotated[
         float,
         typer.Option(metavar="SECONDS", min=0.0, help="Time that running requests have after SIGTERM."),
@@ -78,6 +84,7 @@ def router(
         api_keys=read_keys(api_key_file, "KVFERRY_ROUTER_API_KEY"),
         engine_key=next(iter(read_keys(engine_api_key_file, "KVFERRY_ENGINE_API_KEY")), None),
         allowed_origins=tuple(allow_origin or ()),
+        min_prefill_tokens=min_prefill_tokens,
         trust_kv_params=trust_kv_transfer_params,
     )
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)

@@ -197,6 +197,7 @@ def test_the_router_keeps_kv_transfer_params_of_callers_only_if_it_is_told_to(fa
     engine, sent = fake(), {"prompt": "x", "kv_transfer_params": {"remote_engine_id": "the front's"}}
     with serve_app(fake(hands_over=kv).app()) as prefill, serve_app(engine.app()) as decode:
         command = [*KVFERRY, "router", "--prefill", prefill, "--decode", decode, "--port", "0"]
+        command += ["--min-prefill-tokens", "0"]
         command += ["--trust-kv-transfer-params"] * trusts
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             url = process.stdout.readline().split()[-1]

@@ -36,6 +36,7 @@ class Backend:
         reason: reason why the engine is down; None while it is up.
         probed: True once a probe of the engine has ended.
         outstanding: number of this router's requests that the engine is working on.
+        losses: number of times that the engine was marked as down. What it had in its cache may be lost.
         last_used: number of the last request to the engine; 0 if there was none. The `Pool` numbers the
             requests to all its engines consecutively from 1.
     """
@@ -47,6 +48,7 @@ class Backend:
         self.reason: str | None = None
         self.probed = False
         self.outstanding = 0
+        self.losses = 0
         self.last_used = 0
         self._rests, self._rests_until = 0, 0.0
         self._hands_over = True
@@ -96,6 +98,7 @@ class Backend:
         """
         if self.up:
             _log.warning("%s engine %s is down: %s", self.role, self.url, reason)
+            self.losses += 1
         self.up, self.reason = False, reason
         self._source, self._same, self._varies = None, 0, False  # it may return as another engine
 

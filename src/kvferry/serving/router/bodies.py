@@ -107,8 +107,8 @@ def without_kv_params(body: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def encoded(body: dict[str, Any]) -> bytes:
-    """Encode the body of a request as JSON.
+def encoded(body: Any) -> bytes:
+    """Encode the body of a request, or a part of it, as JSON.
 
     Raises:
         MalformedBody: the body's objects are nested too deeply.

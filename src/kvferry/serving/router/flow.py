@@ -26,6 +26,7 @@ from starlette.types import Send
 
 from kvferry.serving.router.backends import Backend, Pool
 from kvferry.serving.router.bodies import (
+    DECODE_ONLY,
     decode_body,
     decodes_alone,
     kv_params_of,
@@ -37,9 +38,11 @@ from kvferry.serving.router.events import BrokenBeforeFirst, is_events, relay_ev
 from kvferry.serving.router.failures import Failures, failure_of, is_busy, is_failure
 from kvferry.serving.router.hop import LOOP_DETECTED, LOOP_REASON
 from kvferry.serving.router.metrics import AloneReason, RequestRecord
+from kvferry.serving.router.prompts import estimated_tokens, has_media
 from kvferry.serving.router.replies import Headers, Reply, unavailable
 from kvferry.serving.router.settings import RouterSettings
-from kvferry.serving.router.streaming import StreamSource, estimated_tokens, new_ticket
+from kvferry.serving.router.streaming import StreamSource, new_ticket
+from kvferry.serving.router.turns import Turns
 from kvferry.serving.router.upstream import BROKEN, NOT_CONNECTED, EngineClient, describe_error, read_whole
 
 
@@ -82,6 +85,7 @@ class CompletionFlow:
         self._prefill = prefill
         self._decode = decode
         self._client = client
+        self._turns = Turns()
 
     async def complete(self, completion: Completion, send: Send) -> None:
         """Serve a completion, and send the client an answer or an error.
@@ -92,7 +96,7 @@ class CompletionFlow:
         """
         failures, tried = Failures(), list[Backend]()
         params = None
-        alone = decodes_alone(completion.path, completion.body)
+        alone = decodes_alone(completion.path, completion.body) or self._adds_little(completion)
         if alone is None:
             backend = self._prefill.next(tried, completion.session)
             if backend is not None and (source := _stream_source(backend, completion)) is not None:
@@ -106,6 +110,42 @@ class CompletionFlow:
             await params.send(send, completion.reply_headers)
         else:
             await self._answer(completion, params, failures, send)
+
+    def _adds_little(self, completion: Completion) -> AloneReason | None:
+        """Return the reason why a hand-over would cost more than it saves; None if it is worth it.
+
+        It costs more if the decode engine has too few tokens to compute, because the prompt is short or
+        continues the last one of its session.
+        """
+        limit, body = self._settings.min_prefill_tokens, completion.body
+        if not limit or has_media(body):
+            return None
+        if estimated_tokens(body) < limit:
+            return AloneReason.SHORT
+        session = completion.session
+        backend = self._decode.next([], session, last_resort=True)
+        if session is None or backend is None:
+            return None
+        added = self._turns.new_tokens(session, backend, completion.path, body)
+        return AloneReason.KNOWN if added is not None and added < limit else None
+
+    def _remembers(self, completion: Completion) -> bool:
+        return bool(self._settings.min_prefill_tokens) and completion.path not in DECODE_ONLY
+
+    def _note_answer(self, completion: Completion, backend: Backend, status: int) -> None:
+        """Record that a decode engine has begun to answer a request.
+
+        Args:
+            completion: request that the engine got.
+            backend: decode engine.
+            status: HTTP status of its answer.
+        """
+        if status == LOOP_DETECTED:
+            backend.mark_down(LOOP_REASON)
+            return
+        backend.mark_up()
+        if status == 200 and completion.session is not None and self._remembers(completion):
+            self._turns.remember(completion.session, backend, completion.path, completion.body)
 
     async def _streamed(
         self,
@@ -280,7 +320,7 @@ class CompletionFlow:
             try:
                 with self._decode.count_request(backend):
                     async with self._client.opened("POST", url, completion.headers, body) as response:
-                        _note_answer(backend, response.status)
+                        self._note_answer(completion, backend, response.status)
                         if wants_stream(completion.body) and is_events(response):
                             if fault := await relay_events(response, send, completion.reply_headers):
                                 backend.mark_down(fault)
@@ -313,13 +353,6 @@ class CompletionFlow:
                 break
         reply = last or failures.reply(completion.reply_headers)
         await reply.send(send, completion.reply_headers)
-
-
-def _note_answer(backend: Backend, status: int) -> None:
-    if status == LOOP_DETECTED:
-        backend.mark_down(LOOP_REASON)
-    else:
-        backend.mark_up()
 
 
 def _stream_source(backend: Backend, completion: Completion) -> StreamSource | None:

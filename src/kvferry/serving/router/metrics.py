@@ -41,6 +41,8 @@ class AloneReason(StrEnum):
     BEAM_SEARCH = "beam_search"
     PROMPT_EMBEDS = "prompt_embeds"
     NO_TOKENS = "no_tokens"
+    SHORT = "short"
+    KNOWN = "known"
     NO_KV = "no_kv"
     ENGINE_FAILED = "engine_failed"
 

@@ -23,6 +23,8 @@ class RouterSettings:
         api_keys: keys of which clients must send one; none to serve everybody.
         engine_key: key to send to engines instead of the client's; None to send no other.
         allowed_origins: origins whose web pages may use the router (CORS); ``*`` for all.
+        min_prefill_tokens: least number of tokens of a prompt that goes to a prefill engine, apart from those
+            that the decode engine has already; 0 to send every prompt to a prefill engine.
         trust_kv_params: True to keep ``kv_transfer_params`` that clients send; False to remove them.
     """
 
@@ -36,6 +38,7 @@ class RouterSettings:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     engine_key: str | None = field(default=None, repr=False)
     allowed_origins: tuple[str, ...] = ()
+    min_prefill_tokens: int = 0
     trust_kv_params: bool = False
 
     def __post_init__(self) -> None:
