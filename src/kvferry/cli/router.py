@@ -20,6 +20,12 @@ def router(
     decode: Annotated[
         list[str] | None, typer.Option(metavar="URL", help="URL of a decode engine; repeatable.")
     ] = None,
+    engines_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Engines, one per line as 'decode URL'; changes apply while it runs."
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(metavar="PORT", min=0, max=65535, help="Port to listen on; 0 for any.")
@@ -69,15 +75,23 @@ def router(
 
     Sends each prompt to a prefill engine, then to a decode engine, which loads its KV.
     """
+    from kvferry.errors import ConfigError
     from kvferry.serving.ports import listen, url_of
     from kvferry.serving.router import RouterSettings, router_app
+    from kvferry.serving.router.engines_file import Engines, read_engines
     from kvferry.serving.router.keys import read_keys
     from kvferry.serving.run import run_app
     from kvferry.serving.signals import StopSignals
 
+    if engines_file is not None and (prefill or decode):
+        raise ConfigError("--engines-file is given with --prefill or --decode; give either")
+    engines = Engines(tuple(prefill or ()), tuple(decode or ()))
+    if engines_file is not None:
+        engines = read_engines(engines_file)
     settings = RouterSettings(
-        prefill=tuple(prefill or ()),
-        decode=tuple(decode or ()),
+        prefill=engines.prefill,
+        decode=engines.decode,
+        engines_file=engines_file,
         prefill_seconds=prefill_timeout_seconds,
         decode_idle_seconds=decode_idle_seconds,
         max_body_bytes=max_body_mib * _MIB,

@@ -146,6 +146,8 @@ def test_config_takes_tiers_as_json_and_transfer_beside_them():
         (["router", "--decode", "http://127.0.0.1:1"], "the router has no prefill engine"),
         (["router", "--prefill", "http://127.0.0.1:1"], "the router has no decode engine"),
         (["router", "--prefill", "x", "--decode", "y"], "--prefill x is not a URL"),
+        (["router", "--engines-file", "x", "--decode", "y"], "--engines-file is given with"),
+        (["router", "--engines-file", "/nothing"], "cannot read engines from /nothing"),
         (
             ["router", "--prefill", "http://[::1", "--decode", "http://y:1"],
             "--prefill http://[::1 is not a URL",

@@ -27,6 +27,7 @@ from kvferry.serving.router.bodies import (
     without_kv_params,
 )
 from kvferry.serving.router.endpoint import ActiveRequests, Call, RouterEndpoint
+from kvferry.serving.router.engines_file import watch_engines
 from kvferry.serving.router.failures import Failures
 from kvferry.serving.router.flow import Completion, CompletionFlow
 from kvferry.serving.router.hop import Hop, loop_reply
@@ -122,7 +123,7 @@ class _Router:
         self._prefill = Pool("prefill", settings.prefill)
         self._decode = Pool("decode", settings.decode)
         self.hop = Hop()
-        self.metrics = RouterMetrics(self._all_backends)
+        self.metrics = RouterMetrics(lambda: (*self._all_backends(), *self._draining()))
         self._client: EngineClient
         self._flow: CompletionFlow
         self._prober: Prober
@@ -136,15 +137,22 @@ class _Router:
         async with EngineClient(self._settings, self.hop) as self._client:
             self._flow = CompletionFlow(self._settings, self._prefill, self._decode, self._client)
             self._prober = Prober(self._client, self._all_backends, self._settings.probe_seconds)
-            probing = asyncio.create_task(self._prober.run())
+            tasks = {asyncio.create_task(self._prober.run())}
+            if (path := self._settings.engines_file) is not None:
+                pools = {"prefill": self._prefill, "decode": self._decode}
+                tasks.add(asyncio.create_task(watch_engines(path, pools, self._settings.probe_seconds)))
             try:
                 yield
             finally:
-                probing.cancel()
-                await asyncio.wait({probing})
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
 
     def _all_backends(self) -> tuple[Backend, ...]:
         return (*self._prefill.backends, *self._decode.backends)
+
+    def _draining(self) -> tuple[Backend, ...]:
+        return (*self._prefill.draining, *self._decode.draining)
 
     async def complete(self, call: Call, send: Send) -> None:
         """Serve a client's completion request with a prefill engine and a decode engine.
@@ -221,7 +229,12 @@ class _Router:
             role: [{"url": backend.url, "up": backend.up, "reason": backend.reason} for backend in backends]
             for role, backends in pools.items()
         }
-        return JSONResponse({"status": status, **engines}, 200 if status in ("ok", "degraded") else 503)
+        draining = [
+            {"role": backend.role, "url": backend.url, "requests": backend.outstanding}
+            for backend in self._draining()
+        ]
+        found = {"status": status, **engines, "draining": draining}
+        return JSONResponse(found, 200 if status in ("ok", "degraded") else 503)
 
     async def metrics_page(self, _: Request) -> Response:
         """Return the router's metrics in Prometheus' text format."""

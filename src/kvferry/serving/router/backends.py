@@ -19,11 +19,15 @@ _LONGEST_REST_SECONDS = 16.0
 
 
 class BackendState(StrEnum):
-    """State of an engine as the router knows it, as it is named in metrics."""
+    """State of an engine as the router knows it, as it is named in metrics.
+
+    A draining engine was removed. It gets no new requests, and still works on some.
+    """
 
     UP = "up"
     RESTING = "resting"
     DOWN = "down"
+    DRAINING = "draining"
 
 
 class Backend:
@@ -34,6 +38,7 @@ class Backend:
         url: base URL without a trailing slash.
         up: True while the router may send requests to the engine; initially True.
         reason: reason why the engine is down; None while it is up.
+        draining: True if the engine was removed from its pool.
         probed: True once a probe of the engine has ended.
         outstanding: number of this router's requests that the engine is working on.
         losses: number of times that the engine was marked as down. What it had in its cache may be lost.
@@ -46,6 +51,7 @@ class Backend:
         self.url = url.rstrip("/")
         self.up = True
         self.reason: str | None = None
+        self.draining = False
         self.probed = False
         self.outstanding = 0
         self.losses = 0
@@ -71,7 +77,9 @@ class Backend:
 
     @property
     def state(self) -> BackendState:
-        """Whether the engine is down, rests, or gets requests."""
+        """Whether the engine was removed, is down, rests, or gets requests."""
+        if self.draining:
+            return BackendState.DRAINING
         if not self.up:
             return BackendState.DOWN
         return BackendState.RESTING if self.resting else BackendState.UP
@@ -141,11 +149,44 @@ class Backend:
 
 
 class Pool:
-    """The engines of one role (prefill or decode), from which the router chooses one for each request."""
+    """The engines of one role (prefill or decode), from which the router chooses one for each request.
+
+    Attributes:
+        backends: engines to choose from.
+    """
 
     def __init__(self, role: str, urls: Sequence[str]) -> None:
+        self._role = role
         self.backends = tuple(Backend(role, url) for url in urls)
+        self._removed: tuple[Backend, ...] = ()
         self._requests = 0
+
+    @property
+    def draining(self) -> tuple[Backend, ...]:
+        """Removed engines that still work on requests of this router."""
+        self._removed = tuple(backend for backend in self._removed if backend.outstanding)
+        return self._removed
+
+    def replace(self, urls: Sequence[str]) -> None:
+        """Replace the engines. Engines that stay keep their state, and removed ones end their requests.
+
+        Args:
+            urls: base URLs of all engines, without a trailing slash.
+        """
+        known = {backend.url: backend for backend in (*self.backends, *self.draining)}
+        before, self.backends = (
+            self.backends,
+            tuple(known.get(url) or Backend(self._role, url) for url in urls),
+        )
+        for backend in self.backends:
+            backend.draining = False
+            if backend not in before:
+                _log.warning("%s engine %s is added", self._role, backend.url)
+        for backend in before:
+            if backend not in self.backends:
+                backend.draining = True
+                _log.warning("%s engine %s is removed", self._role, backend.url)
+        self._removed = tuple(backend for backend in known.values() if backend.draining)
 
     def next(
         self, tried: Sequence[Backend], session: int | None = None, *, last_resort: bool = False
