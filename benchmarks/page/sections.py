@@ -11,6 +11,7 @@ from benchmarks.handover.page import summary as handover
 from benchmarks.page.figures import Comparison, Summary
 from benchmarks.page.tiers import summary as tiers
 from benchmarks.page.transfer import summary as transfer
+from benchmarks.router.page import summary as router
 from benchmarks.scale.page import summary as scale
 from benchmarks.startup.page import summary as startup
 from benchmarks.steps.page import summary as steps
@@ -294,6 +295,17 @@ SECTIONS = (
                 text="kvferry also allocates host memory for the tier and touches all of it.",
             ),
         ),
+    ),
+    Section(
+        name="router",
+        title="The router beside vllm-router",
+        question="How much CPU time does a request take in the router?",
+        program=("benchmarks", "router"),
+        arguments=("--requests", "200"),
+        quick_arguments=("--requests", "50", "--rounds", "1"),
+        summary=router,
+        method="performance.md#what-does-a-request-cost-the-router",
+        reasons=(Reason(text="kvferry's router is written in Python, vllm-router in Rust."),),
     ),
     Section(
         name="scale",

@@ -111,6 +111,7 @@ def pair(model: str, folder: Path) -> Iterator[Pair]:
 @contextmanager
 def _router(prefill: str, decode: str, log: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     command = [sys.executable, "-c", "from kvferry.cli.main import main; main()", "router", "--port", "0"]
+    command += ["--min-prefill-tokens", "0"]  # every request tests a hand-over
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, "--prefill", prefill, "--decode", decode], stdout=output, stderr=subprocess.STDOUT

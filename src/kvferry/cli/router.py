@@ -22,6 +22,12 @@ def router(
     decode: Annotated[
         list[str] | None, typer.Option(metavar="URL", help="URL of a decode engine; repeatable.")
     ] = None,
+    engines_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Engines, one per line as 'decode URL'; changes apply while it runs."
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(metavar="PORT", min=0, max=65535, help="Port to listen on; 0 for any.")
@@ -35,6 +41,12 @@ def router(
     max_body_mib: Annotated[
         int, typer.Option(metavar="MIB", min=1, help="Largest request body, in MiB.")
     ] = 64,
+    min_prefill_tokens: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=0, help="Decode engines compute fewer new tokens themselves; 0 for none."
+        ),
+    ] = 128,
     drain_seconds: Annotated[
         float,
         typer.Option(metavar="SECONDS", min=0.0, help="Time that running requests have after SIGTERM."),
@@ -69,22 +81,30 @@ def router(
     from kvferry.errors import ConfigError
     from kvferry.serving.ports import listen, url_of
     from kvferry.serving.router.app import router_app
+    from kvferry.serving.router.engines_file import Engines, read_engines
     from kvferry.serving.router.keys import read_keys
     from kvferry.serving.router.settings import RouterSettings
     from kvferry.serving.run import run_app
     from kvferry.serving.signals import StopSignals
 
-    if not prefill:
+    if engines_file is not None and (prefill or decode):
+        raise ConfigError("--engines-file is given with --prefill or --decode; give either")
+    engines = Engines(tuple(prefill or ()), tuple(decode or ()))
+    if engines_file is not None:
+        engines = read_engines(engines_file)
+    elif not prefill:
         raise ConfigError("the router has no prefill engine; give at least one --prefill URL")
     settings = RouterSettings(
-        prefill=tuple(prefill or ()),
-        decode=tuple(decode or ()),
+        prefill=engines.prefill,
+        decode=engines.decode,
+        engines_file=engines_file,
         prefill_seconds=prefill_timeout_seconds,
         decode_idle_seconds=decode_idle_seconds,
         max_body_bytes=max_body_mib * _MIB,
         api_keys=read_keys(api_key_file, "KVFERRY_ROUTER_API_KEY"),
         engine_key=next(iter(read_keys(engine_api_key_file, "KVFERRY_ENGINE_API_KEY")), None),
         allowed_origins=tuple(allow_origin or ()),
+        min_prefill_tokens=min_prefill_tokens,
         trust_kv_params=trust_kv_transfer_params,
     )
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)

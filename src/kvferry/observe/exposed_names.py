@@ -14,6 +14,9 @@ CONNECTOR = "connector"
 
 VLLM_PREFIX = "vllm:"
 
+ROUTER_PREFIX = f"{PREFIX}router_"
+"""Start of the names of metrics of `kvferry router`, which are on the router's own `/metrics`."""
+
 _VLLM = (
     Metric("num_requests_running", MetricKind.GAUGE, "Requests in the running batch."),
     Metric("num_requests_waiting", MetricKind.GAUGE, "Requests that wait to be scheduled."),

@@ -12,6 +12,7 @@ import msgspec
 from anyio.abc import TaskGroup
 
 from kvferry.errors import ConfigError, ProtocolError
+from kvferry.observe.exposed_names import ROUTER_PREFIX
 from kvferry.observe.fetch import HEALTH, Health, fetch, http_address
 from kvferry.top.addresses import FleetView, PolledAddress, fleet_view
 from kvferry.top.exposition import Scrape, parse_page
@@ -37,7 +38,9 @@ def parse_address(text: str) -> str:
 
 
 async def fetch_address(http: httpx.AsyncClient, url: str) -> Scrape | Health:
-    """Read `/metrics` of an engine, or `/health` of a router, which has no metrics.
+    """Read `/metrics` of an engine, or `/health` of a router.
+
+    The metrics of a router begin with `ROUTER_PREFIX`. They are not shown.
 
     Args:
         http: HTTP client of this event loop.
@@ -51,7 +54,7 @@ async def fetch_address(http: httpx.AsyncClient, url: str) -> Scrape | Health:
             serves a `/metrics` that `parse_page` refuses.
     """
     metrics = await fetch(http, f"{url}/metrics", _SECONDS)
-    if metrics.status == 200:
+    if metrics.status == 200 and ROUTER_PREFIX.encode() not in metrics.body:
         return parse_page(metrics.text, time.monotonic())
     health = await fetch(http, f"{url}/health", _SECONDS)
     try:

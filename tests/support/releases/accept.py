@@ -5,8 +5,14 @@ Engines are processes of their own and still refuse such a release.
 
 from __future__ import annotations
 
+import pytest
+
 from kvferry.engines.vllm import version
 
-found = version.vllm_version()
-if found is not None:
-    version.SUPPORTED = (*version.SUPPORTED, version.minor_release(found))
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests():
+    """Accept the installed vLLM, before any module is imported that checks it."""
+    found = version.vllm_version()
+    if found is not None:
+        version.SUPPORTED = (*version.SUPPORTED, version.minor_release(found))

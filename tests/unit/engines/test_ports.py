@@ -31,6 +31,7 @@ def configured(engine_id: str, index: int = 0) -> SimpleNamespace:
         speculative_config=None,
         num_speculative_tokens=0,
         max_concurrent_batches=1,
+        kv_events_config=None,
         observability_config=SimpleNamespace(otlp_traces_endpoint=None),
         lora_config=None,
         max_in_flight_tokens=256,

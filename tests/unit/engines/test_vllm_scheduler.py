@@ -26,6 +26,7 @@ def scheduler(role: str = "kv_both", endpoint: str | None = None, engines: int =
         use_v2_model_runner=False,
         kv_transfer_config=SimpleNamespace(engine_id="e", kv_role=role),
         model_config=SimpleNamespace(model="tiny", max_model_len=400),
+        kv_events_config=None,
         observability_config=SimpleNamespace(otlp_traces_endpoint=endpoint),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=256),
         speculative_config=None,

@@ -236,6 +236,8 @@ def test_config_takes_tiers_as_json_and_transfer_beside_them(tmp_path):
         (["router", "--decode", "http://127.0.0.1:1"], "the router has no prefill engine"),
         (["router", "--prefill", "http://127.0.0.1:1"], "the router has no decode engine"),
         (["router", "--prefill", "x", "--decode", "y"], "--prefill x is not a URL"),
+        (["router", "--engines-file", "x", "--decode", "y"], "--engines-file is given with"),
+        (["router", "--engines-file", "/nothing"], "cannot read engines from /nothing"),
         (
             ["router", "--prefill", "http://[::1", "--decode", "http://y:1"],
             "--prefill http://[::1 is not a URL",
@@ -298,6 +300,7 @@ def test_the_router_keeps_kv_transfer_params_of_callers_only_if_it_is_told_to(fa
     engine, sent = fake(), {"prompt": "x", "kv_transfer_params": {"remote_engine_id": "the front's"}}
     with serve_app(fake(hands_over=kv).app()) as prefill, serve_app(engine.app()) as decode:
         command = [*KVFERRY, "router", "--prefill", prefill, "--decode", decode, "--port", "0"]
+        command += ["--min-prefill-tokens", "0"]
         command += ["--trust-kv-transfer-params"] * trusts
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             url = process.stdout.readline().split()[-1]

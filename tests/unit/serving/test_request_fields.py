@@ -164,7 +164,7 @@ def test_vllm_takes_the_prefill_engines_body_of_a_request_that_it_takes(path, na
     body = callers(path, name, value)
     request = REQUESTS[path]
     request.model_validate(dict(body)).to_sampling_params(5, {})
-    assert not decodes_alone(path, body)
+    assert decodes_alone(path, body) is None
     sent = json.loads(prefill_body(body))
     assert sent.get(name) == (body[name] if kept else None)
     params = request.model_validate(dict(sent)).to_sampling_params(1, {})
@@ -189,7 +189,7 @@ def test_requests_that_cannot_use_kv_of_another_engine(path, body):
 
 @pytest.mark.parametrize("body", [{"echo": True}, {"logprobs": 0}, {"max_tokens": None}, {"prompt": [1, 2]}])
 def test_completions_beside_these_use_it(body):
-    assert not decodes_alone(COMPLETIONS, {"model": "m", **PROMPTS[COMPLETIONS], **body})
+    assert decodes_alone(COMPLETIONS, {"model": "m", **PROMPTS[COMPLETIONS], **body}) is None
 
 
 @pytest.mark.filterwarnings("ignore")

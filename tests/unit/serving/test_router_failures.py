@@ -14,6 +14,7 @@ from kvferry.serving.router.bodies import kv_params_of
 from kvferry.serving.router.endpoint import ActiveRequests, RouterEndpoint
 from kvferry.serving.router.failures import failure_of
 from kvferry.serving.router.hop import Hop
+from kvferry.serving.router.metrics import RouterMetrics
 from kvferry.serving.router.replies import Reply
 
 pytestmark = pytest.mark.slow
@@ -283,7 +284,7 @@ def test_a_caller_who_leaves_before_the_end_of_the_request_is_not_served():
     async def send(message):
         sent.append(message)
 
-    endpoint = RouterEndpoint(handler, ActiveRequests(), Hop(), 1000)
+    endpoint = RouterEndpoint(handler, ActiveRequests(), Hop(), 1000, RouterMetrics(list))
     anyio.run(endpoint, {"method": "POST", "path": "/v1/completions", "headers": []}, receive, send)
     assert served == sent == []
 
@@ -318,7 +319,7 @@ def test_an_answer_is_cut_short_only_where_something_is_missing(sent, added):
     async def send(message):
         messages.append(message)
 
-    endpoint = RouterEndpoint(handler, ongoing, Hop(), 1000)
+    endpoint = RouterEndpoint(handler, ongoing, Hop(), 1000, RouterMetrics(list))
     anyio.run(endpoint, {"method": "POST", "path": "/v1/completions", "headers": []}, receive, send)
     assert messages[: len(sent)] == list(sent)
     assert [message["type"] for message in messages[len(sent) :]] == added

@@ -75,7 +75,8 @@ def test_nothing_stays_of_requests_that_are_over(stage, fake, kv, eventually):
         assert scene.complete().status_code == 200
         assert scene.complete(stream=True).content.endswith(b"[DONE]\n\n")
         assert scene.client.get("/v1/models").status_code == 200
-        assert scene.client.get("/metrics").status_code == 404
+        assert scene.client.get("/metrics").status_code == 200
+        assert scene.client.get("/nothing").status_code == 404
         for raw in (b"{", b"[]", b'{"prompt": "\xff"}'):
             assert scene.client.post("/v1/completions", content=raw).status_code == 400
         assert b"engine_failed" in cut.complete(stream=True).content

@@ -14,7 +14,7 @@ import pytest
 from kvferry.serving.router.backends import Backend
 from kvferry.serving.router.failures import Failures
 from kvferry.serving.router.flow import Completion, CompletionFlow
-from kvferry.serving.router.streaming import StreamSource, estimated_tokens
+from kvferry.serving.router.streaming import StreamSource
 
 pytestmark = pytest.mark.slow
 
@@ -209,20 +209,3 @@ def test_several_engines_behind_one_url_are_not_told_apart():
     assert backend_with(OFFER, {**OFFER, "remote_port": 5601}, OFFER).stream_source is None
     assert backend_with(OFFER, NOTHING, OFFER).stream_source is None, "it must answer twice again"
     assert backend_with(OFFER, NOTHING, OFFER, OFFER).stream_source == StreamSource.of(OFFER)
-
-
-@pytest.mark.parametrize(
-    ("body", "tokens"),
-    [
-        ({"prompt": [1, 2, 3]}, 3),
-        ({"prompt": [[1, 2]]}, 2),
-        ({"prompt": "x" * 40}, 10),
-        ({"prompt": ["x" * 40]}, 10),
-        ({"messages": [{"content": [{"type": "text", "text": "x" * 36}]}]}, 10),
-        ({"messages": [{"content": [{"image_url": {"url": "x" * 4000}}]}]}, 0),
-        ({"messages": [{"content": None, "n": 7}]}, 0),
-        ({}, 0),
-    ],
-)
-def test_the_length_of_a_prompt_is_estimated(body, tokens):
-    assert estimated_tokens(body) == tokens

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.connector.tier_config import read_tiers
 from kvferry.doctor.storage import OWN_CHECKS
-from kvferry.engines.vllm.compat.contract import hit_source
+from kvferry.engines.vllm.compat.hit_sources import hit_source
 from kvferry.errors import ChunkError, ConfigError
 from kvferry.tiers.files.direct_io import whole_pages
 from kvferry.tiers.format.chunk import ChunkGroup, ChunkSection

@@ -232,7 +232,8 @@ def test_of_many_engines_those_without_room_are_counted(engine):
 def test_a_router_stands_for_its_engines(page):
     with shown({"/metrics": page.text}) as decode:
         health = {"prefill": [{"url": NOBODY, "up": False}], "decode": [{"url": decode, "up": True}]}
-        with shown({"/health": json.dumps(health)}) as router, top(router) as terminal:
+        pages = {"/health": json.dumps(health), "/metrics": "kvferry_router_active_requests 0.0\n"}
+        with shown(pages) as router, top(router) as terminal:
             said = terminal.until(lambda text: "1 of 2 engines answer" in text and "prompts" in text)
     assert "127.0.0.1:1 prefill  no answer since" in said
     assert f"{decode.removeprefix('http://')} decode" in said

@@ -27,12 +27,15 @@ from kvferry.serving.router.bodies import (
     without_kv_params,
 )
 from kvferry.serving.router.endpoint import ActiveRequests, Call, RouterEndpoint
+from kvferry.serving.router.engines_file import watch_engines
 from kvferry.serving.router.failures import Failures
 from kvferry.serving.router.flow import Completion, CompletionFlow
 from kvferry.serving.router.hop import Hop, loop_reply
 from kvferry.serving.router.keys import KeyCheck
+from kvferry.serving.router.metrics import CONTENT_TYPE, RouterMetrics
 from kvferry.serving.router.probe import Prober
 from kvferry.serving.router.replies import bad_request, unavailable
+from kvferry.serving.router.sessions import session_of
 from kvferry.serving.router.settings import RouterSettings
 from kvferry.serving.router.upstream import BROKEN, NOT_CONNECTED, EngineClient, describe_error, read_whole
 
@@ -49,17 +52,18 @@ class RouterApp(Starlette):
         router = _Router(settings, self._ongoing)
 
         def endpoint(handler: Callable[[Call, Send], Awaitable[None]]) -> RouterEndpoint:
-            return RouterEndpoint(handler, self._ongoing, router.hop, settings.max_body_bytes)
+            return RouterEndpoint(handler, self._ongoing, router.hop, settings.max_body_bytes, router.metrics)
 
         routes = [Route(path, endpoint(router.complete), methods=["POST"]) for path in _COMPLETED]
         routes += [
             Route(path, endpoint(router.pass_through), methods=[method]) for method, path in _PASSED_THROUGH
         ]
         routes.append(Route("/health", router.health, methods=["GET"]))
+        routes.append(Route("/metrics", router.metrics_page, methods=["GET"]))
         routes.append(Route("/ping", router.health, methods=["GET", "POST"]))
         super().__init__(
             routes=routes,
-            middleware=_middleware(settings),
+            middleware=_middleware(settings, router.metrics),
             lifespan=router.lifespan,
             exception_handlers={HTTPException: _http_error, Exception: _our_fault},
         )
@@ -82,7 +86,7 @@ class RouterApp(Starlette):
         self._ongoing.end()
 
 
-def _middleware(settings: RouterSettings) -> list[Middleware]:
+def _middleware(settings: RouterSettings, metrics: RouterMetrics) -> list[Middleware]:
     found = []
     if settings.allowed_origins:  # before the keys: a browser's preflight request has none
         found.append(
@@ -95,7 +99,14 @@ def _middleware(settings: RouterSettings) -> list[Middleware]:
             )
         )
     if settings.api_keys or settings.engine_key is not None:
-        found.append(Middleware(KeyCheck, keys=settings.api_keys, engine_key=settings.engine_key))
+        found.append(
+            Middleware(
+                KeyCheck,
+                keys=settings.api_keys,
+                engine_key=settings.engine_key,
+                on_refused=metrics.count_unauthorized,
+            )
+        )
     return found
 
 
@@ -112,6 +123,7 @@ class _Router:
         self._prefill = Pool("prefill", settings.prefill)
         self._decode = Pool("decode", settings.decode)
         self.hop = Hop()
+        self.metrics = RouterMetrics(lambda: (*self._all_backends(), *self._draining()))
         self._client: EngineClient
         self._flow: CompletionFlow
         self._prober: Prober
@@ -125,15 +137,22 @@ class _Router:
         async with EngineClient(self._settings, self.hop) as self._client:
             self._flow = CompletionFlow(self._settings, self._prefill, self._decode, self._client)
             self._prober = Prober(self._client, self._all_backends, self._settings.probe_seconds)
-            probing = asyncio.create_task(self._prober.run())
+            tasks = {asyncio.create_task(self._prober.run())}
+            if (path := self._settings.engines_file) is not None:
+                pools = {"prefill": self._prefill, "decode": self._decode}
+                tasks.add(asyncio.create_task(watch_engines(path, pools, self._settings.probe_seconds)))
             try:
                 yield
             finally:
-                probing.cancel()
-                await asyncio.wait({probing})
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
 
     def _all_backends(self) -> tuple[Backend, ...]:
         return (*self._prefill.backends, *self._decode.backends)
+
+    def _draining(self) -> tuple[Backend, ...]:
+        return (*self._prefill.draining, *self._decode.draining)
 
     async def complete(self, call: Call, send: Send) -> None:
         """Serve a client's completion request with a prefill engine and a decode engine.
@@ -150,7 +169,10 @@ class _Router:
             if not self._settings.trust_kv_params:
                 body = without_kv_params(body)
                 raw = encoded(body)  # so the engine reads exactly the checked fields
-            completion = Completion(call.path, raw, body, call.headers, call.reply_headers)
+            session = session_of(call.headers, body)
+            completion = Completion(
+                call.path, raw, body, call.headers, call.reply_headers, session, call.record
+            )
             await self._flow.complete(completion, send)
         except MalformedBody as error:
             await bad_request(str(error), "invalid_json").send(send, call.reply_headers)
@@ -207,7 +229,16 @@ class _Router:
             role: [{"url": backend.url, "up": backend.up, "reason": backend.reason} for backend in backends]
             for role, backends in pools.items()
         }
-        return JSONResponse({"status": status, **engines}, 200 if status in ("ok", "degraded") else 503)
+        draining = [
+            {"role": backend.role, "url": backend.url, "requests": backend.outstanding}
+            for backend in self._draining()
+        ]
+        found = {"status": status, **engines, "draining": draining}
+        return JSONResponse(found, 200 if status in ("ok", "degraded") else 503)
+
+    async def metrics_page(self, _: Request) -> Response:
+        """Return the router's metrics in Prometheus' text format."""
+        return Response(self.metrics.page(), headers={"content-type": CONTENT_TYPE})
 
 
 async def _our_fault(_: Request, __: Exception) -> Response:

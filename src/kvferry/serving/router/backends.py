@@ -6,14 +6,28 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from typing import Any
 
+from kvferry.serving.router.sessions import score
 from kvferry.serving.router.streaming import StreamSource
 
 _log = logging.getLogger("kvferry.router")
 
 _FIRST_REST_SECONDS = 0.5
 _LONGEST_REST_SECONDS = 16.0
+
+
+class BackendState(StrEnum):
+    """State of an engine as the router knows it, as it is named in metrics.
+
+    A draining engine was removed. It gets no new requests, and still works on some.
+    """
+
+    UP = "up"
+    RESTING = "resting"
+    DOWN = "down"
+    DRAINING = "draining"
 
 
 class Backend:
@@ -24,8 +38,10 @@ class Backend:
         url: base URL without a trailing slash.
         up: True while the router may send requests to the engine; initially True.
         reason: reason why the engine is down; None while it is up.
+        draining: True if the engine was removed from its pool.
         probed: True once a probe of the engine has ended.
         outstanding: number of this router's requests that the engine is working on.
+        losses: number of times that the engine was marked as down. What it had in its cache may be lost.
         last_used: number of the last request to the engine; 0 if there was none. The `Pool` numbers the
             requests to all its engines consecutively from 1.
     """
@@ -35,8 +51,10 @@ class Backend:
         self.url = url.rstrip("/")
         self.up = True
         self.reason: str | None = None
+        self.draining = False
         self.probed = False
         self.outstanding = 0
+        self.losses = 0
         self.last_used = 0
         self._rests, self._rests_until = 0, 0.0
         self._hands_over = True
@@ -56,6 +74,15 @@ class Backend:
     def resting(self) -> bool:
         """Whether the engine refused its last request so recently that other engines are preferred."""
         return time.monotonic() < self._rests_until
+
+    @property
+    def state(self) -> BackendState:
+        """Whether the engine was removed, is down, rests, or gets requests."""
+        if self.draining:
+            return BackendState.DRAINING
+        if not self.up:
+            return BackendState.DOWN
+        return BackendState.RESTING if self.resting else BackendState.UP
 
     def back_off(self) -> None:
         """Prefer other engines for a while, because this one was busy or answered with a server error.
@@ -79,6 +106,7 @@ class Backend:
         """
         if self.up:
             _log.warning("%s engine %s is down: %s", self.role, self.url, reason)
+            self.losses += 1
         self.up, self.reason = False, reason
         self._source, self._same, self._varies = None, 0, False  # it may return as another engine
 
@@ -121,26 +149,65 @@ class Backend:
 
 
 class Pool:
-    """The engines of one role (prefill or decode), from which the router chooses one for each request."""
+    """The engines of one role (prefill or decode), from which the router chooses one for each request.
+
+    Attributes:
+        backends: engines to choose from.
+    """
 
     def __init__(self, role: str, urls: Sequence[str]) -> None:
+        self._role = role
         self.backends = tuple(Backend(role, url) for url in urls)
+        self._removed: tuple[Backend, ...] = ()
         self._requests = 0
 
-    def next(self, tried: Sequence[Backend], *, last_resort: bool = False) -> Backend | None:
-        """Choose the engine for a request: the one with the fewest outstanding requests of those that are up.
+    @property
+    def draining(self) -> tuple[Backend, ...]:
+        """Removed engines that still work on requests of this router."""
+        self._removed = tuple(backend for backend in self._removed if backend.outstanding)
+        return self._removed
 
+    def replace(self, urls: Sequence[str]) -> None:
+        """Replace the engines. Engines that stay keep their state, and removed ones end their requests.
+
+        Args:
+            urls: base URLs of all engines, without a trailing slash.
+        """
+        known = {backend.url: backend for backend in (*self.backends, *self.draining)}
+        before, self.backends = (
+            self.backends,
+            tuple(known.get(url) or Backend(self._role, url) for url in urls),
+        )
+        for backend in self.backends:
+            backend.draining = False
+            if backend not in before:
+                _log.warning("%s engine %s is added", self._role, backend.url)
+        for backend in before:
+            if backend not in self.backends:
+                backend.draining = True
+                _log.warning("%s engine %s is removed", self._role, backend.url)
+        self._removed = tuple(backend for backend in known.values() if backend.draining)
+
+    def next(
+        self, tried: Sequence[Backend], session: int | None = None, *, last_resort: bool = False
+    ) -> Backend | None:
+        """Choose the engine for a request from those that are up.
+
+        It is the engine of the request's session, or else the one with the fewest outstanding requests.
         Engines that rest after a refusal are left out. If several engines have equally few requests, the
         least recently used of them is chosen. Return None if there is no engine to choose from.
 
         Args:
             tried: engines to skip, because this request was already sent to them.
+            session: session of the request, as `session_of` returns it; None if it has none.
             last_resort: True to choose from the engines that rest, and then from those that are down, if no
                 other engine is left.
         """
         left = [backend for backend in self.backends if backend not in tried]
         up = [backend for backend in left if backend.up]
         choice = [backend for backend in up if not backend.resting] or ((up or left) if last_resort else [])
+        if session is not None:
+            return max(choice, key=lambda backend: score(session, backend.url), default=None)
         return min(choice, key=lambda backend: (backend.outstanding, backend.last_used), default=None)
 
     @contextmanager

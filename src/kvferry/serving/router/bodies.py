@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from kvferry.errors import KVFerryError
+from kvferry.serving.router.metrics import AloneReason
 from kvferry.serving.router.replies import Headers
 
 COMPLETIONS = "/v1/completions"
@@ -106,8 +107,8 @@ def without_kv_params(body: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def encoded(body: dict[str, Any]) -> bytes:
-    """Encode the body of a request as JSON.
+def encoded(body: Any) -> bytes:
+    """Encode the body of a request, or a part of it, as JSON.
 
     Raises:
         MalformedBody: the body's objects are nested too deeply.
@@ -176,11 +177,11 @@ def wants_stream(body: dict[str, Any]) -> bool:
     return bool(body.get("stream"))
 
 
-def decodes_alone(path: str, body: dict[str, Any]) -> bool:
-    """Return whether a request skips the prefill engine and only goes to a decode engine.
+def decodes_alone(path: str, body: dict[str, Any]) -> AloneReason | None:
+    """Return the reason why a request skips the prefill engine and only goes to a decode engine.
 
-    This is the case if the KV that a prefill engine computes would be of no use to the decode engine. The
-    possible reasons are:
+    Return None if it goes to both. A request goes to a decode engine alone if the KV that a prefill engine
+    computes would be of no use. The possible reasons are:
 
     - The endpoint is one of `DECODE_ONLY`.
     - The client is a trusted proxy and sends its own ``kv_transfer_params``.
@@ -199,17 +200,17 @@ def decodes_alone(path: str, body: dict[str, Any]) -> bool:
         body: parsed body of the request.
     """
     prompt = body.get("prompt")
-    return bool(
-        path in DECODE_ONLY
-        or body.get(KV_PARAMS)
-        or (isinstance(prompt, list) and len(prompt) != 1 and not _is_tokens(prompt))
-        or body.get("prompt_logprobs") is not None
-        or (body.get("echo") and (path == CHAT or body.get("logprobs") is not None))
-        or body.get("use_beam_search")
-        or body.get("prompt_embeds")
-        or body.get("max_tokens") == 0
-        or body.get("max_completion_tokens") == 0
-    )
+    conditions = {
+        AloneReason.ENDPOINT: path in DECODE_ONLY,
+        AloneReason.KV_PARAMS: body.get(KV_PARAMS),
+        AloneReason.PROMPTS: isinstance(prompt, list) and len(prompt) != 1 and not _is_tokens(prompt),
+        AloneReason.PROMPT_LOGPROBS: body.get("prompt_logprobs") is not None
+        or (body.get("echo") and (path == CHAT or body.get("logprobs") is not None)),
+        AloneReason.BEAM_SEARCH: body.get("use_beam_search"),
+        AloneReason.PROMPT_EMBEDS: body.get("prompt_embeds"),
+        AloneReason.NO_TOKENS: body.get("max_tokens") == 0 or body.get("max_completion_tokens") == 0,
+    }
+    return next((reason for reason, applies in conditions.items() if applies), None)
 
 
 def _is_tokens(prompt: list[Any]) -> bool:

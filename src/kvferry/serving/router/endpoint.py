@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -13,6 +14,7 @@ from typing import Any, Self
 from starlette.types import Message, Receive, Scope, Send
 
 from kvferry.serving.router.hop import Hop, loop_reply
+from kvferry.serving.router.metrics import RequestRecord, RouterMetrics
 from kvferry.serving.router.replies import Headers, bad_request, error_event, unavailable
 from kvferry.serving.router.upstream import relayed
 
@@ -36,6 +38,7 @@ class Call:
             router's entry added to Via.
         reply_headers: headers to add to the answer for the client: only x-request-id.
         body: complete body of the request.
+        record: facts about the request for the metrics, which the handler adds to.
     """
 
     method: str
@@ -43,6 +46,7 @@ class Call:
     headers: Headers
     reply_headers: Headers
     body: bytes
+    record: RequestRecord
 
 
 class _TooLarge(Exception):
@@ -130,16 +134,19 @@ class RouterEndpoint:
         ongoing: ActiveRequests,
         hop: Hop,
         max_body_bytes: int,
+        metrics: RouterMetrics,
     ) -> None:
-        """Store the handler, the set of requests under way, and the limit for request bodies.
+        """Store the handler, the set of requests under way, the limit for request bodies, and the metrics.
 
         Args:
             handler: coroutine function that answers a `Call` through an ASGI `send` function.
             ongoing: requests under way, to which each request is added while the handler runs.
             hop: this router's entry in Via headers. A request that already has it is rejected as a loop.
             max_body_bytes: size of the largest accepted request body, in bytes.
+            metrics: metrics that count each request.
         """
         self._handler = handler
+        self._metrics = metrics
         self._ongoing, self._hop = ongoing, hop
         self._max_body_bytes = max_body_bytes
 
@@ -149,23 +156,32 @@ class RouterEndpoint:
         The client gets an error if the request has already passed through this router, if its body is too
         large, or if the router stops before the answer is complete.
         """
+        record = RequestRecord()
+        self._metrics.begin()
+        try:
+            await self._serve(scope, receive, _Answer(send, record), record)
+        finally:
+            self._metrics.end(record)
+
+    async def _serve(self, scope: Scope, receive: Receive, answer: _Answer, record: RequestRecord) -> None:
         reply_headers = ((_REQUEST_ID, _request_id(scope)),)
         if self._hop.has_seen(scope["headers"]):
-            await loop_reply().send(send, reply_headers)
+            await loop_reply().send(answer.send, reply_headers)
             return
         if self._ongoing.draining:
-            await unavailable(_DRAINING, "router_draining").send(send, (*reply_headers, *_TRY_ELSEWHERE))
+            reply = unavailable(_DRAINING, "router_draining")
+            await reply.send(answer.send, (*reply_headers, *_TRY_ELSEWHERE))
             return
         try:
             body = await _read_body(receive, self._max_body_bytes)
         except _TooLarge as error:
-            await bad_request(str(error), "request_too_large", 413).send(send, reply_headers)
+            await bad_request(str(error), "request_too_large", 413).send(answer.send, reply_headers)
             return
         if body is None:
             return
+        record.received_bytes = len(body)
         headers = self._hop.passed_on(relayed(scope["headers"]) + reply_headers)
-        answer = _Answer(send)
-        call = Call(scope["method"], scope["path"], headers, reply_headers, body)
+        call = Call(scope["method"], scope["path"], headers, reply_headers, body, record)
         async with ActiveRequest() as request:
             self._ongoing.add(request)
             watching = asyncio.create_task(_cancel_on_disconnect(receive, request))
@@ -191,17 +207,21 @@ def _request_id(scope: Scope) -> bytes:
 
 
 class _Answer:
-    """A wrapper of an ASGI `send` function that records whether the answer has begun and has ended."""
+    """A wrapper of an ASGI `send` function that records what was sent."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, record: RequestRecord) -> None:
         self._send = send
-        self._begun = False
-        self._complete = False
+        self._record = record
 
     async def send(self, message: Message) -> None:
         await self._send(message)
-        self._begun = True
-        self._complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+        record = self._record
+        if message["type"] == "http.response.start":
+            record.status = message["status"]
+        elif message["type"] == "http.response.body":
+            record.first_byte = record.first_byte or time.monotonic()
+            record.sent_bytes += len(message.get("body", b""))
+            record.complete = not message.get("more_body", False)
 
     async def cut_short(self, reply_headers: Headers) -> None:
         """End an answer that is not complete yet, because the router stops.
@@ -212,11 +232,12 @@ class _Answer:
         Args:
             reply_headers: headers to add to the error reply; unused for an error event.
         """
-        if not self._begun:
-            await unavailable(_ENDING, "router_stopped").send(self._send, reply_headers)
-        elif not self._complete:
+        if self._record.status is None:
+            await unavailable(_ENDING, "router_stopped").send(self.send, reply_headers)
+        elif not self._record.complete:
+            self._record.broken = True
             event = error_event(_ENDING, "router_stopped")
-            await self._send({"type": "http.response.body", "body": event})
+            await self.send({"type": "http.response.body", "body": event})
 
 
 async def _read_body(receive: Receive, max_bytes: int) -> bytes | None:

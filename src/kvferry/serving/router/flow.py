@@ -17,7 +17,8 @@ Cancelling the task that runs `complete` closes the connection to the engine, wh
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+import time
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import anyio
@@ -25,6 +26,7 @@ from starlette.types import Send
 
 from kvferry.serving.router.backends import Backend, Pool
 from kvferry.serving.router.bodies import (
+    DECODE_ONLY,
     decode_body,
     decodes_alone,
     kv_params_of,
@@ -35,9 +37,12 @@ from kvferry.serving.router.bodies import (
 from kvferry.serving.router.events import BrokenBeforeFirst, is_events, relay_events
 from kvferry.serving.router.failures import Failures, failure_of, is_busy, is_failure
 from kvferry.serving.router.hop import LOOP_DETECTED, LOOP_REASON
+from kvferry.serving.router.metrics import AloneReason, RequestRecord
+from kvferry.serving.router.prompts import estimated_tokens, has_media
 from kvferry.serving.router.replies import Headers, Reply, unavailable
 from kvferry.serving.router.settings import RouterSettings
-from kvferry.serving.router.streaming import StreamSource, estimated_tokens, new_ticket
+from kvferry.serving.router.streaming import StreamSource, new_ticket
+from kvferry.serving.router.turns import Turns
 from kvferry.serving.router.upstream import BROKEN, NOT_CONNECTED, EngineClient, describe_error, read_whole
 
 
@@ -51,6 +56,8 @@ class Completion:
         body: the same body, parsed.
         headers: headers of the requests to the engines, including x-request-id.
         reply_headers: headers to add to the answer for the client.
+        session: session of the request, as `session_of` returns it; None if it has none.
+        record: facts about the request for the metrics.
     """
 
     path: str
@@ -58,6 +65,8 @@ class Completion:
     body: dict[str, Any]
     headers: Headers
     reply_headers: Headers
+    session: int | None = None
+    record: RequestRecord = field(default_factory=RequestRecord)
 
 
 class CompletionFlow:
@@ -76,6 +85,7 @@ class CompletionFlow:
         self._prefill = prefill
         self._decode = decode
         self._client = client
+        self._turns = Turns()
 
     async def complete(self, completion: Completion, send: Send) -> None:
         """Serve a completion, and send the client an answer or an error.
@@ -86,17 +96,56 @@ class CompletionFlow:
         """
         failures, tried = Failures(), list[Backend]()
         params = None
-        if not decodes_alone(completion.path, completion.body):
-            backend = self._prefill.next(tried)
+        alone = decodes_alone(completion.path, completion.body) or self._adds_little(completion)
+        if alone is None:
+            backend = self._prefill.next(tried, completion.session)
             if backend is not None and (source := _stream_source(backend, completion)) is not None:
                 tried.append(backend)
                 if await self._streamed(completion, backend, source, failures, send):
                     return
             params = await self._kv_of_prompt(completion, failures, tried)
+            alone = AloneReason.NO_KV if params is None else None
+        completion.record.note_decode(alone)
         if isinstance(params, Reply):
             await params.send(send, completion.reply_headers)
         else:
             await self._answer(completion, params, failures, send)
+
+    def _adds_little(self, completion: Completion) -> AloneReason | None:
+        """Return the reason why a hand-over would cost more than it saves; None if it is worth it.
+
+        It costs more if the decode engine has too few tokens to compute, because the prompt is short or
+        continues the last one of its session.
+        """
+        limit, body = self._settings.min_prefill_tokens, completion.body
+        if not limit or has_media(body):
+            return None
+        if estimated_tokens(body) < limit:
+            return AloneReason.SHORT
+        session = completion.session
+        backend = self._decode.next([], session, last_resort=True)
+        if session is None or backend is None:
+            return None
+        added = self._turns.new_tokens(session, backend, completion.path, body)
+        return AloneReason.KNOWN if added is not None and added < limit else None
+
+    def _remembers(self, completion: Completion) -> bool:
+        return bool(self._settings.min_prefill_tokens) and completion.path not in DECODE_ONLY
+
+    def _note_answer(self, completion: Completion, backend: Backend, status: int) -> None:
+        """Record that a decode engine has begun to answer a request.
+
+        Args:
+            completion: request that the engine got.
+            backend: decode engine.
+            status: HTTP status of its answer.
+        """
+        if status == LOOP_DETECTED:
+            backend.mark_down(LOOP_REASON)
+            return
+        backend.mark_up()
+        if status == 200 and completion.session is not None and self._remembers(completion):
+            self._turns.remember(completion.session, backend, completion.path, completion.body)
 
     async def _streamed(
         self,
@@ -154,6 +203,7 @@ class CompletionFlow:
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(prefill)
+                completion.record.note_decode(None)
                 await self._answer(completion, source.offer(ticket), failures, send_noted)
                 group.cancel_scope.cancel()
         except BaseExceptionGroup as errors:
@@ -161,6 +211,7 @@ class CompletionFlow:
         if rejection is not None:
             await rejection.send(send, completion.reply_headers)
         elif over and not failed:
+            completion.record.note_decode(AloneReason.NO_KV)
             await self._answer(completion, None, failures, send)
         return not failed or rejection is not None
 
@@ -182,7 +233,7 @@ class CompletionFlow:
             return failures.reply(completion.reply_headers)
         headers = prefill_headers(completion.headers)
         sent = replace(completion, raw=prefill_body(completion.body), headers=headers)
-        while backend := self._prefill.next(tried):
+        while backend := self._prefill.next(tried, completion.session):
             tried.append(backend)
             try:
                 reply = await self._prefilled(backend, sent, failures)
@@ -220,6 +271,7 @@ class CompletionFlow:
                 `failures`.
         """
         url = backend.url + sent.path
+        begun = time.monotonic()
         try:
             with self._prefill.count_request(backend):
                 async with (
@@ -242,6 +294,7 @@ class CompletionFlow:
                 failures.add(backend, failure_of(reply))
             return None
         backend.note_success()
+        sent.record.prefill_seconds = time.monotonic() - begun
         return reply
 
     async def _answer(
@@ -260,17 +313,18 @@ class CompletionFlow:
         """
         tried: list[Backend] = []
         last: Reply | None = unavailable("no decode engine can be reached")
-        while backend := self._decode.next(tried, last_resort=True):
+        while backend := self._decode.next(tried, completion.session, last_resort=True):
             tried.append(backend)
             body = decode_body(completion.body, params) if params else completion.raw
             url = backend.url + completion.path
             try:
                 with self._decode.count_request(backend):
                     async with self._client.opened("POST", url, completion.headers, body) as response:
-                        _note_answer(backend, response.status)
+                        self._note_answer(completion, backend, response.status)
                         if wants_stream(completion.body) and is_events(response):
                             if fault := await relay_events(response, send, completion.reply_headers):
                                 backend.mark_down(fault)
+                                completion.record.broken = True
                             return
                         reply = await read_whole(response)
             except NOT_CONNECTED as error:
@@ -292,19 +346,13 @@ class CompletionFlow:
                 else:
                     continue  # it did not take the request, so the prefill engine still has the KV
             # The failed engine may have read the KV, and then the prefill engine has freed it.
+            completion.record.note_ticket_lost()
             params = None
             if failures.exhausted:
                 last = None
                 break
         reply = last or failures.reply(completion.reply_headers)
         await reply.send(send, completion.reply_headers)
-
-
-def _note_answer(backend: Backend, status: int) -> None:
-    if status == LOOP_DETECTED:
-        backend.mark_down(LOOP_REASON)
-    else:
-        backend.mark_up()
 
 
 def _stream_source(backend: Backend, completion: Completion) -> StreamSource | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from hashlib import sha256
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvferry.errors import ConfigError
 from kvferry.serving.router.replies import unauthorized
 
-OPEN_PATHS = frozenset(("/health", "/ping"))
-"""Paths that need no key, because load balancers and Kubernetes ask them."""
+OPEN_PATHS = frozenset(("/health", "/metrics", "/ping"))
+"""Paths that need no key, because load balancers, Kubernetes and Prometheus ask them."""
 _AUTHORIZATION = b"authorization"
 _BEARER = b"bearer "
 
@@ -52,14 +52,18 @@ class KeyCheck:
     If clients must send a key, it is not relayed to engines.
     """
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str], engine_key: str | None) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Iterable[str], engine_key: str | None, on_refused: Callable[[], None]
+    ) -> None:
         """Store the keys as digests.
 
         Args:
             app: application behind the check.
             keys: valid keys; none to let every request pass.
             engine_key: key to send to engines; None to send none of the router's own.
+            on_refused: function that is called for each request that is answered with 401.
         """
+        self._on_refused = on_refused
         self._app = app
         self._digests = tuple(sha256(key.encode()).digest() for key in keys)
         self._engine = None if engine_key is None else (_AUTHORIZATION, b"Bearer " + engine_key.encode())
@@ -68,6 +72,7 @@ class KeyCheck:
         """Serve one request (entry point of ASGI), or answer it with 401."""
         if scope["type"] == "http":
             if not self._may_pass(scope):
+                self._on_refused()
                 await unauthorized().send(send)
                 return
             kept = [pair for pair in scope["headers"] if pair[0] != _AUTHORIZATION]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvferry.errors import ConfigError
@@ -24,6 +25,9 @@ class RouterSettings:
         api_keys: keys of which clients must send one; none to serve everybody.
         engine_key: key to send to engines instead of the client's; None to send no other.
         allowed_origins: origins whose web pages may use the router (CORS); ``*`` for all.
+        engines_file: file of `engines_file`, whose changes replace the engines; None to keep them.
+        min_prefill_tokens: least number of tokens of a prompt that goes to a prefill engine, apart from those
+            that the decode engine has already; 0 to send every prompt to a prefill engine.
         trust_kv_params: True to keep ``kv_transfer_params`` that clients send; False to remove them.
     """
 
@@ -37,6 +41,8 @@ class RouterSettings:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     engine_key: str | None = field(default=None, repr=False)
     allowed_origins: tuple[str, ...] = ()
+    engines_file: Path | None = None
+    min_prefill_tokens: int = 0
     trust_kv_params: bool = False
 
     def __post_init__(self) -> None:
@@ -49,11 +55,12 @@ class RouterSettings:
             if not urls and role == "decode":
                 raise ConfigError(f"the router has no {role} engine; give at least one --{role} URL")
             for url in urls:
-                if not _is_address(url):
+                if not is_address(url):
                     raise ConfigError(f"--{role} {url} is not a URL; it must look like http://host:port")
 
 
-def _is_address(url: str) -> bool:
+def is_address(url: str) -> bool:
+    """Return whether a text is an HTTP URL with a host."""
     try:
         parts = urlsplit(url)
         port = parts.port

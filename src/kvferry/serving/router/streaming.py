@@ -7,12 +7,10 @@ copies the rest of the decode engine's offer from the prefill engine's last answ
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 _IDENTITY = ("remote_engine_id", "remote_host", "remote_port")
-_CHARACTERS_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,37 +52,3 @@ class StreamSource:
 def new_ticket() -> str:
     """Return a new random ticket: 128 bits, as 32 hex digits."""
     return secrets.token_hex(16)
-
-
-def estimated_tokens(body: dict[str, Any]) -> int:
-    """Return the approximate number of prompt tokens of a request.
-
-    The number is exact for a prompt of token ids. A text counts as one token for every four characters.
-
-    >>> estimated_tokens({"prompt": [[1, 2, 3]]})
-    3
-    >>> estimated_tokens({"messages": [{"role": "user", "content": "What is a lease word?"}]})
-    6
-
-    Args:
-        body: parsed body of the request.
-    """
-    prompt = body.get("prompt", body.get("messages"))
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
-        prompt = prompt[0]
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-        return len(prompt)
-    return sum(map(len, _texts(prompt))) // _CHARACTERS_PER_TOKEN
-
-
-def _texts(value: Any) -> Iterator[str]:
-    pending = [value]
-    while pending:
-        one = pending.pop()
-        if isinstance(one, str):
-            yield one
-        elif isinstance(one, list):
-            pending += one
-        elif isinstance(one, dict):
-            # An image is not text, however long its URL is.
-            pending += [item for key, item in one.items() if key not in ("image_url", "input_audio")]

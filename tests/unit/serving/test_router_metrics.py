@@ -1,0 +1,89 @@
+"""What the router's own `/metrics` counts."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+pytestmark = pytest.mark.slow
+
+
+def samples(scene) -> dict[tuple[str, ...], float]:
+    """Every sample of the router, by its name without the prefix and its labels in alphabetical order."""
+    page = scene.client.get("/metrics").text
+    return {
+        (
+            one.name.removeprefix("kvferry_router_"),
+            *(one.labels[name] for name in sorted(one.labels)),
+        ): one.value
+        for family in text_string_to_metric_families(page)
+        for one in family.samples
+    }
+
+
+def outcomes(scene) -> dict[tuple[str, ...], float]:
+    return {key[1:]: value for key, value in samples(scene).items() if key[0] == "requests_total"}
+
+
+def test_requests_are_counted_by_how_they_ended(stage, fake, kv, eventually):
+    scene = stage([fake(hands_over=kv)], [fake()], api_keys=("key",))
+    assert scene.complete().status_code == 401
+    scene.client.headers["authorization"] = "Bearer key"
+    assert scene.complete().status_code == scene.complete(stream=True).status_code == 200
+    assert scene.complete(prompt_logprobs=1).status_code == 200
+    assert scene.client.get("/v1/models").status_code == 200
+    assert scene.client.post("/v1/completions", content=b"{").status_code == 400
+    scene.prefill[0].hands_over = None
+    assert scene.complete().status_code == 200
+    scene.decode[0].dies_after = 1
+    assert b"engine_failed" in scene.complete(stream=True, use_beam_search=True).content
+    expected = {
+        ("failed", "401"): 1,
+        ("split", ""): 2,
+        ("decode", "prompt_logprobs"): 1,
+        ("passed", ""): 1,
+        ("failed", "400"): 1,
+        ("decode", "no_kv"): 1,
+        ("failed", "broken"): 1,
+    }
+    eventually(lambda: outcomes(scene) == expected)
+
+
+def test_times_and_bytes_are_those_of_bodies(stage, fake, kv, eventually):
+    scene = stage([fake(hands_over=kv, delay_seconds=0.2)], [fake()])
+    answer = scene.complete()
+    eventually(lambda: outcomes(scene) == {("split", ""): 1})
+    found = samples(scene)
+    assert found["received_bytes_total",] == len(answer.request.content)
+    assert found["sent_bytes_total",] == len(answer.content)
+    times = [found[f"{name}_seconds_sum",] for name in ("prefill", "first_byte", "request")]
+    assert 0.2 <= times[0] <= times[1] <= times[2]
+
+
+def test_a_retry_after_a_failure_has_no_ticket(stage, fake, kv, eventually):
+    scene = stage([fake(hands_over=kv)], [fake(status=500), fake()])
+    assert scene.complete().status_code == 200
+    eventually(lambda: outcomes(scene) == {("decode", "engine_failed"): 1})
+
+
+def test_requests_under_way_and_the_states_of_engines_are_those_of_the_moment(
+    stage, fake, kv, nobody, eventually
+):
+    scene = stage([fake(hands_over=kv), nobody], [fake(event_seconds=60)])
+    with scene.client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+        next(events := answer.iter_raw())
+        found = samples(scene)
+        assert found["active_requests",] == 1
+        assert found["engine_requests", "decode", scene.decode[0].url] == 1
+        eventually(lambda: samples(scene)["engine_state", "prefill", "down", nobody] == 1)
+        events.close()
+    assert found["engine_state", "decode", "up", scene.decode[0].url] == 1
+    eventually(lambda: outcomes(scene) == {("left", ""): 1})
+    assert samples(scene)["active_requests",] == 0
+
+
+def test_two_routers_of_one_process_count_apart(stage, fake, kv, eventually):
+    scenes = [stage([fake(hands_over=kv)], [fake()], **settings) for settings in ({}, {})]
+    scenes[0].complete()
+    eventually(lambda: outcomes(scenes[0]) == {("split", ""): 1})
+    assert outcomes(scenes[1]) == {}
