@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import socket
 from typing import Any
@@ -225,7 +226,8 @@ def _speak(
         peer.curve_serverkey = server
         peer.connect(endpoint)
         for message in messages:
-            peer.send(encode(message))
+            with contextlib.suppress(zmq.Again):  # the engine may have turned it away already
+                peer.send(encode(message), zmq.NOBLOCK)
         return len(messages), bool(peer.poll(500))
     finally:
         context.destroy(linger=0)
