@@ -100,7 +100,8 @@ def served(
     with Fleet(specs, folder) as fleet, hosts[1].visited():
         fleet.wait_ready()
         (prefill,), (decode,) = fleet.prefill_urls, fleet.decode_urls
-        command = hosts[1].command(*ROUTER, "--prefill", prefill, "--decode", decode, "--port", "0")
+        engines = ("--prefill", prefill, "--decode", decode)
+        command = hosts[1].command(*ROUTER, *engines, "--port", "0", "--min-prefill-tokens", "0")
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as router:
             try:
                 line = router.stdout.readline()
