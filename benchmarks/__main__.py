@@ -59,4 +59,4 @@ for _command in (
     app.command(_command.__name__)(_command)
 
 if __name__ == "__main__":
-    run(app)
+    run(app, "python -m benchmarks")

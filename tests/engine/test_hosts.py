@@ -18,6 +18,8 @@ pytestmark = pytest.mark.engine
 HANDSHAKE, LOAD = 4.0, 4.0
 """Seconds until a peer is given up, and until a load is."""
 
+PORTS = range(24_000, 24_100)
+
 
 @pytest.fixture(scope="module")
 def pair(
@@ -34,7 +36,7 @@ def pair(
         ({"UCX_NET_DEVICES": hosts[0].device}, {}),
         strict=True,
     ):
-        settings = {**place, "secret_file": str(secret)}
+        settings = {**place, "secret_file": str(secret), "ports": f"{PORTS[0]}-{PORTS[-1]}"}
         settings |= {"handshake_seconds": HANDSHAKE, "load_timeout_seconds": LOAD}
         options.append({"kv_transfer_config": connector(**settings)})
         environments.append({"UCX_TLS": "tcp,self", "VLLM_HOST_IP": host.address, **environment})
@@ -66,10 +68,12 @@ def test_an_answer_over_the_wire_is_a_single_engines(pair: Pair, hosts: tuple[Ho
         pair.forget()
 
 
-def test_every_port_of_an_engine_is_on_the_address_that_it_was_given_or_on_loopback(
+def test_every_port_of_an_engine_is_on_its_address_and_in_its_range_or_on_loopback(
     pair: Pair, hosts: tuple[Host, Host]
 ) -> None:
-    addresses = [one.address for process in session(pair.decode.pid) for one in listening_ports(process)]
+    ports = [one for process in session(pair.decode.pid) for one in listening_ports(process)]
+    assert {one.number for one in ports if one.address == hosts[1].address} <= {*PORTS}
+    addresses = [one.address for one in ports]
     assert addresses.count(hosts[1].address) > 2, "both channels and UCX listen"
     assert set(addresses) <= {hosts[1].address, "127.0.0.1"}
 

@@ -13,6 +13,7 @@ from kvferry.serving.role import Role
 SETTINGS: Mapping[str, tuple[Any, str | None, str]] = {
     "host": (str, "ADDRESS", "Address to listen on; node for the address of each rank's machine."),
     "port": (int, "PORT", "Port of the control channel; by default any free one."),
+    "ports": (str, "FIRST-LAST", "TCP ports to listen on for peers, such as 20000-20999; by default any."),
     "advertise_host": (str, "ADDRESS", "Address to advertise to peers; by default --host."),
     "secret_file": (str, "FILE", "File with the secret that engines share; by default this machine's key."),
     "peers": (

@@ -76,20 +76,21 @@ def _options(
 
 def main() -> None:
     """Run the `kvferry` command."""
-    run(app)
+    run(app, "kvferry")
 
 
-def run(commands: typer.Typer) -> None:
+def run(commands: typer.Typer, name: str) -> None:
     """Run a command-line application and flush standard output.
 
     If the application raises a kvferry error, print the error as one sentence and exit with an error code.
 
     Args:
         commands: application to run.
+        name: how users call it, for its help and its messages.
     """
     with flushed_output():
         try:
-            code = commands(standalone_mode=False)
+            code = commands(standalone_mode=False, prog_name=name)
         except UsageError as error:
             _exit_with_usage(error)
         except typer.Abort:

@@ -12,6 +12,7 @@ from kvferry.connector.policies import PolicyName
 from kvferry.connector.tier_config import check_weight, read_tiers
 from kvferry.errors import ConfigError
 from kvferry.transport.allowed_peers import parse_allowed_peers
+from kvferry.transport.port_range import parse_port_range
 
 _EVERYWHERE = ("0.0.0.0", "::", "*")  # noqa: S104 - names what is refused
 
@@ -47,6 +48,9 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             address of each rank's own machine, for an engine that spans several machines.
         port: port of the control channel, to which the engine's data-parallel index is added; 0 for any free
             port.
+        ports: TCP ports that this engine listens on for peers, such as ``20000-20999``. Each worker's gather
+            channel and NIXL agents take free ports of the range, and so does the control channel if `port`
+            is 0. None for any ports.
         advertise_host: host name or address to advertise to peers; None for `host`.
         secret_file: path of the file with the secret that engines share. The keys of their channels derive
             from this secret. None for a file of this user on this machine, which is created on first use and
@@ -102,6 +106,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     host: str = "127.0.0.1"
     port: int = 0
+    ports: str | None = None
     advertise_host: str | None = None
     secret_file: str | None = None
     peers: tuple[str, ...] | None = None
@@ -176,6 +181,7 @@ def parse_config(extra: Mapping[str, Any], kv_role: str | None = None) -> Connec
     if config.host_buffer:
         check_host_buffer(config)
     parse_allowed_peers(config.peers, config.host, config.advertise_host)
+    parse_port_range(config.ports)
     _check_turns(config)
     return config
 

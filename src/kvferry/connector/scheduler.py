@@ -37,6 +37,7 @@ from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, ProducerCard
 from kvferry.transport.lease import new_incarnation
 from kvferry.transport.messages import Facts, RankCard
+from kvferry.transport.port_range import parse_port_range
 from kvferry.transport.security import Keys, admin_token
 
 logger = logging.getLogger(__name__)
@@ -191,7 +192,7 @@ class SchedulerHalf:
             facts: facts about this engine that peers compare at the handshake.
         """
         config, peers = self._config, peers_allowed(self._config)
-        port = config.port + self._engine.port_offset if config.port else 0
+        port = config.port + self._engine.port_offset if config.port else parse_port_range(config.ports) or 0
         self._server = server = ControlServer(config.host, port, ProducerCard(facts, ranks), keys, peers)
         self._messages = server.events
         self._producer.start(server, composition.pool, len(ranks))

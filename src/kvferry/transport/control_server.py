@@ -43,6 +43,7 @@ from kvferry.transport.messages import (
     encode,
     make_refusal,
 )
+from kvferry.transport.port_range import PortRange
 from kvferry.transport.redeem import Redeem, Redeemed
 from kvferry.transport.tickets import TicketBook
 from kvferry.transport.turns import TurnIndex
@@ -133,13 +134,18 @@ class ControlServer:
     """
 
     def __init__(
-        self, host: str, port: int, card: ProducerCard, keys: security.Keys, peers: AllowedPeers = ANY_PEER
+        self,
+        host: str,
+        port: int | PortRange,
+        card: ProducerCard,
+        keys: security.Keys,
+        peers: AllowedPeers = ANY_PEER,
     ) -> None:
         """Bind the socket, and start the thread that answers consumers.
 
         Args:
             host: address to bind.
-            port: port to bind; 0 for any free port.
+            port: port to bind; 0 for any free port, or a range for a free port of it.
             card: description of this engine and its ranks, sent in reply to handshakes.
             keys: CURVE keys, with which peers authenticate each other.
             peers: machines that may connect. An address on any other machine does not appear in `keepers`.

@@ -66,6 +66,7 @@ class ExportedMemory:
                 first_word=first_word,
                 keys=settings.keys,
                 peers=settings.peers,
+                ports=settings.ports,
             )
             region = outgoing.region
             offered = Outgoing(

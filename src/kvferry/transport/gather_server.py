@@ -46,6 +46,7 @@ from kvferry.transport.gather_messages import (
 )
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.listener import Listener
+from kvferry.transport.port_range import PortRange
 from kvferry.transport.staging import UNIT_BYTES, Allocation, StagingArea
 
 logger = logging.getLogger(__name__)
@@ -136,8 +137,10 @@ class GatherServer:
         keys: security.Keys,
         peers: AllowedPeers = ANY_PEER,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        ports: PortRange | None = None,
     ) -> None:
-        """Bind a socket to any free port, and start the thread that packs cells (parts of blocks).
+        """Bind a socket to a free port, and start the thread that packs cells (parts of blocks).
 
         Args:
             host: address to bind.
@@ -150,6 +153,7 @@ class GatherServer:
             keys: CURVE keys, with which peers authenticate each other.
             peers: machines that may connect.
             clock: function that returns the current time in seconds.
+            ports: range of the port; None for any.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -161,7 +165,7 @@ class GatherServer:
         self._readers: OrderedDict[bytes, _Reader] = OrderedDict()
         self._waiting: deque[_Waiting] = deque()
         self._swept = clock()
-        self._listener = Listener("gather channel", host, 0, keys, MAX_REQUEST_BYTES, peers=peers)
+        self._listener = Listener("gather channel", host, ports or 0, keys, MAX_REQUEST_BYTES, peers=peers)
         self.port = self._listener.port
         self._log = LimitedLog(logger)
         self._stop = threading.Event()

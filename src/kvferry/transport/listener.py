@@ -15,6 +15,7 @@ from kvferry.transport.allowed_peers import ANY_PEER, AllowedPeers
 from kvferry.transport.authenticator import Authenticator
 from kvferry.transport.connection_limit import ConnectionLimiter
 from kvferry.transport.endpoint import zmq_endpoint
+from kvferry.transport.port_range import PortRange
 
 _QUEUED = 64
 """Maximum number of queued messages from a peer, and of queued replies to it.
@@ -37,7 +38,7 @@ class Listener:
         self,
         channel: str,
         host: str,
-        port: int,
+        port: int | PortRange,
         keys: security.Keys,
         max_message_bytes: int,
         max_connections: int | None = None,
@@ -48,7 +49,7 @@ class Listener:
         Args:
             channel: name of the channel in error messages.
             host: address to bind.
-            port: port to bind; 0 for any free port.
+            port: port to bind; 0 for any free port, or a range for a free port of it.
             keys: CURVE key pair. A client that does not have the same pair is refused.
             max_message_bytes: maximum size of a message; a peer that sends a longer one is disconnected.
             max_connections: maximum number of open connections; None for the default of `ConnectionLimiter`.
@@ -68,18 +69,34 @@ class Listener:
         security.secure_server(self._socket, keys)
         self._connections = ConnectionLimiter(self._socket, max_connections)
         try:
-            self._socket.bind(zmq_endpoint(self._socket, host, port or "*"))
+            self._bind(host, port)
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(
-                f"{channel}: cannot listen on {host}{f' port {port}' if port else ''}: "
-                f"{zmq.strerror(error.errno or 0)}; set {_remedy(error)}"
+                f"{channel}: cannot listen on {host}{_port_text(port)}: "
+                f"{zmq.strerror(error.errno or 0)}; set {_remedy(error, port)}"
             ) from error
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._connections.events, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+
+    def _bind(self, host: str, port: int | PortRange) -> None:
+        """Bind the socket to a port, or to the first free port of a range.
+
+        Raises:
+            zmq.ZMQError: the address, the port or every port of the range cannot be bound.
+        """
+        candidates = [*port] if isinstance(port, PortRange) else [port or "*"]
+        for number, one in enumerate(candidates, 1):
+            try:
+                self._socket.bind(zmq_endpoint(self._socket, host, one))
+            except zmq.ZMQError as error:
+                if error.errno != errno.EADDRINUSE or number == len(candidates):
+                    raise
+            else:
+                return
 
     def wait(self, seconds: float) -> bool:
         """Wait for a message from a peer, and return whether one has arrived.
@@ -132,7 +149,15 @@ class Listener:
         self._context.term()
 
 
-def _remedy(error: zmq.ZMQError) -> str:
+def _port_text(port: int | PortRange) -> str:
+    if isinstance(port, PortRange):
+        return f", any port of {port}"
+    return f" port {port}" if port else ""
+
+
+def _remedy(error: zmq.ZMQError, port: int | PortRange) -> str:
+    if error.errno == errno.EADDRINUSE and isinstance(port, PortRange):
+        return "ports to a range with free ports"
     if error.errno in (errno.EADDRINUSE, errno.EACCES):
         return "another port, or 0 for any free one"
     return "host to an address of this machine"

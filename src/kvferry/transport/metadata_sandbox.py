@@ -34,6 +34,7 @@ from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata import WORD_BYTES, parse_metadata
 from kvferry.transport.network_devices import ucx_environment
 from kvferry.transport.nixl_agent import nixl_package
+from kvferry.transport.port_range import PortRange
 
 START_SECONDS = 60.0
 """Timeout for the child to start. It is long, because other processes may use the cores."""
@@ -78,11 +79,12 @@ class MetadataSandbox:
     Only the thread that starts the child may use this object. The child ends when that thread ends.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, ports: PortRange | None = None) -> None:
         """Start the child process. Do not wait until it is ready.
 
         Args:
             host: address of this machine. The child uses only the network devices that have this address.
+            ports: TCP ports that the child's UCX may listen on; None for any.
 
         Raises:
             OSError: the process cannot be started.
@@ -94,7 +96,7 @@ class MetadataSandbox:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, **_ENVIRONMENT, **ucx_environment(host), "PYTHONPATH": _python_path()},
+            env={**os.environ, **_ENVIRONMENT, **ucx_environment(host, ports), "PYTHONPATH": _python_path()},
         )
         theirs.close()
         self._connection: Connection[Any, Any] = Connection(ours.detach())

@@ -21,10 +21,12 @@ from pathlib import Path
 import psutil
 
 from kvferry.transport.address import IP, is_loopback
+from kvferry.transport.port_range import PortRange
 
 logger = logging.getLogger(__name__)
 
 VARIABLE = "UCX_NET_DEVICES"
+PORTS_VARIABLE = "UCX_TCP_PORT_RANGE"
 _EVERY_ADDRESS = ("0.0.0.0", "::", "*")  # noqa: S104 - with these hosts nothing is restricted
 _lock = threading.Lock()
 
@@ -59,19 +61,25 @@ def is_local_address(host: str) -> bool:
 
 
 @contextmanager
-def restrict_ucx_to(host: str) -> Iterator[None]:
-    """Restrict NIXL agents that are created inside the ``with`` statement to the network devices of a host.
+def restrict_ucx_to(host: str, ports: PortRange | None = None) -> Iterator[None]:
+    """Restrict NIXL agents that are created inside the ``with`` statement to devices of a host, and to ports.
 
     UCX (NIXL's transport) reads its settings from the environment when an agent is created. So
-    ``UCX_NET_DEVICES`` is set until the ``with`` statement ends. A value that the operator has set is kept.
+    ``UCX_NET_DEVICES`` and ``UCX_TCP_PORT_RANGE`` are set until the ``with`` statement ends. A value that the
+    operator has set is kept.
 
     Args:
         host: address of this machine, or a name that resolves to one.
+        ports: TCP ports that the agents may listen on; None for any.
     """
     with _lock:
         if (given := os.environ.get(VARIABLE)) is not None:
             logger.info("UCX listens on the devices of %s=%s, whatever host says (%s)", VARIABLE, given, host)
-        chosen = ucx_environment(host)
+        if ports is not None and (given := os.environ.get(PORTS_VARIABLE)) is not None:
+            logger.info(
+                "UCX listens on ports of %s=%s, whatever ports says (%s)", PORTS_VARIABLE, given, ports
+            )
+        chosen = ucx_environment(host, ports)
         os.environ.update(chosen)
         try:
             yield
@@ -80,17 +88,20 @@ def restrict_ucx_to(host: str) -> Iterator[None]:
                 os.environ.pop(name, None)
 
 
-def ucx_environment(host: str) -> dict[str, str]:
-    """Return the environment variables that restrict UCX (NIXL's transport) to the network devices of a host.
+def ucx_environment(host: str, ports: PortRange | None = None) -> dict[str, str]:
+    """Return the environment variables that restrict UCX (NIXL's transport) to devices and ports.
 
     Args:
         host: address of this machine, or a name that resolves to one.
+        ports: TCP ports that UCX may listen on; None for any.
 
     Returns:
-        Value of each variable, by name; empty without a restriction, or if the operator has set the variable.
+        Value of each variable, by name. A variable without a restriction, or that the operator has set, is
+        left out.
     """
     devices = devices_for(host)
-    return {VARIABLE: ",".join(devices)} if devices and VARIABLE not in os.environ else {}
+    wanted = {VARIABLE: ",".join(devices), PORTS_VARIABLE: "" if ports is None else str(ports)}
+    return {name: value for name, value in wanted.items() if value and name not in os.environ}
 
 
 def addresses() -> Iterator[tuple[str, IP]]:

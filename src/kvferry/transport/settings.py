@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from kvferry.planning.strategy import LANE_BYTES, Costs, Strategy
 from kvferry.transport.allowed_peers import ANY_PEER, AllowedPeers
+from kvferry.transport.port_range import PortRange
 from kvferry.transport.security import Keys, random_keys
 
 
@@ -24,6 +25,7 @@ class TransferSettings:
         advertise_host: address of this worker's gather channel, as sent to readers.
         keys: CURVE keys of the gather channel; random by default.
         peers: machines that may connect to the gather channel.
+        ports: TCP ports that the gather channel and UCX (NIXL's transport) may listen on; None for any.
         lanes: number of lanes (reading threads), at least 1.
         lane_bytes: approximate minimum number of bytes of a route (set of layers that are read together) that
             one lane reads. A small route is split among fewer lanes, or not at all.
@@ -36,5 +38,6 @@ class TransferSettings:
     advertise_host: str = "127.0.0.1"
     keys: Keys = field(default_factory=random_keys)
     peers: AllowedPeers = ANY_PEER
+    ports: PortRange | None = None
     lanes: int = 2
     lane_bytes: int = LANE_BYTES

@@ -97,10 +97,16 @@ class Transfers:
         landing = StagingArea(settings.staging_bytes, geometry.regions[0])
         if landing.units:
             request_huge_pages(landing.region, touched=False)
-        with ExitStack() as started, restrict_ucx_to(settings.host), on_device(geometry.regions[0]):
+        with (
+            ExitStack() as started,
+            restrict_ucx_to(settings.host, settings.ports),
+            on_device(geometry.regions[0]),
+        ):
             self._exposed = ExportedMemory(geometry, words, settings, make_agent(name, progress=True))
             started.callback(self._exposed.close)
-            self._validator = validator or SandboxValidator(partial(MetadataSandbox, settings.host))
+            self._validator = validator or SandboxValidator(
+                partial(MetadataSandbox, settings.host, settings.ports)
+            )
             started.callback(self._validator.close)
             self._lanes = [
                 Lane(

@@ -210,7 +210,7 @@ def test_the_policy_lets_engines_reach_the_ports_of_kv_and_the_router_the_api(tr
     extra = json.loads(variables["KV_TRANSFER_CONFIG"])["kv_connector_extra_config"]
     ranges = [f"{port['port']}-{port.get('endPort', port['port'])}" for port in between["ports"]]
     assert f"{extra['port']}-{extra['port']}" in ranges
-    assert variables["UCX_TCP_PORT_RANGE"] in ranges
+    assert extra["ports"] in ranges
     assert [port["port"] for port in api["ports"]] == [8000]
     router = templates["kvferry-router"]["metadata"]["labels"]
     assert api["from"][0]["podSelector"]["matchLabels"].items() <= router.items()

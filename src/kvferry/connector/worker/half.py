@@ -43,6 +43,7 @@ from kvferry.transport.costs_file import load_costs
 from kvferry.transport.key_file import read_keys
 from kvferry.transport.lane import ReadResult
 from kvferry.transport.lease import LeaseWords, new_incarnation
+from kvferry.transport.port_range import parse_port_range
 from kvferry.transport.settings import TransferSettings
 from kvferry.transport.transfers import Transfers
 
@@ -351,6 +352,7 @@ def _transfer_settings(config: ConnectorConfig) -> TransferSettings:
         advertise_host=config.advertise_host or config.host,
         keys=read_keys(config.secret_file),
         peers=peers_allowed(config),
+        ports=parse_port_range(config.ports),
         lanes=config.lanes,
     )
 
