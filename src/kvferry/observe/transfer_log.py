@@ -108,10 +108,11 @@ def check_log(path: str) -> None:
     Raises:
         ConfigError: the file cannot be opened for appending.
     """
-    existed = os.path.lexists(path)
+    target = os.path.realpath(path)  # a link may lead to a file that does not exist
+    existed = os.path.lexists(target)
     _open_log(path).close()
     if not existed:
-        os.unlink(path)  # noqa: PTH108 - a path of any text, as `open` takes it
+        os.unlink(target)  # noqa: PTH108 - a path of any text, as `open` takes it
 
 
 def _open_log(path: str) -> FileIO:

@@ -79,18 +79,20 @@ def _watch(root: subprocess.Popen[bytes], lifeline: int, stop_timeout_seconds: f
         stop_timeout_seconds: longest time to wait after SIGTERM, in seconds.
     """
     ended = os.pidfd_open(root.pid)
-    watched = [ended, lifeline]
+    watched = select.poll()  # select.select refuses descriptors from 1024, and a busy launcher has them
+    for descriptor in (ended, lifeline):
+        watched.register(descriptor, select.POLLIN)
     deadline: float | None = None
     while True:
         seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
-        readable, _, _ = select.select(watched, [], [], seconds)
-        if not readable or ended in readable:
+        ready = [number for number, _ in watched.poll(None if seconds is None else seconds * 1000)]
+        if not ready or ended in ready:
             return
         request = os.read(lifeline, 1)
         if request == KILL:
             return
         if not request:
-            watched = [ended]
+            watched.unregister(lifeline)
         if deadline is None:
             root.send_signal(signal.SIGTERM)
             deadline = time.monotonic() + stop_timeout_seconds

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kvferry.errors import KVFerryError
 from kvferry.serving.engine import EngineProcess, EngineState
-from kvferry.serving.launch import Fleet, death_notice
+from kvferry.serving.launch import Fleet, LaunchError, death_notice
 from kvferry.serving.restarts import RestartPolicy, Restarts
 from kvferry.serving.role import Role
 from kvferry.units import format_seconds
@@ -49,7 +49,6 @@ class Supervisor:
 
         Raises:
             FleetLost: no engine that decodes is left.
-            LaunchError: an engine's process or log cannot be created.
         """
         for engine in self._fleet.engines:
             if engine.spec.name in self._given_up:
@@ -57,28 +56,46 @@ class Supervisor:
             restarts = self._restarts[engine.spec.name]
             if restarts.due is not None:
                 if self._clock() >= restarts.due:
-                    self._fleet.restart(engine)
                     restarts.on_started()
-                    self._starting.add(engine.spec.name)
+                    self._restart(engine, restarts)
                 continue
             state = engine.poll()
             if state is EngineState.DEAD:
-                self._on_ended(engine, restarts)
+                self._on_ended(engine, restarts, death_notice(engine), engine.seconds)
             elif state is EngineState.READY and engine.spec.name in self._starting:
                 self._starting.discard(engine.spec.name)
                 self._say(f"{engine.spec.name} is ready again after {format_seconds(engine.seconds)}")
             elif self._fleet.is_late(engine):
                 engine.kill()
 
-    def _on_ended(self, engine: EngineProcess, restarts: Restarts) -> None:
+    def _restart(self, engine: EngineProcess, restarts: Restarts) -> None:
+        """Start an engine that has ended again. A failure to do so counts as an end of the engine.
+
+        Raises:
+            FleetLost: no engine that decodes is left.
+        """
+        try:
+            self._fleet.restart(engine)
+        except LaunchError as error:  # a full disk or too many open files; the other engines still serve
+            self._on_ended(engine, restarts, str(error), 0.0)
+        else:
+            self._starting.add(engine.spec.name)
+
+    def _on_ended(self, engine: EngineProcess, restarts: Restarts, notice: str, ran_seconds: float) -> None:
         """Say that an engine has ended, and plan its restart, or give it up.
+
+        Args:
+            engine: engine that has ended.
+            restarts: its restarts.
+            notice: message about its end.
+            ran_seconds: time in seconds from its start to its end; 0 if it could not be started.
 
         Raises:
             FleetLost: no engine that decodes is left.
         """
         self._starting.discard(engine.spec.name)
-        notice, earlier = death_notice(engine), restarts.in_row
-        wait = restarts.on_ended(self._clock(), engine.seconds)
+        earlier = restarts.in_row
+        wait = restarts.on_ended(self._clock(), ran_seconds)
         if wait is None:
             after = f" after {earlier} restarts in a row" if earlier else ""
             self._give_up(

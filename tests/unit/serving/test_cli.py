@@ -164,6 +164,14 @@ def test_config_writes_absolute_paths_and_leaves_no_file(tmp_path, monkeypatch):
     assert [each.name for each in tmp_path.iterdir()] == ["kv"]
 
 
+def test_config_does_not_make_the_file_that_a_link_leads_to(tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "log")
+    assert run("config", "--transfer-log", str(link)).returncode == 0
+    assert [each.name for each in tmp_path.iterdir()] == ["link"]
+    assert link.is_symlink()
+
+
 def test_config_shows_every_setting_and_marks_defaults():
     options = "--tiers", '[{"type": "host", "capacity": "8MiB"}]', "--chunk-tokens", "64"
     shown = run("config", "--show-defaults", *options).stdout.splitlines()

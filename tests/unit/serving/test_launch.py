@@ -1,6 +1,7 @@
 """Fleets of scripts in the place of engines: real processes, real guards."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -146,6 +147,19 @@ def test_an_engine_that_dies_later_is_seen_and_its_children_are_ended(tmp_path, 
         eventually(lambda: fleet.engines[0].poll() is EngineState.DEAD)
         assert fleet.engines[0].exit_code == -9
         assert not alive(child)
+
+
+def test_an_engine_starts_while_this_process_has_more_than_1024_open_files(tmp_path, script):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with Fleet([script()], tmp_path) as fleet:
+            fleet.wait_ready()
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_engines_end_when_the_launcher_is_killed(tmp_path, eventually):

@@ -78,3 +78,23 @@ def test_an_engine_that_does_not_become_ready_again_is_killed_and_counts(tmp_pat
         with pytest.raises(FleetLost, match="after 2 restarts"):
             eventually(supervisor.check)
     assert "restart 2 of 2" in said[-1]
+
+
+@pytest.mark.alone
+def test_a_restart_that_fails_counts_as_an_end_and_the_other_engines_go_on(tmp_path, script, eventually):
+    said: list[str] = []
+    specs = [script("decode-0", role=Role.DECODE), script("decode-1", role=Role.DECODE)]
+    with Fleet(specs, tmp_path) as fleet:
+        fleet.wait_ready()
+        (tmp_path / "decode-0.restart-1.log").mkdir()  # so the log cannot be created
+        supervisor = Supervisor(fleet, said.append, QUICK)
+
+        def ready_again() -> bool:
+            supervisor.check()
+            return any("decode-0 is ready again" in line for line in said)
+
+        os.kill(pids_of(tmp_path, "decode-0")[0], signal.SIGKILL)
+        eventually(ready_again)
+        assert fleet.engines[1].poll() is EngineState.READY
+    assert "decode-0 cannot be started again: Is a directory" in said[1]
+    assert "restart 2 of 2 in 100 ms; 1 of 2 engines" in said[1]

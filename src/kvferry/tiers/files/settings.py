@@ -68,7 +68,8 @@ class FileSettings(StorageSettings, frozen=True):
             check_writable(self.path)
             return
         path = Path(default_directory())
-        found = next(one for one in (path, *path.parents) if one.exists() or one.is_symlink())
+        # `Path.exists` raises an error for a directory that this user may not enter, `lexists` returns False.
+        found = next(one for one in (path, *path.parents) if os.path.lexists(one))
         check_writable(str(found))
 
     @property
