@@ -21,7 +21,7 @@ both sides.
 **Access control.** `security` and `key_file` hold the key. `listener` accepts connections: `authenticator`
 checks each client, `connection_limit` limits the number of connections. `allowed_peers` and `resolver` decide
 which addresses may be dialled. `metadata_validation` checks a peer's transport metadata before NIXL loads it.
-`network_devices` limits the network devices on which NIXL listens, and `port_range` the ports of all channels.
+`network_devices` limits the network devices on which NIXL listens, and `port_range` the ports.
 
 `costs_file` stores the measured costs of this machine, which the planner uses to choose transfer methods.
 """
