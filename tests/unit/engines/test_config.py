@@ -39,7 +39,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(key, near):
 
 
 def test_a_key_like_no_other_is_refused_with_all_known_ones():
-    with pytest.raises(ConfigError, match=r"has no key 'zzz'; known are host, port, advertise_host"):
+    with pytest.raises(ConfigError, match=r"has no key 'zzz'; known are host, port, ports, advertise_host"):
         parse_config({"zzz": 1})
 
 
