@@ -392,6 +392,8 @@ class SchedulerHalf:
     def shutdown(self) -> None:
         """Close the control channel and the tiers, and end all threads."""
         self._calm = False
+        if self._calls is not None:
+            self._calls.close()
         if self._admin is not None:
             self._admin.close()
         if self._client is not None:

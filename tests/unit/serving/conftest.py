@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,17 +24,10 @@ from kvferry.serving.role import Role
 from kvferry.serving.router.app import router_app
 from kvferry.serving.router.settings import RouterSettings
 from support.scripted_engines import ENGINE, Script
+from support.waiting import wait_for
 
 KV = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [[1, 2]]}
 TOKENS = ["The", " bytes", " are", " moved", "."]
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Fail if the condition does not come true in time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.01)
 
 
 class _Server(uvicorn.Server):

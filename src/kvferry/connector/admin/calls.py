@@ -25,6 +25,7 @@ class AdminCalls:
         """
         self._wake = wake
         self._queue: deque[tuple[Call, Future[Any]]] = deque()
+        self._closed = False
 
     def __len__(self) -> int:
         """Return the number of calls that the engine's thread has not executed yet."""
@@ -39,14 +40,23 @@ class AdminCalls:
 
         Raises:
             TimeoutError: the engine has not run a step in this time. The call is then not executed later.
+            CancelledError: the engine stops, and does not execute the call.
             Exception: the exception that the call raised.
         """
         future: Future[Any] = Future()
         self._queue.append((call, future))
+        if self._closed:
+            future.cancel()
         self._wake()
         try:
             return future.result(seconds)
         finally:
+            future.cancel()
+
+    def close(self) -> None:
+        """Cancel all waiting calls and all later ones, because the engine runs no more steps."""
+        self._closed = True
+        for _, future in tuple(self._queue):
             future.cancel()
 
     def run(self) -> None:

@@ -11,6 +11,8 @@ import hmac
 import logging
 import socket
 import threading
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
@@ -69,7 +71,8 @@ class AdminServer:
         logger.info("admin API on %s port %d", host, self.port)
 
     def close(self) -> None:
-        """Stop listening, and end the thread."""
+        """Cut the current client, stop listening, and end the thread. Close the queue of calls first."""
+        self._server.cut()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -80,6 +83,8 @@ class _Server(HTTPServer):
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._client: socket.socket | None = None
+        self._closing = False
         super().__init__(address, handler)
 
     def server_bind(self) -> None:
@@ -87,6 +92,20 @@ class _Server(HTTPServer):
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve one client, unless the server closes."""
+        self._client = request
+        if self._closing:
+            self.cut()
+        super().process_request(request, client_address)
+
+    def cut(self) -> None:
+        """End the connection of the current client. A client that sends slowly would hold up `close`."""
+        self._closing = True
+        if (client := self._client) is not None:
+            with suppress(OSError):  # it has ended
+                client.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore clients that disconnect or are too slow."""
@@ -128,6 +147,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             self._send(HTTPStatus.OK, self.calls.execute(call, _STEP_SECONDS))
+        except CancelledError:
+            self._send(HTTPStatus.SERVICE_UNAVAILABLE, {"error": "the engine stops"})
         except TimeoutError:
             self._send(HTTPStatus.SERVICE_UNAVAILABLE, {"error": f"no engine step in {_STEP_SECONDS:g} s"})
         except KVFerryError as error:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import socket
 import threading
-from contextlib import contextmanager
+from concurrent.futures import CancelledError
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -18,6 +20,7 @@ from kvferry.connector.admin.server import AdminServer
 from kvferry.errors import ConfigError
 from kvferry.transport.key_file import existing_keys
 from kvferry.transport.security import admin_token
+from support.waiting import wait_for
 
 SECRET = "0123456789abcdef0123456789abcdef"
 
@@ -192,3 +195,45 @@ def test_tokens_are_a_json_list(tmp_path):
 def test_an_address_in_use_is_said(secret):
     with serving(secret) as (_, _, port), pytest.raises(ConfigError, match=r"admin\.port"):
         AdminServer("127.0.0.1", port, "t", AdminActions(Engine(), None, 8), AdminCalls(lambda: None))
+
+
+@pytest.mark.slow
+def test_a_client_that_sends_slowly_does_not_hold_up_the_end_of_the_engine(secret):
+    token = admin_token(existing_keys(secret))
+    server = AdminServer("127.0.0.1", 0, token, AdminActions(Engine(), None, 8), AdminCalls(lambda: None))
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(b"POST /v1/status HTTP/1.1\r\n")
+        wait_for(lambda: server._server._client is not None)
+        ending = threading.Thread(target=server.close)
+        ending.start()
+
+        def sent_more() -> bool:
+            with suppress(OSError):
+                client.sendall(b"a")
+            return not ending.is_alive()
+
+        wait_for(sent_more)
+        ending.join()
+
+
+@pytest.mark.slow
+def test_a_call_that_waits_when_the_engine_stops_is_not_executed():
+    calls, done = AdminCalls(lambda: None), []
+    failed = []
+
+    def wait() -> None:
+        try:
+            calls.execute(lambda: done.append(1), 60)
+        except CancelledError as error:
+            failed.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    wait_for(lambda: len(calls) == 1)
+    calls.close()
+    waiting.join()
+    calls.run()
+    assert failed
+    assert not done
+    with pytest.raises(CancelledError):
+        calls.execute(lambda: done.append(1), 60)
