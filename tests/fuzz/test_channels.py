@@ -48,10 +48,14 @@ def rig():
         yield Rig(stack)
 
 
-def until_over(step, each: int = 50, least: int = 2000):
-    """Call `step` until the time is over, `least` times at least; yields after every `each` calls."""
+def until_over(step, enough=lambda: True, each: int = 50, least: int = 2000):
+    """Call `step` until the time is over, and yield after every `each` calls.
+
+    Calls it at least `least` times, and up to ten times as often until `enough` returns true: how much
+    happens in a few seconds depends on the machine.
+    """
     deadline, number = time.monotonic() + seconds(), 0
-    while time.monotonic() < deadline or number < least:
+    while time.monotonic() < deadline or number < least or (number < 10 * least and not enough()):
         step()
         number += 1
         if number % each == 0:
@@ -92,8 +96,11 @@ def test_a_producer_serves_on_whatever_a_peer_with_the_key_says(rig, caplog):
             while liar.poll(0):
                 liar.recv_multipart()
 
+        def enough() -> bool:
+            return min(model.redeemed, model.ended, model.found) > 5
+
         with judged(caplog, cost):
-            for _ in until_over(lambda: say(odd.frames()), each=200):
+            for _ in until_over(lambda: say(odd.frames()), enough, each=200):
                 slowest = max(slowest, meet(honest, server.port))
                 alive(server)
                 assert redeem(honest, server.port).grant == GRANT
@@ -107,7 +114,7 @@ def test_a_producer_serves_on_whatever_a_peer_with_the_key_says(rig, caplog):
         f"{model.redeemed} redeemed, {model.ended} leases ended, {model.found} turns found"
     )
     assert server.rejected
-    assert min(model.redeemed, model.ended, model.found) > 5
+    assert enough()
     said(reached, 0.80)
 
 
@@ -132,8 +139,11 @@ def test_a_consumer_goes_on_whatever_a_peer_with_the_key_answers(rig, caplog, mo
             meet(consumer, server.port)
             alive(server)
 
+        def enough() -> bool:
+            return min(asking.taken[one] for one in ("Redeemed", "Unusable", "turns")) > 5
+
         with judged(caplog, cost):
-            for _ in until_over(asking.ask, each=10, least=100):
+            for _ in until_over(asking.ask, enough, each=10, least=100):
                 settled()
             holds_nothing(asking.repeat, settled)
         assert consumer._thread.is_alive()
@@ -141,7 +151,7 @@ def test_a_consumer_goes_on_whatever_a_peer_with_the_key_answers(rig, caplog, mo
         assert not consumer._questions._open
         meet(consumer, server.port)
     print(f"{cost.calls} messages, {cost.most * 1e3:.1f} ms at most; {dict(asking.taken)}")
-    assert min(asking.taken[one] for one in ("Redeemed", "Unusable", "turns")) > 5
+    assert enough()
     said(reached, 0.75)
 
 
