@@ -1,11 +1,13 @@
-"""An engine process that exits on a poisonous request: `mortal_engine.py POISON LOG PORT`.
+"""An engine process that exits on a poisonous request: `mortal_engine.py POISON LOG FD`.
 
-Speaks enough of the OpenAI API for a router. A prompt that contains POISON ends the process with the request
-in flight; one that contains "late" is answered after two seconds; one that contains "500" with that status.
+FD is the number of an inherited listening socket. The engine speaks enough of the OpenAI API for a router. A
+prompt that contains POISON ends the process with the request in flight; one that contains "late" is answered
+after two seconds; one that contains "500" with that status.
 """
 
 import json
 import os
+import socket
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -44,8 +46,10 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(raw)
 
 
-def main(poison, log, port):
-    server = ThreadingHTTPServer(("127.0.0.1", int(port)), Handler)
+def main(poison, log, fd):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
+    server.socket.close()
+    server.socket = socket.socket(fileno=int(fd))
     server.poison, server.log = poison, log
     server.serve_forever()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvferry.serving.ports import free_ports
+from kvferry.serving.ports import listen, url_of
 
 pytestmark = pytest.mark.slow
 
@@ -46,12 +46,20 @@ def mortals(tmp_path, eventually):
 
         def start(role: str, count: int) -> list[Mortal]:
             engines = []
-            for port in free_ports(count):
-                engine = Mortal(f"http://127.0.0.1:{port}")
-                engine.log = tmp_path / str(port)
-                command = [sys.executable, str(PROGRAM), POISON[role], str(engine.log), str(port)]
-                engine.process = stack.enter_context(subprocess.Popen(command))
-                stack.callback(engine.process.kill)
+            for number in range(count):
+                with listen("127.0.0.1", 0) as sock:
+                    engine = Mortal(url_of(sock))
+                    engine.log = tmp_path / f"{role}-{number}"
+                    command = [
+                        sys.executable,
+                        str(PROGRAM),
+                        POISON[role],
+                        str(engine.log),
+                        str(sock.fileno()),
+                    ]
+                    process = subprocess.Popen(command, pass_fds=[sock.fileno()])
+                engine.process = stack.enter_context(process)
+                stack.callback(process.kill)
                 engines.append(engine)
             for engine in engines:
                 eventually(lambda url=engine: answers(url))

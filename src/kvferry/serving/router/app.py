@@ -22,7 +22,6 @@ from kvferry.serving.router.bodies import (
     DECODE_ONLY,
     MESSAGES,
     MalformedBody,
-    encoded,
     parse_body,
     without_kv_params,
 )
@@ -165,14 +164,11 @@ class _Router:
             send: ASGI function that sends to the client.
         """
         try:
-            body, raw = parse_body(call.body), call.body
+            body = parse_body(call.body)  # it is encoded anew, so that engines read only the checked fields
             if not self._settings.trust_kv_params:
                 body = without_kv_params(body)
-                raw = encoded(body)  # so the engine reads exactly the checked fields
             session = session_of(call.headers, body)
-            completion = Completion(
-                call.path, raw, body, call.headers, call.reply_headers, session, call.record
-            )
+            completion = Completion(call.path, body, call.headers, call.reply_headers, session, call.record)
             await self._flow.complete(completion, send)
         except MalformedBody as error:
             await bad_request(str(error), "invalid_json").send(send, call.reply_headers)

@@ -149,14 +149,15 @@ def prefill_headers(headers: Headers) -> Headers:
     return tuple((name, value) for name, value in headers if name != _DATA_PARALLEL_RANK)
 
 
-def decode_body(body: dict[str, Any], params: dict[str, Any]) -> bytes:
+def decode_body(body: dict[str, Any], params: dict[str, Any] | None) -> bytes:
     """Return the body of the request to a decode engine, as JSON.
 
     Args:
         body: parsed body of the client's request.
-        params: ``kv_transfer_params`` from the prefill engine's answer, which are added to the body.
+        params: ``kv_transfer_params`` from the prefill engine's answer, which are added to the body; None if
+            the decode engine computes the prompt.
     """
-    return encoded({**body, KV_PARAMS: params})
+    return encoded(body if params is None else {**body, KV_PARAMS: params})
 
 
 def kv_params_of(answer: bytes) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
@@ -45,6 +45,8 @@ from kvferry.serving.router.streaming import StreamSource, new_ticket
 from kvferry.serving.router.turns import Turns
 from kvferry.serving.router.upstream import BROKEN, NOT_CONNECTED, EngineClient, describe_error, read_whole
 
+_NO_ENGINE = unavailable("no decode engine can be reached")
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -52,8 +54,7 @@ class Completion:
 
     Attributes:
         path: path of the endpoint, such as ``/v1/completions``.
-        raw: body as JSON, which is sent if the router does not add ``kv_transfer_params`` to it.
-        body: the same body, parsed.
+        body: body, parsed.
         headers: headers of the requests to the engines, including x-request-id.
         reply_headers: headers to add to the answer for the client.
         session: session of the request, as `session_of` returns it; None if it has none.
@@ -61,7 +62,6 @@ class Completion:
     """
 
     path: str
-    raw: bytes
     body: dict[str, Any]
     headers: Headers
     reply_headers: Headers
@@ -172,11 +172,7 @@ class CompletionFlow:
             data.
         """
         ticket = new_ticket()
-        sent = replace(
-            completion,
-            raw=prefill_body(completion.body, ticket),
-            headers=prefill_headers(completion.headers),
-        )
+        sent = prefill_body(completion.body, ticket)
         begun, over = False, False
         failed, rejection = False, None
 
@@ -190,7 +186,7 @@ class CompletionFlow:
         async def prefill() -> None:
             nonlocal over, failed, rejection
             try:
-                reply = await self._prefilled(backend, sent, failures)
+                reply = await self._prefilled(backend, completion, sent, failures)
             except TimeoutError:
                 return  # the decode engine computes what it has not read
             answered = reply is not None and reply.status == 200
@@ -231,12 +227,11 @@ class CompletionFlow:
         """
         if failures.exhausted:
             return failures.reply(completion.reply_headers)
-        headers = prefill_headers(completion.headers)
-        sent = replace(completion, raw=prefill_body(completion.body), headers=headers)
+        sent = prefill_body(completion.body)
         while backend := self._prefill.next(tried, completion.session):
             tried.append(backend)
             try:
-                reply = await self._prefilled(backend, sent, failures)
+                reply = await self._prefilled(backend, completion, sent, failures)
             except TimeoutError:
                 return None  # the client must not wait as long for another prefill engine
             if failures.exhausted:
@@ -251,7 +246,9 @@ class CompletionFlow:
                 return params
         return None
 
-    async def _prefilled(self, backend: Backend, sent: Completion, failures: Failures) -> Reply | None:
+    async def _prefilled(
+        self, backend: Backend, completion: Completion, body: bytes, failures: Failures
+    ) -> Reply | None:
         """Send a request to a prefill engine, and return the engine's answer.
 
         Return None in these cases:
@@ -263,20 +260,21 @@ class CompletionFlow:
 
         Args:
             backend: prefill engine.
-            sent: request with the body and the headers for the prefill engine.
+            completion: request of the client.
+            body: body for the prefill engine, as `prefill_body` returns it.
             failures: failures of engines during this request.
 
         Raises:
             TimeoutError: the engine takes too long. It is marked as down, and the failure is added to
                 `failures`.
         """
-        url = backend.url + sent.path
+        url, headers = backend.url + completion.path, prefill_headers(completion.headers)
         begun = time.monotonic()
         try:
             with self._prefill.count_request(backend):
                 async with (
                     asyncio.timeout(self._settings.prefill_seconds),
-                    self._client.opened("POST", url, sent.headers, sent.raw) as response,
+                    self._client.opened("POST", url, headers, body) as response,
                 ):
                     reply = await read_whole(response)
         except BROKEN as error:
@@ -294,7 +292,7 @@ class CompletionFlow:
                 failures.add(backend, failure_of(reply))
             return None
         backend.note_success()
-        sent.record.prefill_seconds = time.monotonic() - begun
+        completion.record.prefill_seconds = time.monotonic() - begun
         return reply
 
     async def _answer(
@@ -312,10 +310,10 @@ class CompletionFlow:
             send: ASGI function that sends to the client.
         """
         tried: list[Backend] = []
-        last: Reply | None = unavailable("no decode engine can be reached")
+        last: Reply | None = _NO_ENGINE
         while backend := self._decode.next(tried, completion.session, last_resort=True):
             tried.append(backend)
-            body = decode_body(completion.body, params) if params else completion.raw
+            body = decode_body(completion.body, params)
             url = backend.url + completion.path
             try:
                 with self._decode.count_request(backend):

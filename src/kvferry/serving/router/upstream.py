@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,6 +21,12 @@ NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 BROKEN = aiohttp.ClientError
 """Exception that means that no answer arrived, or only a part of it. Includes `NOT_CONNECTED`."""
+
+# Shorter than the 5 seconds after which vLLM's server closes an idle connection, so that a request is hardly
+# ever sent on a connection that the engine is just closing.
+_IDLE_SECONDS = 2.0
+# Time after which the kernel gives up a machine that does not acknowledge anything.
+_SILENT_SECONDS = 15
 
 _MAX_HEADER_BYTES = 64 << 10
 # aiohttp warns about larger bodies that are bytes.
@@ -104,9 +111,9 @@ class _Received:
 class EngineClient:
     """HTTP client with which the router sends requests to all engines. Use it as an async context manager.
 
-    Each connection serves only one request. If connections were reused, an engine could close an idle one
-    just when the next request is sent, and the router would take this for a failure of the engine. The number
-    of connections is unlimited, so that requests queue in the engines and not in the router.
+    A connection serves one request after the other, unless it was idle for two seconds. The number of
+    connections is unlimited, so that requests queue in the engines and not in the router. A connection breaks
+    if the engine's machine does not acknowledge anything for 15 seconds.
     """
 
     def __init__(self, settings: RouterSettings, hop: Hop) -> None:
@@ -125,7 +132,9 @@ class EngineClient:
     async def __aenter__(self) -> Self:
         """Open the client in the running event loop."""
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=_IDLE_SECONDS, socket_factory=_watched_socket
+            ),
             timeout=self._timeout,
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
@@ -145,7 +154,8 @@ class EngineClient:
     ) -> AsyncIterator[EngineAnswer]:
         """Send a request, and yield the answer before its body is read.
 
-        The end of the ``with`` block closes the connection. The engine then aborts an incomplete request.
+        If the answer is not complete at the end of the ``with`` block, the connection is closed. The engine
+        then aborts the request.
 
         Args:
             method: HTTP method.
@@ -167,6 +177,27 @@ class EngineClient:
             yield _Received(response)
         finally:
             response.close()
+
+
+def _watched_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """Return a socket whose connection breaks if the machine at the other end does not acknowledge anything.
+
+    Without this, a request to a machine that has lost its power waits until the time for answers is over.
+
+    Args:
+        address: address to connect to, as `socket.getaddrinfo` returns it.
+    """
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", _SILENT_SECONDS),
+        ("TCP_KEEPINTVL", _SILENT_SECONDS // 3),
+        ("TCP_USER_TIMEOUT", _SILENT_SECONDS * 1000),
+    ):
+        if hasattr(socket, name):  # not every operating system has all of them
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return made
 
 
 async def read_whole(answer: EngineAnswer) -> Reply:
