@@ -13,7 +13,8 @@ from typer.core import TyperGroup
 UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
 """The error that Typer raises if arguments cannot be used."""
 
-_NEAR = 0.6
+_NEAR, _NEAR_BESIDE_VLLM = 0.6, 0.8
+"""Least similarity of a name to suggest. vLLM has many options that are a bit like kvferry's."""
 
 
 def usage_sentence(error: Any) -> str:

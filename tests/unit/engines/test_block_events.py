@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from types import SimpleNamespace
 
 import msgspec
@@ -53,7 +54,8 @@ def test_blocks_have_the_hashes_and_the_parent_of_vllms_own_prefix_cache(publish
     one = request(range(100))
     run = publisher.describe(one, 0, range(32, 100))
     assert run.hashes == tuple(one.raw.block_hashes[2:6])
-    assert (run.parent, run.tokens) == (one.raw.block_hashes[1], tuple(range(32, 96)))
+    assert (run.parent, run.tokens) == (one.raw.block_hashes[1], array("I", range(32, 96)))
+    assert run.tokens.itemsize == 4
     wide = publisher.describe(one, 1, range(32, 100))
     assert wide.hashes == (one.raw.block_hashes[3], one.raw.block_hashes[5])
     assert publisher.describe(one, 1, range(48, 64)) == publisher.describe(one, 1, range(32, 64))

@@ -1,14 +1,15 @@
 """The HTTP server of the admin API. It runs in a thread of its own and touches no state of the connector.
 
 Every request needs the token that derives from the engines' secret (`transport.security.admin_token`). The
-server checks it before it reads the body. One client is served at a time, and dropped if it is silent. So a
-stranger can delay other clients, but not the engine.
+server checks it before it reads the body. One client is served at a time, and dropped if it is silent or
+takes too long to send its request. So a stranger can delay other clients, but not the engine.
 """
 
 from __future__ import annotations
 
 import hmac
 import logging
+import re
 import socket
 import threading
 from concurrent.futures import CancelledError
@@ -28,6 +29,9 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 16 << 20
 PREFIX = "/v1/"
 _READ_SECONDS = 3.0
+"""Longest time to wait for the next bytes of a request."""
+_REQUEST_SECONDS = 5.0
+"""Longest time to read a whole request."""
 _STEP_SECONDS = 10.0
 """Longest time to wait for a step of the engine. A step with a long prompt takes seconds."""
 
@@ -120,8 +124,24 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _READ_SECONDS
     server_version, sys_version = "kvferry", ""
 
+    def setup(self) -> None:
+        """Limit the time to read the request."""
+        super().setup()
+        self._limit = threading.Timer(_REQUEST_SECONDS, self._stop_reading)
+        self._limit.daemon = True
+        self._limit.start()
+
+    def finish(self) -> None:
+        """End the limit."""
+        self._limit.cancel()
+        super().finish()
+
+    def _stop_reading(self) -> None:
+        with suppress(OSError):  # it has ended
+            self.connection.shutdown(socket.SHUT_RD)  # an answer can still be sent
+
     def do_GET(self) -> None:
-        """Answer a call without a body."""
+        """Answer `status`; refuse other calls, because they need a body or change something."""
         self._answer(read_body=False)
 
     def do_POST(self) -> None:
@@ -136,6 +156,9 @@ class _Handler(BaseHTTPRequestHandler):
         if not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
             self._send(HTTPStatus.UNAUTHORIZED, {"error": "a token of this engine's key is needed"})
             return
+        if not read_body and self.path != PREFIX + "status":
+            self._send(HTTPStatus.METHOD_NOT_ALLOWED, {"error": "use POST; GET is for status only"})
+            return
         try:
             body = self._body() if read_body else b""
             call = self.actions.prepare(self.path.removeprefix(PREFIX), body)
@@ -146,7 +169,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.BAD_REQUEST, {"error": str(error)})
             return
         try:
-            self._send(HTTPStatus.OK, self.calls.execute(call, _STEP_SECONDS))
+            answer = self.calls.execute(call, _STEP_SECONDS)
         except CancelledError:
             self._send(HTTPStatus.SERVICE_UNAVAILABLE, {"error": "the engine stops"})
         except TimeoutError:
@@ -156,10 +179,12 @@ class _Handler(BaseHTTPRequestHandler):
         except Exception:
             logger.exception("admin API: a call failed; tell kvferry's authors")
             self._send(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": "the call failed; see the engine's log"})
+        else:
+            self._send(HTTPStatus.OK, answer)
 
     def _body(self) -> bytes:
         length = self.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdecimal()) or int(length) > MAX_BODY_BYTES:
+        if not re.fullmatch("[0-9]{1,9}", length) or int(length) > MAX_BODY_BYTES:
             raise ConfigError(f"a body needs a Content-Length of at most {MAX_BODY_BYTES} bytes")
         return self.rfile.read(int(length))
 

@@ -7,14 +7,18 @@ that a request had, from the first step in which the request's chunk was complet
     remember ─▶ [BlocksStored of a tier ─▶ BlocksRemoved of that tier …] ─▶ forgotten
 
 A chunk of an earlier run, or of another engine, has no blocks here until a request of this engine has its
-tokens. At most `MOST_CHUNKS` chunks are remembered. A chunk beyond that is reported as removed, although
-tiers still hold it: a router then underestimates this engine, and never sends a request in vain.
+tokens. At most `MOST_CHUNKS` chunks and `MOST_TOKENS` tokens are remembered. A chunk beyond that is reported
+as removed, although tiers still hold it: a router then underestimates this engine, and never sends a request
+in vain.
 
 A block belongs to the chunk in which it ends, because a chunk may be shorter than a block. Tiers evict the
 chunks of a prompt from its end, so they then have the chunks before too.
 
 Whole chunks and the incomplete last chunks of prompts share blocks. A block is reported as stored in a tier
 with the first chunk that covers it, and as removed with the last one.
+
+Blocks that tiers gain in one step are reported in the order of their prompts, because a router that keeps a
+tree of blocks drops a block whose parent it does not know.
 """
 
 from __future__ import annotations
@@ -35,6 +39,9 @@ from kvferry.tiers.index.key_table import KeyTable, tag_of
 MOST_CHUNKS = 1 << 14
 """Maximum number of remembered chunks."""
 
+MOST_TOKENS = MOST_CHUNKS * 256
+"""Maximum number of tokens of all remembered chunks. A chunk counts once for each of its KV cache groups."""
+
 
 @dataclass(slots=True)
 class _Chunk:
@@ -42,11 +49,18 @@ class _Chunk:
 
     Attributes:
         runs: blocks that end in the chunk.
+        begin: position of the chunk's first token in the prompt.
         tiers: bits of the tiers for which the blocks are reported as stored.
     """
 
     runs: Sequence[BlockRun]
+    begin: int
     tiers: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that are kept for the chunk."""
+        return sum(len(run.tokens) for run in self.runs)
 
 
 class BlockEvents:
@@ -62,6 +76,7 @@ class BlockEvents:
         tiers: Mapping[int, str],
         events: EventStream,
         most_chunks: int = MOST_CHUNKS,
+        most_tokens: int = MOST_TOKENS,
     ) -> None:
         """Watch a key table. No chunk is remembered yet.
 
@@ -71,9 +86,11 @@ class BlockEvents:
             tiers: names of the tiers, by their bits in `table`.
             events: stream that receives `BlocksStored` and `BlocksRemoved`.
             most_chunks: maximum number of remembered chunks.
+            most_tokens: maximum number of tokens of all remembered chunks.
         """
         self._describe, self._table, self._tiers = describe, table, dict(tiers)
-        self._events, self._most = events, most_chunks
+        self._events, self._most_chunks, self._most_tokens = events, most_chunks, most_tokens
+        self._tokens = 0  # of all remembered chunks
         self._chunks: OrderedDict[int, _Chunk] = OrderedDict()  # by tag, the least recently used first
         self._holders: Counter[tuple[int, int, bytes]] = Counter()  # chunks by (tier bit, group, block hash)
         self._watch = table.watch(self._chunks)
@@ -96,7 +113,8 @@ class BlockEvents:
         runs = tuple(run for run in described if run is not None)
         if not runs:
             return
-        self._chunks[tag] = _Chunk(runs)
+        self._chunks[tag] = chunk = _Chunk(runs, min(tokens.start for _, tokens in spans))
+        self._tokens += chunk.tokens
         self._watch.changed.append(tag)  # a tier may have had the chunk before
 
     @log_errors
@@ -106,10 +124,11 @@ class BlockEvents:
         if watch.cleared:
             watch.cleared = False
             watch.changed.extend(self._chunks)
-        tags = list({watch.changed.popleft() for _ in range(len(watch.changed))})
+        tags = list(dict.fromkeys(watch.changed.popleft() for _ in range(len(watch.changed))))
         removed: dict[tuple[str, int], list[bytes]] = defaultdict(list)
-        while len(self._chunks) > self._most:
+        while len(self._chunks) > self._most_chunks or self._tokens > self._most_tokens:
             _, chunk = self._chunks.popitem(last=False)
+            self._tokens -= chunk.tokens
             self._remove(chunk, chunk.tiers, removed)
         bits = self._table.tier_bits(np.array(tags, np.uint64)).tolist() if tags else ()
         changes = [
@@ -119,7 +138,7 @@ class BlockEvents:
             self._remove(chunk, chunk.tiers & ~now, removed)
         # Removals come first: a block that one chunk loses may come back with another chunk.
         self._emit_removed(removed)
-        for chunk, now in changes:
+        for chunk, now in sorted(changes, key=lambda change: change[0].begin):
             self._add(chunk, now & ~chunk.tiers)
 
     @log_errors
@@ -129,6 +148,7 @@ class BlockEvents:
         for chunk in self._chunks.values():
             self._remove(chunk, chunk.tiers, removed)
         self._chunks.clear()
+        self._tokens = 0
         self._emit_removed(removed)
 
     def _add(self, chunk: _Chunk, bits: int) -> None:

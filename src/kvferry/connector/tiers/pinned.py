@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.tiers.host.tier import Slot
 
 MOST_PINNED = 0.5
 """Maximum share of host memory in use that pins may hold, so that other chunks still find room."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pin:
+    """Chunks that one pin holds.
+
+    Attributes:
+        slots: slots of the chunks in host memory.
+        salt: cache salt of the prompt.
+    """
+
+    slots: Sequence[Slot]
+    salt: str
 
 
 class PinnedChunks:
@@ -21,10 +35,10 @@ class PinnedChunks:
 
     def __init__(self, cache: ChunkCache, chunk_bytes: Sequence[int]) -> None:
         self._cache, self._chunk_bytes = cache, tuple(chunk_bytes)
-        self._pins: dict[str, list[Slot]] = {}
+        self._pins: dict[str, _Pin] = {}
         self._held = 0
 
-    def pin(self, name: str, keys: Sequence[bytes]) -> int:
+    def pin(self, name: str, keys: Sequence[bytes], salt: str = "") -> int:
         """Pin those of these chunks that are in host memory; replace an earlier pin of the same name.
 
         Chunks beyond the share `MOST_PINNED` of host memory are not pinned.
@@ -32,6 +46,7 @@ class PinnedChunks:
         Args:
             name: name of the pin.
             keys: keys of the chunks, the first chunk of the prompt first.
+            salt: cache salt of the prompt; empty without one.
 
         Returns:
             The number of pinned chunks.
@@ -49,16 +64,27 @@ class PinnedChunks:
             self._held += self._chunk_bytes[slot.group]
             slots.append(slot)
         if slots:
-            self._pins[name] = slots
+            self._pins[name] = _Pin(slots, salt)
         return len(slots)
 
     def unpin(self, name: str) -> int:
         """Remove a pin. Return the number of chunks that it held; 0 if there is no pin of this name."""
-        slots = self._pins.pop(name, [])
-        for slot in reversed(slots):
+        pin = self._pins.pop(name, None)
+        if pin is None:
+            return 0
+        for slot in reversed(pin.slots):
             self._cache.close(slot)
             self._held -= self._chunk_bytes[slot.group]
-        return len(slots)
+        return len(pin.slots)
+
+    def unpin_salt(self, salt: str) -> None:
+        """Remove all pins of prompts with a cache salt, because no request can find these chunks any more.
+
+        Args:
+            salt: cache salt; empty for prompts without one.
+        """
+        for name in [name for name, pin in self._pins.items() if pin.salt == salt]:
+            self.unpin(name)
 
     def clear(self) -> None:
         """Remove all pins, before host memory is cleared."""

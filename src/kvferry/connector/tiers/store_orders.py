@@ -78,6 +78,11 @@ class StoreOrders:
         """Whether any store (copy from KV blocks to host memory) is under way and keeps blocks allocated."""
         return bool(self._stores)
 
+    @property
+    def chunks(self) -> int:
+        """Number of chunks that stores still copy to host memory."""
+        return sum(len(store.slots) for store in self._stores.values())
+
     def order(
         self,
         request_id: str,

@@ -268,7 +268,7 @@ class Tiering:
             Unnameable: the content cannot be identified for certain.
         """
         keys = self._prompts.chunks_of(request).all_keys(request.num_prompt_tokens)
-        return len(keys), self._pinned.pin(name, keys)
+        return len(keys), self._pinned.pin(name, keys, request.cache_salt or "")
 
     def unpin(self, name: str) -> int:
         """Remove a pin. Return the number of chunks that it held; 0 if there is no pin of this name."""
@@ -284,18 +284,20 @@ class Tiering:
     def forget_salt(self, salt: str) -> None:
         """Make requests with a cache salt find none of the chunks that were stored so far, in any tier.
 
-        The chunks stay until they are evicted. Other engines that share a slow tier still find them.
+        Pins of prompts with this salt are removed. The chunks stay until they are evicted. Other engines that
+        share a slow tier still find them.
 
         Args:
             salt: cache salt; empty for requests without one.
         """
+        self._pinned.unpin_salt(salt)
         self._prompts.forget_salt(salt)
         self._forget_blocks()  # nothing tells which of them have this salt
 
     @property
     def owed_chunks(self) -> int:
-        """Number of chunks that are still to be written to slow tiers."""
-        return sum(map(len, self._cache.writing))
+        """Number of chunks that are still to be copied to host memory, or to be written to slow tiers."""
+        return self._stores.chunks + sum(map(len, self._cache.writing))
 
     def shutdown(self) -> None:
         """Write queued chunks to storage, then end all threads and free the host memory of the tiers.

@@ -6,10 +6,12 @@ import http.client
 import json
 import logging
 import socket
+import struct
 import threading
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 
+import httpx
 import pytest
 
 from kvferry.cli.admin_client import ask, read_tokens
@@ -182,6 +184,57 @@ def test_a_large_body_is_refused(secret):
     with serving(secret) as (_, _, port):
         headers = {"Authorization": f"Bearer {token}", "Content-Length": str((16 << 20) + 1)}
         assert post(port, "/v1/lookup", b"", **headers)[0] == 400
+
+
+def test_a_length_of_thousands_of_digits_is_refused(secret):
+    token = admin_token(existing_keys(secret))
+    with serving(secret) as (_, _, port):
+        headers = {"Authorization": f"Bearer {token}", "Content-Length": "9" * 5000}
+        assert post(port, "/v1/lookup", b"", **headers)[0] == 400
+
+
+@pytest.mark.parametrize(("call", "status"), [("status", 200), ("drain", 405), ("drop", 405)])
+def test_only_status_is_read_with_get(secret, call, status):
+    with serving(secret, Tiers()) as (_, engine, port):
+        given = {"Authorization": f"Bearer {admin_token(existing_keys(secret))}"}
+        assert httpx.get(f"http://127.0.0.1:{port}/v1/{call}", headers=given).status_code == status
+        assert not engine.draining
+
+
+def test_a_stranger_that_sends_slowly_delays_another_client_by_seconds(secret, monkeypatch):
+    monkeypatch.setattr(server_module, "_REQUEST_SECONDS", 0.2)
+    with serving(secret) as (url, _, port), socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(b"POST /v1/status HTTP/1.1\r\n")
+        answered = threading.Event()
+
+        def send_slowly() -> None:
+            with suppress(OSError):
+                while not answered.wait(0.05):
+                    stranger.sendall(b"a")
+
+        sending = threading.Thread(target=send_slowly)
+        sending.start()
+        try:
+            assert "leases" in ask(url, secret, "status", {})
+        finally:
+            answered.set()
+            sending.join()
+
+
+def test_a_client_that_disconnects_is_no_fault_of_the_call(secret, caplog):
+    token, done = admin_token(existing_keys(secret)), threading.Event()
+    engine, calls = Engine(), AdminCalls(lambda: None)
+    engine.drain = done.set
+    server = AdminServer("127.0.0.1", 0, token, AdminActions(engine, None, 8), calls)
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        head = f"POST /v1/drain HTTP/1.1\r\nAuthorization: Bearer {token}\r\nContent-Length: 2\r\n\r\n"
+        client.sendall(head.encode() + b"{}")
+        wait_for(lambda: len(calls) == 1)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+    calls.run()
+    assert done.is_set()
+    server.close()
+    assert not caplog.text
 
 
 def test_tokens_are_a_json_list(tmp_path):

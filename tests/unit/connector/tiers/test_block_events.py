@@ -88,6 +88,35 @@ def test_an_event_carries_the_tokens_and_the_block_before():
     )
 
 
+def test_blocks_are_reported_after_the_blocks_before_them():
+    world = World()
+    keys = [world.remember(range(end), end - CHUNK) for end in range(CHUNK, 16 * CHUNK + 1, CHUNK)]
+    assert world.news() == []
+    for key in reversed(keys):
+        world.host.add(key)
+    world.events.emit_changes()
+    known = {None}
+    for event in world.told:
+        assert event.blocks.parent in known
+        known.update(event.blocks.hashes)
+    assert len(known) == 33
+
+
+def test_chunks_are_forgotten_by_their_tokens_too():
+    world = World(most_tokens=20)
+    first, second, third = [world.remember(range(end), end - CHUNK) for end in (8, 16, 24)]
+    for key in (first, second, third):
+        world.host.add(key)
+    assert world.news() == [("+", "host", 0, [12, 16]), ("+", "host", 0, [20, 24])]
+    world.remember(range(8))
+    assert world.news() == [("-", "host", 0, [12, 16]), ("+", "host", 0, [4, 8])]
+    world.events.start_anew()
+    world.news()
+    for end in (16, 24):
+        world.remember(range(end), end - CHUNK)
+    assert world.news() == [("+", "host", 0, [12, 16]), ("+", "host", 0, [20, 24])]
+
+
 def test_each_group_is_reported_by_itself():
     world = World()
     world.host.add(world.remember(range(8), groups=(0, 2)))

@@ -47,6 +47,16 @@ def test_pins_hold_half_of_host_memory_at_most():
     assert pins.pin("b", keys) == 4
 
 
+def test_the_pins_of_one_salt_are_removed_alone():
+    host, pins, keys = full()
+    pins.pin("a", keys[:2], "salt")
+    pins.pin("b", keys[2:3], "other")
+    pins.pin("c", keys[3:4])
+    pins.unpin_salt("salt")
+    assert [pins.unpin(name) for name in "abc"] == [0, 1, 1]
+    host.check_integrity()
+
+
 def test_a_pin_replaces_the_one_of_its_name():
     _, pins, keys = full()
     pins.pin("a", keys[:4])

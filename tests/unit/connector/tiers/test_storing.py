@@ -412,7 +412,9 @@ def test_what_is_being_stored_is_not_stored_twice():
     engine = Engine()
     engine.step((arrived(engine, range(16)), 16), (arrived(engine, range(16), name="b"), 16))
     assert engine.numbers() == [(0, 0), (0, 1)]
+    assert engine.stores.chunks == 2
     engine.end()
+    assert engine.stores.chunks == 0
 
 
 def windows(engine):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
@@ -51,7 +52,7 @@ def describe_blocks(
         group,
         tuple(hashes[first:last]),
         hashes[first - 1] if first else None,
-        tuple(request.all_token_ids[first * block_tokens : last * block_tokens]),
+        array("I", request.all_token_ids[first * block_tokens : last * block_tokens]),  # 4 bytes per token
         block_tokens,
         None if lora is None else (int(lora.adapter_id), str(lora.name)),
         _extra_keys(request, range(first, last), block_tokens),
