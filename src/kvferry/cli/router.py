@@ -111,5 +111,11 @@ def router(
     with StopSignals() as signals, listen(host, port) as sock:
         print(f"kvferry: serving on {url_of(sock)}/v1", flush=True)
         with suppress(KeyboardInterrupt):  # a second signal
-            run_app(router_app(settings), sock, lambda: signals.received is None, drain_seconds)
+            run_app(
+                router_app(settings),
+                sock,
+                lambda: signals.received is None,
+                drain_seconds,
+                is_urgent=lambda: signals.repeated,
+            )
     raise typer.Exit(signals.exit_code)

@@ -7,10 +7,11 @@ import ctypes
 import logging
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 
 import uvicorn
 
-from kvferry.operating_system import is_linux
+from kvferry.operating_system import has_posix, is_linux, resource
 from kvferry.serving.http_server import BoundedHttp, Server
 from kvferry.serving.router.app import RouterApp
 
@@ -26,6 +27,8 @@ _M_MMAP_THRESHOLD = -3
 """Number of the parameter in ``mallopt(3)``."""
 _THRESHOLD_BYTES = 128 << 10
 
+_MOST_FILES = 1 << 16
+
 _TICK_SECONDS = 0.2
 _DRAIN_SECONDS = 2.0
 # Seconds that connections have to close after that.
@@ -33,7 +36,12 @@ _CUT_SECONDS = 2
 
 
 def run_app(
-    app: RouterApp, sock: socket.socket, keep_on: Callable[[], bool], drain_seconds: float = _DRAIN_SECONDS
+    app: RouterApp,
+    sock: socket.socket,
+    keep_on: Callable[[], bool],
+    drain_seconds: float = _DRAIN_SECONDS,
+    *,
+    is_urgent: Callable[[], bool] = lambda: False,
 ) -> None:
     """Serve `app` on a listening socket as long as `keep_on` returns True. Then drain it.
 
@@ -44,11 +52,14 @@ def run_app(
             it raises an exception, the server stops, and the exception is raised again.
         drain_seconds: time that requests under way have to end when the server stops, in seconds. Requests
             that take longer end with an error.
+        is_urgent: function that is called five times a second during this time. If it returns True, requests
+            under way are cut.
 
     Raises:
-        KeyboardInterrupt: a second signal was received. Requests under way were cut.
+        KeyboardInterrupt: requests under way were cut because of a second signal.
     """
     map_large_allocations()
+    raise_file_limit()
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -59,7 +70,7 @@ def run_app(
     )
     with asyncio.Runner(loop_factory=_new_event_loop) as runner:
         try:
-            runner.run(_serve(app, Server(config), sock, keep_on, drain_seconds))
+            runner.run(_serve(app, Server(config), sock, keep_on, drain_seconds, is_urgent))
         except KeyboardInterrupt:
             # uvicorn would log a traceback of each request that ends here.
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
@@ -67,7 +78,12 @@ def run_app(
 
 
 async def _serve(
-    app: RouterApp, server: Server, sock: socket.socket, keep_on: Callable[[], bool], drain_seconds: float
+    app: RouterApp,
+    server: Server,
+    sock: socket.socket,
+    keep_on: Callable[[], bool],
+    drain_seconds: float,
+    is_urgent: Callable[[], bool],
 ) -> None:
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     try:
@@ -76,11 +92,34 @@ async def _serve(
         while not serving.done() and await asyncio.to_thread(keep_on):  # noqa: ASYNC110
             await asyncio.sleep(_TICK_SECONDS)
         if not serving.done():
-            await app.drain(drain_seconds)
+            await _drain(app, drain_seconds, is_urgent)
     finally:
         server.should_exit = True
         app.end_answers()
         await serving
+
+
+async def _drain(app: RouterApp, seconds: float, is_urgent: Callable[[], bool]) -> None:
+    draining = asyncio.create_task(app.drain(seconds))
+    while not draining.done():
+        # A signal's KeyboardInterrupt is lost if it is raised in a request's task: uvicorn only logs it.
+        if is_urgent():
+            raise KeyboardInterrupt
+        await asyncio.wait([draining], timeout=_TICK_SECONDS)
+
+
+def raise_file_limit() -> None:
+    """Raise the soft limit of open files, if it is lower than `_MOST_FILES` and the hard limit allows more.
+
+    A request under way takes three descriptors, and the soft limit is often 1,024.
+    """
+    if not has_posix():
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):  # macOS has a lower limit beside the hard one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def map_large_allocations() -> None:

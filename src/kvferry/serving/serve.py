@@ -63,7 +63,7 @@ def serve_fleet(
                 supervisor.check()
                 return signals.received is None
 
-            run_app(router_app(settings), sock, keep_on)
+            run_app(router_app(settings), sock, keep_on, is_urgent=lambda: signals.repeated)
         except StopRequested:
             pass
         except KeyboardInterrupt:

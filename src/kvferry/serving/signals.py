@@ -24,11 +24,12 @@ class StopSignals:
 
     Attributes:
         received: signal number of the first signal; None if no signal was received.
+        repeated: True once a second signal was received.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
-        self._raised = False
+        self.repeated = False
         self._interruptible = False
         self._before: dict[int, object] = {}
 
@@ -75,6 +76,6 @@ class StopSignals:
             self.received = number
             if self._interruptible:
                 raise KeyboardInterrupt
-        elif not self._raised:
-            self._raised = True
+        elif not self.repeated:
+            self.repeated = True
             raise KeyboardInterrupt

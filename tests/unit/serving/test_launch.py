@@ -162,6 +162,15 @@ def test_an_engine_starts_while_this_process_has_more_than_1024_open_files(tmp_p
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+def test_the_router_raises_its_limit_of_open_files():
+    hard = min(2_000, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    code = "import resource, kvferry.serving.run as run; run.raise_file_limit(); "
+    code += "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+    command = f"ulimit -Sn 300 && ulimit -Hn {hard} && exec '{sys.executable}' -c '{code}'"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(hard), str(hard)]
+
+
 def test_engines_end_when_the_launcher_is_killed(tmp_path, eventually):
     launcher = f"""
 import sys, time

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import time
 
+import aiohttp
 import anyio
 import pytest
 
@@ -34,6 +37,25 @@ class Client:
     @contextlib.asynccontextmanager
     async def opened(self, *_):
         yield self.answer
+
+
+class Failing:
+    """A client that cannot open a socket."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    @contextlib.asynccontextmanager
+    async def opened(self, *_):
+        raise aiohttp.ClientOSError(self.number, os.strerror(self.number))
+        yield
+
+
+@pytest.mark.parametrize(("number", "up"), [(errno.EMFILE, True), (errno.ECONNREFUSED, False)])
+def test_an_engine_is_not_down_because_the_router_has_too_many_files(number, up):
+    backend = Backend("decode", "http://127.0.0.1:8000")
+    anyio.run(probe, Failing(number), backend)
+    assert backend.up == up
 
 
 @pytest.mark.parametrize(("status", "up"), [(200, True), (503, False)])

@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.serving.ports import listen, url_of
 from kvferry.serving.router.app import router_app
+from kvferry.serving.router.endpoint import ActiveRequest
 from kvferry.serving.router.settings import RouterSettings
 from kvferry.serving.run import run_app
 
@@ -136,3 +137,10 @@ def told(address: list[str], header: bytes) -> bytes:
         with contextlib.suppress(ConnectionError):
             return client.recv(100)
     return b""
+
+
+def test_a_second_signal_ends_a_drain_even_if_its_exception_is_lost():
+    app = router_app(RouterSettings(prefill=(), decode=("http://127.0.0.1:1",)))
+    app._ongoing.add(ActiveRequest())
+    with listen("127.0.0.1", 0) as sock, pytest.raises(KeyboardInterrupt):
+        run_app(app, sock, lambda: False, 3600, is_urgent=lambda: True)

@@ -27,6 +27,11 @@ def test_a_file_has_a_role_and_a_url_on_each_line(tmp_path):
         ("decode http://a:1 http://b:1", "line 1 "),
         ("decode http://a:1", "has no prefill engine"),
         ("", "has no prefill engine"),
+        ("decode http://a..b:1", "line 1 "),
+        ("decode http://.:1", "line 1 "),
+        (f"decode http://{'a' * 64}:1", "line 1 "),
+        ("decode http://user:password@a:1", "line 1 "),
+        ("decode http://a:1?b=c", "line 1 "),
         ("\udcff", "it is not text"),
     ],
 )

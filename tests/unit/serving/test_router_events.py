@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 
 import aiohttp
 import anyio
 import pytest
+from hypothesis import given, strategies as st
 
-from kvferry.serving.router.events import is_events, relay_events
+from kvferry.serving.router.events import ReceivedEvents, is_events, relay_events
 
 
 class Answer:
@@ -41,7 +43,7 @@ def test_a_burst_of_events_ends_with_its_caller() -> None:
                 scope.cancel()  # what the router does when the caller has left
 
         with anyio.CancelScope() as scope:
-            await relay_events(Burst(), send, ())
+            await relay_events(Burst(), send, (), "/v1/completions")
 
     anyio.run(relayed)
     assert sent == [b"", b"data: 0\n\n"]
@@ -60,7 +62,7 @@ class Breaking(Answer):
         raise aiohttp.ClientPayloadError("reset")
 
 
-def relayed(*chunks: bytes) -> tuple[str | None, list[bytes]]:
+def relayed(*chunks: bytes, path: str = "/v1/completions") -> tuple[str | None, list[bytes]]:
     """What is said to be wrong with a stream of these chunks that breaks, and what the caller gets of it."""
     sent: list[bytes] = []
 
@@ -68,7 +70,7 @@ def relayed(*chunks: bytes) -> tuple[str | None, list[bytes]]:
         sent.append(message.get("body", b""))
 
     async def relay() -> str | None:
-        return await relay_events(Breaking(*chunks), send, ())
+        return await relay_events(Breaking(*chunks), send, (), path)
 
     return anyio.run(relay), sent[1:]
 
@@ -83,6 +85,45 @@ def test_an_event_ends_with_either_kind_of_empty_line(end) -> None:
 
 def test_an_engine_that_breaks_the_connection_after_its_last_event_is_at_no_fault() -> None:
     assert relayed(b"data: [DONE]\n\n: bye") == (None, [b"data: [DONE]\n\n", b": bye"])
+
+
+def test_a_text_about_the_last_event_is_not_the_last_event() -> None:
+    fault, (_, last) = relayed(b'data: {"text": "data: [DONE] event: error"}\n\n')
+    assert fault == "ClientPayloadError: reset"
+    assert b"engine_failed" in last
+
+
+def test_an_error_of_the_engine_is_the_last_event_of_messages() -> None:
+    event = b'event: error\ndata: {"type": "error"}\n\n'
+    assert relayed(event, path="/v1/messages") == (None, [event, b""])
+
+
+def test_a_broken_answer_to_messages_ends_with_an_event_that_anthropics_clients_read() -> None:
+    _, (_, last) = relayed(b"event: message_start\ndata: {}\n\n", path="/v1/messages")
+    name, data, *rest = last.split(b"\n")
+    assert (name, rest) == (b"event: error", [b"", b""])
+    error = json.loads(data.removeprefix(b"data: "))
+    assert (error["type"], error["error"]["type"]) == ("error", "api_error")
+
+
+@pytest.mark.parametrize("size", range(1, 8))
+def test_an_end_is_found_wherever_the_bytes_are_cut(size) -> None:
+    whole, received = b"a\n\nb\n\nc\r\n\r\nd\r\n\r\ne", ReceivedEvents()
+    sent = b"".join(received.add(whole[at : at + size]) for at in range(0, len(whole), size))
+    assert (sent, received.rest) == (whole[:-1], b"e")
+
+
+@given(st.lists(st.sampled_from((b"\n", b"\r\n", b"\r", b"a", b"data: [DONE]", b"bc"))), st.data())
+def test_events_do_not_depend_on_how_the_bytes_arrive(pieces, data) -> None:
+    whole = b"".join(pieces)
+    received, sent = ReceivedEvents(), b""
+    left = whole
+    while left:
+        size = data.draw(st.integers(1, len(left)))
+        sent, left = sent + received.add(left[:size]), left[size:]
+        assert sent + received.rest + left == whole
+        assert not any(end in received.rest for end in (b"\n\n", b"\r\n\r\n"))
+        assert received.done == (b"\ndata: [DONE]" in b"\n" + sent)
 
 
 @pytest.mark.parametrize(

@@ -353,12 +353,13 @@ def test_a_caller_who_leaves_in_the_middle_of_a_stream_aborts_it(stage, fake, kv
     ("body", "said"),
     [
         (json.dumps({"error": {"message": "x" * 1000}}), "status 500: " + "x" * 300),
+        (json.dumps({"error": {"message": "one\nWARNING two"}}), "status 500: one WARNING two"),
         ("Internal Server Error", "status 500"),
         ("{}", "status 500"),
         ('{"error": "text"}', "status 500"),
         ("[" * 100_000, "status 500"),
     ],
-    ids=["long", "text", "no error", "no message", "deep"],
+    ids=["long", "lines", "text", "no error", "no message", "deep"],
 )
 def test_an_engines_own_message_is_repeated_if_it_has_one_and_not_at_any_length(body, said):
     assert failure_of(Reply(500, (), body.encode())) == said

@@ -1,6 +1,7 @@
 """Which engine is asked what."""
 
 import logging
+import time
 
 import pytest
 
@@ -141,12 +142,33 @@ def test_no_header_of_one_connection_is_relayed(name):
     assert relayed([(name.encode(), b"x")]) == ()
 
 
-def test_no_connection_to_an_engine_is_used_twice(pair):
+def test_headers_that_connection_names_and_those_of_cors_are_not_relayed():
+    given = [
+        (b"Connection", b"X-Hop, close"),
+        (b"x-hop", b"1"),
+        (b"Access-Control-Allow-Origin", b"*"),
+        (b"a", b"b"),
+    ]
+    assert relayed([*given, (b"Origin", b"https://a.example")]) == ((b"a", b"b"),)
+
+
+@pytest.mark.slow
+def test_a_connection_to_an_engine_is_used_again_unless_it_was_idle(stage, fake, kv, monkeypatch):
     """An engine may close an idle one just when it is sent a request."""
-    for _ in range(3):
-        pair.complete()
-    for engine in (pair.prefill[0], pair.decode[0]):
-        assert len(set(engine.ports)) == 3
+    monkeypatch.setattr("kvferry.serving.router.upstream._IDLE_SECONDS", 0.3)
+    scene = stage([fake(hands_over=kv)], [fake()], probe_seconds=3600)
+    for connections in (1, 2):
+        for _ in range(3):
+            scene.complete()
+        for engine in (scene.prefill[0], scene.decode[0]):
+            assert len(set(engine.ports)) == connections
+        time.sleep(0.5)
+
+
+def test_a_prefill_may_take_longer_than_a_decode_engine_may_be_silent(stage, fake, kv):
+    scene = stage([fake(hands_over=kv, delay_seconds=0.5), fake()], [fake()], decode_idle_seconds=0.2)
+    assert scene.complete().status_code == 200
+    assert [len(engine.raw) for engine in scene.prefill] == [1, 0]
 
 
 def test_a_proxy_of_the_environment_is_not_asked(stage, fake, kv, nobody, monkeypatch):

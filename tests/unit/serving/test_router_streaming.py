@@ -184,7 +184,7 @@ def test_the_client_gets_one_answer_if_both_engines_answer_at_the_same_moment():
         flow = object.__new__(CompletionFlow)
         flow._prefilled, flow._answer = prefilled, answer  # type: ignore[method-assign, assignment]
         body = {"prompt": LONG}
-        asked = Completion(path="/v1/completions", raw=b"{}", headers=[], body=body, reply_headers=[])
+        asked = Completion(path="/v1/completions", headers=[], body=body, reply_headers=[])
         return await flow._streamed(
             asked, Backend("prefill", "http://p"), StreamSource.of(OFFER), Failures(), send
         )

@@ -20,7 +20,6 @@ from kvferry.serving.router.bodies import (
     CHAT,
     COMPLETIONS,
     DECODE_ONLY,
-    MESSAGES,
     MalformedBody,
     parse_body,
     without_kv_params,
@@ -33,10 +32,17 @@ from kvferry.serving.router.hop import Hop, loop_reply
 from kvferry.serving.router.keys import KeyCheck
 from kvferry.serving.router.metrics import CONTENT_TYPE, RouterMetrics
 from kvferry.serving.router.probe import Prober
-from kvferry.serving.router.replies import bad_request, unavailable
+from kvferry.serving.router.replies import MESSAGES, bad_request, unavailable
 from kvferry.serving.router.sessions import session_of
 from kvferry.serving.router.settings import RouterSettings
-from kvferry.serving.router.upstream import BROKEN, NOT_CONNECTED, EngineClient, describe_error, read_whole
+from kvferry.serving.router.upstream import (
+    BROKEN,
+    NOT_CONNECTED,
+    EngineClient,
+    describe_error,
+    note_unreachable,
+    read_whole,
+)
 
 _PASSED_THROUGH = (("GET", "/v1/models"), ("GET", "/version"), ("POST", "/tokenize"), ("POST", "/detokenize"))
 _COMPLETED = (COMPLETIONS, CHAT, MESSAGES, *DECODE_ONLY)
@@ -192,9 +198,9 @@ class _Router:
                     async with self._client.opened(call.method, url, call.headers, call.body) as response:
                         reply = await read_whole(response)
             except NOT_CONNECTED as error:
-                backend.mark_down(describe_error(error))
+                note_unreachable(backend, error)
             except BROKEN as error:
-                backend.mark_down(describe_error(error))
+                note_unreachable(backend, error)
                 failures.add(backend, describe_error(error))
             except TimeoutError:
                 failures.add(backend, f"no answer in {_PASS_SECONDS:g} s")

@@ -11,7 +11,6 @@ from kvferry.serving.router.replies import Headers
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-MESSAGES = "/v1/messages"
 DECODE_ONLY = ("/v1/responses", "/v1/embeddings", "/v1/messages/count_tokens")
 """Endpoints whose requests go to a decode engine alone.
 

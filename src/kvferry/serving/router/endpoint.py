@@ -191,7 +191,7 @@ class RouterEndpoint:
                 self._ongoing.discard(request)
                 watching.cancel()
         if self._ongoing.ending:
-            await answer.cut_short(reply_headers)
+            await answer.cut_short(reply_headers, scope["path"])
 
 
 def _request_id(scope: Scope) -> bytes:
@@ -223,7 +223,7 @@ class _Answer:
             record.sent_bytes += len(message.get("body", b""))
             record.complete = not message.get("more_body", False)
 
-    async def cut_short(self, reply_headers: Headers) -> None:
+    async def cut_short(self, reply_headers: Headers, path: str) -> None:
         """End an answer that is not complete yet, because the router stops.
 
         If nothing was sent, the client gets an error reply. If the answer has begun, its stream ends with an
@@ -231,12 +231,13 @@ class _Answer:
 
         Args:
             reply_headers: headers to add to the error reply; unused for an error event.
+            path: path of the endpoint.
         """
         if self._record.status is None:
             await unavailable(_ENDING, "router_stopped").send(self.send, reply_headers)
         elif not self._record.complete:
             self._record.broken = True
-            event = error_event(_ENDING, "router_stopped")
+            event = error_event(_ENDING, "router_stopped", path)
             await self.send({"type": "http.response.body", "body": event})
 
 

@@ -11,13 +11,17 @@ from kvferry.serving.router.upstream import BROKEN, EngineAnswer, describe_error
 
 _ENDS = (b"\n\n", b"\r\n\r\n")
 _DONE = (
-    b"data: [DONE]",
-    b"event: message_stop",
-    b"event: response.completed",
-    b"event: response.failed",
-    b"event: response.incomplete",
+    b"\ndata: [DONE]",
+    b"\nevent: message_stop",
+    b"\nevent: error",
+    b"\nevent: response.completed",
+    b"\nevent: response.failed",
+    b"\nevent: response.incomplete",
 )
-"""Beginnings of last events: of completions, of ``/v1/messages`` and of ``/v1/responses``."""
+"""Lines of last events: of completions, of ``/v1/messages`` (two) and of ``/v1/responses``.
+
+JSON has no line feed inside a text, so no text looks like one of these lines.
+"""
 
 
 class BrokenBeforeFirst(Exception):
@@ -32,7 +36,46 @@ def is_events(answer: EngineAnswer) -> bool:
     return next(kinds, b"").startswith(b"text/event-stream")
 
 
-async def relay_events(answer: EngineAnswer, send: Send, extra: Headers) -> str | None:
+class ReceivedEvents:
+    """The bytes of an event stream that have arrived, split into complete events and the rest.
+
+    Attributes:
+        done: True once the last event of a complete answer has arrived.
+    """
+
+    def __init__(self) -> None:
+        self.done = False
+        self._held: list[bytes] = []
+        self._tail = b""
+
+    def add(self, chunk: bytes) -> bytes:
+        """Add bytes, and return those of all events that are now complete.
+
+        The work grows with the size of the chunk, not with the size of the event.
+
+        Args:
+            chunk: next bytes of the stream.
+        """
+        seen = self._tail + chunk  # the end of an event may begin in the three bytes before
+        cut = max(at + len(end) if (at := seen.rfind(end)) >= 0 else 0 for end in _ENDS)
+        if not cut:
+            self._held.append(chunk)
+            self._tail = seen[-3:]
+            return b""
+        cut -= len(self._tail)
+        ready, rest = b"".join((*self._held, chunk[:cut])), chunk[cut:]
+        self._held, self._tail = [rest], rest[-3:]
+        lines = b"\n" + ready
+        self.done = self.done or any(line in lines for line in _DONE)
+        return ready
+
+    @property
+    def rest(self) -> bytes:
+        """Bytes of the event that is not complete yet."""
+        return b"".join(self._held)
+
+
+async def relay_events(answer: EngineAnswer, send: Send, extra: Headers, path: str) -> str | None:
     """Relay an engine's server-sent events to the client, each as soon as it has arrived as a whole.
 
     If the engine's stream breaks after the first event, the client gets an error event as the last event.
@@ -41,6 +84,7 @@ async def relay_events(answer: EngineAnswer, send: Send, extra: Headers) -> str 
         answer: answer of the engine, whose body was not read yet.
         send: ASGI function that sends to the client.
         extra: headers to add to those of the engine's answer.
+        path: path of the endpoint, which decides on the form of the error event.
 
     Returns:
         None if the stream was complete; otherwise a description of the failure.
@@ -48,41 +92,26 @@ async def relay_events(answer: EngineAnswer, send: Send, extra: Headers) -> str 
     Raises:
         BrokenBeforeFirst: the engine's stream ended before anything was sent to the client.
     """
-    held, begun, done, fault = b"", False, False, None
+    received, begun, fault = ReceivedEvents(), False, None
     try:
         async for chunk in answer.chunks():
-            ready, held = _split(held + chunk)
-            if not ready:
+            if not (ready := received.add(chunk)):
                 continue
             if not begun:
                 headers = [*relayed(answer.headers), *extra]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 begun = True
-            done = done or any(end in ready for end in _DONE)
             await send({"type": "http.response.body", "body": ready, "more_body": True})
             # Relaying events that have already arrived never waits. Let a cancellation take effect here.
             await asyncio.sleep(0)
-        if not done:
+        if not received.done:
             fault = "the stream ended without its last event"
     except BROKEN as error:
-        fault = None if done else describe_error(error)
+        fault = None if received.done else describe_error(error)
     if not begun:
         raise BrokenBeforeFirst(fault)
-    last = (
-        held if done else error_event(f"the decode engine failed while answering: {fault}", "engine_failed")
-    )
+    last = received.rest
+    if not received.done:
+        last = error_event(f"the decode engine failed while answering: {fault}", "engine_failed", path)
     await send({"type": "http.response.body", "body": last})
     return fault
-
-
-def _split(data: bytes) -> tuple[bytes, bytes]:
-    """Split received bytes of an event stream after the last complete event.
-
-    Args:
-        data: bytes that begin at the start of an event.
-
-    Returns:
-        Bytes of all complete events, and bytes of the incomplete event after them.
-    """
-    cut = max(at + len(end) if (at := data.rfind(end)) >= 0 else 0 for end in _ENDS)
-    return data[:cut], data[cut:]

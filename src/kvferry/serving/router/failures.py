@@ -81,6 +81,7 @@ def failure_of(reply: Reply) -> str:
     """Return a text about an engine's error answer: its status and, if it has one, its shortened message."""
     try:
         message = str(json.loads(reply.body)["error"]["message"])[:_MAX_CHARS]
+        message = " ".join(message.split())  # on one line of the log
     except (ValueError, KeyError, TypeError, RecursionError):
         return f"status {reply.status}"
     return f"status {reply.status}: {message}"

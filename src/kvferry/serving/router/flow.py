@@ -43,7 +43,14 @@ from kvferry.serving.router.replies import Headers, Reply, unavailable
 from kvferry.serving.router.settings import RouterSettings
 from kvferry.serving.router.streaming import StreamSource, new_ticket
 from kvferry.serving.router.turns import Turns
-from kvferry.serving.router.upstream import BROKEN, NOT_CONNECTED, EngineClient, describe_error, read_whole
+from kvferry.serving.router.upstream import (
+    BROKEN,
+    NOT_CONNECTED,
+    EngineClient,
+    describe_error,
+    note_unreachable,
+    read_whole,
+)
 
 _NO_ENGINE = unavailable("no decode engine can be reached")
 
@@ -274,11 +281,11 @@ class CompletionFlow:
             with self._prefill.count_request(backend):
                 async with (
                     asyncio.timeout(self._settings.prefill_seconds),
-                    self._client.opened("POST", url, headers, body) as response,
+                    self._client.opened("POST", url, headers, body, may_be_silent=True) as response,
                 ):
                     reply = await read_whole(response)
         except BROKEN as error:
-            backend.mark_down(describe_error(error))
+            note_unreachable(backend, error)
             if not isinstance(error, NOT_CONNECTED):
                 failures.add(backend, describe_error(error))
             return None
@@ -320,16 +327,18 @@ class CompletionFlow:
                     async with self._client.opened("POST", url, completion.headers, body) as response:
                         self._note_answer(completion, backend, response.status)
                         if wants_stream(completion.body) and is_events(response):
-                            if fault := await relay_events(response, send, completion.reply_headers):
+                            if fault := await relay_events(
+                                response, send, completion.reply_headers, completion.path
+                            ):
                                 backend.mark_down(fault)
                                 completion.record.broken = True
                             return
                         reply = await read_whole(response)
             except NOT_CONNECTED as error:
-                backend.mark_down(describe_error(error))
+                note_unreachable(backend, error)
                 continue
             except (BROKEN, BrokenBeforeFirst) as error:
-                backend.mark_down(describe_error(error))
+                note_unreachable(backend, error)
                 failures.add(backend, describe_error(error))
                 last = None
             else:

@@ -8,7 +8,7 @@ from functools import partial
 
 from kvferry.serving.router.backends import Backend
 from kvferry.serving.router.hop import LOOP_DETECTED, LOOP_REASON
-from kvferry.serving.router.upstream import BROKEN, EngineClient, describe_error
+from kvferry.serving.router.upstream import BROKEN, EngineClient, note_unreachable
 
 _HEALTH_SECONDS = 3.0
 _FIRST_PROBES_SECONDS = 0.5
@@ -30,7 +30,7 @@ async def probe(client: EngineClient, backend: Backend) -> None:
         ):
             status = answer.status
     except BROKEN as error:
-        backend.mark_down(describe_error(error))
+        note_unreachable(backend, error)
     except TimeoutError:
         backend.mark_down(f"/health does not answer in {_HEALTH_SECONDS:g} s")
     else:

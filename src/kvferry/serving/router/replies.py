@@ -10,6 +10,8 @@ if TYPE_CHECKING:  # `kvferry doctor` builds requests as the router does, and wo
     from starlette.types import Send
 
 Headers = tuple[tuple[bytes, bytes], ...]
+MESSAGES = "/v1/messages"
+"""Path of Anthropic's endpoint."""
 JSON_TYPE = (b"content-type", b"application/json")
 NO_RETRY = (b"x-should-retry", b"false")
 """Header that tells OpenAI's clients not to repeat the request, as they would do after a 5xx status."""
@@ -82,11 +84,17 @@ def unavailable(message: str, code: str = "engine_unavailable", status: int = 50
     return Reply(status, (JSON_TYPE,), error_body(message, "server_error", code))
 
 
-def error_event(message: str, code: str) -> bytes:
+def error_event(message: str, code: str, path: str) -> bytes:
     """Return an error as a server-sent event, for the end of a stream that cannot be completed.
+
+    Anthropic's clients ignore events without a name, so the event has their form for ``/v1/messages``.
 
     Args:
         message: text of the error.
         code: value of the error's ``code``.
+        path: path of the endpoint.
     """
+    if path == MESSAGES:
+        error = {"type": "error", "error": {"type": "api_error", "message": message}}
+        return b"event: error\ndata: " + json.dumps(error).encode() + b"\n\n"
     return b"data: " + error_body(message, "server_error", code) + b"\n\n"

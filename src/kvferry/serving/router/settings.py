@@ -60,10 +60,13 @@ class RouterSettings:
 
 
 def is_address(url: str) -> bool:
-    """Return whether a text is an HTTP URL with a host."""
+    """Return whether a text is an HTTP URL of an engine: a host, perhaps a port, and no name or password."""
     try:
         parts = urlsplit(url)
         port = parts.port
-    except ValueError:  # unmatched brackets, or a port that is not a number
+        host = (parts.hostname or "").strip(".")
+        host.encode("idna")  # as the resolver does
+    except ValueError:  # unmatched brackets, a port that is not a number, an empty or long label
         return False
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0
+    extra = parts.username or parts.password or parts.query or parts.fragment
+    return parts.scheme in ("http", "https") and bool(host) and port != 0 and not extra

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ from typing import Protocol, Self
 import aiohttp
 import yarl
 
+from kvferry.serving.router.backends import Backend
 from kvferry.serving.router.hop import Hop
 from kvferry.serving.router.replies import Headers, Reply
 from kvferry.serving.router.settings import RouterSettings
@@ -28,6 +30,8 @@ _IDLE_SECONDS = 2.0
 # Time after which the kernel gives up a machine that does not acknowledge anything.
 _SILENT_SECONDS = 15
 
+_OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)
+
 _MAX_HEADER_BYTES = 64 << 10
 # aiohttp warns about larger bodies that are bytes.
 _MAX_PLAIN_BYTES = 1 << 20
@@ -42,6 +46,7 @@ _NOT_RELAYED = frozenset(
         b"expect",
         b"host",
         b"keep-alive",
+        b"origin",
         b"proxy-authenticate",
         b"proxy-authorization",
         b"proxy-connection",
@@ -54,17 +59,25 @@ _NOT_RELAYED = frozenset(
     )
 )
 
+_CORS = b"access-control-"
+
 
 def relayed(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     """Return the headers that the router forwards, with their names in lower case.
 
-    Headers that apply to one connection only are left out, and so are headers that each sender sets itself,
-    such as content-length.
+    These are left out: headers that apply to one connection only, among them those that Connection names (RFC
+    9110, section 7.6.1); headers that each sender sets itself, such as content-length; and headers of CORS,
+    which are the router's own.
 
     Args:
         headers: (name, value) pairs of a request or an answer.
     """
-    return tuple((name.lower(), value) for name, value in headers if name.lower() not in _NOT_RELAYED)
+    all_headers = [(name.lower(), value) for name, value in headers]
+    named = b",".join(value for name, value in all_headers if name == b"connection").lower().split(b",")
+    left_out = _NOT_RELAYED.union(name.strip() for name in named)
+    return tuple(
+        (name, value) for name, value in all_headers if name not in left_out and not name.startswith(_CORS)
+    )
 
 
 class EngineAnswer(Protocol):
@@ -126,6 +139,7 @@ class EngineClient:
         self._timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=settings.connect_seconds, sock_read=settings.decode_idle_seconds
         )
+        self._silent = aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_seconds)
         self._via = hop.passed_on()
         self._session: aiohttp.ClientSession
 
@@ -150,7 +164,7 @@ class EngineClient:
 
     @asynccontextmanager
     async def opened(
-        self, method: str, url: str, headers: Headers = (), body: bytes = b""
+        self, method: str, url: str, headers: Headers = (), body: bytes = b"", *, may_be_silent: bool = False
     ) -> AsyncIterator[EngineAnswer]:
         """Send a request, and yield the answer before its body is read.
 
@@ -162,6 +176,8 @@ class EngineClient:
             url: URL of the endpoint at the engine.
             headers: headers of the request; those of `Hop` if there are none.
             body: complete body of the request.
+            may_be_silent: True if the caller limits the time of the whole request, so that the engine may
+                send nothing for any time.
 
         Raises:
             aiohttp.ClientError: no answer arrived.
@@ -171,7 +187,12 @@ class EngineClient:
         sent.append(("accept-encoding", "identity"))
         data = None if not body else body if len(body) <= _MAX_PLAIN_BYTES else BytesIO(body)
         response = await self._session.request(
-            method, yarl.URL(url, encoded=True), headers=sent, data=data, allow_redirects=False
+            method,
+            yarl.URL(url, encoded=True),
+            headers=sent,
+            data=data,
+            allow_redirects=False,
+            timeout=self._silent if may_be_silent else self._timeout,
         )
         try:
             yield _Received(response)
@@ -208,6 +229,17 @@ async def read_whole(answer: EngineAnswer) -> Reply:
     """
     body = b"".join([chunk async for chunk in answer.chunks()])
     return Reply(answer.status, relayed(answer.headers), body)
+
+
+def note_unreachable(backend: Backend, error: BaseException) -> None:
+    """Mark an engine as down after a transport error, unless the router itself lacks a descriptor or a port.
+
+    Args:
+        backend: engine that was asked.
+        error: exception of `EngineClient`.
+    """
+    if getattr(error, "errno", None) not in _OWN_FAULTS:
+        backend.mark_down(describe_error(error))
 
 
 def describe_error(error: BaseException) -> str:
