@@ -36,7 +36,7 @@ SETTINGS: Mapping[str, tuple[Any, str | None, str]] = {
     "lanes": (int, "COUNT", "Number of reading threads per worker."),
     "costs": (str, "FILE", "File that `kvferry bench calibrate` wrote."),
     "host_buffer": (bool, None, "Transfer through host memory; by default if kv_buffer_device asks for it."),
-    "admin": (str, "JSON", 'Address of the admin API: {"port": 9100}; by default there is none.'),
+    "admin": (str, "JSON", 'Address of the admin API: {"port": 5700}; by default there is none.'),
     "tiers": (str, "JSON", 'Tiers that store chunks: default, or JSON: [{"type": "host"}, ...].'),
     "transfer": (
         bool,

@@ -80,15 +80,18 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             None for the user's file on this machine, or for built-in costs if that file does not exist.
         host_buffer: True to transfer through host memory with the engine's copy operation; None to do so only
             if the engine is configured for it (``kv_buffer_device``).
-        tiers: list of the tiers that keep chunks, in the form that `tier_config` describes; ``default`` for
-            host memory and a directory in the user's cache directory; None for no tiers.
+        tiers: list of the tiers that keep chunks, the fastest first. Each tier is an object with its ``type``
+            (``host``, ``file`` or ``object``) and the settings of that type. ``default`` for host memory and
+            a directory in the user's cache directory; None for no tiers.
         transfer: True to exchange KV with other engines. None means True if there are no tiers, or if vLLM's
             ``kv_role`` is one side of an exchange (``kv_producer``, ``kv_consumer``), else False.
         chunk_tokens: number of tokens per chunk; None for 256, or the nearest number that suits the engine's
             blocks and snapshots of recurrent state.
         snapshot_tokens: distance in tokens between positions at which attention windows and snapshots of
             recurrent state are kept, a multiple of `chunk_tokens`; None for the end of every chunk.
-        source_policy: name of the policy that chooses between sources; `connector.policies` describes them.
+        source_policy: name of the policy that chooses between sources: ``weight`` for the most tokens, each
+            times the weight of its place; ``cost`` for the least expected time to the first token; ``first``
+            for the first source that has any.
         load_weight: factor by which the policy ``weight`` multiplies the number of tokens that a peer offers.
             The factors of tiers are in `tiers`.
         turn_seconds: seconds for which a finished request's blocks are kept for the next turn of its

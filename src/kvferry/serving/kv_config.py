@@ -142,7 +142,7 @@ def parse_admin(text: str | None) -> Any:
     Raises:
         ConfigError: the text is not JSON.
     """
-    return None if text is None else _parse_json("admin", text, 'an object such as {"port": 9100}')
+    return None if text is None else _parse_json("admin", text, 'an object such as {"port": 5700}')
 
 
 def _parse_json(name: str, text: str, expected: str) -> Any:

@@ -49,7 +49,7 @@ def printed(rows: list[RequestRow], width: int | None) -> str:
 
 def test_a_row_without_limit_is_one_line() -> None:
     lines = printed([RequestRow(131072, transfer(), 12.34, AnswerVerdict.OWN_GAP)], None).splitlines()
-    assert re.split(" {2,}", lines[-1].strip()) == [
+    assert re.split(" {2,}", lines[-2].strip()) == [
         "131,072", "40.09 KiB", "1 full: 30.09 KiB, 2 window 4096: 10 KiB", "97.98 KiB", "123 ms", "12.3 s",
         "own gap", "10,240", "1023 KiB", "100 µs", "200 ms",
     ]  # fmt: skip
@@ -66,6 +66,15 @@ def test_what_did_not_move_is_said_and_not_counted(width: int | None) -> None:
     assert "Request 2: the load expired (no answer in 30 s)" in text
     assert "read nothing of it and wrote the same text as one engine alone for 1 of 2" in " ".join(
         text.split()
+    )
+
+
+@pytest.mark.parametrize("width", [80, None])
+def test_the_word_run_is_explained_below_the_table(width: int | None) -> None:
+    text = printed([RequestRow(70, transfer(), 0.1, AnswerVerdict.YES)], width)
+    assert "runs" in text
+    assert text.splitlines()[-1] == (
+        "A run is a byte range that is contiguous in both engines: one NIXL descriptor."
     )
 
 

@@ -219,6 +219,20 @@ def test_the_policy_lets_engines_reach_the_ports_of_kv_and_the_router_the_api(tr
         assert peers.items() <= templates[f"kvferry-{role}"]["metadata"]["labels"].items()
 
 
+def test_an_image_of_another_name_reaches_every_container(tree, tmp_path):
+    copy = tmp_path / "kubernetes"
+    shutil.copytree(tree, copy)
+    whole = yaml.safe_load((copy / "kustomization.yaml").read_text())
+    [image] = whole["images"]
+    image |= {"newName": "registry.example/team/engine", "newTag": "1.2"}
+    (copy / "kustomization.yaml").write_text(yaml.safe_dump(whole))
+    templates = dict(pods(render(copy, tuple(COMPONENTS))))
+    assert any("initContainers" in template["spec"] for template in templates.values())
+    for template in templates.values():
+        containers = [*template["spec"]["containers"], *template["spec"].get("initContainers", [])]
+        assert {each["image"] for each in containers} == {"registry.example/team/engine:1.2"}
+
+
 def test_the_manifests_are_refused_without_a_key(tmp_path):
     copy = tmp_path / "kubernetes"
     shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("key"))

@@ -37,12 +37,14 @@ COLUMNS = (
     Column("transfer time", rank=1),
     Column("first token", rank=3),
     Column("same text", left=True),
-    Column("pieces", rank=5),
-    Column("piece size", rank=6),
+    Column("runs", rank=5),
+    Column("run length", rank=6),
     Column("planning time", rank=7),
     Column("whole load", rank=8),
 )
 """Columns of the demo's result table, which has one row per request."""
+
+LEGEND = "A run is a byte range that is contiguous in both engines: one NIXL descriptor."
 
 
 def table_cells(rows: Sequence[RequestRow]) -> list[tuple[str, ...]]:

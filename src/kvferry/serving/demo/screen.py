@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 
 from kvferry.report import Report
-from kvferry.serving.demo.report import COLUMNS, RequestRow, failures, story, table_cells
+from kvferry.serving.demo.report import COLUMNS, LEGEND, RequestRow, failures, story, table_cells
 from kvferry.serving.engine import EngineProcess
 from kvferry.serving.progress import startup_progress
 from kvferry.terminal import printable
@@ -103,6 +103,7 @@ class Screen:
         self._report.text(story(rows))
         self._report.text()
         self._report.table(COLUMNS, table_cells(rows))
+        self._report.text(LEGEND)
         for failure in failures(rows):
             self._report.text(failure)
 
