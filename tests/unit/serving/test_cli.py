@@ -38,7 +38,7 @@ def test_help_lists_the_commands():
 @pytest.mark.parametrize("group", ["", "bench", "cache"])
 def test_help_says_of_every_command_in_a_whole_sentence_what_it_does(group):
     done = CliRunner().invoke(app, [*group.split(), "--help"], env={"COLUMNS": "80"})
-    listed = re.findall(r"^  [a-z]+ {2,}.*$", done.output.split("  --help ")[1], re.MULTILINE)
+    listed = re.findall(r"^  [a-z]+ {2,}.*$", done.output.split(" --help ")[1], re.MULTILINE)
     assert len(listed) > 2
     for line in listed:
         assert re.fullmatch(r"  [a-z]+ +[A-Z].*[^.]\.", line), line
@@ -49,6 +49,12 @@ def test_help_lists_every_command_by_purpose_and_plan_serve_doctor_first():
     listed = [name for names in GroupedCommands.purposes.values() for name in names]
     assert listed[:3] == ["plan", "serve", "doctor"]
     assert sorted(listed) == sorted(typer.main.get_command(app).commands)
+
+
+@pytest.mark.parametrize("command", ["", "serve", "cache", "cache ls", "bench transfer"])
+def test_h_is_short_for_help(command):
+    short, whole = (CliRunner().invoke(app, [*command.split(), option]) for option in ("-h", "--help"))
+    assert (short.exit_code, short.output) == (0, whole.output)
 
 
 @pytest.mark.parametrize("command", sorted(typer.main.get_command(app).commands))
@@ -69,7 +75,48 @@ def test_help_fits_80_columns_and_shows_examples_that_have_known_options(command
         (["plan", "--qqqq"], "kvferry plan has no option --qqqq; run kvferry plan --help for its options"),
         (["plan", "m", "--tokens", "x"], "invalid value for '--tokens': "),
         (["plan", "m", "n"], "got unexpected extra argument"),
-        (["serve"], "missing argument 'MODEL'; run kvferry serve --help for its arguments"),
+        (["serve"], "MODEL is missing; give a path or a Hugging Face id, such as Qwen/Qwen3-0.6B"),
+        (["keygen"], "missing argument 'FILE'; run kvferry keygen --help for its arguments"),
+        (["serve", "m", "--prot", "1"], "kvferry serve has no option --prot; did you mean --port?"),
+        (
+            ["serve", "m", "--port", "0", "--max-model-len", "8192"],
+            (
+                "kvferry serve has no option --max-model-len; if it is vLLM's, write it after --: "
+                "kvferry serve MODEL -- --max-model-len 8192\n"
+            ),
+        ),
+        (
+            ["serve", "m", "--dtype=half", "--port", "0"],
+            (
+                "kvferry serve has no option --dtype; if it is vLLM's, write it after --: "
+                "kvferry serve MODEL -- --dtype=half\n"
+            ),
+        ),
+        (
+            ["serve", "--enforce-eager", "m"],
+            (
+                "kvferry serve has no option --enforce-eager; if it is vLLM's, write it after --: "
+                "kvferry serve MODEL -- --enforce-eager\n"
+            ),
+        ),
+        (
+            ["demo", "--enforce-eager"],
+            (
+                "kvferry demo has no option --enforce-eager; if it is vLLM's, write it after --: "
+                "kvferry demo -- --enforce-eager\n"
+            ),
+        ),
+        (
+            ["serve", "m", "--tensor-parallel-size", "2"],
+            "kvferry serve has no option --tensor-parallel-size; use --tp\n",
+        ),
+        (["serve", "m", "-tp=2"], "kvferry serve has no option -tp; use --tp\n"),
+        (["plan", "m", "-tp", "2"], "kvferry plan has no option -tp; use --tp\n"),
+        (["serve", "--model", "m"], "kvferry serve has no option --model; give MODEL without an option\n"),
+        (
+            ["config", "-tp", "2"],
+            "kvferry config has no option -tp; run kvferry config --help for its options\n",
+        ),
         (
             ["config", "--role", "x"],
             "invalid value for '--role': 'x' is not one of 'prefill', 'decode', 'both'",
