@@ -277,6 +277,15 @@ def test_config_takes_tiers_as_json_and_transfer_beside_them(tmp_path):
             ["config", "--tiers", '[{"type": "file", "pat": "x"}]'],
             "tiers[0] (file) has no key 'pat'; did you mean 'path'?",
         ),
+        (["config", "--admin", '{"prt": 1}'], "admin has no key 'prt'; did you mean 'port'?"),
+        (
+            ["config", "--admin", f'{{"port": {"9" * 5000}}}'],
+            """admin is '{"port": 9999""",
+        ),
+        (
+            ["config", "--show-defaults", "--other-connectors", "[]"],
+            "--show-defaults prints kvferry's own settings only; leave --other-connectors out",
+        ),
         (["config", "--other-connectors", "{"], "other_connectors is '{', which is no JSON (Expecting"),
         (["config", "--other-connectors", "{}"], "connectors is {}; it must be a list of objects"),
         (
@@ -319,7 +328,7 @@ def test_config_takes_tiers_as_json_and_transfer_beside_them(tmp_path):
         (["serve", "m", "--", "-dp", "0"], "-dp is '0', it must be a whole number of at least 1"),
         (["serve", "m", "--", "--port", "7"], "--port cannot be the same for every engine"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value)[:80] if isinstance(value, list) else "",
 )
 def test_what_cannot_be_used_is_one_sentence_and_exit_code_2(arguments, said):
     done = run(*arguments)
