@@ -13,6 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from kvferry.cli import extras
 from kvferry.cli.config import SETTINGS
 from kvferry.cli.main import app, main
 from kvferry.cli.usage import GroupedCommands
@@ -133,6 +134,26 @@ def test_wrong_use_is_one_sentence_with_the_nearest_option(arguments, said, monk
     assert error.startswith(f"kvferry: {said}")
     assert error.count("\n") == 1
     assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "package", "extra"),
+    [
+        ("serve m", "vLLM", "vllm"),
+        ("demo", "vLLM", "vllm"),
+        ("bench tiers", "torch", "bench"),
+        ("bench transfer", "torch", "bench"),
+        ("bench calibrate", "torch", "bench"),
+    ],
+)
+def test_a_command_says_which_extra_it_needs(command, package, extra, monkeypatch, capsys):
+    monkeypatch.setattr(extras, "_is_installed", lambda _: False)
+    monkeypatch.setattr(sys, "argv", ["kvferry", *command.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    name = command.removesuffix(" m")
+    wanted = f"needs {package}, which is not installed; install it with pip install 'kvferry[{extra}]'"
+    assert (ended.value.code, capsys.readouterr().err) == (2, f"kvferry: kvferry {name} {wanted}\n")
 
 
 def test_config_prints_one_line_of_json():
