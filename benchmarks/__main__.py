@@ -25,6 +25,7 @@ from benchmarks.streaming.command import streaming
 from benchmarks.turns.command import turns
 from kvferry.cli.main import run
 from kvferry.cli.output import check_output
+from kvferry.cli.usage import HELP_OPTIONS
 
 app = typer.Typer(
     name="python -m benchmarks",
@@ -32,6 +33,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     callback=check_output,
+    context_settings=HELP_OPTIONS,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )

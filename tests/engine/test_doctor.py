@@ -70,7 +70,7 @@ def test_an_engine_says_who_it_is(addresses):
 def test_this_machine_runs_what_these_tests_run():
     _, (section,) = examined()
     said = {one["subject"]: one for one in section["findings"]}
-    for subject in ("vLLM", "connector", "hybrid manager", "NIXL", "READ of host memory"):
+    for subject in ("vLLM", "connector", "hybrid KV cache manager", "NIXL", "NIXL reads of host memory"):
         assert said[subject]["state"] == "ok", said[subject]
-    assert "GB/s in pieces of 2 MiB" in said["READ of host memory"]["found"]
+    assert "GB/s in pieces of 2 MiB" in said["NIXL reads of host memory"]["found"]
     assert said["costs"]["state"] in ("ok", "note")

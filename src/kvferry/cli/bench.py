@@ -59,8 +59,8 @@ def transfer(
     Moves KV between two processes. kvferry's time starts when a request's blocks are known and ends when the
     request may use them. It includes planning, posting, the lease check and the acknowledgement.
     """
-    require("kvferry bench transfer", BENCH)
     require_linux("kvferry bench transfer")
+    require("kvferry bench transfer", BENCH)
     from rich.console import Console
 
     from kvferry.bench import transfer_report
@@ -125,8 +125,8 @@ def tiers(
 
     Compares host memory with memcpy, files with fio or threads with direct I/O, and objects with obstore.
     """
-    require("kvferry bench tiers", BENCH)
     require_linux("kvferry bench tiers")
+    require("kvferry bench tiers", BENCH)
     from rich.console import Console
 
     from kvferry.bench import tiers_report
@@ -169,8 +169,8 @@ def calibrate(
     writes the costs to a file, which kvferry reads whenever it plans transfers. Without the file it uses
     built-in costs.
     """
-    require("kvferry bench calibrate", BENCH)
     require_linux("kvferry bench calibrate")
+    require("kvferry bench calibrate", BENCH)
     from datetime import UTC, datetime
 
     from rich.console import Console

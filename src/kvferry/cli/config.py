@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvferry.errors import ConfigError
 from kvferry.serving.role import Role
 
 SETTINGS: Mapping[str, tuple[Any, str | None, str]] = {
@@ -118,6 +119,8 @@ def config(
     from kvferry.serving import kv_config
     from kvferry.serving.shown_settings import complete_settings
 
+    if show_defaults and other_connectors is not None:
+        raise ConfigError("--show-defaults prints kvferry's own settings only; leave --other-connectors out")
     settings["tiers"] = kv_config.parse_tiers(settings["tiers"])
     settings["admin"] = kv_config.parse_admin(settings["admin"])
     whole = kv_config.kv_transfer_config(

@@ -50,8 +50,8 @@ def demo(
     A prefill and a decode engine serve the model. The end says what happened, with one row per request: what
     moved, how long that took, and whether the answer equals a single engine's.
     """
-    require("kvferry demo", VLLM)
     require_linux("kvferry demo")
+    require("kvferry demo", VLLM)
     from rich.console import Console
 
     from kvferry.engines.vllm.version import check_release, vllm_version

@@ -20,7 +20,7 @@ from kvferry.cli.plan import plan
 from kvferry.cli.router import router
 from kvferry.cli.serve import serve
 from kvferry.cli.top import top
-from kvferry.cli.usage import GroupedCommands, UsageError, usage_sentence
+from kvferry.cli.usage import HELP_OPTIONS, GroupedCommands, UsageError, usage_sentence
 from kvferry.errors import ConfigError, KVFerryError
 
 _FAILED = 1
@@ -31,6 +31,7 @@ app = typer.Typer(
     name="kvferry",
     cls=GroupedCommands,
     epilog=examples("kvferry"),
+    context_settings=HELP_OPTIONS,
     no_args_is_help=True,
     add_completion=False,
     # Print usage errors as plain sentences, like kvferry's own errors.
@@ -108,7 +109,7 @@ def _exit_with_usage(error: Any) -> NoReturn:
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()
     else:
-        print_error(usage_sentence(error))
+        print_error(usage_sentence(error, sys.argv[1:]))
     sys.exit(_USAGE)
 
 

@@ -6,11 +6,11 @@ import contextlib
 import logging
 import sys
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from kvferry.cli import serve_options as opt
 from kvferry.cli.extras import VLLM, require
 from kvferry.cli.output import check_output
 from kvferry.errors import ConfigError
@@ -22,71 +22,32 @@ if TYPE_CHECKING:
 
 
 def serve(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Path or id of a model that vLLM can load.")],
-    vllm_args: Annotated[
-        list[str] | None, typer.Argument(metavar="-- VLLM_ARGS", help="Arguments for every engine.")
-    ] = None,
-    role: Annotated[
-        Role | None,
-        typer.Option(help="both for engines that serve alone; by default prefill and decode engines."),
-    ] = None,
-    engines: Annotated[
-        int | None, typer.Option(metavar="COUNT", help="Number of engines, with --role both; by default 1.")
-    ] = None,
-    prefill: Annotated[
-        int | None, typer.Option(metavar="COUNT", help="Number of prefill engines; by default 1.")
-    ] = None,
-    decode: Annotated[
-        int | None, typer.Option(metavar="COUNT", help="Number of decode engines; by default 1.")
-    ] = None,
-    tp: Annotated[int, typer.Option(metavar="COUNT", help="Tensor-parallel ranks of each engine.")] = 1,
-    prefill_tp: Annotated[
-        int | None, typer.Option(metavar="COUNT", help="The same for prefill engines; by default --tp.")
-    ] = None,
-    decode_tp: Annotated[
-        int | None, typer.Option(metavar="COUNT", help="The same for decode engines; by default --tp.")
-    ] = None,
-    prefill_args: Annotated[
-        str, typer.Option(metavar="TEXT", help="More arguments for prefill engines, as in a shell.")
-    ] = "",
-    decode_args: Annotated[
-        str, typer.Option(metavar="TEXT", help="More arguments for decode engines, as in a shell.")
-    ] = "",
-    tiers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="JSON", help='Tiers of every engine: default, or JSON: [{"type": "host"}, ...].'
-        ),
-    ] = None,
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(metavar="PORT", min=0, max=65535, help="Port to listen on; 0 for any.")
-    ] = 8000,
-    turn_seconds: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS", help="Time that decode engines keep an answer's KV for the next turn."
-        ),
-    ] = 0,
-    log_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder for the engines' logs; by default a temporary one."),
-    ] = None,
-    startup_timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1, help="Time for all engines to become ready.")
-    ] = 600,
-    restarts: Annotated[
-        int,
-        typer.Option(metavar="COUNT", min=0, help="Restarts in a row of an engine that ends; 0 for none."),
-    ] = 5,
+    model: opt.Model,
+    vllm_args: opt.VllmArgs = None,
+    role: opt.RoleName = None,
+    engines: opt.Engines = None,
+    prefill: opt.Prefill = None,
+    decode: opt.Decode = None,
+    tp: opt.Tp = 1,
+    prefill_tp: opt.PrefillTp = None,
+    decode_tp: opt.DecodeTp = None,
+    prefill_args: opt.PrefillArgs = "",
+    decode_args: opt.DecodeArgs = "",
+    tiers: opt.Tiers = None,
+    host: opt.Host = "127.0.0.1",
+    port: opt.Port = 8000,
+    turn_seconds: opt.TurnSeconds = 0,
+    log_dir: opt.LogDir = None,
+    startup_timeout: opt.StartupTimeout = 600,
+    restarts: opt.MaxRestarts = 5,
 ) -> None:
     """Start engines and a router on this machine.
 
     Starts engines of MODEL, and one OpenAI endpoint in front of them: prefill and decode engines, or with
     --role both engines that do both. Ctrl-C stops all of them.
     """
-    require("kvferry serve", VLLM)
     require_linux("kvferry serve")
+    require("kvferry serve", VLLM)
     from rich.console import Console
 
     from kvferry.engines.vllm.version import check_release, vllm_version
@@ -110,21 +71,19 @@ def serve(
         )  # fmt: skip
     else:
         _check_pair(role, engines)
-        groups = (
+        sides = (
+            (Role.PREFILL, prefill, prefill_tp, prefill_args, None),
+            (Role.DECODE, decode, decode_tp, decode_args, turn_seconds or None),
+        )
+        groups = tuple(
             EngineGroup(
-                role=Role.PREFILL,
-                count=1 if prefill is None else prefill,
-                tensor_parallel=tp if prefill_tp is None else prefill_tp,
-                settings={"tiers": parsed},
-                arguments=(*(vllm_args or ()), *split_arguments("--prefill-args", prefill_args)),
-            ),
-            EngineGroup(
-                role=Role.DECODE,
-                count=1 if decode is None else decode,
-                tensor_parallel=tp if decode_tp is None else decode_tp,
-                settings={"tiers": parsed, "turn_seconds": turn_seconds or None},
-                arguments=(*(vllm_args or ()), *split_arguments("--decode-args", decode_args)),
-            ),
+                role=side,
+                count=1 if count is None else count,
+                tensor_parallel=tp if ranks is None else ranks,
+                settings={"tiers": parsed, "turn_seconds": turn},
+                arguments=(*(vllm_args or ()), *split_arguments(f"--{side}-args", text)),
+            )
+            for side, count, ranks, text, turn in sides
         )
     specs = group_specs(model, groups)
     check_shared_memory([group.parallel.workers for group in groups for _ in range(group.count)])

@@ -13,33 +13,83 @@ from typer.core import TyperGroup
 UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
 """The error that Typer raises if arguments cannot be used."""
 
+HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
+"""Context settings of an application, so that all its commands take both."""
+
 _NEAR, _NEAR_BESIDE_VLLM = 0.6, 0.8
 """Least similarity of a name to suggest. vLLM has many options that are a bit like kvferry's."""
+_VLLM_NAMES = {
+    "--tensor-parallel-size": ("--tp", "use --tp"),
+    "-tp": ("--tp", "use --tp"),
+    "--model": ("MODEL", "give MODEL without an option"),
+}
+"""Options of vLLM that kvferry names differently: its name, which a command must have, and what to do."""
+_EXAMPLES = {"MODEL": "give a path or a Hugging Face id, such as Qwen/Qwen3-0.6B"}
+"""What to give for a missing argument, by its placeholder."""
 
 
-def usage_sentence(error: Any) -> str:
+def usage_sentence(error: Any, arguments: Sequence[str] = ()) -> str:
     """Return an error in the use of a command as one sentence, with the nearest known option.
 
     Args:
         error: `UsageError` that Typer raised.
+        arguments: arguments of the whole application, among which the error was found.
     """
     context = error.ctx
     path = "kvferry" if context is None else context.command_path
     if hasattr(error, "possibilities"):
-        known = [] if context is None else _options(context.command)
-        near = difflib.get_close_matches(error.option_name, known, 1, _NEAR)
-        end = f"did you mean {near[0]}?" if near else f"run {path} --help for its options"
-        return f"{path} has no option {error.option_name}; {end}"
+        parameters = [] if context is None else context.command.params
+        name, value = _find_option(error.option_name, arguments[path.count(" ") :])
+        hint = _option_hint(path, parameters, name, value)
+        return f"{path} has no option {name}; {hint or f'run {path} --help for its options'}"
+    missing = error.param.metavar if type(error).__name__ == "MissingParameter" and error.param else None
+    if missing in _EXAMPLES:
+        return f"{missing} is missing; {_EXAMPLES[missing]}"
     message = error.format_message()
     message = message.replace(". Did you mean", "; did you mean").replace("Value error, ", "").rstrip(".")
     sentence = message[:1].lower() + message[1:]
     return sentence if sentence.endswith("?") else f"{sentence}; run {path} --help for its arguments"
 
 
-def _options(command: Any) -> list[str]:
-    return [
-        name for each in command.params for name in (*each.opts, *each.secondary_opts) if name[:2] == "--"
-    ]
+def _option_hint(path: str, parameters: Sequence[Any], name: str, value: str) -> str | None:
+    """Return what to do about an unknown option; None if nothing is known about it.
+
+    Args:
+        path: full name of the command.
+        parameters: options and arguments of the command.
+        name: the unknown option.
+        value: the option with its value, as it was written.
+    """
+    known = {each for parameter in parameters for each in (*parameter.opts, *parameter.secondary_opts)}
+    places = [parameter.metavar for parameter in parameters if parameter.param_type_name == "argument"]
+    own, hint = _VLLM_NAMES.get(name, (None, None))
+    if own in known or own in places:
+        return hint
+    takes_vllm = any(place.startswith("-- ") for place in places)
+    cutoff = _NEAR_BESIDE_VLLM if takes_vllm else _NEAR
+    near = difflib.get_close_matches(name, [each for each in known if each.startswith("--")], 1, cutoff)
+    if near:
+        return f"did you mean {near[0]}?"
+    if takes_vllm:
+        required = [parameter.metavar for parameter in parameters if parameter.required]
+        return f"if it is vLLM's, write it after --: {' '.join([path, *required, '--', value])}"
+    return None
+
+
+def _find_option(name: str, arguments: Sequence[str]) -> tuple[str, str]:
+    """Return an option as it was written: its whole name, and its name with the value.
+
+    Args:
+        name: name of an option that the parser does not know. Of ``-tp``, the parser reports only ``-t``.
+        arguments: arguments of the command.
+    """
+    for index, argument in enumerate(arguments):
+        written = argument.partition("=")[0]
+        if written == name or (len(name) == 2 and written.startswith(name)):
+            # If no argument comes before the option, the next word may be MODEL.
+            after = () if arguments[0].startswith("-") else arguments[index + 1 : index + 2]
+            return written, " ".join((argument, *(word for word in after if not word.startswith("-"))))
+    return name, name
 
 
 class GroupedCommands(TyperGroup):

@@ -164,6 +164,8 @@ def parse_config(extra: Mapping[str, Any], kv_role: str | None = None) -> Connec
     """
     known = [field.name for field in msgspec.structs.fields(ConnectorConfig)]
     check_keys("kv_connector_extra_config", extra, known)
+    if isinstance(admin := extra.get("admin"), Mapping):
+        check_keys("admin", admin, AdminConfig.__struct_fields__)
     for key in extra:
         if key != "tiers":  # directories may have names that are not valid UTF-8
             check_text(key, extra[key])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from urllib.parse import urlsplit
 
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.tier_config import read_tiers
@@ -20,6 +21,7 @@ from kvferry.errors import ConfigError
 from kvferry.operating_system import is_linux
 from kvferry.planning.strategy import Costs
 from kvferry.serving.devices import visible_devices
+from kvferry.transport.address import is_loopback
 from kvferry.transport.costs_file import load_costs
 from kvferry.transport.key_file import existing_keys
 from kvferry.transport.security import Keys
@@ -68,7 +70,8 @@ def examine(job: Examination, progress: Callable[[str], None]) -> list[ReportSec
     if (job.machine or job.config) and not is_linux():
         sections.append(ReportSection("this machine", (_no_engines_here(),)))
     elif job.machine:
-        found, timed = _check_machine(given.configs, progress)
+        several = names_other_machines(job.targets, given.configs)
+        found, timed = _check_machine(given.configs, progress, several_machines=several)
         sections.append(ReportSection("this machine", tuple(found)))
     if job.config:
         progress("checking the configuration")
@@ -83,6 +86,22 @@ def examine(job: Examination, progress: Callable[[str], None]) -> list[ReportSec
     return sections
 
 
+def names_other_machines(targets: Sequence[Target], configs: Sequence[ConnectorConfig]) -> bool:
+    """Return whether the engines or the configuration to check name a machine other than this one.
+
+    Args:
+        targets: engines and routers to check.
+        configs: settings of each connector in the checked configuration.
+    """
+    hosts = [
+        target.control[0] if target.control else urlsplit(target.url or "").hostname for target in targets
+    ]
+    for config in configs:
+        if config.transfers:
+            hosts += [config.advertise_host or config.host, *(config.peers or ())]
+    return any(host is not None and not is_loopback(host) for host in hosts)
+
+
 def _no_engines_here() -> Finding:
     return note(
         "system",
@@ -93,13 +112,14 @@ def _no_engines_here() -> Finding:
 
 
 def _check_machine(
-    configs: tuple[ConnectorConfig, ...], progress: Callable[[str], None]
+    configs: tuple[ConnectorConfig, ...], progress: Callable[[str], None], *, several_machines: bool
 ) -> tuple[list[Finding], ReadTimings | None]:
     """Check this machine, and time READs between two of its processes.
 
     Args:
         configs: settings of each connector in the checked configuration; empty if none is checked.
         progress: function that is called with a short text before each slow step.
+        several_machines: whether a setting names another machine.
 
     Returns:
         The findings, and the times of READs; None if no READ was timed.
@@ -115,23 +135,26 @@ def _check_machine(
     timed: list[ReadTimings] = []
     if version is not None:
         progress("reading between two processes")
-        found += run_check("READ", _LONG_SECONDS, lambda: _time_reads(timed))
+        found += run_check(
+            "NIXL reads", _LONG_SECONDS, lambda: _time_reads(timed, several_machines=several_machines)
+        )
         gpus = visible_devices().gpus
-        found += run_check("READ of GPU memory", _LONG_SECONDS, lambda: list(reads.check_gpu(gpus)))
+        found += run_check("NIXL reads of GPU memory", _LONG_SECONDS, lambda: list(reads.check_gpu(gpus)))
     one = timed[0] if timed else None
     if not any(config.costs for config in configs):
         found.append(costs.check(None, one))
     return found, one
 
 
-def _time_reads(timed: list[ReadTimings]) -> list[Finding]:
+def _time_reads(timed: list[ReadTimings], *, several_machines: bool) -> list[Finding]:
     """Time READs between two processes, and return the findings.
 
     Args:
         timed: list to which the measured times are appended. Mutated.
+        several_machines: whether a setting names another machine.
     """
     findings = []
-    for one in reads.check():
+    for one in reads.check(several_machines=several_machines):
         if isinstance(one, Finding):
             findings.append(one)
         else:

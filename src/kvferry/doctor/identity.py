@@ -181,7 +181,7 @@ def _ask(channel: ControlSocket, message: Request, kind: type[Any], deadline: fl
     except TimeoutError as error:
         raise IdentifyError(
             "it does not answer: it has another key, or its peers setting does not include this machine",
-            _GIVE_KEY,
+            f"{_GIVE_KEY}; or add this machine to the engine's peers setting",
         ) from error
     except ProtocolError as error:
         raise IdentifyError(f"its answer is {error}", "use the same kvferry version on both sides") from error

@@ -62,13 +62,13 @@ def connector(probe: Probe = _import_connector) -> list[Finding]:
     found = [ok(subject, f"vLLM {printed['version']} loads it, for {printed['device']}")]
     if printed["connector"] and printed["platform"]:
         hybrid = ok(
-            "hybrid manager",
+            "hybrid KV cache manager",
             "would be on, so sliding windows and recurrent state are transferred, unless an engine turns "
             "it off",
         )
     else:
         hybrid = bad(
-            "hybrid manager",
+            "hybrid KV cache manager",
             f"would be off: vLLM's platform {printed['device']} has none, so windows are transferred as "
             "full attention",
             "use a platform that has one",
@@ -86,7 +86,7 @@ def hash_seed(environment: Mapping[str, str] = os.environ) -> Finding:
     """
     seed = environment.get("PYTHONHASHSEED")
     return ok(
-        "keys",
+        "chunk names",
         "chunks are named by BLAKE2b of their tokens, in a namespace of the weights' content and the model's "
         f"configuration; PYTHONHASHSEED ({'not set' if seed is None else seed}) does not matter",
     )

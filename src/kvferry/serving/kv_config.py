@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from kvferry.serving.role import Role
 from kvferry.user_cache import expanded
 
 _VLLM_ROLE = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
+_LONGEST_SHOWN = 200
+"""Longest text in a message, in characters."""
 
 
 def kv_transfer_config(
@@ -148,8 +151,20 @@ def parse_admin(text: str | None) -> Any:
 def _parse_json(name: str, text: str, expected: str) -> Any:
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(f"{name} is {text!r}, which is no JSON ({error}); write {expected}") from error
+    except (ValueError, RecursionError) as error:
+        # Python's message about a number of over 4300 digits is advice for programs.
+        is_number = isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError)
+        reason = "a number has too many digits" if is_number else error
+        raise ConfigError(
+            f"{name} is {_shortened(text)}, which is no JSON ({reason}); write {expected}"
+        ) from error
+
+
+def _shortened(text: str) -> str:
+    """Return a text in quotation marks, with the middle of a long one left out."""
+    short = reprlib.Repr()
+    short.maxstring = _LONGEST_SHOWN
+    return short.repr(text)
 
 
 def kv_transfer_json(config: Mapping[str, Any]) -> str:

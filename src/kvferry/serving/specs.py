@@ -169,22 +169,14 @@ def fleet_specs(
     Raises:
         ConfigError: `group_specs` refuses the engines.
     """
-    groups = (
-        EngineGroup(
-            role=Role.PREFILL,
-            count=prefill,
-            tensor_parallel=prefill_tensor_parallel,
-            settings=prefill_settings,
-            arguments=arguments,
-        ),
-        EngineGroup(
-            role=Role.DECODE,
-            count=decode,
-            tensor_parallel=decode_tensor_parallel,
-            settings=decode_settings,
-            arguments=arguments,
-        ),
+    sides = (
+        (Role.PREFILL, prefill, prefill_tensor_parallel, prefill_settings),
+        (Role.DECODE, decode, decode_tensor_parallel, decode_settings),
     )
+    groups = [
+        EngineGroup(role=role, count=count, tensor_parallel=ranks, settings=settings, arguments=arguments)
+        for role, count, ranks, settings in sides
+    ]
     return group_specs(model, groups, machine)
 
 

@@ -9,7 +9,9 @@ from kvferry.errors import ConfigError
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*(\d{1,1000}(?:\.\d{1,1000})?)\s*([A-Za-z]*)\s*")
+_LARGEST = (1 << 63) - 1
+"""Largest size of a file on Linux, in bytes."""
 
 
 def check_capacity(where: str, capacity: int | str | None) -> None:
@@ -20,10 +22,15 @@ def check_capacity(where: str, capacity: int | str | None) -> None:
         capacity: number of bytes, or a text such as ``4GiB``. None means the default, and is valid.
 
     Raises:
-        ConfigError: the capacity is not a size, or not above 0.
+        ConfigError: the capacity is not a size, or not above 0, or larger than a file can be.
     """
-    if capacity is not None and parse_size(capacity) <= 0:
+    if capacity is None:
+        return
+    size = parse_size(capacity)
+    if size <= 0:
         raise ConfigError(f"{where}: capacity is {capacity!r}, it must be above 0")
+    if size > _LARGEST:
+        raise ConfigError(f"{where}: capacity is larger than 8 EiB, the largest size of a file; lower it")
 
 
 def parse_size(size: int | str) -> int:

@@ -17,6 +17,8 @@ from kvferry.transport.connection_limit import ConnectionLimiter
 from kvferry.transport.endpoint import zmq_endpoint
 from kvferry.transport.port_range import PortRange
 
+_TAKEN = (errno.EADDRINUSE, errno.EACCES)
+"""Errors of ports that this process cannot have: another process has them, or they are below 1024."""
 _QUEUED = 64
 """Maximum number of queued messages from a peer, and of queued replies to it.
 
@@ -83,7 +85,7 @@ class Listener:
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
     def _bind(self, host: str, port: int | PortRange) -> None:
-        """Bind the socket to a port, or to the first free port of a range.
+        """Bind the socket to a port, or to the first port of a range that this process can have.
 
         Raises:
             zmq.ZMQError: the address, the port or every port of the range cannot be bound.
@@ -93,7 +95,7 @@ class Listener:
             try:
                 self._socket.bind(zmq_endpoint(self._socket, host, one))
             except zmq.ZMQError as error:
-                if error.errno != errno.EADDRINUSE or number == len(candidates):
+                if error.errno not in _TAKEN or number == len(candidates):
                     raise
             else:
                 return
@@ -156,8 +158,8 @@ def _port_text(port: int | PortRange) -> str:
 
 
 def _remedy(error: zmq.ZMQError, port: int | PortRange) -> str:
-    if error.errno == errno.EADDRINUSE and isinstance(port, PortRange):
-        return "ports to a range with free ports"
-    if error.errno in (errno.EADDRINUSE, errno.EACCES):
+    if error.errno in _TAKEN:
+        if isinstance(port, PortRange):
+            return "ports to another range, with free ports from 1024 on"
         return "another port, or 0 for any free one"
     return "host to an address of this machine"

@@ -77,6 +77,7 @@ def test_another_key_gets_no_answer():
     with server(OTHER_KEYS) as one, pytest.raises(IdentifyError, match="it has another key") as refused:
         identify((HOST, one.port), KEYS, 1.0)
     assert "--secret-file" in refused.value.advice
+    assert refused.value.advice.endswith("or add this machine to the engine's peers setting")
 
 
 def test_a_channel_without_encryption_is_no_engines():

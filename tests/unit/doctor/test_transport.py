@@ -3,7 +3,10 @@ from datetime import UTC, datetime
 
 import pytest
 
+from kvferry.connector.config import parse_config
 from kvferry.doctor import costs, nixl, reads
+from kvferry.doctor.engines import Target
+from kvferry.doctor.examine import names_other_machines
 from kvferry.doctor.finding import Finding, State
 from kvferry.doctor.limits import ProcessResult
 from kvferry.planning.strategy import Costs
@@ -89,14 +92,15 @@ def test_the_way_of_reads_is_what_ucx_says():
     assert reads.transport_of(emulated.splitlines()) == ("tcp/lo (emulated)",)
 
 
-def findings(environment, *ended: ProcessResult) -> list[Finding]:
+def findings(environment, *ended: ProcessResult, several_machines: bool = False) -> list[Finding]:
     asked: list[str | None] = []
 
     def once(transports):
         asked.append(transports)
         return ended[len(asked) - 1]
 
-    found = [one for one in reads.check(environment, once) if isinstance(one, Finding)]
+    checked = reads.check(environment, once, several_machines=several_machines)
+    found = [one for one in checked if isinstance(one, Finding)]
     assert asked == [None, "^sm"][: len(ended)]
     return found
 
@@ -106,7 +110,32 @@ def test_reads_are_told_with_their_way_and_speed(monkeypatch):
     here, away = findings({}, read(), read("tcp/eth0"))
     assert here.state is State.OK
     assert "by cma/memory: 1.7 GB/s in pieces of 4 KiB, 11 GB/s in pieces of 2 MiB" in here.found
-    assert (away.state, "read over TCP" in away.found) == (State.NOTE, True)
+    assert (away.state, away.advice, "read over TCP" in away.found) == (State.OK, "", True)
+
+
+def test_the_speed_over_tcp_is_an_estimate_if_a_setting_names_another_machine(monkeypatch):
+    monkeypatch.setattr(reads, "devices", list)
+    _, away = findings({}, read(), read("tcp/eth0"), several_machines=True)
+    assert (away.state, "use a network tool such as iperf3" in away.advice) == (State.NOTE, True)
+
+
+@pytest.mark.parametrize(
+    ("targets", "settings", "several"),
+    [
+        ([], [], False),
+        ([Target("here", url="http://127.0.0.1:8000")], [{}], False),
+        ([Target("here", control=("localhost", 1))], [{"peers": ["::1"]}], False),
+        ([Target("there", url="http://node2:8000")], [], True),
+        ([Target("there", control=("10.0.0.2", 5600))], [], True),
+        ([], [{}, {"host": "10.0.0.1"}], True),
+        ([], [{"host": "node"}], True),
+        ([], [{"host": "0.0.0.0", "advertise_host": "127.0.0.1"}], False),
+        ([], [{"peers": ["node2"]}], True),
+        ([], [{"host": "10.0.0.1", "transfer": False, "tiers": "default"}], False),
+    ],
+)
+def test_a_setting_names_another_machine(targets, settings, several):
+    assert names_other_machines(targets, [parse_config(one) for one in settings]) is several
 
 
 def test_rdma_that_ucx_leaves_out_is_bad(monkeypatch):

@@ -38,6 +38,12 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(key, near):
     assert str(caught.value) == f"kv_connector_extra_config has no key {key!r}; did you mean {near!r}?"
 
 
+def test_an_unknown_key_of_the_admin_api_is_refused_with_the_nearest_known_one():
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"admin": {"prt": 1}})
+    assert str(caught.value) == "admin has no key 'prt'; did you mean 'port'?"
+
+
 def test_a_key_like_no_other_is_refused_with_all_known_ones():
     with pytest.raises(ConfigError, match=r"has no key 'zzz'; known are host, port, ports, advertise_host"):
         parse_config({"zzz": 1})

@@ -13,6 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from kvferry.cli import extras
 from kvferry.cli.config import SETTINGS
 from kvferry.cli.main import app, main
 from kvferry.cli.usage import GroupedCommands
@@ -38,7 +39,7 @@ def test_help_lists_the_commands():
 @pytest.mark.parametrize("group", ["", "bench", "cache"])
 def test_help_says_of_every_command_in_a_whole_sentence_what_it_does(group):
     done = CliRunner().invoke(app, [*group.split(), "--help"], env={"COLUMNS": "80"})
-    listed = re.findall(r"^  [a-z]+ {2,}.*$", done.output.split("  --help ")[1], re.MULTILINE)
+    listed = re.findall(r"^  [a-z]+ {2,}.*$", done.output.split(" --help ")[1], re.MULTILINE)
     assert len(listed) > 2
     for line in listed:
         assert re.fullmatch(r"  [a-z]+ +[A-Z].*[^.]\.", line), line
@@ -49,6 +50,12 @@ def test_help_lists_every_command_by_purpose_and_plan_serve_doctor_first():
     listed = [name for names in GroupedCommands.purposes.values() for name in names]
     assert listed[:3] == ["plan", "serve", "doctor"]
     assert sorted(listed) == sorted(typer.main.get_command(app).commands)
+
+
+@pytest.mark.parametrize("command", ["", "serve", "cache", "cache ls", "bench transfer"])
+def test_h_is_short_for_help(command):
+    short, whole = (CliRunner().invoke(app, [*command.split(), option]) for option in ("-h", "--help"))
+    assert (short.exit_code, short.output) == (0, whole.output)
 
 
 @pytest.mark.parametrize("command", sorted(typer.main.get_command(app).commands))
@@ -69,7 +76,48 @@ def test_help_fits_80_columns_and_shows_examples_that_have_known_options(command
         (["plan", "--qqqq"], "kvferry plan has no option --qqqq; run kvferry plan --help for its options"),
         (["plan", "m", "--tokens", "x"], "invalid value for '--tokens': "),
         (["plan", "m", "n"], "got unexpected extra argument"),
-        (["serve"], "missing argument 'MODEL'; run kvferry serve --help for its arguments"),
+        (["serve"], "MODEL is missing; give a path or a Hugging Face id, such as Qwen/Qwen3-0.6B"),
+        (["keygen"], "missing argument 'FILE'; run kvferry keygen --help for its arguments"),
+        (["serve", "m", "--prot", "1"], "kvferry serve has no option --prot; did you mean --port?"),
+        (
+            ["serve", "m", "--port", "0", "--max-model-len", "8192"],
+            (
+                "kvferry serve has no option --max-model-len; if it is vLLM's, write it after --: "
+                "kvferry serve MODEL -- --max-model-len 8192\n"
+            ),
+        ),
+        (
+            ["serve", "m", "--dtype=half", "--port", "0"],
+            (
+                "kvferry serve has no option --dtype; if it is vLLM's, write it after --: "
+                "kvferry serve MODEL -- --dtype=half\n"
+            ),
+        ),
+        (
+            ["serve", "--enforce-eager", "m"],
+            (
+                "kvferry serve has no option --enforce-eager; if it is vLLM's, write it after --: "
+                "kvferry serve MODEL -- --enforce-eager\n"
+            ),
+        ),
+        (
+            ["demo", "--enforce-eager"],
+            (
+                "kvferry demo has no option --enforce-eager; if it is vLLM's, write it after --: "
+                "kvferry demo -- --enforce-eager\n"
+            ),
+        ),
+        (
+            ["serve", "m", "--tensor-parallel-size", "2"],
+            "kvferry serve has no option --tensor-parallel-size; use --tp\n",
+        ),
+        (["serve", "m", "-tp=2"], "kvferry serve has no option -tp; use --tp\n"),
+        (["plan", "m", "-tp", "2"], "kvferry plan has no option -tp; use --tp\n"),
+        (["serve", "--model", "m"], "kvferry serve has no option --model; give MODEL without an option\n"),
+        (
+            ["config", "-tp", "2"],
+            "kvferry config has no option -tp; run kvferry config --help for its options\n",
+        ),
         (
             ["config", "--role", "x"],
             "invalid value for '--role': 'x' is not one of 'prefill', 'decode', 'both'",
@@ -86,6 +134,26 @@ def test_wrong_use_is_one_sentence_with_the_nearest_option(arguments, said, monk
     assert error.startswith(f"kvferry: {said}")
     assert error.count("\n") == 1
     assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "package", "extra"),
+    [
+        ("serve m", "vLLM", "vllm"),
+        ("demo", "vLLM", "vllm"),
+        ("bench tiers", "torch", "bench"),
+        ("bench transfer", "torch", "bench"),
+        ("bench calibrate", "torch", "bench"),
+    ],
+)
+def test_a_command_says_which_extra_it_needs(command, package, extra, monkeypatch, capsys):
+    monkeypatch.setattr(extras, "_is_installed", lambda _: False)
+    monkeypatch.setattr(sys, "argv", ["kvferry", *command.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    name = command.removesuffix(" m")
+    wanted = f"needs {package}, which is not installed; install it with pip install 'kvferry[{extra}]'"
+    assert (ended.value.code, capsys.readouterr().err) == (2, f"kvferry: kvferry {name} {wanted}\n")
 
 
 def test_config_prints_one_line_of_json():
@@ -230,6 +298,15 @@ def test_config_takes_tiers_as_json_and_transfer_beside_them(tmp_path):
             ["config", "--tiers", '[{"type": "file", "pat": "x"}]'],
             "tiers[0] (file) has no key 'pat'; did you mean 'path'?",
         ),
+        (["config", "--admin", '{"prt": 1}'], "admin has no key 'prt'; did you mean 'port'?"),
+        (
+            ["config", "--admin", f'{{"port": {"9" * 5000}}}'],
+            """admin is '{"port": 9999""",
+        ),
+        (
+            ["config", "--show-defaults", "--other-connectors", "[]"],
+            "--show-defaults prints kvferry's own settings only; leave --other-connectors out",
+        ),
         (["config", "--other-connectors", "{"], "other_connectors is '{', which is no JSON (Expecting"),
         (["config", "--other-connectors", "{}"], "connectors is {}; it must be a list of objects"),
         (
@@ -272,7 +349,7 @@ def test_config_takes_tiers_as_json_and_transfer_beside_them(tmp_path):
         (["serve", "m", "--", "-dp", "0"], "-dp is '0', it must be a whole number of at least 1"),
         (["serve", "m", "--", "--port", "7"], "--port cannot be the same for every engine"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value)[:80] if isinstance(value, list) else "",
 )
 def test_what_cannot_be_used_is_one_sentence_and_exit_code_2(arguments, said):
     done = run(*arguments)

@@ -1,10 +1,12 @@
 """Channels that listen on free ports of a range."""
 
+import errno
 import re
 import socket
 from contextlib import closing
 
 import pytest
+import zmq
 
 from kvferry.errors import ConfigError
 from kvferry.transport.control_server import ControlServer, ProducerCard
@@ -49,12 +51,37 @@ def test_channels_take_free_ports_of_the_range_until_there_is_none():
         with closing(ControlServer(HOST, ports, card, KEYS)) as other:
             assert [one.port, other.port] == [*ports]
             wanted = (
-                f"cannot listen on {HOST}, any port of {ports}: Address already in use; set ports to a range"
+                f"cannot listen on {HOST}, any port of {ports}: Address already in use; set ports to another"
             )
             with pytest.raises(ConfigError, match=re.escape(wanted)):
                 ControlServer(HOST, ports, card, KEYS)
         with closing(ControlServer(HOST, ports, card, KEYS)) as again:
             assert again.port == ports.last
+
+
+@pytest.mark.alone
+def test_a_range_may_begin_at_ports_that_only_root_may_have(monkeypatch):
+    ports, card = free_pair(), ProducerCard(facts(), cards())
+    refuse_below(ports.last, monkeypatch)
+    with closing(ControlServer(HOST, ports, card, KEYS)) as one:
+        assert one.port == ports.last
+    wanted = f"any port of {ports}: Permission denied; set ports to another range, with free ports from 1024"
+    refuse_below(ports.last + 1, monkeypatch)
+    with pytest.raises(ConfigError, match=re.escape(wanted)):
+        ControlServer(HOST, ports, card, KEYS)
+
+
+def refuse_below(lowest: int, monkeypatch) -> None:
+    """Refuse ports below `lowest`, as Linux refuses those below 1024 to other users than root."""
+    bind = zmq.Socket.bind
+
+    def bind_or_refuse(socket: zmq.Socket, endpoint: str) -> object:
+        port = endpoint.rpartition(":")[2]
+        if port.isdecimal() and int(port) < lowest:
+            raise zmq.ZMQError(errno.EACCES)
+        return bind(socket, endpoint)
+
+    monkeypatch.setattr(zmq.Socket, "bind", bind_or_refuse)
 
 
 def test_ucx_gets_the_range_unless_the_operator_has_set_one(monkeypatch, caplog):
