@@ -1,14 +1,16 @@
-"""The router's HTTP server: uvicorn with httptools' parser, and a limit for the size of headers."""
+"""The router's HTTP server: uvicorn with httptools' parser, limits for headers, and no other protocol."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _MAX_HEADER_BYTES = 64 << 10
+_FRAMING = (b"content-length", b"transfer-encoding")
 
 
 class Server(uvicorn.Server):
@@ -20,26 +22,66 @@ class Server(uvicorn.Server):
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """A connection of a client. It is closed if the headers of a request exceed 64 KiB.
+    """A connection of a client. It is closed if the headers or the trailers of a request exceed 64 KiB.
 
-    The parser of httptools itself accepts headers of any length.
+    The parser of httptools itself accepts both of any length. Trailers, the fields after a chunked body, are
+    dropped, because uvicorn would add them to the headers of the request.
+
+    A request to change the protocol (``Upgrade``, or the method CONNECT) is answered like any other. The
+    parser would skip its body, and read it as the next request. So the connection gets a new parser, which
+    first reads headers that only say where the body ends.
     """
 
     _pending_bytes = 0
+    """Number of bytes since the parser last found the end of headers, a part of a body, or the end of one."""
     _in_headers = False
+    _replaying = False
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes, and close the connection if headers stay incomplete beyond the limit."""
-        super().data_received(data)
-        if not self._in_headers:
-            return
+        """Parse received bytes, and close the connection if they are invalid or exceed the limit."""
+        self._unset_keepalive_if_required()
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = self._parse(rest)
+        except httptools.HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _parse(self, data: memoryview) -> memoryview:
+        """Parse bytes, but none after the headers of a request to change the protocol. Return those bytes."""
         self._pending_bytes += len(data)
-        if self._pending_bytes > _MAX_HEADER_BYTES and not self.transport.is_closing():
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._decline_upgrade()
+            return data[upgrade.args[0] :]
+        if self._pending_bytes > _MAX_HEADER_BYTES:
             self.send_400_response("The headers of the request are too long.")
+        return data[:0]
+
+    def _decline_upgrade(self) -> None:
+        """Replace the parser by one that expects the body of the current request."""
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        framing = [b"%s: %s\r\n" % header for header in self.headers if header[0] in _FRAMING]
+        self._replaying = True
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % b"".join(framing))
+        self._replaying = False
 
     def on_message_begin(self) -> None:  # noqa: D102
-        self._in_headers, self._pending_bytes = True, 0
-        super().on_message_begin()
+        if not self._replaying:
+            self._in_headers = True
+            super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:  # noqa: D102
+        if self._in_headers:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Add a header to the request, unless it is a trailer."""
+        if self._in_headers:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Start the request.
@@ -47,7 +89,19 @@ class BoundedHttp(HttpToolsProtocol):
         Raises:
             ValueError: the headers exceed the limit. The parser turns this into an error of its own.
         """
-        self._in_headers = False
+        if not self._in_headers:
+            return
+        self._in_headers, self._pending_bytes = False, 0
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > _MAX_HEADER_BYTES:
             raise ValueError("headers are too long")
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:  # noqa: D102
+        self._pending_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Tell the application that the body is complete, unless the parser has skipped it."""
+        self._pending_bytes = 0
+        if not self.parser.should_upgrade():
+            super().on_message_complete()

@@ -33,6 +33,9 @@ _TICK_SECONDS = 0.2
 _DRAIN_SECONDS = 2.0
 # Seconds that connections have to close after that.
 _CUT_SECONDS = 2
+# Seconds that the connection of a client stays open without a request. Load balancers keep theirs for up to a
+# minute by default (nginx, AWS), and answer 502 if the router closes one just as they send a request on it.
+_IDLE_SECONDS = 75
 
 
 def run_app(
@@ -66,6 +69,7 @@ def run_app(
         http=BoundedHttp,
         ws="none",
         use_colors=False,  # otherwise uvicorn queries standard output, which may be closed
+        timeout_keep_alive=_IDLE_SECONDS,
         timeout_graceful_shutdown=_CUT_SECONDS,
     )
     with asyncio.Runner(loop_factory=_new_event_loop) as runner:

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import httpx
 import pytest
@@ -446,6 +447,30 @@ def test_a_stopped_router_finishes_streams_refuses_requests_and_says_that_it_dra
                 assert (refused.status_code, refused.json()["error"]["code"]) == (503, "router_draining")
                 assert "".join(events).endswith("data: [DONE]\n\n")
             assert (process.wait(20), process.stderr.read()) == (0, "")
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_a_stopped_router_waits_for_the_rest_of_a_body(arrives, fake, serve_app, kv):
+    with serve_app(fake(hands_over=kv).app()) as prefill, serve_app(fake().app()) as decode:
+        command = [*KVFERRY, "router", "--prefill", prefill, "--decode", decode, "--port", "0"]
+        command += ["--drain-seconds", "20" if arrives else "0.5"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            url = httpx.URL(process.stdout.readline().split()[-1])
+            with socket.create_connection((url.host, url.port), timeout=30) as sock:
+                sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 15\r\n\r\n{")
+                while "active_requests 1.0" not in httpx.get(url.join("/metrics"), trust_env=False).text:
+                    pass
+                process.terminate()
+                if arrives:
+                    while httpx.get(url.join("/health"), trust_env=False).status_code == 200:
+                        pass
+                    time.sleep(0.3)  # a router that waits for nothing has closed its port by then
+                    assert httpx.get(url.join("/health"), trust_env=False).json()["status"] == "draining"
+                    sock.sendall(b'"prompt": "x"}')
+                answer = sock.makefile("rb").read()
+            assert (process.wait(20), process.stderr.read()) == (0, "")
+    assert answer.startswith(b"HTTP/1.1 200 " if arrives else b"HTTP/1.1 503 ")
+    assert (b"router_stopped" in answer) is not arrives
 
 
 def test_a_second_signal_ends_a_draining_router_at_once(fake, serve_app, kv):

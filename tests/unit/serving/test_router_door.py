@@ -5,15 +5,17 @@ import json
 import re
 import socket
 import sys
-import threading
+import time
 
+import httpx
 import pytest
 
-from kvferry.serving.ports import listen, url_of
+from kvferry.serving import run
+from kvferry.serving.demo.endpoint import routed
+from kvferry.serving.ports import listen
 from kvferry.serving.router.app import router_app
 from kvferry.serving.router.endpoint import ActiveRequest
 from kvferry.serving.router.settings import RouterSettings
-from kvferry.serving.run import run_app
 
 pytestmark = pytest.mark.slow
 
@@ -114,33 +116,134 @@ def test_the_kv_is_not_for_a_third_engine_where_one_was_busy_and_one_failed(stag
     assert given == [True, True, False], "the one that failed may have fetched it"
 
 
-def test_headers_beyond_64_kib_end_the_connection():
-    over = threading.Event()
-    app = router_app(RouterSettings(prefill=("http://127.0.0.1:1",), decode=("http://127.0.0.1:1",)))
-    with listen("127.0.0.1", 0) as sock:
-        address = url_of(sock).removeprefix("http://").split(":")
-        server = threading.Thread(target=run_app, args=(app, sock, lambda: not over.is_set()), daemon=True)
-        server.start()
-        try:
-            assert b"HTTP/1.1 503" in told(address, b"a" * 1000)
-            assert b"HTTP/1.1 503" not in told(address, b"a" * (1 << 20))
-        finally:
-            over.set()
-            server.join()
+@pytest.fixture
+def door(fake, kv, serve_app):
+    """A router as users run it, with its engine for decoding, and a connection to it."""
+    engine = fake()
+    with (
+        serve_app(fake(hands_over=kv).app()) as prefill,
+        serve_app(engine.app()) as decode,
+        routed([prefill], [decode]) as url,
+        httpx.Client(base_url=url) as client,
+        socket.create_connection((client.base_url.host, client.base_url.port), timeout=30) as sock,
+    ):
+        yield engine, sock
 
 
-def told(address: list[str], header: bytes) -> bytes:
-    """What the server at this address says to a request with such a header."""
-    with socket.create_connection((address[0], int(address[1])), timeout=30) as client:
+BODY = b'{"prompt": "x"}'
+LARGE = b'{"prompt": "' + b"x" * 1_000_000 + b'"}'
+UPGRADE = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMA\r\n"
+
+
+def post(body: bytes, headers: bytes = b"", length: bool = True) -> tuple[bytes, bytes]:
+    """The head of a request, and its body: in chunks, if it is not to have a length."""
+    framing = b"content-length: %d\r\n" % len(body) if length else b"transfer-encoding: chunked\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + framing + headers + b"\r\n"
+    return head, body if length else b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+
+
+def answers(sock: socket.socket, count: int) -> list[int]:
+    """The status of each of so many answers, and of any that came with them; fewer if the connection ends."""
+    heard = b""
+    with contextlib.suppress(ConnectionError):
+        while len(found := re.findall(rb"HTTP/1.1 (\d+) ", heard)) < count or not heard.endswith(b"}"):
+            if not (piece := sock.recv(1 << 16)):
+                break
+            heard += piece
+    return [int(status) for status in found]
+
+
+@pytest.mark.parametrize("length", [True, False], ids=["length", "chunked"])
+@pytest.mark.parametrize("body", [BODY, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("pause", [0.0, 0.1], ids=["at_once", "later"])
+def test_a_request_to_change_the_protocol_is_served_with_its_body(door, pause, body, length):
+    engine, sock = door
+    for headers in (UPGRADE, b"", UPGRADE):
+        head, rest = post(body, headers, length)
+        for part in (head, rest) if pause else (head + rest,):
+            sock.sendall(part)
+            time.sleep(pause)
+        assert answers(sock, 1) == [200]
+    assert [served["prompt"] for served in engine.bodies] == [json.loads(body)["prompt"]] * 3
+
+
+def test_the_body_of_a_request_to_change_the_protocol_is_no_request(door):
+    engine, sock = door
+    head, body = post(b"%s%s" % post(BODY), UPGRADE)
+    sock.sendall(head)
+    time.sleep(0.1)
+    sock.sendall(body)
+    assert answers(sock, 1) == [400]
+    sock.sendall(b"".join(post(BODY, b"connection: close\r\n")))
+    assert answers(sock, 2) == [200]
+    assert len(engine.raw) == 1
+
+
+def test_many_requests_to_change_the_protocol_at_once_are_all_answered(door):
+    _, sock = door
+    sock.sendall((b"GET /ping HTTP/1.1\r\nhost: x\r\n" + UPGRADE + b"\r\n") * 2000)
+    assert answers(sock, 2000) == [200] * 2000
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_the_last_request_of_a_connection_may_ask_to_change_the_protocol(door, version):
+    _, sock = door
+    head, body = post(BODY, b"connection: close, Upgrade\r\nupgrade: h2c\r\n")
+    sock.sendall(head.replace(b"1.1", version) + body)
+    assert answers(sock, 2) == [200]
+
+
+def test_trailers_do_not_become_headers(door):
+    engine, sock = door
+    head, body = post(BODY, length=False)
+    sock.sendall(head + body[:-2] + b"authorization: Bearer forged\r\nx-session-id: forged\r\n\r\n")
+    assert answers(sock, 1) == [200]
+    assert "forged" not in str(engine.headers)
+
+
+@pytest.mark.parametrize(
+    ("part", "end"),
+    [(b"x-a: %s\r\n" % (b"a" * 1000), b"\r\n"), (b"a" * 1000, b": a\r\n\r\n")],
+    ids=["many", "long"],
+)
+def test_trailers_beyond_64_kib_end_the_connection(door, part, end):
+    engine, sock = door
+    head, body = post(BODY, length=False)
+    sock.sendall(head + body[:-2])
+    with contextlib.suppress(ConnectionError):
+        for _ in range(2000):
+            sock.sendall(part)
+        sock.sendall(end)
+    assert answers(sock, 2) in ([400], [])
+    assert engine.raw == []
+
+
+def test_headers_beyond_64_kib_end_the_connection(door):
+    _, sock = door
+    for length, expected in ((1000, [[200]]), (1 << 20, [[400], []])):
         with contextlib.suppress(ConnectionError):
-            client.sendall(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nx-a: " + header + b"\r\n\r\n")
-        with contextlib.suppress(ConnectionError):
-            return client.recv(100)
-    return b""
+            sock.sendall(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nx-a: " + b"a" * length + b"\r\n\r\n")
+        assert answers(sock, 1) in expected
+
+
+def test_connections_stay_open_for_longer_than_load_balancers_keep_them(monkeypatch):
+    configs = []
+
+    class Stopped(Exception):
+        pass
+
+    def server(config):
+        configs.append(config)
+        raise Stopped
+
+    monkeypatch.setattr(run, "Server", server)
+    with pytest.raises(Stopped):
+        run.run_app(None, None, lambda: False)
+    assert configs[0].timeout_keep_alive > 60
 
 
 def test_a_second_signal_ends_a_drain_even_if_its_exception_is_lost():
     app = router_app(RouterSettings(prefill=(), decode=("http://127.0.0.1:1",)))
     app._ongoing.add(ActiveRequest())
     with listen("127.0.0.1", 0) as sock, pytest.raises(KeyboardInterrupt):
-        run_app(app, sock, lambda: False, 3600, is_urgent=lambda: True)
+        run.run_app(app, sock, lambda: False, 3600, is_urgent=lambda: True)

@@ -140,7 +140,7 @@ class RouterEndpoint:
 
         Args:
             handler: coroutine function that answers a `Call` through an ASGI `send` function.
-            ongoing: requests under way, to which each request is added while the handler runs.
+            ongoing: requests under way, to which each request is added before its body is read.
             hop: this router's entry in Via headers. A request that already has it is rejected as a loop.
             max_body_bytes: size of the largest accepted request body, in bytes.
             metrics: metrics that count each request.
@@ -172,26 +172,28 @@ class RouterEndpoint:
             reply = unavailable(_DRAINING, "router_draining")
             await reply.send(answer.send, (*reply_headers, *_TRY_ELSEWHERE))
             return
-        try:
-            body = await _read_body(receive, self._max_body_bytes)
-        except _TooLarge as error:
-            await bad_request(str(error), "request_too_large", 413).send(answer.send, reply_headers)
-            return
-        if body is None:
-            return
-        record.received_bytes = len(body)
-        headers = self._hop.passed_on(relayed(scope["headers"]) + reply_headers)
-        call = Call(scope["method"], scope["path"], headers, reply_headers, body, record)
         async with ActiveRequest() as request:
             self._ongoing.add(request)
-            watching = asyncio.create_task(_cancel_on_disconnect(receive, request))
             try:
-                await self._handler(call, answer.send)
+                body = await _read_body(receive, self._max_body_bytes)
+                if body is not None:
+                    record.received_bytes = len(body)
+                    headers = self._hop.passed_on(relayed(scope["headers"]) + reply_headers)
+                    call = Call(scope["method"], scope["path"], headers, reply_headers, body, record)
+                    await self._handle(call, receive, request, answer)
+            except _TooLarge as error:
+                await bad_request(str(error), "request_too_large", 413).send(answer.send, reply_headers)
             finally:
                 self._ongoing.discard(request)
-                watching.cancel()
         if self._ongoing.ending:
             await answer.cut_short(reply_headers, scope["path"])
+
+    async def _handle(self, call: Call, receive: Receive, request: ActiveRequest, answer: _Answer) -> None:
+        watching = asyncio.create_task(_cancel_on_disconnect(receive, request))
+        try:
+            await self._handler(call, answer.send)
+        finally:
+            watching.cancel()
 
 
 def _request_id(scope: Scope) -> bytes:
