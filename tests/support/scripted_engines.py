@@ -40,3 +40,11 @@ class Script(EngineSpec):
 
 def pids_of(folder: Path, name: str) -> list[int]:
     return json.loads((folder / f"{name}.pids").read_text())
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a process that has ended, and that nobody has waited for, does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

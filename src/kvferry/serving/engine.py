@@ -141,9 +141,10 @@ class EngineProcess:
         """Check the engine, update the attribute `state`, and return it.
 
         The state becomes READY when ``/health`` first answers with status 200, and DEAD when the engine has
-        ended.
+        ended. If the guard was killed, the engine's other processes are killed too.
         """
         if self._guard.poll() is not None:
+            self._kill_if_unguarded()
             self.state = EngineState.DEAD
         elif self.state is EngineState.STARTING and self.healthy():
             self.state = EngineState.READY
@@ -180,13 +181,20 @@ class EngineProcess:
             with contextlib.suppress(BrokenPipeError):
                 os.write(self._lifeline, request)
 
+    def _kill_if_unguarded(self) -> None:
+        """Kill the engine's process group if a signal ended the guard, which then left processes behind."""
+        if self._guard.returncode < 0 and self.state is not EngineState.DEAD:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._guard.pid, signal.SIGKILL)
+
     def finish_stop(self) -> None:
         """Wait until all processes of the engine have ended. Call `begin_stop` or `kill` first."""
         try:
             self._guard.wait(self._stop_timeout_seconds + _GUARD_MARGIN_SECONDS)
         except subprocess.TimeoutExpired:
-            os.killpg(self._guard.pid, signal.SIGKILL)
+            self._guard.kill()
             self._guard.wait()
+        self._kill_if_unguarded()
         self.state = EngineState.DEAD
         if self._lifeline >= 0:
             os.close(self._lifeline)

@@ -60,7 +60,7 @@ class Restarts:
 
         Args:
             now: current time in monotonic seconds.
-            ran_seconds: time in seconds from the engine's start to its end.
+            ran_seconds: time in seconds from the engine's start to its end; 0 if it was never ready.
         """
         if ran_seconds >= self._policy.stable_seconds:
             self.in_row = 0

@@ -1,4 +1,4 @@
-"""Handle SIGINT and SIGTERM at safe points."""
+"""Handle SIGINT, SIGTERM and SIGHUP at safe points."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Self
 
-_EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 0}
+_HANG_UP = getattr(signal, "SIGHUP", None)
+"""The signal that a terminal sends when it is closed; None on Windows, which has none."""
+_EXIT_CODES: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 0}
+if _HANG_UP is not None:
+    _EXIT_CODES[_HANG_UP] = 129
 
 
 class StopRequested(Exception):
@@ -16,11 +20,11 @@ class StopRequested(Exception):
 
 
 class StopSignals:
-    """Context manager that handles SIGINT and SIGTERM while the ``with`` block runs.
+    """Context manager that handles SIGINT, SIGTERM and SIGHUP while the ``with`` block runs.
 
     The first signal is recorded in `received`, and raises KeyboardInterrupt only inside an `interruptible`
     block. A second signal raises KeyboardInterrupt at once. Later signals are ignored, so that they do not
-    interrupt the killing of the engines.
+    interrupt the killing of the engines. SIGHUP stays ignored if it is ignored before, as by ``nohup``.
 
     Attributes:
         received: signal number of the first signal; None if no signal was received.
@@ -36,7 +40,7 @@ class StopSignals:
     @property
     def exit_code(self) -> int:
         """Return the exit code for a process that stops because of the signal `received`; 0 if it is None."""
-        return _EXIT_CODES.get(signal.Signals(self.received), 1) if self.received is not None else 0
+        return _EXIT_CODES[self.received] if self.received is not None else 0
 
     def check(self) -> None:
         """Raise StopRequested if a signal was received."""
@@ -62,7 +66,8 @@ class StopSignals:
         self.check()
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._note) for number in _EXIT_CODES}
+        handled = [number for number in _EXIT_CODES if number != _HANG_UP or not _is_ignored(number)]
+        self._before = {number: signal.signal(number, self._note) for number in handled}
         return self
 
     def __exit__(
@@ -79,3 +84,7 @@ class StopSignals:
         elif not self.repeated:
             self.repeated = True
             raise KeyboardInterrupt
+
+
+def _is_ignored(number: int) -> bool:
+    return signal.getsignal(number) is signal.SIG_IGN

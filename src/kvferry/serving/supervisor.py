@@ -61,7 +61,9 @@ class Supervisor:
                 continue
             state = engine.poll()
             if state is EngineState.DEAD:
-                self._on_ended(engine, restarts, death_notice(engine), engine.seconds)
+                # A start that never became ready must not begin a new row, however long it took.
+                ran_seconds = 0.0 if engine.spec.name in self._starting else engine.seconds
+                self._on_ended(engine, restarts, death_notice(engine), ran_seconds)
             elif state is EngineState.READY and engine.spec.name in self._starting:
                 self._starting.discard(engine.spec.name)
                 self._say(f"{engine.spec.name} is ready again after {format_seconds(engine.seconds)}")
@@ -88,7 +90,8 @@ class Supervisor:
             engine: engine that has ended.
             restarts: its restarts.
             notice: message about its end.
-            ran_seconds: time in seconds from its start to its end; 0 if it could not be started.
+            ran_seconds: time in seconds from its start to its end; 0 if it could not be started or was never
+                ready after its restart.
 
         Raises:
             FleetLost: no engine that decodes is left.

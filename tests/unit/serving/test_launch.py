@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.errors import ConfigError
 from kvferry.serving.launch import EngineProcess, EngineSpec, EngineState, Fleet, LaunchError, Role
-from support.scripted_engines import pids_of
+from support.scripted_engines import alive, pids_of
 
 # Tests beside it would take ports that were found free.
 pytestmark = pytest.mark.alone
@@ -36,13 +36,6 @@ def deaf(eventually):
         eventually(lambda: "deaf" in fleet.engines[0].log_path.read_text())
 
     return wait
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_a_log_that_cannot_be_written_is_one_sentence(tmp_path):
@@ -147,6 +140,28 @@ def test_an_engine_that_dies_later_is_seen_and_its_children_are_ended(tmp_path, 
         eventually(lambda: fleet.engines[0].poll() is EngineState.DEAD)
         assert fleet.engines[0].exit_code == -9
         assert not alive(child)
+
+
+def test_an_engine_whose_guard_is_killed_is_dead_and_leaves_no_process_beside_its_restart(
+    tmp_path, script, eventually
+):
+    with Fleet([script()], tmp_path) as fleet:
+        fleet.wait_ready()
+        earlier = pids_of(tmp_path, "prefill-0")
+        os.kill(fleet.engines[0].pid, signal.SIGKILL)
+        eventually(lambda: fleet.engines[0].poll() is EngineState.DEAD)
+        eventually(lambda: not any(map(alive, earlier)))
+        fleet.restart(fleet.engines[0])
+        fleet.wait_ready()
+    assert not any(map(alive, pids_of(tmp_path, "prefill-0")))
+
+
+def test_a_stop_after_the_guard_was_killed_ends_the_engine(tmp_path, script, eventually):
+    with Fleet([script()], tmp_path) as fleet:
+        fleet.wait_ready()
+        pids = pids_of(tmp_path, "prefill-0")
+        os.kill(fleet.engines[0].pid, signal.SIGKILL)
+    eventually(lambda: not any(map(alive, pids)))
 
 
 def test_an_engine_starts_while_this_process_has_more_than_1024_open_files(tmp_path, script):

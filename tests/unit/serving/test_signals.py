@@ -18,7 +18,9 @@ def send(number: int = signal.SIGTERM) -> None:
     signal.raise_signal(number)  # to this thread, and at once: there may be others
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGHUP, 129)]
+)
 def test_the_first_is_noted_and_the_second_raises(number, code) -> None:
     with StopSignals() as signals:
         signals.check()
@@ -65,6 +67,17 @@ def test_one_that_is_raised_where_python_drops_it_is_seen_at_the_end() -> None:
         with pytest.raises(StopRequested), signals.interruptible():
             drop(done)
         assert done == ["dropped"]
+
+
+def test_a_hang_up_that_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            send(signal.SIGHUP)
+            assert signals.received is None
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_handlers_are_as_before_at_the_end() -> None:

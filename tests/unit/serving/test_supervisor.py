@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -73,10 +74,12 @@ def test_an_engine_that_does_not_become_ready_again_is_killed_and_counts(tmp_pat
     with Fleet([script("engine-0", hangs + ENGINE, Role.BOTH)], tmp_path) as fleet:
         fleet.wait_ready()
         fleet._startup_timeout_seconds = 0.3
-        supervisor = Supervisor(fleet, said.append, QUICK)
+        # A start that hangs takes longer than an engine must run to begin a new row.
+        supervisor = Supervisor(fleet, said.append, replace(QUICK, stable_seconds=0.2))
         os.kill(pids_of(tmp_path, "engine-0")[0], signal.SIGKILL)
         with pytest.raises(FleetLost, match="after 2 restarts"):
             eventually(supervisor.check)
+    assert "restart 1 of 2" in said[0]
     assert "restart 2 of 2" in said[-1]
 
 

@@ -1,0 +1,78 @@
+"""Engines and a router whose terminal is closed. A script stands in the place of the engines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.scripted_engines import alive, pids_of
+
+# Tests beside it would take ports that were found free.
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
+
+SERVE = """
+import sys
+from pathlib import Path
+from rich.console import Console
+from kvferry.serving.ports import free_ports, listen
+from kvferry.serving.role import Role
+from kvferry.serving.serve import serve_fleet
+from kvferry.serving.signals import StopSignals
+from support.scripted_engines import Script
+folder = sys.argv[1]
+spec = Script(name="engine-0", role=Role.BOTH, model="m", port=free_ports(1)[0], folder=folder)
+with StopSignals() as signals, listen("127.0.0.1", 0) as sock:
+    serve_fleet([spec], sock, Path(folder, "logs"), Console(stderr=True), signals,
+                announce=lambda line: print(line, flush=True), startup_timeout_seconds=60)
+sys.exit(signals.exit_code)
+"""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder with a path that is short enough for the sockets of engines."""
+    with tempfile.TemporaryDirectory(prefix="hup-") as name:
+        yield Path(name)
+
+
+def serving(folder: Path) -> subprocess.Popen[str]:
+    """Start a fleet with its temporary files in a folder, and wait until it serves."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE, str(folder)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(folder)},
+    )
+    assert process.stdout.readline().startswith("kvferry: serving on ")
+    return process
+
+
+def test_a_hang_up_stops_the_engines_and_removes_their_folder(folder):
+    with serving(folder) as process:
+        assert [*folder.glob("kvferry-*")]
+        before = pids_of(folder, "engine-0")
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(60) == 129
+    assert not [*folder.glob("kvferry-*")]
+    assert not any(map(alive, before))
+
+
+def test_under_nohup_it_goes_on(folder):
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = serving(folder)
+    finally:
+        signal.signal(signal.SIGHUP, ignored)
+    with process:
+        process.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
+        process.terminate()
+        assert process.wait(60) == 0
