@@ -72,6 +72,8 @@ def app(running, checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) ->
         "RAY_USAGE_STATS_ENABLED": "0",
         "TORCH_COMPILE_DISABLE": "1",
         "OMP_NUM_THREADS": "1",
+        # Otherwise vLLM binds the threads of every engine to the same cores.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     import ray
     from ray import serve
