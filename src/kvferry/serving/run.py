@@ -115,7 +115,7 @@ async def _drain(app: RouterApp, seconds: float, is_urgent: Callable[[], bool]) 
 def raise_file_limit() -> None:
     """Raise the soft limit of open files, if it is lower than `_MOST_FILES` and the hard limit allows more.
 
-    A request under way takes three descriptors, and the soft limit is often 1,024.
+    A request under way takes two or three descriptors, and the soft limit is often 1,024.
     """
     if not has_posix():
         return

@@ -66,11 +66,11 @@ def test_other_extra_arguments_stay(pair):
     assert pair.decode[0].bodies[0]["vllm_xargs"] == {"a": 1}
 
 
-def test_a_trusted_front_brings_its_own_to_a_decode_engine(trusting):
+def test_a_trusted_front_brings_its_own_to_a_decode_engine_as_they_are(trusting):
     sent = json.dumps({"prompt": "x", "kv_transfer_params": FORGED}, indent=3).encode()
     assert trusting.client.post("/v1/completions", content=sent).status_code == 200
     assert trusting.prefill[0].raw == []
-    assert trusting.decode[0].bodies == [json.loads(sent)]
+    assert trusting.decode[0].raw == [sent]
 
 
 @pytest.mark.parametrize("given", ["a" * 129, "a b", "a\\nb", "<b>", 'a"b', "%0a", "\xe9", ""])

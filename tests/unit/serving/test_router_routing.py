@@ -1,12 +1,13 @@
 """Which engine is asked what."""
 
 import logging
+import socket
 import time
 
 import pytest
 
 from kvferry.serving.ports import listen, url_of
-from kvferry.serving.router.upstream import relayed
+from kvferry.serving.router.upstream import _watched_socket, relayed
 
 pytestmark = pytest.mark.slow
 
@@ -150,6 +151,13 @@ def test_headers_that_connection_names_and_those_of_cors_are_not_relayed():
         (b"a", b"b"),
     ]
     assert relayed([*given, (b"Origin", b"https://a.example")]) == ((b"a", b"b"),)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux has this option")
+def test_the_kernel_gives_up_a_machine_that_acknowledges_nothing():
+    with _watched_socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 1))) as sock:
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
 @pytest.mark.slow

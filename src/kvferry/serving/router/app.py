@@ -170,11 +170,13 @@ class _Router:
             send: ASGI function that sends to the client.
         """
         try:
-            body = parse_body(call.body)  # it is encoded anew, so that engines read only the checked fields
-            if not self._settings.trust_kv_params:
+            body, raw = parse_body(call.body), call.body if self._settings.trust_kv_params else None
+            if raw is None:  # the body is encoded anew, so that engines read only the checked fields
                 body = without_kv_params(body)
             session = session_of(call.headers, body)
-            completion = Completion(call.path, body, call.headers, call.reply_headers, session, call.record)
+            completion = Completion(
+                call.path, body, call.headers, call.reply_headers, raw, session, call.record
+            )
             await self._flow.complete(completion, send)
         except MalformedBody as error:
             await bad_request(str(error), "invalid_json").send(send, call.reply_headers)

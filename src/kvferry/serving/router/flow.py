@@ -64,6 +64,7 @@ class Completion:
         body: body, parsed.
         headers: headers of the requests to the engines, including x-request-id.
         reply_headers: headers to add to the answer for the client.
+        raw: body as the client sent it, for a decode engine that gets nothing beside; None to encode `body`.
         session: session of the request, as `session_of` returns it; None if it has none.
         record: facts about the request for the metrics.
     """
@@ -72,6 +73,7 @@ class Completion:
     body: dict[str, Any]
     headers: Headers
     reply_headers: Headers
+    raw: bytes | None = None
     session: int | None = None
     record: RequestRecord = field(default_factory=RequestRecord)
 
@@ -320,7 +322,8 @@ class CompletionFlow:
         last: Reply | None = _NO_ENGINE
         while backend := self._decode.next(tried, completion.session, last_resort=True):
             tried.append(backend)
-            body = decode_body(completion.body, params)
+            raw = completion.raw if params is None else None
+            body = raw or decode_body(completion.body, params)
             url = backend.url + completion.path
             try:
                 with self._decode.count_request(backend):

@@ -27,8 +27,9 @@ BROKEN = aiohttp.ClientError
 # Shorter than the 5 seconds after which vLLM's server closes an idle connection, so that a request is hardly
 # ever sent on a connection that the engine is just closing.
 _IDLE_SECONDS = 2.0
-# Time after which the kernel gives up a machine that does not acknowledge anything.
-_SILENT_SECONDS = 15
+# Time after which the kernel gives up a machine that does not acknowledge anything, or a server that reads
+# nothing of a body that does not fit into its buffers.
+_SILENT_SECONDS = 60
 
 _OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)
 
@@ -126,7 +127,7 @@ class EngineClient:
 
     A connection serves one request after the other, unless it was idle for two seconds. The number of
     connections is unlimited, so that requests queue in the engines and not in the router. A connection breaks
-    if the engine's machine does not acknowledge anything for 15 seconds.
+    if the engine's machine does not acknowledge anything for a minute.
     """
 
     def __init__(self, settings: RouterSettings, hop: Hop) -> None:
