@@ -1,0 +1,129 @@
+"""One request of a trace, and identities of its content."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import ConfigError
+
+Ids: TypeAlias = npt.NDArray[np.uint64]
+"""Identities of content, uint64. Equal identities mean equal tokens."""
+
+_GOLDEN, _FIRST, _SECOND = (
+    np.uint64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+_SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TraceRequest:
+    """A request of a trace. Its content is divided into units of equal length.
+
+    Attributes:
+        arrival: seconds from the start of the trace to the arrival of the request.
+        prompt_tokens: length of the prompt in tokens, at least 1.
+        output_tokens: number of generated tokens.
+        unit_tokens: number of tokens per unit.
+        prefix_ids: identity of the prefix that ends at each whole unit, uint64 of shape (units,). The prefix
+            begins at the start of the request, so equal identities mean that all tokens so far are equal. The
+            units may include generated tokens.
+        prompt_id: identity of the whole prompt. Used only if the prompt ends inside a unit.
+        session: name of the conversation that the request belongs to; empty if unknown.
+    """
+
+    arrival: float
+    prompt_tokens: int
+    output_tokens: int
+    unit_tokens: int
+    prefix_ids: Ids
+    prompt_id: int
+    session: str = ""
+
+    def __post_init__(self) -> None:
+        if self.prompt_tokens < 1 or self.output_tokens < 0 or self.unit_tokens < 1:
+            raise ConfigError(
+                f"a request has {self.prompt_tokens} prompt tokens, {self.output_tokens} output tokens and units "
+                f"of {self.unit_tokens} tokens; prompts and units have at least 1"
+            )
+        if len(self.prefix_ids) < self.prompt_tokens // self.unit_tokens:
+            raise ConfigError(
+                f"a prompt of {self.prompt_tokens} tokens has {len(self.prefix_ids)} identities for units of "
+                f"{self.unit_tokens}; give one for each whole unit"
+            )
+
+
+def mixed(values: Ids) -> Ids:
+    """Return a digest of each value: the finalizer of SplitMix64, a bijection without visible pattern.
+
+    Source: Guy Steele, Doug Lea, Christine Flood, "Fast splittable pseudorandom number generators", OOPSLA
+    2014.
+
+    Args:
+        values: uint64 of any shape.
+    """
+    found = values + _GOLDEN
+    found = (found ^ (found >> _SHIFTS[0])) * _FIRST
+    found = (found ^ (found >> _SHIFTS[1])) * _SECOND
+    return found ^ (found >> _SHIFTS[2])
+
+
+def chained(ids: npt.ArrayLike) -> Ids:
+    """Return identities of prefixes from identities of the units of a request.
+
+    Each result depends on all units up to its own and on their order.
+
+    >>> first, second = chained([7, 8, 9]), chained([7, 9, 9])
+    >>> (first == second).tolist()
+    [True, False, False]
+
+    Args:
+        ids: identity of each unit's own content, integers of shape (units,).
+
+    Returns:
+        uint64 of shape (units,).
+    """
+    own = mixed(np.asarray(ids).astype(np.uint64))
+    places = np.arange(1, len(own) + 1, dtype=np.uint64)
+    return mixed(own + places * _FIRST).cumsum(dtype=np.uint64)
+
+
+def chunk_ids(request: TraceRequest, chunk_tokens: int, tokens: int) -> Ids:
+    """Return the identities of the whole chunks of a request's first tokens.
+
+    A chunk's identity covers all tokens up to the end of the unit in which the chunk ends. So two equal
+    chunks may have different identities if their prompts differ later in that unit, and the replay then
+    counts too few hits. If units divide chunks, this does not happen.
+
+    Args:
+        request: request of a trace.
+        chunk_tokens: number of tokens per chunk.
+        tokens: number of tokens to divide into chunks; at most the tokens with known identities.
+
+    Returns:
+        uint64 of shape (chunks,). A chunk that ends inside the prompt's incomplete last unit depends on the
+        whole prompt.
+    """
+    ends = np.arange(1, tokens // chunk_tokens + 1, dtype=np.int64) * chunk_tokens
+    units = (ends - 1) // request.unit_tokens
+    places = (units + 1) * request.unit_tokens - ends
+    whole = request.prefix_ids
+    if len(units) and units[-1] >= len(whole):
+        whole = np.append(whole, np.uint64(request.prompt_id))
+    return mixed(whole[units] + places.astype(np.uint64) * _SECOND)
+
+
+def tail_id(request: TraceRequest, chunk_tokens: int) -> int:
+    """Return the identity of the incomplete last chunk of a prompt.
+
+    Args:
+        request: request of a trace whose prompt does not end at the end of a chunk.
+        chunk_tokens: number of tokens per chunk.
+    """
+    whole, rest = divmod(request.prompt_tokens, request.unit_tokens)
+    known = request.prompt_id if rest else int(request.prefix_ids[whole - 1])
+    own = np.array([known], np.uint64) ^ np.uint64(request.prompt_tokens % chunk_tokens)
+    return int(mixed(mixed(own))[0])
