@@ -46,8 +46,8 @@ class TraceRequest:
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.output_tokens < 0 or self.unit_tokens < 1:
             raise ConfigError(
-                f"a request has {self.prompt_tokens} prompt tokens, {self.output_tokens} output tokens, units "
-                f"of {self.unit_tokens} tokens; prompts and units have at least 1"
+                f"a request has {self.prompt_tokens} prompt tokens, {self.output_tokens} output tokens, units"
+                f" of {self.unit_tokens} tokens; prompts and units have at least 1"
             )
         if len(self.prefix_ids) < self.prompt_tokens // self.unit_tokens:
             raise ConfigError(
