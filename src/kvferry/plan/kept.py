@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvferry.errors import ConfigError, GeometryError
 from kvferry.geometry import GroupKind
-from kvferry.geometry.canonical import CanonicalGroup, canonical_form_of
+from kvferry.geometry.canonical import CanonicalForm, CanonicalGroup, canonical_form_of
 from kvferry.geometry.canonical.length import check_windows, chunk_length, first_prefix, snapshot_interval
 from kvferry.geometry.layout import lay_out
 from kvferry.geometry.models import ModelReading
@@ -101,6 +101,55 @@ class TierForecast:
     why_not: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredForm:
+    """The form in which an engine's tiers store a model's KV, and the settings that decide what they store.
+
+    Attributes:
+        canonical: format in which chunks are stored.
+        groups: format and file size of a chunk, for each KV cache group.
+        steps: settings of the engine that decide at which positions it takes snapshots (recurrent states).
+        snapshot_tokens: number of tokens between the positions at which windows and snapshots are stored.
+        first_tokens: length in tokens of the shortest prefix that can be loaded.
+    """
+
+    canonical: CanonicalForm
+    groups: tuple[KeptGroup, ...]
+    steps: SnapshotSteps
+    snapshot_tokens: int
+    first_tokens: int
+
+
+def stored_form(reading: ModelReading, side: EngineSide, settings: KeptSettings) -> StoredForm:
+    """Return the form in which an engine's tiers store a model's KV.
+
+    Args:
+        reading: description of the model's KV cache.
+        side: settings of the engine that decide its memory layout.
+        settings: requested settings of the engine and the tiers. `KeptSettings.prompt` has no effect.
+
+    Raises:
+        ConfigError: vLLM or the connector would reject the settings.
+        GeometryError: the heads cannot be distributed evenly over the ranks, or the KV cannot be stored.
+    """
+    kinds = {cache.kind for cache in reading.cache.layers}
+    _check_retention(kinds, settings.retention)
+    steps = SnapshotSteps(block_tokens(reading, side)[0], settings.step_tokens, settings.retention)
+    interval = snapshot_interval(*([steps.block_tokens] if GroupKind.STATE in kinds else []))
+    block = steps.block_tokens if kinds & {GroupKind.SLIDING, GroupKind.CHUNKED} else 1
+    chunk = chunk_length(settings.chunk_tokens, interval, block)
+    check_windows(chunk, block)
+    every = _snapshot_tokens(settings.snapshot_tokens, chunk)
+    canonical = canonical_form_of(lay_out(reading.cache, shape(reading, side, num_blocks=1)), chunk)
+    return StoredForm(
+        canonical=canonical,
+        groups=tuple(_group(group) for group in canonical.groups),
+        steps=steps,
+        snapshot_tokens=every,
+        first_tokens=first_prefix(chunk, interval),
+    )
+
+
 def forecast_tiers(reading: ModelReading, side: EngineSide, settings: KeptSettings) -> TierForecast:
     """Forecast the storage that a prompt's KV takes in an engine's tiers.
 
@@ -113,35 +162,24 @@ def forecast_tiers(reading: ModelReading, side: EngineSide, settings: KeptSettin
         ConfigError: vLLM or the connector would reject the settings.
         GeometryError: the heads cannot be distributed evenly over the ranks.
     """
-    kinds = {cache.kind for cache in reading.cache.layers}
-    _check_retention(kinds, settings.retention)
-    steps = SnapshotSteps(block_tokens(reading, side)[0], settings.step_tokens, settings.retention)
-    interval = snapshot_interval(*([steps.block_tokens] if GroupKind.STATE in kinds else []))
-    block = steps.block_tokens if kinds & {GroupKind.SLIDING, GroupKind.CHUNKED} else 1
-    chunk = chunk_length(settings.chunk_tokens, interval, block)
-    check_windows(chunk, block)
-    first = first_prefix(chunk, interval)
+    shape(reading, side, num_blocks=1)  # raises for heads that cannot be distributed
     try:
-        canonical = canonical_form_of(lay_out(reading.cache, shape(reading, side, num_blocks=1)), chunk)
+        form = stored_form(reading, side, settings)
     except GeometryError as error:
         return TierForecast(
             prompt=settings.prompt, chunk_tokens=0, first_tokens=0, groups=(), choices=(), why_not=str(error)
         )
-    groups = tuple(_group(group) for group in canonical.groups)
-    prompt = StoredPrompt(canonical, tuple(group.file_bytes for group in groups), settings.prompt)
-    choices = prompt.choices(steps, _snapshot_tokens(settings.snapshot_tokens, chunk))
+    prompt = StoredPrompt(form.canonical, tuple(group.file_bytes for group in form.groups), settings.prompt)
+    first, why = form.first_tokens, ""
     if first > settings.prompt:
         why = f"the shortest loadable prefix has {first:,} tokens, the prompt has {settings.prompt:,}"
-        return TierForecast(
-            prompt=settings.prompt,
-            chunk_tokens=chunk,
-            first_tokens=first,
-            groups=groups,
-            choices=choices,
-            why_not=why,
-        )
     return TierForecast(
-        prompt=settings.prompt, chunk_tokens=chunk, first_tokens=first, groups=groups, choices=choices
+        prompt=settings.prompt,
+        chunk_tokens=form.canonical.chunk_tokens,
+        first_tokens=first,
+        groups=form.groups,
+        choices=prompt.choices(form.steps, form.snapshot_tokens),
+        why_not=why,
     )
 
 

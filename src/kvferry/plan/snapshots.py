@@ -70,20 +70,43 @@ class SnapshotSteps:
         """
         return max(self.step_tokens // self.block_tokens, 1) * self.block_tokens
 
-    def positions(self, prompt: int) -> Iterator[int]:
+    def positions(self, prompt: int, start: int = 0, shared: int = 0) -> Iterator[int]:
         """Yield, in ascending order, the positions in a prompt at which vLLM takes and retains a snapshot.
 
         Args:
             prompt: length of the prompt in tokens.
+            start: position in tokens at which the engine begins to compute.
+            shared: position in tokens, at the end of a block, up to which the engine has the attention blocks
+                of another prompt but no snapshot; 0 if there is none. vLLM ends a step there and retains the
+                snapshot, for further prompts with this prefix.
         """
-        last = (prompt - 1) // self.block_tokens * self.block_tokens
-        for tokens in range(self.aligned_step_tokens, last, self.aligned_step_tokens):
-            if self._retains(tokens):
-                yield tokens
-        if last:
-            yield last
-        if prompt > last and prompt % self.aligned_step_tokens == 0 and self._retains(prompt):
-            yield prompt
+        last = self.last_boundary(prompt)
+        for end in self.step_ends(prompt, start, shared):
+            if end == prompt:
+                if prompt % self.aligned_step_tokens == 0 and self._retains(prompt):
+                    yield prompt
+            elif end % self.block_tokens == 0 and (end in (last, shared) or self._retains(end)):
+                yield end
+
+    def last_boundary(self, prompt: int) -> int:
+        """Return the position of the last end of a block that leaves a token of the prompt to compute."""
+        return (prompt - 1) // self.block_tokens * self.block_tokens
+
+    def step_ends(self, prompt: int, start: int = 0, shared: int = 0) -> Iterator[int]:
+        """Yield the positions at which the prefill steps of a prompt end; the last one is its length.
+
+        Args:
+            prompt: length of the prompt in tokens.
+            start: position in tokens at which the first step begins.
+            shared: further position at which a step ends, as for `positions`; 0 if there is none.
+        """
+        last = self.last_boundary(prompt)
+        while start < prompt:
+            end = start - start % self.block_tokens + self.aligned_step_tokens
+            if start % self.block_tokens:
+                end = start - start % self.block_tokens + self.block_tokens
+            start = min([end, prompt, *(stop for stop in (last, shared) if start < stop)])
+            yield start
 
     def _retains(self, tokens: int) -> bool:
         return self.retention is None or (self.retention > 0 and tokens % self.retention == 0)

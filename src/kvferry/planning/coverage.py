@@ -230,6 +230,27 @@ class Coverage:
         """
         return _covered(self.groups, replace(self.chunked, first=head), self.tier_numbers, self).tokens
 
+    def tokens_by_tier(self, group: int, first: int, last: int) -> Int64s:
+        """Return the number of tokens of a range that each tier provides to a KV cache group.
+
+        A load does not need a chunk that no tier holds, for example because it lies before an attention
+        window. The tokens of such a chunk are counted for the fastest tier.
+
+        Args:
+            group: index of the group.
+            first, last: token range ``[first, last)``, not empty, inside `chunked.tokens`.
+
+        Returns:
+            int64 of shape (tiers,), up to the slowest tier that provides a chunk.
+        """
+        size = self.chunked.chunk_tokens
+        low, high = first // size, -(-last // size)
+        row = self.tier_numbers[group, low:high] % NO_TIER
+        sums = np.bincount(row) * size
+        sums[row[0]] -= first - low * size
+        sums[row[-1]] -= high * size - last
+        return sums
+
     def _last(self, slowest: TierNumbers, before: int) -> tuple[int, int]:
         good = (self.usable & (slowest < before)).nonzero()[0]
         return (

@@ -7,8 +7,9 @@ A block table is a list of block ids by position: entry ``i`` holds the tokens `
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -92,6 +93,41 @@ def first_attended(kind: GroupKind, attention_span: int, next_token: Position) -
     if kind is GroupKind.CHUNKED:
         return next_token // attention_span * attention_span
     return next_token * 0
+
+
+class BlockPattern(Protocol):
+    """The attention pattern and the block size of a KV cache group. `geometry.Group` implements it."""
+
+    @property
+    def kind(self) -> GroupKind:
+        """Kind of the group's layers."""
+
+    @property
+    def attention_span(self) -> int:
+        """Length of the sliding window or of the attention chunk in tokens; 0 for other kinds of layers."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Number of tokens per block."""
+
+
+def windows_survive_load(groups: Iterable[BlockPattern], tokens: int) -> bool:
+    """Return True if the last prompt token can still be computed after a load of the whole prompt.
+
+    After such a load the engine frees the blocks outside the attention window of the first output token. Only
+    then does it compute the last prompt token. The window of this token begins one token earlier, so it may
+    need a block that was just freed.
+
+    Args:
+        groups: the engine's KV cache groups.
+        tokens: length of the prompt in tokens.
+    """
+    return all(
+        first_attended(one.kind, one.attention_span, tokens - 1) // one.block_tokens
+        == first_attended(one.kind, one.attention_span, tokens) // one.block_tokens
+        for one in groups
+        if one.attention_span and tokens >= one.attention_span
+    )
 
 
 def needed_tokens(kind: GroupKind, attention_span: int, span: LoadSpan) -> tuple[int, int]:

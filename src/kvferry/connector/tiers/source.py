@@ -36,8 +36,8 @@ from kvferry.connector.worker.orders import LoadEnd, LoadPart, MergedCopyReport,
 from kvferry.geometry import Group
 from kvferry.geometry.canonical import CanonicalForm
 from kvferry.geometry.canonical.length import content_alignment
-from kvferry.planning.coverage import NO_TIER, Coverage
-from kvferry.planning.select import first_attended
+from kvferry.planning.coverage import Coverage
+from kvferry.planning.select import windows_survive_load
 from kvferry.tiers.host.tier import Slot
 from kvferry.tiers.names import HOST, TIERS
 from kvferry.tiers.outcome import GetOutcome
@@ -198,7 +198,7 @@ class TierSource:
             request.num_tokens,
             local_tokens,
             partial(self._cache.reading.tier_numbers, without=state.excluded_tiers),
-            in_full=self._windows_survive_load(request.num_tokens),
+            in_full=windows_survive_load(self._groups, request.num_tokens),
         )
         ends, slowest = found.longest()
         bids = [Bid(TIERS, self._parts(found, local_tokens, ends))] if ends > local_tokens else []
@@ -432,39 +432,15 @@ class TierSource:
     def _parts(self, found: Coverage, first: int, last: int) -> tuple[PlaceTokens, ...]:
         """Return the number of tokens that each tier provides for an offer to load a part of a prompt.
 
-        Only chunks of the KV cache group that needs the most chunks are counted. The load does not need a
-        chunk that no tier holds, for example because it lies before an attention window. Such a chunk is
-        counted as if host memory, the fastest tier, held it.
+        Only chunks of the KV cache group that needs the most chunks are counted.
 
         Args:
             found: result of the look-up of the request's chunks.
             first, last: token range ``[first, last)`` that the offer covers.
         """
-        size = found.chunked.chunk_tokens
-        low, high = first // size, -(-last // size)
-        row = found.tier_numbers[self._widest_group, low:high] % NO_TIER
-        sums = np.bincount(row) * size
-        sums[row[0]] -= first - low * size
-        sums[row[-1]] -= high * size - last
+        sums = found.tokens_by_tier(self._widest_group, first, last)
         names = (HOST, *self._cache.tiers)
         return tuple(PlaceTokens(names[at], int(sums[at])) for at in np.flatnonzero(sums))
-
-    def _windows_survive_load(self, tokens: int) -> bool:
-        """Return True if the last prompt token can still be computed after a load of the whole prompt.
-
-        After such a load the engine frees the blocks outside the attention window of the first output token.
-        Only then does it compute the last prompt token. The window of this token begins one token earlier, so
-        it may need a block that was just freed.
-
-        Args:
-            tokens: length of the prompt in tokens.
-        """
-        return all(
-            first_attended(one.kind, one.attention_span, tokens - 1) // one.block_tokens
-            == first_attended(one.kind, one.attention_span, tokens) // one.block_tokens
-            for one in self._groups
-            if one.attention_span and tokens >= one.attention_span
-        )
 
     def _next_part(self, loading: _Loading, pieces: list[Piece]) -> LoadPart:
         key = f"{loading.load.key}/{next(self._numbers)}"

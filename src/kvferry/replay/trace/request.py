@@ -116,14 +116,15 @@ def chunk_ids(request: TraceRequest, chunk_tokens: int, tokens: int) -> Ids:
     return mixed(whole[units] + places.astype(np.uint64) * _SECOND)
 
 
-def tail_id(request: TraceRequest, chunk_tokens: int) -> int:
-    """Return the identity of the incomplete last chunk of a prompt.
+def tail_id(request: TraceRequest, chunk_tokens: int, tokens: int) -> int:
+    """Return the identity of the incomplete last chunk of a request's first tokens.
 
     Args:
-        request: request of a trace whose prompt does not end at the end of a chunk.
+        request: request of a trace.
         chunk_tokens: number of tokens per chunk.
+        tokens: number of tokens from the start; not a multiple of `chunk_tokens`, and at most the prompt.
     """
-    whole, rest = divmod(request.prompt_tokens, request.unit_tokens)
-    known = request.prompt_id if rest else int(request.prefix_ids[whole - 1])
-    own = np.array([known], np.uint64) ^ np.uint64(request.prompt_tokens % chunk_tokens)
-    return int(mixed(mixed(own))[0])
+    unit = (tokens - 1) // request.unit_tokens
+    known = int(request.prefix_ids[unit]) if unit < len(request.prefix_ids) else request.prompt_id
+    own = np.array([known], np.uint64) ^ np.uint64(tokens % chunk_tokens)
+    return int(mixed(mixed(own) + np.uint64(tokens))[0])

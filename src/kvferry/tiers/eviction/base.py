@@ -5,8 +5,9 @@ the policy chooses the key to evict. Some policies remember an evicted key as a 
 The tier calls these methods:
 
     admit(key, bytes)   add a key; a ghost of this key, if there is one, may affect its rank
+    admit_all(...)      add the keys of several chunks of equal size
     touch(key)          record a use of the key
-    make_newest(key)    rank the key as the latest used, without counting a use
+    make_newest(keys)   rank the keys as the latest used, without counting uses
     pin / unpin         exclude the key from eviction, and allow it again
     evict()             remove and return a key to evict; it may become a ghost
     remove(key)         remove a key for another reason, without a ghost
@@ -28,7 +29,7 @@ which limits the number of ghosts. Methods take constant time; in S3-FIFO, `evic
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvferry.tiers.eviction.queue import ByteQueue, check_disjoint
 
@@ -91,19 +92,40 @@ class EvictionPolicy(ABC):
             )
         self._place(key, size)
 
+    def admit_all(self, keys: Sequence[bytes], size: int) -> None:
+        """Add the keys of chunks of equal size, in this order, as `admit` does.
+
+        Args:
+            keys: different keys of chunks.
+            size: bytes of each chunk.
+
+        Raises:
+            ValueError: a key is admitted already, or the chunks do not fit into the capacity beside the
+                chunks of the admitted keys. Nothing has changed then.
+        """
+        if any(queue.has_any(keys) for queue in self._resident):
+            raise ValueError(f"one of {len(keys)} keys is admitted already")
+        if size * len(keys) > self.capacity_bytes - self.used_bytes:
+            raise ValueError(
+                f"{len(keys)} chunks of {size} bytes, but {self.used_bytes} of {self.capacity_bytes} are used"
+                "; evict before admitting"
+            )
+        self._place_all(keys, size)
+
     @abstractmethod
     def touch(self, key: bytes) -> None:
         """Record that the chunk of a key was used. Raises KeyError if the key is not admitted."""
 
-    def make_newest(self, key: bytes) -> None:
-        """Make a key the newest of its queue, without counting a use of its chunk.
+    def make_newest(self, keys: Sequence[bytes]) -> None:
+        """Make keys the newest of their queues, without counting uses of their chunks. The last is newest.
 
-        A pinned key becomes the newest when it is unpinned.
+        A pinned key becomes the newest when it is unpinned. Keys that are not admitted are skipped.
 
-        Raises:
-            KeyError: the key is not admitted.
+        Args:
+            keys: keys of chunks, in any queues.
         """
-        self._queue_of(key).make_newest(key)
+        for queue in self._resident:
+            queue.make_newest_of(keys)
 
     def pin(self, key: bytes) -> None:
         """Exclude a key from eviction. Raises KeyError if the key is not admitted or already pinned."""
@@ -147,6 +169,16 @@ class EvictionPolicy(ABC):
             key: key of the chunk.
             size: bytes of the chunk.
         """
+
+    def _place_all(self, keys: Iterable[bytes], size: int) -> None:
+        """Put newly admitted keys into queues, as `_place` does for each.
+
+        Args:
+            keys: keys of chunks.
+            size: bytes of each chunk.
+        """
+        for key in keys:
+            self._place(key, size)
 
     def _queue_of(self, key: bytes) -> ByteQueue:
         """Return the queue that contains an admitted key. Raises KeyError if the key is not admitted."""

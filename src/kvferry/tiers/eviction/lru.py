@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvferry.tiers.eviction.base import EvictionPolicy
 from kvferry.tiers.eviction.queue import ByteQueue
 
@@ -31,3 +33,6 @@ class LRU(EvictionPolicy):
 
     def _place(self, key: bytes, size: int) -> None:
         self._queue.push(key, size)
+
+    def _place_all(self, keys: Iterable[bytes], size: int) -> None:
+        self._queue.push_all(keys, size)

@@ -42,6 +42,16 @@ class ByteQueue:
         self._unpinned[key] = size
         self.total += size
 
+    def push_all(self, keys: Iterable[bytes], size: int) -> None:
+        """Add keys for chunks of `size` bytes each, the last as the newest. None may be in the queue yet."""
+        before = len(self._unpinned)
+        self._unpinned.update(dict.fromkeys(keys, size))
+        self.total += (len(self._unpinned) - before) * size
+
+    def has_any(self, keys: Iterable[bytes]) -> bool:
+        """Return whether the queue has at least one of the keys, pinned or not."""
+        return not self._unpinned.keys().isdisjoint(keys) or not self._pinned.keys().isdisjoint(keys)
+
     def pop(self) -> tuple[bytes, int]:
         """Remove the oldest unpinned key. Return the key and the size of its chunk in bytes.
 
@@ -66,6 +76,16 @@ class ByteQueue:
         """Make a key the newest of the queue. A pinned key becomes the newest when it is unpinned."""
         if key not in self._pinned:
             self._unpinned.move_to_end(key)
+
+    def make_newest_of(self, keys: Iterable[bytes]) -> None:
+        """Make those of the keys that are in the queue its newest, the last one the newest of all.
+
+        A pinned key becomes the newest when it is unpinned.
+        """
+        unpinned, move = self._unpinned, self._unpinned.move_to_end
+        for key in keys:
+            if key in unpinned:
+                move(key)
 
     def pin(self, key: bytes) -> None:
         """Exclude a key from the order of the queue, so that `pop` cannot return it until `unpin`."""

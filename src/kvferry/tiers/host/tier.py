@@ -184,9 +184,7 @@ class HostTier:
         Args:
             keys: keys of the chunks in the order of the prompt. Keys that the tier does not have are skipped.
         """
-        for key in reversed(keys):
-            if key in self._slots.ready:
-                self._policy.make_newest(key)
+        self._policy.make_newest(keys[::-1])
 
     def clear(self) -> None:
         """Remove all chunks from the tier, including those being filled.

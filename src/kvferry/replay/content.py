@@ -1,0 +1,70 @@
+"""The keys of a request's chunks, made from the identities in a trace.
+
+An engine computes keys from tokens. A trace has no tokens, only identities of prefixes, so the keys here are
+made from those. As in an engine, equal keys mean equal content of one KV cache group.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from kvferry.replay.trace.request import Ids, TraceRequest, chunk_ids, tail_id
+
+KEY_BYTES = 8
+
+
+def group_keys(ids: Ids, groups: int) -> list[list[bytes]]:
+    r"""Return the keys of chunks in each KV cache group.
+
+    >>> group_keys(np.array([1, 256], np.uint64), 2)[1]
+    [b'\\x02\\x00\\x00\\x00\\x00\\x00\\x00\\x00', b'\\x01\\x01\\x00\\x00\\x00\\x00\\x00\\x00']
+
+    Args:
+        ids: identities of the chunks, uint64 of shape (chunks,).
+        groups: number of KV cache groups.
+
+    Returns:
+        A list per group, with one key of `KEY_BYTES` bytes per chunk.
+    """
+    own = ids[None, :] + np.arange(groups, dtype=np.uint64)[:, None]
+    found: list[list[bytes]] = own.view(f"V{KEY_BYTES}").tolist()
+    return found
+
+
+class RequestKeys:
+    """The keys of a request's chunks in each KV cache group, for one length of chunks.
+
+    Attributes:
+        chunk_tokens: number of tokens per chunk.
+        known_tokens: number of tokens, from the start of the request, whose identity the trace has. Tokens
+            after the prompt are generated tokens.
+        whole: keys of the whole chunks, one list per group.
+    """
+
+    def __init__(self, request: TraceRequest, chunk_tokens: int, groups: int) -> None:
+        """Compute the keys of a request.
+
+        Args:
+            request: request of a trace.
+            chunk_tokens: number of tokens per chunk.
+            groups: number of KV cache groups.
+        """
+        self.chunk_tokens = chunk_tokens
+        self.known_tokens = max(request.prompt_tokens, len(request.prefix_ids) * request.unit_tokens)
+        self.whole = group_keys(chunk_ids(request, chunk_tokens, self.known_tokens), groups)
+        self._tail = partial(tail_id, request, chunk_tokens)
+        self._groups = groups
+
+    def first(self, chunks: int) -> list[list[bytes]]:
+        """Return the keys of the first chunks, one list per group."""
+        return [keys[:chunks] for keys in self.whole]
+
+    def tail(self, tokens: int) -> list[bytes]:
+        """Return the key, in each group, of the incomplete last chunk of the request's first tokens.
+
+        Args:
+            tokens: length of the prompt in tokens, or a shorter prefix that ends in the prompt's last unit.
+        """
+        return [keys[0] for keys in group_keys(np.array([self._tail(tokens)], np.uint64), self._groups)]

@@ -1,0 +1,126 @@
+"""A simulated engine: its prefix cache, its tiers, and the requests that it computes one after the other."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvferry.replay.content import RequestKeys
+from kvferry.replay.engine_cache import NOTHING, EngineCache
+from kvferry.replay.model import ServedModel
+from kvferry.replay.stores import ComputedPrompt, snapshots_of, store_chunks
+from kvferry.replay.tiers import SimulatedTiers
+from kvferry.replay.trace.request import TraceRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The tokens of a prompt that a simulated engine did not compute.
+
+    Attributes:
+        local_tokens: number of tokens from the engine's own prefix cache.
+        tier_tokens: number of tokens from each tier, host memory first.
+        tier_bytes: number of bytes loaded from each tier.
+        attention_tokens: length in tokens of the longest prefix whose full-attention KV was at hand. Tokens
+            beyond `found` were computed again because a window or a snapshot was missing.
+    """
+
+    local_tokens: int
+    tier_tokens: tuple[int, ...]
+    tier_bytes: tuple[int, ...]
+    attention_tokens: int
+
+    @property
+    def found(self) -> int:
+        """Number of tokens that the engine had or loaded."""
+        return self.local_tokens + sum(self.tier_tokens)
+
+
+@dataclass(slots=True)
+class Running:
+    """A request that a simulated engine has admitted and not finished.
+
+    Attributes:
+        request: the request.
+        hit: tokens that were not computed.
+        shared: position of a prefix shared with another prompt, as in `ComputedPrompt`.
+        keys: keys of the request's chunks.
+        block_keys: keys of the request's runs of blocks; None if the engine has no prefix cache.
+    """
+
+    request: TraceRequest
+    hit: Hit
+    shared: int
+    keys: RequestKeys
+    block_keys: RequestKeys | None
+
+
+@dataclass(slots=True)
+class SimulatedEngine:
+    """An engine of a replay.
+
+    Attributes:
+        model: model and settings of the engine.
+        tiers: tiers of the engine.
+        cache: prefix cache of the engine; None for an engine without prefix caching.
+        waiting: requests that wait for the engine, with their times of arrival in seconds.
+    """
+
+    model: ServedModel
+    tiers: SimulatedTiers
+    cache: EngineCache | None
+    waiting: deque[TraceRequest] = field(default_factory=deque)
+
+    def admit(self, request: TraceRequest) -> Running:
+        """Look a prompt up in the engine's prefix cache and in its tiers, and load what helps."""
+        prompt = request.prompt_tokens
+        keys = RequestKeys(request, self.model.chunk_tokens, len(self.model.groups))
+        block_keys, local = None, NOTHING
+        if self.cache is not None:
+            block_keys = self.cache.keys(request)
+            local = self.cache.look_up(prompt, block_keys)
+        hit = self._load(prompt, keys, local.attention_tokens, local.attention_tokens)
+        if hit is None and local.tokens < local.attention_tokens:
+            hit = self._load(
+                prompt, keys, local.tokens, local.attention_tokens, before=local.attention_tokens
+            )
+        if hit is None:
+            none = (0,) * len(self.tiers.tiers)
+            hit = Hit(local.tokens, none, none, local.attention_tokens)
+        shared = local.attention_tokens if local.attention_tokens > local.tokens else 0
+        return Running(request, hit, shared, keys, block_keys)
+
+    def finish(self, running: Running) -> None:
+        """Compute the rest of an admitted prompt, store its chunks, and keep its blocks."""
+        request = running.request
+        prompt = ComputedPrompt(request.prompt_tokens, running.hit.found, running.shared)
+        snapshots = snapshots_of(self.model, prompt)
+        store_chunks(self.model, self.tiers, running.keys, prompt, snapshots)
+        if self.cache is not None and running.block_keys is not None:
+            self.cache.keep(request, running.block_keys, snapshots, running.shared)
+
+    def _load(
+        self, prompt: int, keys: RequestKeys, local_tokens: int, attention_tokens: int, before: int = 0
+    ) -> Hit | None:
+        """Load the longest usable prefix; return None if the tiers extend nothing.
+
+        Args:
+            prompt: length of the prompt in tokens.
+            keys: keys of the request's chunks.
+            local_tokens: number of tokens before the load that the engine has.
+            attention_tokens: number of tokens whose attention blocks the engine has.
+            before: maximum length of the prefix in tokens; 0 for no limit.
+        """
+        found = self.tiers.look_up(prompt, keys, local_tokens)
+        if found is None:
+            return None
+        end = found.tokens
+        if before and end > before:
+            return None
+        if end <= local_tokens:
+            return None
+        sums = found.tokens_by_tier(self.model.widest, local_tokens, end).tolist()
+        sizes = self.tiers.load(keys, found, end)
+        tokens = (*sums, *[0] * (len(sizes) - len(sums)))
+        attention = max(attention_tokens, found.full_attention_tokens)
+        return Hit(local_tokens, tokens, tuple(sizes), attention)

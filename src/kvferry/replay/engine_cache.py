@@ -1,0 +1,203 @@
+"""The simulated prefix cache of an engine: blocks of its pool that later requests can share.
+
+vLLM frees the blocks of a request from its last to its first, and evicts the least recently freed block. The
+blocks that a running request needs count too. The simulation keeps *runs* of blocks: as many blocks as lie in
+one unit of the trace, because the trace says nothing about equality inside a unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.geometry import GroupKind
+from kvferry.planning.coverage import NO_TIER, ChunkedPrompt, coverage
+from kvferry.planning.select import attends_to_all, first_attended
+from kvferry.replay.content import RequestKeys
+from kvferry.replay.model import BlockGroup, ServedModel
+from kvferry.replay.trace.request import TraceRequest
+from kvferry.tiers.eviction.lru import LRU
+
+_RUNNING_STATES = 2
+"""Blocks per table that a running request holds for recurrent state."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalHit:
+    """The prefix of a prompt that the engine itself has.
+
+    Attributes:
+        attention_tokens: number of tokens whose attention blocks the engine has.
+        tokens: number of tokens after which the engine can continue without a load; at most
+            `attention_tokens`.
+    """
+
+    attention_tokens: int
+    tokens: int
+
+
+NOTHING = LocalHit(0, 0)
+
+
+class EngineCache:
+    """The prefix cache of one engine.
+
+    Attributes:
+        evicted: number of blocks whose content was evicted so far.
+    """
+
+    def __init__(self, model: ServedModel, num_blocks: int, unit_tokens: int) -> None:
+        """Create an empty prefix cache.
+
+        Args:
+            model: model and settings of the engine.
+            num_blocks: number of blocks in the pool, over all KV cache groups.
+            unit_tokens: number of tokens per unit of the trace.
+        """
+        self.evicted = 0
+        self._model = model
+        block = model.block_tokens
+        has_tail = model.state is None and unit_tokens % block == 0
+        self._run = unit_tokens if has_tail else block
+        self._policy, self._sizes, self._used = LRU(num_blocks), dict[bytes, int](), 0
+        self._capacity = num_blocks
+
+    def keys(self, request: TraceRequest) -> RequestKeys:
+        """Return the keys of a request's runs of blocks, for `look_up` and `keep`."""
+        return RequestKeys(request, self._run, len(self._model.groups))
+
+    def look_up(self, prompt: int, keys: RequestKeys) -> LocalHit:
+        """Return the prefix of a prompt that the engine has. The last token is never part of it.
+
+        Args:
+            prompt: length of the prompt in tokens.
+            keys: keys of the request's runs.
+        """
+        model, held = self._model, self._sizes
+        tokens = self._model.block_tokens * ((prompt - 1) // self._model.block_tokens)
+        leading = keys.whole[model.widest]
+        if not held or not tokens or (model.attention and leading and leading[0] not in held):
+            return NOTHING
+        rows = self._rows(tokens, keys)
+        numbers = np.array([[0 if key in held else NO_TIER for key in row] for row in rows], np.int64)
+        found = coverage(model.groups, ChunkedPrompt(tokens, self._run, prompt), numbers)
+        whole = found.tokens
+        return LocalHit(max(found.full_attention_tokens, whole) if model.attention else whole, whole)
+
+    def keep(self, request: TraceRequest, keys: RequestKeys, snapshots: Sequence[int], shared: int) -> None:
+        """Allocate the blocks of a request, let it run, and keep those that later requests can share.
+
+        Args:
+            request: request that the engine has served.
+            keys: keys of the request's runs.
+            snapshots: positions in tokens at which the engine has taken and retained recurrent state.
+            shared: position up to which the engine had the attention blocks, but not all other blocks, of
+                another prompt; 0 if there is none.
+        """
+        total = request.prompt_tokens + request.output_tokens
+        sizes = self._entries(request.prompt_tokens, min(keys.known_tokens, total), keys, snapshots, shared)
+        held = [key for key in sizes if key in self._sizes]
+        self._policy.make_newest(held)
+        needed = sum(self._running_blocks(group, total) for group in self._model.block_groups)
+        self._make_room(needed - sum(self._sizes[key] for key in held))
+        for key, size in sizes.items():
+            if key not in self._sizes and self._used + size <= self._capacity:
+                self._policy.admit(key, size)
+                self._sizes[key] = size
+                self._used += size
+        self._policy.make_newest([*sizes][::-1])
+
+    def _entries(
+        self, prompt: int, known: int, keys: RequestKeys, snapshots: Sequence[int], shared: int
+    ) -> dict[bytes, int]:
+        """Return the runs of a request that stay in the cache, from the start of the prompt.
+
+        Args:
+            prompt: length of the prompt in tokens.
+            known: number of tokens whose identity is known, at least `prompt`.
+            keys: keys of the request's runs.
+            snapshots: positions in tokens at which the engine has retained recurrent state.
+            shared: position of a shared prefix, as for `keep`.
+
+        Returns:
+            Number of blocks of each run, by key.
+        """
+        model, run, runs = self._model, self._run, known // self._run
+        last = (prompt - 1) // model.block_tokens * model.block_tokens
+        kept: list[Sequence[int]] = []
+        for group in model.block_groups:
+            if group.kind is GroupKind.STATE:
+                kept.append([at // run - 1 for at in snapshots if at % run == 0])
+            elif attends_to_all(group.kind):
+                kept.append(range(runs))
+            else:
+                kept.append(self._window_runs(group, runs, {last, shared}))
+        if len(kept) == 1:
+            group = model.block_groups[0]
+            found = dict.fromkeys(keys.whole[0][:runs], run // group.block_tokens * group.tables)
+        else:
+            order = sorted(
+                (number, n) for n, numbers in enumerate(kept) for number in numbers if number < runs
+            )
+            sizes = [run // group.block_tokens * group.tables for group in model.block_groups]
+            found = {keys.whole[n][number]: sizes[n] for number, n in order}
+        if last % run and last // run == runs:
+            tail = zip(keys.tail(last), model.block_groups, strict=True)
+            found |= {key: last % run // group.block_tokens * group.tables for key, group in tail}
+        return found
+
+    def _window_runs(self, group: BlockGroup, runs: int, ends: set[int]) -> list[int]:
+        """Return the runs that a group with an attention window keeps.
+
+        With ``prefix_cache_retention_interval`` 0, vLLM keeps only the last window before the end of a prompt
+        and before the end of a prefix that another prompt shares.
+        """
+        retention = self._model.form.steps.retention
+        if retention is None:
+            return list(range(runs))
+        if retention:
+            ends = ends | set(range(retention, runs * self._run + 1, retention))
+        found = {
+            number
+            for end in ends
+            for number in range(
+                max(int(first_attended(group.kind, group.attention_span, end)), 0) // self._run,
+                -(-end // self._run),
+            )
+        }
+        return sorted(found)
+
+    def _running_blocks(self, group: BlockGroup, tokens: int) -> int:
+        """Return the number of blocks that a running request of `tokens` tokens needs in a group's tables."""
+        if group.kind is GroupKind.STATE:
+            return _RUNNING_STATES * group.tables
+        if group.attention_span:
+            tokens = min(tokens, group.attention_span + self._model.form.steps.step_tokens)
+        return -(-tokens // group.block_tokens) * group.tables
+
+    def _make_room(self, blocks: int) -> None:
+        """Evict runs until `blocks` blocks are free, or until nothing can be evicted."""
+        while self._used + blocks > self._capacity:
+            key = self._policy.evict()
+            if key is None:
+                return
+            size = self._sizes.pop(key)
+            self._used -= size
+            self.evicted += size
+
+    def _rows(self, tokens: int, keys: RequestKeys) -> list[list[bytes]]:
+        """Return the keys of the runs of a request's first tokens, one list per group.
+
+        If the tokens end inside a run, its key is the last one. The whole run counts as the incomplete run,
+        if the request has it.
+
+        Args:
+            tokens: number of tokens, at most the prompt.
+            keys: keys of the request's runs.
+        """
+        whole, rest = divmod(tokens, self._run)
+        if not rest or len(keys.whole[0]) > whole:
+            return keys.first(whole + (rest > 0))
+        return [[*row, key] for row, key in zip(keys.first(whole), keys.tail(tokens), strict=True)]

@@ -1,0 +1,105 @@
+"""The model and the engine settings that a replay assumes: the sizes of chunks and of blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import lcm
+
+from kvferry.geometry import GroupKind
+from kvferry.geometry.canonical import CanonicalGroup
+from kvferry.geometry.models import ModelReading
+from kvferry.plan.kept import KeptSettings, StoredForm, stored_form
+from kvferry.plan.side import EngineSide, shape
+from kvferry.planning.select import attends_to_all
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGroup:
+    """The block tables of an engine that hold the KV of one kind of layers.
+
+    Attributes:
+        kind: kind of attention of the layers, or recurrent state.
+        attention_span: window or attention chunk of the layers in tokens; 0 for other kinds.
+        block_tokens: number of tokens per block.
+        tables: number of block tables. Each has its own blocks of the pool.
+    """
+
+    kind: GroupKind
+    attention_span: int
+    block_tokens: int
+    tables: int
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model and the settings of the engine that serves it.
+
+    Attributes:
+        name: name of the model.
+        form: form in which the tiers store the model's KV, and what they store.
+        block_groups: the engine's block tables, in the order of the KV cache groups in `form`.
+    """
+
+    name: str
+    form: StoredForm
+    block_groups: tuple[BlockGroup, ...]
+
+    @property
+    def groups(self) -> tuple[CanonicalGroup, ...]:
+        """KV cache groups in the form in which chunks are stored."""
+        return self.form.canonical.groups
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Number of tokens per chunk."""
+        return self.form.canonical.chunk_tokens
+
+    @cached_property
+    def state(self) -> int | None:
+        """Index of the KV cache group with recurrent state; None if there is none."""
+        return next((n for n, group in enumerate(self.groups) if group.kind is GroupKind.STATE), None)
+
+    @cached_property
+    def widest(self) -> int:
+        """Index of the KV cache group that needs the most chunks to load a prefix."""
+        keys = [
+            (one.kind is not GroupKind.STATE, not one.attention_span, one.attention_span)
+            for one in self.groups
+        ]
+        return keys.index(max(keys))
+
+    @cached_property
+    def attention(self) -> tuple[int, ...]:
+        """Indices of the KV cache groups that attend to all tokens."""
+        return tuple(n for n, group in enumerate(self.groups) if attends_to_all(group.kind))
+
+    @cached_property
+    def block_tokens(self) -> int:
+        """Least common multiple of the tokens per block of all groups."""
+        return lcm(*(group.block_tokens for group in self.block_groups))
+
+
+def served_model(reading: ModelReading, side: EngineSide, settings: KeptSettings) -> ServedModel:
+    """Return a model with the settings of the engine that serves it.
+
+    Args:
+        reading: description of the model's KV cache.
+        side: settings of the engine that decide its memory layout.
+        settings: settings of the engine and the tiers. `KeptSettings.prompt` has no effect.
+
+    Raises:
+        ConfigError: vLLM or the connector would reject the settings.
+        GeometryError: the heads cannot be distributed evenly over the ranks, or the KV cannot be stored.
+    """
+    form = stored_form(reading, side, settings)
+    layers = reading.cache.layers
+    tables: dict[tuple[GroupKind, int], list[int]] = {}
+    for group in shape(reading, side, num_blocks=1).groups:
+        cache = layers[group.layers[0]]
+        tables.setdefault((cache.kind, cache.attention_span), []).append(group.block_tokens)
+    block_groups = []
+    for one in form.canonical.groups:
+        sizes = tables[one.kind, one.attention_span]
+        block_groups.append(BlockGroup(one.kind, one.attention_span, lcm(*sizes), len(sizes)))
+    return ServedModel(reading.cache.name, form, tuple(block_groups))
