@@ -23,12 +23,15 @@ class Hit:
         tier_bytes: number of bytes loaded from each tier.
         attention_tokens: length in tokens of the longest prefix whose full-attention KV was at hand. Tokens
             beyond `found` were computed again because a window or a snapshot was missing.
+        group_tokens: for each KV cache group, length in tokens of the longest prefix that the group alone
+            could use.
     """
 
     local_tokens: int
     tier_tokens: tuple[int, ...]
     tier_bytes: tuple[int, ...]
     attention_tokens: int
+    group_tokens: tuple[int, ...]
 
     @property
     def found(self) -> int:
@@ -86,7 +89,8 @@ class SimulatedEngine:
             )
         if hit is None:
             none = (0,) * len(self.tiers.tiers)
-            hit = Hit(local.tokens, none, none, local.attention_tokens)
+            each = (local.tokens,) * len(self.model.groups)
+            hit = Hit(local.tokens, none, none, local.attention_tokens, each)
         shared = local.attention_tokens if local.attention_tokens > local.tokens else 0
         return Running(request, hit, shared, keys, block_keys)
 
@@ -123,4 +127,5 @@ class SimulatedEngine:
         sizes = self.tiers.load(keys, found, end)
         tokens = (*sums, *[0] * (len(sizes) - len(sums)))
         attention = max(attention_tokens, found.full_attention_tokens)
-        return Hit(local_tokens, tokens, tuple(sizes), attention)
+        each = found.per_group if len(self.model.groups) > 1 else (end,)
+        return Hit(local_tokens, tokens, tuple(sizes), attention, each)

@@ -1,0 +1,81 @@
+"""The numbers that a replay adds up while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvferry.replay.engine import Hit
+from kvferry.replay.times import Times
+from kvferry.replay.trace.request import TraceRequest
+
+
+@dataclass(slots=True, kw_only=True)
+class Results:
+    """Sums over the counted requests of a replay. Tokens are tokens of prompts.
+
+    Attributes:
+        tier_tokens: tokens that each tier provided, host memory first.
+        tier_bytes: bytes that loads took from each tier.
+        group_tokens: for each KV cache group, tokens of the longest prefix that the group alone could use.
+        requests: number of requests.
+        prompt_tokens, output_tokens: tokens of all prompts and of all answers.
+        local_tokens: tokens that engines had in their own prefix caches.
+        lost_tokens: tokens whose full-attention KV was at hand, but that were computed again because a window
+            or a snapshot of recurrent state was missing at their end.
+        units, unit_hits: number of units of the trace in all prompts, and of those that were not computed.
+            An incomplete last unit counts as a hit only if the whole prompt was found.
+        first_arrival, last_arrival: seconds from the start of the trace to the first and the last counted
+            arrival.
+        waits: times from arrival to the first token.
+        waits_without_tiers: the same if the engines had no tiers.
+    """
+
+    tier_tokens: list[int]
+    tier_bytes: list[int]
+    group_tokens: list[int]
+    requests: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    local_tokens: int = 0
+    lost_tokens: int = 0
+    units: int = 0
+    unit_hits: int = 0
+    first_arrival: float = 0.0
+    last_arrival: float = 0.0
+    waits: Times = field(default_factory=Times)
+    waits_without_tiers: Times = field(default_factory=Times)
+
+    @property
+    def hit_tokens(self) -> int:
+        """Tokens that were not computed."""
+        return self.local_tokens + sum(self.tier_tokens)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompt tokens that were not computed; 0 without requests."""
+        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def unit_hit_rate(self) -> float:
+        """Share of the trace's units that were not computed; 0 without requests."""
+        return self.unit_hits / self.units if self.units else 0.0
+
+    def add(self, request: TraceRequest, hit: Hit) -> None:
+        """Add a request that an engine has admitted."""
+        prompt, unit = request.prompt_tokens, request.unit_tokens
+        found = hit.found
+        if not self.requests:
+            self.first_arrival = request.arrival
+        self.last_arrival = request.arrival
+        self.requests += 1
+        self.prompt_tokens += prompt
+        self.output_tokens += request.output_tokens
+        self.local_tokens += hit.local_tokens
+        self.lost_tokens += max(hit.attention_tokens - found, 0)
+        self.units += -(-prompt // unit)
+        self.unit_hits += -(-found // unit) if found == prompt else found // unit
+        for number, tokens in enumerate(hit.tier_tokens):
+            self.tier_tokens[number] += tokens
+            self.tier_bytes[number] += hit.tier_bytes[number]
+        for number, tokens in enumerate(hit.group_tokens):
+            self.group_tokens[number] += tokens

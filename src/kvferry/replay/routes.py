@@ -1,0 +1,92 @@
+"""The choice of an engine for each request, as routers in front of engines make it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvferry.replay.settings import RouteName
+from kvferry.replay.trace.request import TraceRequest
+
+_MOST_PREFIXES = 1 << 22
+"""Maximum number of prefixes that the route `prefix` remembers. The oldest half is then forgotten."""
+_MOST_AHEAD = 4
+"""Requests by which the queue of a preferred engine may be longer than the shortest queue."""
+
+
+class Route(Protocol):
+    """A way to choose an engine."""
+
+    def choose(self, request: TraceRequest, queues: Sequence[int]) -> int:
+        """Return the index of the engine for a request.
+
+        Args:
+            request: request that arrives.
+            queues: number of requests that wait or run at each engine.
+        """
+
+
+class RandomRoute:
+    """Chooses any engine."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)  # noqa: S311 - a simulation
+
+    def choose(self, request: TraceRequest, queues: Sequence[int]) -> int:
+        """Return the index of a random engine."""
+        del request
+        return self._random.randrange(len(queues))
+
+
+class SessionRoute:
+    """Chooses the same engine for all requests of a session.
+
+    A request without a session goes to an engine by its first unit of content.
+    """
+
+    def choose(self, request: TraceRequest, queues: Sequence[int]) -> int:
+        """Return the index of the session's engine."""
+        first = int(request.prefix_ids[0]) if len(request.prefix_ids) else request.prompt_id
+        seed = request.session or first
+        return random.Random(seed).randrange(len(queues))  # noqa: S311 - a stable digest of the session
+
+
+class PrefixRoute:
+    """Chooses the engine that served the longest prefix of the prompt before.
+
+    A prompt without a known prefix goes to the engine with the shortest queue. So does a prompt whose
+    preferred engine has a queue that is `_MOST_AHEAD` requests longer than that.
+    """
+
+    def __init__(self) -> None:
+        self._owners: dict[int, int] = {}
+
+    def choose(self, request: TraceRequest, queues: Sequence[int]) -> int:
+        """Return the index of the engine, and remember that it serves the prompt's prefixes."""
+        units = request.prompt_tokens // request.unit_tokens
+        ids = request.prefix_ids[:units].tolist()
+        shortest = min(range(len(queues)), key=queues.__getitem__)
+        owner = next((self._owners[one] for one in reversed(ids) if one in self._owners), None)
+        if owner is None or queues[owner] - queues[shortest] >= _MOST_AHEAD:
+            owner = shortest
+        self._owners.update(dict.fromkeys(ids, owner))
+        if len(self._owners) > _MOST_PREFIXES:
+            for old in list(self._owners)[: _MOST_PREFIXES // 2]:
+                del self._owners[old]
+        return owner
+
+
+def route_named(name: RouteName, seed: int) -> Route:
+    """Return the route with a name.
+
+    Args:
+        name: name of the route.
+        seed: seed of random choices.
+    """
+    routes: dict[RouteName, Callable[[], Route]] = {
+        "random": lambda: RandomRoute(seed),
+        "session": SessionRoute,
+        "prefix": PrefixRoute,
+    }
+    return routes[name]()

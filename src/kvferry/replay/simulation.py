@@ -1,0 +1,173 @@
+"""A replay: engines serve the requests of a trace in order of arrival, each one request at a time.
+
+An engine computes prompts one after the other. The chunks of a request can be found by others when its prompt
+is computed. Without a speed (`ReplaySettings.prefill_tokens_per_second` is 0), a request has ended before the
+next one arrives.
+
+    arrival ─▶ route ─▶ queue of an engine ─▶ admit (look up, load) ─▶ compute ─▶ finish (store, keep blocks)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from heapq import heappop, heappush
+
+from kvferry.replay.engine import Hit, Running, SimulatedEngine
+from kvferry.replay.engine_cache import EngineCache
+from kvferry.replay.model import ServedModel
+from kvferry.replay.results import Results
+from kvferry.replay.routes import route_named
+from kvferry.replay.settings import ReplaySettings, TierSetting
+from kvferry.replay.tier import SimulatedTier
+from kvferry.replay.tiers import SimulatedTiers
+from kvferry.replay.trace.request import TraceRequest
+from kvferry.tiers.eviction import EVICTION_POLICIES
+from kvferry.tiers.names import HOST
+
+
+class Simulation:
+    """A replay in progress.
+
+    Attributes:
+        model: model and settings of the engines.
+        settings: settings of the replay.
+        tiers: all tiers of each kind, in the order of `ReplaySettings.tiers`. A shared tier appears once.
+        engines: simulated engines.
+        results: sums over the requests so far.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        settings: ReplaySettings,
+        unit_tokens: int,
+        on_hit: Callable[[TraceRequest, Hit], None] | None = None,
+    ) -> None:
+        """Create idle engines with empty caches.
+
+        Args:
+            model: model and settings of the engines.
+            settings: settings of the replay.
+            unit_tokens: number of tokens per unit of the trace.
+            on_hit: called with each counted request and what was found for it, when its engine has admitted
+                it; None for no call.
+        """
+        self._on_hit = on_hit
+        self.model, self.settings = model, settings
+        self.tiers: list[list[SimulatedTier]] = [[] for _ in settings.tiers]
+        self.engines = [self._engine(unit_tokens) for _ in range(settings.engines)]
+        count = len(settings.tiers)
+        self.results = Results(
+            tier_tokens=[0] * count, tier_bytes=[0] * count, group_tokens=[0] * len(model.groups)
+        )
+        self._route = route_named(settings.route, settings.seed)
+        self._seen = 0
+        self._queues = [0] * settings.engines
+        self._ends: list[tuple[float, int, int, Running]] = []
+        self._free_without_tiers = [0.0] * settings.engines
+
+    def run(self, requests: Iterable[TraceRequest]) -> Results:
+        """Replay requests, and return the sums.
+
+        If a KeyboardInterrupt or another exception ends the replay, `results` has the sums so far.
+
+        Args:
+            requests: requests in the order of their arrival.
+        """
+        timed = self.settings.prefill_tokens_per_second > 0
+        for request in requests:
+            if timed:
+                self._end_until(request.arrival)
+            number = self._route.choose(request, self._queues) if len(self.engines) > 1 else 0
+            self._queues[number] += 1
+            engine = self.engines[number]
+            if self._queues[number] > 1:
+                engine.waiting.append(request)
+            else:
+                self._begin(number, request, request.arrival)
+            if not timed:
+                self._end_until(request.arrival)
+        self._end_until(float("inf"))
+        return self.results
+
+    def _begin(self, number: int, request: TraceRequest, now: float) -> None:
+        """Admit a request, and schedule the end of its prefill.
+
+        Args:
+            number: index of the engine.
+            request: request to admit.
+            now: seconds since the start of the trace.
+        """
+        running = self.engines[number].admit(request)
+        seconds = self._seconds(running)
+        counted = self._seen >= self.settings.skip
+        self._seen += 1
+        if counted:
+            self.results.add(request, running.hit)
+            if self._on_hit is not None:
+                self._on_hit(request, running.hit)
+        if seconds:
+            self._add_waits(number, request, running, now + seconds, counted=counted)
+        heappush(self._ends, (now + seconds, self._seen, number, running))
+
+    def _end_until(self, now: float) -> None:
+        """Finish the requests whose prefill ends by a time, and begin those that wait for their engines."""
+        while self._ends and self._ends[0][0] <= now:
+            at, _, number, running = heappop(self._ends)
+            engine = self.engines[number]
+            engine.finish(running)
+            self._queues[number] -= 1
+            if engine.waiting:
+                self._begin(number, engine.waiting.popleft(), at)
+
+    def _seconds(self, running: Running) -> float:
+        """Return the time to load and to compute the prompt of an admitted request.
+
+        Tiers are read at the same time, and a part of the prompt is computed only after all loads.
+        """
+        rate = self.settings.prefill_tokens_per_second
+        if not rate:
+            return 0.0
+        speeds = (tier.bytes_per_second for tier in self.settings.tiers)
+        loading = max(size / speed for size, speed in zip(running.hit.tier_bytes, speeds, strict=True))
+        prompt = running.request.prompt_tokens
+        return loading + max(prompt - running.hit.found, 1) / rate
+
+    def _add_waits(
+        self, number: int, request: TraceRequest, running: Running, end: float, *, counted: bool
+    ) -> None:
+        """Add the time to the first token, with the tiers and as it would be without them.
+
+        Args:
+            number: index of the engine.
+            request: request that was admitted.
+            running: the same request with what was found for it.
+            end: seconds from the start of the trace to the end of its prefill.
+            counted: False if the request is not counted in the results.
+        """
+        computed = max(request.prompt_tokens - running.hit.local_tokens, 1)
+        begin = max(self._free_without_tiers[number], request.arrival)
+        free = begin + computed / self.settings.prefill_tokens_per_second
+        self._free_without_tiers[number] = free
+        if counted:
+            self.results.waits.add(end - request.arrival)
+            self.results.waits_without_tiers.add(free - request.arrival)
+
+    def _engine(self, unit_tokens: int) -> SimulatedEngine:
+        """Return a new engine with its own tiers and the shared ones."""
+        blocks = self.settings.engine_blocks
+        tiers = [self._tier(number, one) for number, one in enumerate(self.settings.tiers)]
+        cache = EngineCache(self.model, blocks, unit_tokens) if blocks else None
+        return SimulatedEngine(self.model, SimulatedTiers(self.model, tiers), cache)
+
+    def _tier(self, number: int, setting: TierSetting) -> SimulatedTier:
+        known = self.tiers[number]
+        if setting.shared and known:
+            return known[0]
+        if setting.kind == HOST:
+            sizes = [group.chunk_bytes for group in self.model.groups]
+        else:
+            sizes = [group.file_bytes for group in self.model.form.groups]
+        policy = EVICTION_POLICIES[self.settings.policy if setting.kind == HOST else "lru"]
+        known.append(SimulatedTier(setting.kind, setting.capacity_bytes, sizes, policy))
+        return known[-1]
