@@ -1,0 +1,165 @@
+"""The hit rate of host memory for every capacity, from one pass over a trace.
+
+Least recently used chunks form a stack: with any capacity, host memory holds the chunks at its top. So the
+smallest capacity at which a chunk is a hit is the bytes above it, its *stack distance* (R. L. Mattson, J.
+Gecsei, D. R. Slutz, I. L. Traiger, "Evaluation techniques for storage hierarchies", IBM Systems Journal 9(2),
+1970). After a request, the stack begins with the request's chunks, the first one on top. So the chunks that
+one request used last, and no later request, are one run of the stack, and a later request takes a first part
+of it away. A Fenwick tree over requests sums the runs above a chunk.
+
+Limits: all chunks must have one size, so the model has one KV cache group. The pass knows neither the
+engine's own prefix cache nor slower tiers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, log2
+
+import numpy as np
+
+from kvferry.replay.content import RequestKeys
+from kvferry.replay.trace.request import TraceRequest
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """The hit rate with one capacity.
+
+    Attributes:
+        capacity_bytes: capacity of host memory in bytes.
+        hit_rate: share of the prompt tokens that host memory provides.
+    """
+
+    capacity_bytes: int
+    hit_rate: float
+
+
+class _Sums:
+    """A Fenwick tree: numbers at places, and sums over all later places. Grows as needed.
+
+    Source: Peter M. Fenwick, "A new data structure for cumulative frequency tables", Software: Practice and
+    Experience 24(3), 1994.
+    """
+
+    def __init__(self) -> None:
+        self._tree = [0] * 1025
+        self.total = 0
+
+    def add(self, place: int, number: int) -> None:
+        """Add a number at a place, from 0."""
+        while place + 1 >= len(self._tree):
+            self._grow()
+        self.total += number
+        at = place + 1
+        while at < len(self._tree):
+            self._tree[at] += number
+            at += at & -at
+
+    def after(self, place: int) -> int:
+        """Return the sum of the numbers at later places."""
+        at, before = place + 1, 0
+        while at:
+            before += self._tree[at]
+            at -= at & -at
+        return self.total - before
+
+    def _grow(self) -> None:
+        """Double the number of places. The new half begins with zeros, so its last node has the total."""
+        size = len(self._tree) - 1
+        self._tree += [0] * size
+        self._tree[2 * size] = self.total
+
+
+class StackDistances:
+    """The tokens that host memory provides at each capacity, added up while requests pass."""
+
+    def __init__(self, chunk_bytes: int, chunk_tokens: int, capacities: Sequence[int]) -> None:
+        """Begin with an empty stack.
+
+        Args:
+            chunk_bytes: bytes of a chunk in host memory.
+            chunk_tokens: number of tokens per chunk.
+            capacities: capacities in bytes, ascending. Chunks that are deeper in the stack than the last one
+                are forgotten, so it bounds the memory that this object takes.
+        """
+        self._capacities = list(capacities)
+        self._depths = np.asarray(capacities, np.int64) // chunk_bytes
+        self._chunk_tokens = chunk_tokens
+        self._hits = np.zeros(len(self._depths) + 1, np.int64)
+        self._tokens = 0
+        self._users: dict[bytes, int] = {}  # the request that used each chunk last
+        self._runs: deque[tuple[int, list[bytes]]] = deque()  # requests in the stack, the oldest first
+        self._left: dict[int, int] = {}  # number of chunks in the run of each request
+        self._sums, self._count = _Sums(), 0
+
+    def add(self, request: TraceRequest, *, counted: bool = True) -> None:
+        """Pass a request: count its hits at each capacity, and put its chunks on top of the stack.
+
+        Args:
+            request: the request.
+            counted: False to move its chunks only.
+        """
+        prompt, size = request.prompt_tokens, self._chunk_tokens
+        names = RequestKeys(request, size, 1)
+        keys = names.whole[0][: prompt // size]
+        if prompt % size:
+            keys.append(names.tail(prompt)[0])
+        self._tokens += prompt * counted
+        runs = self._hit_runs(keys)
+        if counted and runs:
+            depths = [self._sums.after(user) + np.arange(1, last - first + 1) for user, first, last in runs]
+            at = self._depths.searchsorted(np.concatenate(depths))
+            self._hits += np.bincount(at, minlength=len(self._hits)) * size
+            self._hits[at[-1]] -= max(runs[-1][2] * size - prompt, 0)
+        for user, first, last in runs:
+            self._left[user] -= last - first
+            self._sums.add(user, first - last)
+        self._users.update(dict.fromkeys(keys, self._count))
+        self._runs.append((self._count, keys))
+        self._left[self._count] = len(keys)
+        self._sums.add(self._count, len(keys))
+        self._count += 1
+        self._forget()
+
+    def points(self) -> list[CurvePoint]:
+        """Return the hit rate at each capacity."""
+        sums = self._hits[:-1].cumsum().tolist()
+        each = zip(self._capacities, sums, strict=True)
+        return [CurvePoint(capacity, hits / max(self._tokens, 1)) for capacity, hits in each]
+
+    def _hit_runs(self, keys: Sequence[bytes]) -> list[tuple[int, int, int]]:
+        """Return the runs of the stack in which the first chunks of a prompt lie.
+
+        Returns:
+            (request that used the chunks last, first place, place after the last) of each run. Places are
+            indices in `keys`. The first chunk of a run is the uppermost chunk of that request in the stack.
+        """
+        found: list[tuple[int, int, int]] = []
+        for place, key in enumerate(keys):
+            user = self._users.get(key)
+            if user is None:
+                break
+            if found and found[-1][0] == user:
+                found[-1] = (user, found[-1][1], place + 1)
+            else:
+                found.append((user, place, place + 1))
+        return found
+
+    def _forget(self) -> None:
+        """Forget the oldest runs as long as the others alone fill the largest capacity."""
+        most = int(self._depths[-1])
+        while self._sums.total - self._left[self._runs[0][0]] >= most or not self._left[self._runs[0][0]]:
+            number, keys = self._runs.popleft()
+            for key in keys:
+                if self._users[key] == number:
+                    del self._users[key]
+            self._sums.add(number, -self._left.pop(number))
+
+
+def capacities_up_to(largest: int, least: int) -> list[int]:
+    """Return capacities from `least` to `largest` bytes, each 2^(1/4) times the one before."""
+    steps = max(ceil(4 * log2(max(largest / least, 1))), 1)
+    return [round(least * 2 ** (number / 4)) for number in range(steps)] + [largest]
