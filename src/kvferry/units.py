@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_BINARY = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+_BINARY = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 _AGES = (("days", 86_400, 0), ("h", 3600, 1), ("min", 60, 0))
 _LARGEST_EXACT = 100_000
 _LARGEST_WITH_DIGITS = 100

@@ -16,6 +16,11 @@ _EXAMPLES: Mapping[str, Sequence[str]] = {
         "kvferry plan Llama-3.1-8B --to-tp 2 --html picture.html",
         "kvferry plan --list",
     ),
+    "replay": (
+        "kvferry replay trace.jsonl --model Llama-3.1-8B --tier host=64GiB --tier file=2TiB",
+        "kvferry replay trace.jsonl --model Qwen3-Next-80B-A3B --step-tokens 2048 --retention None",
+        "kvferry replay trace.jsonl --model Llama-3.1-8B --engines 4 --prefill-tokens-per-second 20000",
+    ),
     "serve": (
         "kvferry serve Qwen/Qwen3-0.6B --port 8000",
         "kvferry serve ./model --prefill 2 --decode-tp 2 -- --max-model-len 8192",

@@ -17,6 +17,7 @@ from kvferry.cli.explain import explain
 from kvferry.cli.keygen import keygen
 from kvferry.cli.output import flushed_output, print_error
 from kvferry.cli.plan import plan
+from kvferry.cli.replay import replay
 from kvferry.cli.router import router
 from kvferry.cli.serve import serve
 from kvferry.cli.top import top
@@ -38,7 +39,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _command in (plan, serve, doctor, demo, config, router, keygen, top, explain, dashboard):
+for _command in (plan, replay, serve, doctor, demo, config, router, keygen, top, explain, dashboard):
     app.command(epilog=examples(_command.__name__))(_command)
 app.add_typer(cache.app, name="cache")
 app.add_typer(bench.app, name="bench")

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, log2
 
 import numpy as np
 
@@ -157,9 +156,3 @@ class StackDistances:
                 if self._users[key] == number:
                     del self._users[key]
             self._sums.add(number, -self._left.pop(number))
-
-
-def capacities_up_to(largest: int, least: int) -> list[int]:
-    """Return capacities from `least` to `largest` bytes, each 2^(1/4) times the one before."""
-    steps = max(ceil(4 * log2(max(largest / least, 1))), 1)
-    return [round(least * 2 ** (number / 4)) for number in range(steps)] + [largest]

@@ -18,7 +18,7 @@ class TierCounts:
     Attributes:
         stored, read, evicted, dropped: numbers of chunks. A chunk is dropped if there is no room for it.
         stored_bytes, read_bytes, evicted_bytes: bytes of these chunks.
-        most_bytes: maximum of the bytes that the tier held.
+        most_bytes: maximum of the bytes that the tier held in these chunks.
     """
 
     stored: int = 0
@@ -29,6 +29,11 @@ class TierCounts:
     evicted_bytes: int = 0
     dropped: int = 0
     most_bytes: int = 0
+
+    @classmethod
+    def sum(cls, each: Sequence[TierCounts]) -> TierCounts:
+        """Return the sums of all numbers."""
+        return cls(*(sum(getattr(one, name) for one in each) for name in cls.__slots__))
 
 
 class SimulatedTier:
@@ -43,7 +48,7 @@ class SimulatedTier:
         capacity_bytes: maximum total bytes of all chunks.
         used_bytes: bytes of all chunks that the tier holds.
         held: KV cache group of each chunk that the tier holds, by key. Callers must not change it.
-        counts: numbers of chunks so far.
+        counts: numbers of chunks of each KV cache group so far.
     """
 
     def __init__(
@@ -64,7 +69,8 @@ class SimulatedTier:
         self.name, self.chunk_bytes = name, tuple(chunk_bytes)
         self.capacity_bytes, self.used_bytes = capacity_bytes, 0
         self.held: dict[bytes, int] = {}
-        self.counts = TierCounts()
+        self.counts = [TierCounts() for _ in chunk_bytes]
+        self._used = [0] * len(self.counts)
         self._policy = policy(capacity_bytes)
 
     def store(self, keys: Iterable[bytes], group: int) -> list[bytes]:
@@ -81,17 +87,18 @@ class SimulatedTier:
         new = [key for key in keys if key not in self.held]
         if not new:
             return new
-        size = self.chunk_bytes[group]
+        size, counts = self.chunk_bytes[group], self.counts[group]
         self.make_room(size * len(new))
         fitting = min(len(new), (self.capacity_bytes - self.used_bytes) // size)
-        self.counts.dropped += len(new) - fitting
+        counts.dropped += len(new) - fitting
         new = new[:fitting]
         self._policy.admit_all(new[::-1], size)
         self.held.update(dict.fromkeys(new, group))
         self.used_bytes += size * len(new)
-        self.counts.stored += len(new)
-        self.counts.stored_bytes += size * len(new)
-        self.counts.most_bytes = max(self.counts.most_bytes, self.used_bytes)
+        self._used[group] += size * len(new)
+        counts.stored += len(new)
+        counts.stored_bytes += size * len(new)
+        counts.most_bytes = max(counts.most_bytes, self._used[group])
         return new
 
     def make_room(self, size: int) -> None:
@@ -100,10 +107,12 @@ class SimulatedTier:
             key = self._policy.evict()
             if key is None:
                 return
-            freed = self.chunk_bytes[self.held.pop(key)]
+            group = self.held.pop(key)
+            freed, counts = self.chunk_bytes[group], self.counts[group]
             self.used_bytes -= freed
-            self.counts.evicted += 1
-            self.counts.evicted_bytes += freed
+            self._used[group] -= freed
+            counts.evicted += 1
+            counts.evicted_bytes += freed
 
     def read(self, keys: Sequence[bytes], group: int) -> None:
         """Count reads of chunks of one KV cache group by a load, as uses of the chunks.
@@ -114,8 +123,8 @@ class SimulatedTier:
         """
         for key in keys:
             self._policy.touch(key)
-        self.counts.read += len(keys)
-        self.counts.read_bytes += len(keys) * self.chunk_bytes[group]
+        self.counts[group].read += len(keys)
+        self.counts[group].read_bytes += len(keys) * self.chunk_bytes[group]
 
     def pin(self, keys: Iterable[bytes]) -> None:
         """Exclude chunks that the tier holds from eviction, until `unpin`."""

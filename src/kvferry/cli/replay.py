@@ -1,0 +1,238 @@
+"""`kvferry replay`: simulate engines and tiers on a request trace."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvferry.cli import replay_options as opt
+from kvferry.cli.options import write_file
+from kvferry.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvferry.replay.curve import CurvePoint
+    from kvferry.replay.engine import Hit
+    from kvferry.replay.model import ServedModel
+    from kvferry.replay.report import Outcome
+    from kvferry.replay.settings import ReplaySettings, TierSetting
+    from kvferry.replay.simulation import Simulation
+    from kvferry.replay.trace.base import Trace
+    from kvferry.replay.trace.request import TraceRequest
+
+_INTERRUPTED = 130
+_STEP_TOKENS = 8192
+
+TraceFile = Annotated[
+    str,
+    typer.Argument(
+        metavar="TRACE", help="Trace: JSON lines, CSV, or one that an engine recorded; - for standard input."
+    ),
+]
+
+
+def replay(
+    trace: TraceFile,
+    model: opt.Model,
+    tier: opt.Tiers = None,
+    engine_blocks: opt.EngineBlocks = 0,
+    policy: opt.Policy = "lru",
+    prefill_tokens_per_second: opt.PrefillSpeed = 0.0,
+    bandwidth: opt.Bandwidth = None,
+    engines: opt.Engines = 1,
+    route: opt.RouteOption = "prefix",
+    tp: opt.Tp = 1,
+    block_size: opt.BlockSize = None,
+    dtype: opt.Dtype = "auto",
+    step_tokens: opt.StepTokens = _STEP_TOKENS,
+    retention: opt.Retention = "0",
+    chunk_tokens: opt.ChunkTokens = None,
+    snapshot_tokens: opt.SnapshotTokens = None,
+    unit_tokens: opt.UnitTokens = None,
+    skip: opt.Skip = 0,
+    seed: opt.Seed = 0,
+    curve: opt.Curve = False,
+    requests: opt.Requests = None,
+    as_json: opt.Json = False,
+    html: opt.Html = None,
+) -> None:
+    """Predict hit rates, storage and waiting times on a request trace.
+
+    Simulates engines and their tiers with the code that looks chunks up, chooses what to store and evicts in
+    a real engine. Nothing is run, and no weights are read.
+    """
+    from kvferry.replay.settings import ReplaySettings, parse_tier
+
+    found = _open(trace, unit_tokens)
+    served = served_model_of(
+        model,
+        dtype=dtype,
+        tp=tp,
+        block_size=block_size,
+        step_tokens=step_tokens,
+        retention=retention,
+        chunk_tokens=chunk_tokens,
+        snapshot_tokens=snapshot_tokens,
+    )
+    tiers = with_bandwidth([parse_tier(one) for one in tier or ["host=unlimited"]], bandwidth)
+    settings = ReplaySettings(
+        tiers=tuple(tiers),
+        engines=engines,
+        engine_blocks=engine_blocks,
+        policy=policy,
+        route=route,  # type: ignore[arg-type]  # checked by the class
+        prefill_tokens_per_second=prefill_tokens_per_second,
+        seed=seed,
+        skip=skip,
+    )
+    outcome = _replay(found, served, settings, requests, curve=curve)
+    if html is not None:
+        from kvferry.replay.page import page
+
+        write_file(html, page(outcome))
+    if as_json:
+        from kvferry.replay.report import as_json as values
+
+        print(json.dumps(values(outcome)))
+    else:
+        from kvferry.replay.show import show
+        from kvferry.report import Report
+
+        show(outcome, Report.to_stdout())
+    if not outcome.complete:
+        raise SystemExit(_INTERRUPTED)
+
+
+def served_model_of(
+    model: str,
+    *,
+    dtype: str,
+    tp: int,
+    block_size: int | None,
+    step_tokens: int,
+    retention: str,
+    chunk_tokens: int | None,
+    snapshot_tokens: int | None,
+) -> ServedModel:
+    """Return the model and the engine settings of a replay, from the values of the options.
+
+    Raises:
+        KVFerryError: the model is not known, or an engine cannot have these settings.
+    """
+    from kvferry.geometry.models import read_model
+    from kvferry.plan.find import find_config
+    from kvferry.plan.kept import KeptSettings
+    from kvferry.plan.side import EngineSide, resolve_layout
+    from kvferry.plan.snapshots import parse_retention
+    from kvferry.replay.model import served_model
+
+    name, config = find_config(model)
+    reading = read_model(config, dtype, name=name, draft=False)
+    side = EngineSide(tp, 1, resolve_layout("auto", reading), block_size)
+    kept = KeptSettings(step_tokens, parse_retention(retention), chunk_tokens, snapshot_tokens)
+    return served_model(reading, side, kept)
+
+
+def with_bandwidth(tiers: list[TierSetting], texts: list[str] | None) -> list[TierSetting]:
+    """Return tiers with the speeds that the user gave.
+
+    Args:
+        tiers: tiers of the replay.
+        texts: values of ``--bandwidth``, as in ``file=6``: a kind of tier and its speed in GB/s.
+
+    Raises:
+        ConfigError: a value names no tier, or no speed above 0.
+    """
+    for text in texts or []:
+        kind, _, number = text.partition("=")
+        try:
+            speed = float(number) * 1e9
+        except ValueError:
+            speed = 0.0
+        if kind not in [tier.kind for tier in tiers] or not 0 < speed < float("inf"):
+            raise ConfigError(
+                f"--bandwidth {text!r}; write the kind of a --tier and GB/s above 0, as in file=6"
+            )
+        tiers = [replace(tier, bytes_per_second=speed) if tier.kind == kind else tier for tier in tiers]
+    return tiers
+
+
+def _open(path: str, unit_tokens: int | None) -> Trace:
+    from kvferry.replay.trace.open import open_trace
+
+    return open_trace(path, unit_tokens)
+
+
+def _replay(
+    trace: Trace, model: ServedModel, settings: ReplaySettings, requests: Path | None, *, curve: bool
+) -> Outcome:
+    """Run a replay, with a progress bar on a terminal. A second pass computes the curve.
+
+    If the user presses Ctrl-C, the outcome has the numbers so far.
+
+    Args:
+        trace: trace to replay.
+        model: model and settings of the engines.
+        settings: settings of the replay.
+        requests: file to write, with what was found for each request; None for no file.
+        curve: True to compute the curve.
+    """
+    from kvferry.cli.progress import progress
+    from kvferry.replay.report import outcome
+    from kvferry.replay.simulation import Simulation
+
+    with _request_log(requests) as log:
+        simulation = Simulation(model, settings, trace.unit_tokens, log)
+        complete, points = False, ()
+        try:
+            simulation.run(progress(trace, "replay"))
+            points = tuple(_curve(trace, simulation)) if curve else ()
+            complete = True
+        except KeyboardInterrupt:
+            pass
+    return outcome(simulation, trace.name, trace.unit_tokens, complete=complete, curve=points)
+
+
+def _curve(trace: Trace, simulation: Simulation) -> list[CurvePoint]:
+    """Return the hit rate of host memory alone by capacity, from further passes over the trace."""
+    from kvferry.cli.progress import progress
+    from kvferry.replay.capacities import hit_rate_curve
+
+    passes = (progress(trace, f"curve, pass {number}") for number in count(1))
+    return hit_rate_curve(passes, simulation)
+
+
+@contextmanager
+def _request_log(path: Path | None) -> Iterator[Callable[[TraceRequest, Hit], None] | None]:
+    """Yield a function that writes a line of JSON for each request; None without a path.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if path is None:
+        yield None
+        return
+    try:
+        with path.open("w", encoding="utf-8") as file:
+
+            def write(request: TraceRequest, hit: Hit) -> None:
+                line = {
+                    "arrival": request.arrival,
+                    "prompt_tokens": request.prompt_tokens,
+                    "local_tokens": hit.local_tokens,
+                    "tier_tokens": hit.tier_tokens,
+                }
+                file.write(json.dumps(line) + "\n")
+
+            yield write
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise ConfigError(f"cannot write {path}: {reason}; name a file that can be written") from error

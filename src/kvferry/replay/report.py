@@ -1,0 +1,162 @@
+"""The outcome of a replay as values: for text, JSON and pictures alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.replay.curve import CurvePoint
+from kvferry.replay.simulation import Simulation
+from kvferry.replay.tier import UNLIMITED, TierCounts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierOutcome:
+    """The outcome of a replay for one kind of tier, over all engines.
+
+    Attributes:
+        name: name of the tier, such as ``host``.
+        capacity_bytes: capacity of one such tier in bytes; None for no limit.
+        tiers: number of such tiers: one per engine, or 1 if all engines share it.
+        hit_tokens: tokens of prompts that the tier provided.
+        counts: numbers of chunks and bytes, over all such tiers. Requests that are not counted are included.
+        group_counts: the same for each KV cache group.
+    """
+
+    name: str
+    capacity_bytes: int | None
+    tiers: int
+    hit_tokens: int
+    counts: TierCounts
+    group_counts: tuple[TierCounts, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The outcome of a replay.
+
+    Attributes:
+        simulation: the replay, with its settings and sums.
+        trace: name of the trace.
+        unit_tokens: number of tokens per unit of the trace.
+        complete: False if the replay was interrupted.
+        tiers: outcome of each kind of tier, host memory first.
+        curve: hit rate of host memory alone by capacity; empty if it was not computed.
+    """
+
+    simulation: Simulation
+    trace: str
+    unit_tokens: int
+    complete: bool
+    tiers: tuple[TierOutcome, ...]
+    curve: tuple[CurvePoint, ...] = ()
+
+
+def outcome(
+    simulation: Simulation,
+    trace: str,
+    unit_tokens: int,
+    *,
+    complete: bool,
+    curve: tuple[CurvePoint, ...] = (),
+) -> Outcome:
+    """Return the outcome of a replay.
+
+    Args:
+        simulation: replay that has ended or was interrupted.
+        trace: name of the trace.
+        unit_tokens: number of tokens per unit of the trace.
+        complete: False if it was interrupted.
+        curve: hit rate of host memory alone by capacity.
+    """
+    tiers = []
+    for number, setting in enumerate(simulation.settings.tiers):
+        same = simulation.tiers[number]
+        groups = tuple(
+            TierCounts.sum([tier.counts[group] for tier in same])
+            for group in range(len(simulation.model.groups))
+        )
+        tiers.append(
+            TierOutcome(
+                name=setting.kind,
+                capacity_bytes=None if setting.capacity_bytes == UNLIMITED else setting.capacity_bytes,
+                tiers=len(same),
+                hit_tokens=simulation.results.tier_tokens[number],
+                counts=TierCounts.sum(groups),
+                group_counts=groups,
+            )
+        )
+    return Outcome(
+        simulation=simulation,
+        trace=trace,
+        unit_tokens=unit_tokens,
+        complete=complete,
+        tiers=tuple(tiers),
+        curve=curve,
+    )
+
+
+def as_json(found: Outcome) -> dict[str, Any]:
+    """Return an outcome as values that can be written as JSON. docs/replay.md explains every key.
+
+    Sizes are in bytes, times in seconds, lengths in tokens, and rates are shares from 0 to 1.
+    """
+    simulation = found.simulation
+    results, settings = simulation.results, simulation.settings
+    prompt = max(results.prompt_tokens, 1)
+    return {
+        "trace": found.trace,
+        "unit_tokens": found.unit_tokens,
+        "complete": found.complete,
+        "model": simulation.model.name,
+        "chunk_tokens": simulation.model.chunk_tokens,
+        "engines": settings.engines,
+        "engine_blocks": settings.engine_blocks,
+        "policy": settings.policy,
+        "route": settings.route,
+        "requests": results.requests,
+        "seconds": results.last_arrival - results.first_arrival,
+        "prompt_tokens": results.prompt_tokens,
+        "output_tokens": results.output_tokens,
+        "hit_rate": results.hit_rate,
+        "unit_hit_rate": results.unit_hit_rate,
+        "hit_tokens": results.hit_tokens,
+        "computed_tokens": results.prompt_tokens - results.hit_tokens,
+        "local_tokens": results.local_tokens,
+        "lost_tokens": results.lost_tokens,
+        "tiers": [_tier(one, prompt, simulation) for one in found.tiers],
+        "groups": [
+            {"label": group.label, "hit_rate": tokens / prompt}
+            for group, tokens in zip(simulation.model.groups, results.group_tokens, strict=True)
+        ],
+        "time_to_first_token": _times(simulation) if len(results.waits) else None,
+        "curve": [{"capacity_bytes": p.capacity_bytes, "hit_rate": p.hit_rate} for p in found.curve],
+    }
+
+
+def _tier(one: TierOutcome, prompt: int, simulation: Simulation) -> dict[str, Any]:
+    return {
+        "name": one.name,
+        "capacity_bytes": one.capacity_bytes,
+        "tiers": one.tiers,
+        "hit_tokens": one.hit_tokens,
+        "hit_rate": one.hit_tokens / prompt,
+        **_counts(one.counts),
+        "groups": [
+            {"label": group.label, **_counts(counts)}
+            for group, counts in zip(simulation.model.groups, one.group_counts, strict=True)
+        ],
+    }
+
+
+def _counts(counts: TierCounts) -> dict[str, int]:
+    return {name: getattr(counts, name) for name in TierCounts.__slots__}
+
+
+def _times(simulation: Simulation) -> dict[str, dict[str, float]]:
+    results = simulation.results
+    each = {"with_tiers": results.waits, "without_tiers": results.waits_without_tiers}
+    return {
+        name: {"mean": times.mean, **{f"p{share}": times.quantile(share / 100) for share in (50, 90, 99)}}
+        for name, times in each.items()
+    }
