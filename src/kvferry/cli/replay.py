@@ -186,12 +186,13 @@ def _replay(
         curve: True to compute the curve.
     """
     from kvferry.cli.progress import progress
+    from kvferry.replay.curve import CurvePoint
     from kvferry.replay.report import outcome
     from kvferry.replay.simulation import Simulation
 
     with _request_log(requests) as log:
         simulation = Simulation(model, settings, trace.unit_tokens, log)
-        complete, points = False, ()
+        complete, points = False, tuple[CurvePoint, ...]()
         try:
             simulation.run(progress(trace, "replay"))
             points = tuple(_curve(trace, simulation)) if curve else ()

@@ -1,4 +1,4 @@
-"""The hit rate of host memory alone for many capacities, in as few passes over a trace as the policy allows."""
+"""The hit rate of host memory for many capacities, in as few passes over a trace as the policy allows."""
 
 from __future__ import annotations
 

@@ -1,0 +1,92 @@
+"""The outcome of a replay as one self-contained HTML file: the text, and the curve as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from io import StringIO
+from math import ceil, floor, log2
+
+from rich.console import Console
+
+from kvferry.plan.page.document import STYLE
+from kvferry.replay.curve import CurvePoint
+from kvferry.replay.report import Outcome
+from kvferry.replay.show import show
+from kvferry.report import Report
+from kvferry.units import format_bytes
+
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 300, 52, 28
+_TEXT_COLUMNS = 76
+_LABELS = 6
+
+
+def page(found: Outcome) -> str:
+    """Return the HTML page of a replay. It loads no other files and runs no scripts."""
+    text = StringIO()
+    show(found, Report(Console(file=text, width=_TEXT_COLUMNS), _TEXT_COLUMNS))
+    name = f"{escape(found.simulation.model.name)} on {escape(found.trace)}"
+    body = [f"<h1>{name}</h1>", *curve_section(found.curve), f"<pre>{escape(text.getvalue())}</pre>"]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{name}</title><style>{STYLE}pre{{overflow-x:auto}}</style></head><body><main>\n"
+        + "\n".join(body)
+        + "\n</main></body></html>\n"
+    )
+
+
+def curve_section(points: Sequence[CurvePoint]) -> Iterator[str]:
+    """Yield the HTML of a hit-rate curve; nothing if there are fewer than two points.
+
+    Args:
+        points: hit rate by capacity, ascending.
+    """
+    if len(points) < 2:
+        return
+    yield "<section><h2>Hit rate by capacity of host memory</h2>"
+    yield (
+        "<p>Share of the prompt tokens that host memory alone provides. The capacity doubles from line to "
+        f"line. At {format_bytes(points[-1].capacity_bytes)} it is {points[-1].hit_rate:.1%}.</p>"
+    )
+    yield _drawing(points)
+    yield "</section>"
+
+
+def _drawing(points: Sequence[CurvePoint]) -> str:
+    """Return the curve as SVG: capacity from left to right on a logarithmic scale, hit rate upwards."""
+    low, high = log2(points[0].capacity_bytes), log2(points[-1].capacity_bytes)
+    top = max(ceil(10 * max(point.hit_rate for point in points)) / 10, 0.1)
+
+    def across(capacity: float) -> float:
+        return _LEFT + (log2(capacity) - low) / (high - low) * (_WIDTH - _LEFT)
+
+    def down(rate: float) -> float:
+        return (1 - rate / top) * _HEIGHT
+
+    line = " ".join(f"{across(p.capacity_bytes):.1f},{down(p.hit_rate):.1f}" for p in points)
+    parts = [
+        f'<polyline class="rule" points="{line}" style="stroke:var(--l0);stroke-width:3"/>',
+        *(
+            f'<circle cx="{across(p.capacity_bytes):.1f}" cy="{down(p.hit_rate):.1f}" r="4" class="l0">'
+            f"<title>{format_bytes(p.capacity_bytes)}: {p.hit_rate:.1%}</title></circle>"
+            for p in points
+        ),
+    ]
+    for number in range(round(top * 10) + 1):
+        rate = number / 10
+        parts.append(
+            f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{down(rate):.1f}" y2="{down(rate):.1f}" class="rule"/>'
+        )
+        parts.append(f'<text x="{_LEFT - 6}" y="{down(rate) + 5:.1f}" text-anchor="end">{rate:.0%}</text>')
+    doublings = range(ceil(low), floor(high) + 1)
+    parts += [
+        f'<text x="{across(2**power):.1f}" y="{_HEIGHT + _BOTTOM - 6}" text-anchor="middle">'
+        f"{format_bytes(2**power)}</text>"
+        for power in doublings[:: -(-len(doublings) // _LABELS) or 1]
+    ]
+    return (
+        f'<div class="wide"><svg viewBox="0 -12 {_WIDTH + 24} {_HEIGHT + _BOTTOM + 12}" role="img" '
+        'aria-label="hit rate by capacity" style="height:auto;min-width:480px" fill="currentColor" '
+        f'font-size="14">{"".join(parts)}</svg></div>'
+    )
