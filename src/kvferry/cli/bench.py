@@ -20,10 +20,10 @@ from kvferry.cli.bench_options import (
     progress_line,
     work_folder,
 )
-from kvferry.cli.extras import BENCH, require
 from kvferry.cli.options import without_none
 from kvferry.cli.output import check_output
 from kvferry.errors import ConfigError
+from kvferry.extras import BENCH, require
 from kvferry.operating_system import require_linux
 
 _MAX_DEPTH = 256
