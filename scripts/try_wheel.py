@@ -57,10 +57,10 @@ TRIALS = (
     Trial("explain", 1, "no engine of this user runs on this machine"),
     Trial("cache ls .", 2, "is not a cache of kvferry"),
     Trial("dashboard", 0, "kvferry-alerts.yaml"),
-    Trial("serve model", 2, "install it with pip install 'kvferry[vllm]'"),
-    Trial("demo", 2, "install it with pip install 'kvferry[vllm]'"),
-    Trial(f"router --prefill {NO_ENGINE} --decode {NO_ENGINE}", 2, "pip install 'kvferry[router]'"),
-    Trial("bench tiers", 2, "install it with pip install 'kvferry[bench]'"),
+    Trial("serve model", 2, "install kvferry's extra vllm"),
+    Trial("demo", 2, "install kvferry's extra vllm"),
+    Trial(f"router --prefill {NO_ENGINE} --decode {NO_ENGINE}", 2, "install kvferry's extra router"),
+    Trial("bench tiers", 2, "install kvferry's extra bench"),
 )
 
 

@@ -29,6 +29,10 @@ _SHORTENED = (
     "**Shortened.** These figures are of `--quick`. They show that the benchmarks run. There are too few "
     "rounds for conclusions."
 )
+_NOT_MEASURED = (
+    "**Not measured for this page.** `make bench` measures these sections too. A link leads to the method "
+    "and to figures of other runs."
+)
 _HOW_TO_READ = (
     "**How to read it.** A ratio is kvferry's figure divided by the other one, taken within a round. The "
     "median over rounds is shown, with the range. For times and bytes a ratio below 1 is good, for speeds a "
@@ -55,12 +59,15 @@ class Entry:
     plot: str | None
 
 
-def write(measured: Sequence[tuple[Section, Result]], out: Path, *, quick: bool) -> None:
+def write(
+    measured: Sequence[tuple[Section, Result]], out: Path, *, left_out: Sequence[Section] = (), quick: bool
+) -> None:
     """Write the page, and plots to a folder of the same name beside it. Remove plots of failed sections.
 
     Args:
         measured: sections, at least one, with the results of their commands.
         out: page to write.
+        left_out: sections that were not measured. The page lists them.
         quick: True if the measurements were shortened.
 
     Raises:
@@ -82,20 +89,22 @@ def write(measured: Sequence[tuple[Section, Result]], out: Path, *, quick: bool)
             write_file(plot, drawn)
         link = None if drawn is None else f"{folder.name}/{plot.name}"
         entries.append(Entry(section=section, result=result, summary=summary, plot=link))
-    write_file(out, page(entries, quick=quick))
+    write_file(out, page(entries, left_out=left_out, quick=quick))
 
 
-def page(entries: Sequence[Entry], *, quick: bool) -> str:
+def page(entries: Sequence[Entry], *, left_out: Sequence[Section] = (), quick: bool) -> str:
     """Return the text of the page.
 
     Args:
         entries: sections, at least one, all of the same machine and versions.
+        left_out: sections that were not measured.
         quick: True if the measurements were shortened.
     """
     first = entries[0].result
     parts = ["# Benchmarks", _NOT_RUN, _INTRODUCTION, *([_SHORTENED] if quick else [])]
     parts += [
         _contents(entries),
+        *([_not_measured(left_out)] if left_out else []),
         f"**Machine.** {_listed(first.machine)}.\n**Versions.** {_listed(first.versions)}.",
         _HOW_TO_READ,
         *(_section(entry) for entry in entries),
@@ -114,6 +123,13 @@ def _contents(entries: Sequence[Entry]) -> str:
         behind = sum(one.summary.is_behind(ratio) for ratio in ratios)
         rows.append(f"| {link} | {_cell(one.summary.answer)} | {behind} of {len(ratios)} |")
     return "\n".join(rows)
+
+
+def _not_measured(sections: Sequence[Section]) -> str:
+    return "\n".join([
+        f"{_NOT_MEASURED}\n",
+        *(f"- [{one.title}]({one.method}): {one.question}" for one in sections),
+    ])  # fmt: skip
 
 
 def _section(entry: Entry) -> str:

@@ -102,6 +102,6 @@ def test_the_router_says_which_extra_it_needs() -> None:
     done = run("router", "--prefill", NOBODY, "--decode", NOBODY)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "kvferry: kvferry router needs Starlette, which is not installed; "
-        "install it with pip install 'kvferry[router]'\n"
+        "kvferry: kvferry router needs Starlette, which is not installed; install kvferry's extra router as "
+        "https://github.com/kvferry/kvferry/blob/main/docs/install.md says\n"
     )

@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
+from kvferry.bench import calibrate_report, tiers_report, transfer_report
 from kvferry.geometry.models import read_model
 from kvferry.plan import show as plan_show
 from kvferry.plan.cost import Pricing
@@ -32,6 +33,7 @@ from kvferry.terminal import wrap
 from kvferry.top import detail as top_detail, lines as top_lines
 from kvferry.top.addresses import PolledAddress, Unreachable, fleet_view
 from kvferry.top.exposition import parse_page
+from support import bench_results
 from support.metrics_page import Page, busy, several
 
 MODELS = (
@@ -43,14 +45,15 @@ _UNIT = r"(?: [KMG]iB| B| [mµ]?s|%|(?!\w))"
 NUMBER = re.compile(rf"(?<![\w.,])(?:\d[\d,.]*)?\d{_UNIT}")
 # "p99" is the field's word for a percentile, "KV" and "/s" are in every engine's metrics.
 WORDS = {
-    "all", "answer", "asked", "at", "attention", "between", "by", "cached", "capacity", "chunk",
-    "connector", "dropped", "engine", "evicted", "expired", "failed", "file", "files", "first",
-    "full", "hit", "if", "in", "kind", "kv", "layer", "layers", "length", "load", "loaded",
-    "median", "method", "missed", "most", "moved", "now", "of", "or", "owed", "p99", "per",
-    "planning", "prompt", "read", "recomputed", "retention", "run", "running", "runs",
-    "s", "same", "share", "since", "size", "snapshot", "snapshots", "source", "start", "state",
-    "step", "text", "tier", "time", "token", "tokens", "transfer", "under", "uptime", "used",
-    "waiting", "way", "whole", "write",
+    "all", "answer", "asked", "at", "attention", "between", "built", "by", "cached", "capacity",
+    "chunk", "connector", "control", "depth", "direction", "dropped", "engine", "evicted", "expired",
+    "failed", "file", "files", "first", "full", "gain", "hit", "if", "in", "kind", "kv", "layer",
+    "layers", "least", "length", "limit", "limited", "load", "loaded", "measured", "median", "method",
+    "missed", "most", "moved", "now", "of", "or", "over", "owed", "p99", "per", "planning", "prompt",
+    "range", "ratio", "reached", "read", "recomputed", "retention", "run", "running", "runs", "s",
+    "same", "share", "since", "size", "snapshot", "snapshots", "source", "speed", "start", "state",
+    "step", "target", "text", "the", "tier", "time", "token", "tokens", "transfer", "under", "uptime",
+    "used", "waiting", "way", "what", "whole", "write",
 }  # fmt: skip
 
 
@@ -120,17 +123,45 @@ def demo_of(*sizes: int) -> Callable[[int | None], str]:
     return printed
 
 
+@lru_cache
+def bench_of(milliseconds: int) -> Callable[[int | None], str]:
+    seconds = milliseconds / 1000
+    names = "host, LBNHC", "host, BHLNC", "file", "object"
+    speeds = [
+        bench_results.tier_speed(seconds / depth, depth, tier=name) for name in names for depth in (1, 8, 32)
+    ]
+    transfer = bench_results.transfer((seconds, 2 * seconds, seconds / 3))
+    calibration = bench_results.calibration(Costs(read_descriptor_seconds=seconds / 1e3, overlap=0.683))
+
+    def printed(width: int | None) -> str:
+        out = io.StringIO()
+        report = Report(Console(file=out), width)
+        transfer_report.show(transfer, report)
+        tiers_report.show(bench_results.tiers(*speeds), report)
+        calibrate_report.show(calibration, report)
+        return out.getvalue()
+
+    return printed
+
+
 OUTPUTS = st.one_of(
     st.builds(plan_of, st.sampled_from(MODELS), st.just(4096)),
     st.builds(top_of, st.integers(1, 3000), st.integers(1, 3)),
     st.builds(demo_of, st.integers(1000, 1 << 40), st.integers(1000, 1 << 20)),
+    st.builds(bench_of, st.integers(10, 100_000)),
 )
 
 
 def headings() -> set[str]:
     columns = [*plan_show.COLUMNS, *demo_report.COLUMNS, *top_lines.COLUMNS]
     columns += [*top_detail.SOURCE, *top_detail.CONNECTOR, *top_detail.TIER]
-    return {word.lower() for column in columns for word in re.split(r"[ /]", column.heading)}
+    columns += [
+        *transfer_report.COLUMNS,
+        *tiers_report.SPEEDS,
+        *tiers_report.NOTES,
+        *calibrate_report.COLUMNS,
+    ]
+    return {word.strip(",").lower() for column in columns for word in re.split(r"[ /]", column.heading)}
 
 
 @settings(max_examples=40, deadline=None)

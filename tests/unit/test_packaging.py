@@ -15,8 +15,8 @@ import pytest
 from packaging.requirements import Requirement
 
 import kvferry
-from kvferry.cli.extras import BENCH, ROUTER, VLLM
 from kvferry.engines.vllm.version import SUPPORTED, TESTED, is_supported
+from kvferry.extras import BENCH, INSTALL_PAGE, ROUTER, VLLM
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "vllm", "nixl")
@@ -123,6 +123,12 @@ def test_messages_name_extras_that_have_the_packages() -> None:
     for each in (VLLM, ROUTER, BENCH):
         packages = names(extra(each.name)) | (names(extra("router")) if each is VLLM else set())
         assert set(each.modules) <= packages
+
+
+def test_messages_name_the_page_about_installation() -> None:
+    documentation = project()["urls"]["Documentation"]
+    assert INSTALL_PAGE == documentation.replace("README.md", "install.md") != documentation
+    assert (ROOT / "docs" / "install.md").is_file()
 
 
 def test_fronts_are_pinned_without_the_engine_and_the_page_says_why_they_are_here() -> None:

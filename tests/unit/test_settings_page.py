@@ -1,5 +1,6 @@
 """docs/settings.md has every setting of the connector, as the docstrings of the config classes describe it.
 
+Every setting has an example in `support.setting_examples`, which the config classes accept.
 `PYTHONPATH=src:tests python tests/unit/test_settings_page.py` writes the page.
 """
 
@@ -9,20 +10,26 @@ import inspect
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import pytest
 
-from kvferry.connector.config import AdminConfig, ConnectorConfig
+from kvferry.connector.config import AdminConfig, ConnectorConfig, parse_config
 from kvferry.tiers.host.settings import HostSettings
 from kvferry.tiers.registry import STORAGE_TIERS
+from support.setting_examples import EXAMPLES
 
+TIERS = {HostSettings.kind: HostSettings, **STORAGE_TIERS}
+KINDS = (ConnectorConfig, AdminConfig, *TIERS.values())
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 HEAD = """# Settings
 
 Reference: every key of `kv_connector_extra_config`, and of each tier in `tiers`.
 `tests/unit/test_settings_page.py` writes this page from the docstrings of the config classes. A unit is part
 of a name: `_seconds`, `_tokens`, `_mib`. `kvferry config` has an option for each key of the connector, and
-`kvferry config --show-defaults` prints all keys with their values.
+`kvferry config --show-defaults` prints all keys with their values. An example is one key of the JSON
+object with its value.
 """
 ATTRIBUTE = re.compile(r"^([a-z_]+): (.*)$")
 
@@ -43,14 +50,19 @@ def meanings(kind: type[msgspec.Struct]) -> dict[str, str]:
 def table(title: str, kind: type[msgspec.Struct]) -> str:
     """Return the section of one config class."""
     said = meanings(kind)
-    lines = [f"\n## {title}\n", "| key | type | default | meaning |", "|---|---|---|---|"]
+    lines = [
+        f"\n## {title}\n",
+        "| key | type | default | example | meaning |",
+        "|---|---|---|---|---|",
+    ]
     for field in msgspec.structs.fields(kind):
         of = inspect.formatannotation(field.type).replace("typing.", "").replace("|", "or")
         of = re.sub(r"kvferry\.[\w.]+", "object", of)
         default = "required" if field.required else f"`{json.dumps(default_of(field))}`"
+        example = json.dumps({field.name: EXAMPLES[kind][field.name]})[1:-1]
         meaning = said[field.name].replace("|", "\\|").replace("``", "`")
         meaning = re.sub(r"(?<!`)`([a-z_]+\.[a-z_.]+)`", r"\1", meaning)
-        lines.append(f"| `{field.name}` | {of} | {default} | {meaning} |")
+        lines.append(f"| `{field.name}` | {of} | {default} | `{example}` | {meaning} |")
     return "\n".join(lines) + "\n"
 
 
@@ -61,14 +73,41 @@ def default_of(field: msgspec.structs.FieldInfo) -> object:
 
 def page() -> str:
     """Return the page, from the config classes."""
-    tiers = {HostSettings.kind: HostSettings, **STORAGE_TIERS}
     sections = [table("Connector", ConnectorConfig), table("The object `admin`", AdminConfig)]
-    sections += [table(f'Tier with "type": "{kind}"', one) for kind, one in tiers.items()]
+    sections += [table(f'Tier with "type": "{kind}"', one) for kind, one in TIERS.items()]
     return HEAD + "".join(sections)
 
 
 def test_the_page_says_what_the_config_classes_say() -> None:
     assert PAGE.read_text() == page()
+
+
+def test_every_setting_has_an_example_and_no_other_key_has_one() -> None:
+    assert {kind: [*given] for kind, given in EXAMPLES.items()} == {
+        kind: [field.name for field in msgspec.structs.fields(kind)] for kind in KINDS
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"), [(kind, key) for kind, given in EXAMPLES.items() for key in given], ids=str
+)
+def test_an_engine_accepts_the_example_of_a_setting_and_it_is_not_the_default(
+    kind: type[msgspec.Struct], key: str
+) -> None:
+    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    example = EXAMPLES[kind][key]
+    others = {name: EXAMPLES[kind][name] for name, field in fields.items() if field.required}
+    parse_config(settings_with(kind, {**others, key: example}))
+    assert fields[key].required or example != default_of(fields[key])
+
+
+def settings_with(kind: type[msgspec.Struct], given: dict[str, Any]) -> dict[str, Any]:
+    """Return settings of the connector that contain the given settings of a config class."""
+    if kind is ConnectorConfig:
+        return given
+    if kind is AdminConfig:
+        return {"admin": given}
+    return {"tiers": [{"type": next(name for name, one in TIERS.items() if one is kind), **given}]}
 
 
 if __name__ == "__main__":

@@ -6,13 +6,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from kvferry.bench.calibrate import CalibrationResult
 from kvferry.bench.fit import Fit
 from kvferry.measuring.machine import MachineFacts
 from kvferry.planning.strategy import Costs
+from kvferry.report import Report
+from kvferry.table import Column
 
 _WHAT = {
     "read_descriptor_seconds": ("READ, per descriptor", 1e6, "µs"),
@@ -26,6 +25,9 @@ _WHAT = {
     "copy_engine_bytes": ("shortest run for a GPU's copy engine", 2**-10, "KiB"),
     "overlap": ("gathering hidden behind reading", 1e2, "%"),
 }
+
+COLUMNS = (Column("what", left=True), Column("measured"), Column("built in", rank=1))
+"""Columns of the table of costs."""
 
 
 def facts(machine: MachineFacts, found: CalibrationResult) -> dict[str, Any]:
@@ -56,30 +58,25 @@ def as_json(found: CalibrationResult, facts: dict[str, Any], path: Path | None) 
     }
 
 
-def show(found: CalibrationResult, path: Path | None, console: Console) -> None:
-    """Print the result of a calibration: a table of the costs, the errors of the fits, and the file's path.
+def show(found: CalibrationResult, report: Report) -> None:
+    """Print the result of a calibration: a table of the costs, and the errors of the fits.
 
     Args:
         found: result of the calibration.
-        path: path of the written costs file; None if no file was written.
-        console: console to print to. The table is at most 80 columns wide.
+        report: report to print to.
     """
     built_in = Costs()
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("what")
-    table.add_column("costs", justify="right", no_wrap=True)
-    table.add_column("built in", justify="right", no_wrap=True)
+    rows = []
     for name, (what, scale, unit) in _WHAT.items():
-        mine, theirs = (f"{getattr(costs, name) * scale:.3g} {unit}" for costs in (found.costs, built_in))
-        table.add_row(what, mine, theirs)
-    console.print(table)
+        values = (f"{getattr(costs, name) * scale:.3g} {unit}" for costs in (found.costs, built_in))
+        rows.append((what, *(value.strip() for value in values)))
+    report.table(COLUMNS, rows)
+    report.text()
     for what, fitted in (("reads", found.reads), ("copies", found.copies)):
-        console.print(
+        report.text(
             f"{len(fitted.errors)} kinds of {what} are predicted within {fitted.median_error:.0%} (median), "
-            f"{fitted.worst_error:.0%} (worst)",
-            highlight=False,
+            f"{fitted.worst_error:.0%} (worst)"
         )
-    console.print("nothing was written" if path is None else f"written to {path}", soft_wrap=True)
 
 
 def _errors(fitted: Fit) -> dict[str, float]:

@@ -6,26 +6,44 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from kvferry.bench.rounds import MoverRounds
 from kvferry.bench.tier_cases import TierSpeed
 from kvferry.bench.tiers import MeasuredTiers
+from kvferry.report import Report
+from kvferry.table import Column
 from kvferry.units import format_bytes
 
+_CASE = (Column("tier", left=True), Column("direction", left=True))
 
-def show(measured: MeasuredTiers, console: Console) -> None:
-    """Print the results of `kvferry bench tiers` as tables that are at most 80 columns wide."""
+SPEEDS = (
+    *_CASE,
+    Column("depth"),
+    Column("speed", rank=1),
+    Column("limit", rank=3),
+    Column("ratio"),
+    Column("range of ratio", rank=4),
+    Column("target", rank=5),
+    Column("reached", rank=2, left=True),
+    Column("limited by", rank=6, left=True),
+)
+"""Columns of the table of speeds."""
+
+NOTES = (
+    *_CASE,
+    Column("gain over the least depth", left=True),
+    Column("control, share of the limit", rank=1, left=True),
+)
+"""Columns of the table of figures that help to explain the speeds."""
+
+
+def show(measured: MeasuredTiers, report: Report) -> None:
+    """Print the results of `kvferry bench tiers`: the chunks, the machine, and two tables."""
     job, machine = measured.job, measured.machine
-    console.print(
-        f"[bold]{job.reading.cache.name}[/]: chunks of {measured.chunk_tokens} tokens, "
-        f"{format_bytes(measured.chunk_bytes)}\n"
-        f"{machine.cores} cores, {machine.cpu}; median and range of {job.repeats} interleaved rounds",
-        highlight=False,
-    )
-    _show_speeds(measured.speeds, console)
-    _show_notes(measured.speeds, console)
+    report.heading(job.reading.cache.name)
+    report.text(f"chunks of {measured.chunk_tokens} tokens, {format_bytes(measured.chunk_bytes)}")
+    report.text(f"{machine.cores} cores, {machine.cpu}; median and range of {job.repeats} interleaved rounds")
+    _show_speeds(measured.speeds, report)
+    _show_notes(measured.speeds, report)
 
 
 def as_json(measured: MeasuredTiers) -> dict[str, Any]:
@@ -46,17 +64,12 @@ def as_json(measured: MeasuredTiers) -> dict[str, Any]:
     }
 
 
-def _show_speeds(speeds: Sequence[TierSpeed], console: Console) -> None:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for title in ("tier", "direction"):
-        table.add_column(title, no_wrap=True)
-    for title in ("depth", "GB/s", "limit", "ratio", "range", "target"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("limited by", no_wrap=True)
-    for speed in speeds:
-        table.add_row(*_speed_row(speed))
-    console.print("\n[bold]Tiers[/]: speed, and that of the same bytes without kvferry", highlight=False)
-    console.print(table)
+def _show_speeds(speeds: Sequence[TierSpeed], report: Report) -> None:
+    report.text()
+    report.table(SPEEDS, [_speed_row(speed) for speed in speeds])
+    report.text()
+    report.note("Limit: speed of the same bytes without kvferry. Ratio: kvferry's speed divided by it.")
+    report.note("Depth: number of chunks in flight, or of threads for host memory.")
 
 
 def _speed_json(speed: TierSpeed) -> dict[str, Any]:
@@ -73,41 +86,37 @@ def _speed_json(speed: TierSpeed) -> dict[str, Any]:
 
 
 def _speed_row(speed: TierSpeed) -> list[str]:
-    ratio, colour = speed.ratio, "green" if speed.reached else "red"
+    ratio = speed.ratio
     return [
         speed.tier,
         speed.direction,
         str(speed.depth),
         _gigabytes(speed.ours),
         _gigabytes(speed.limit),
-        f"[{colour}]{ratio.median:.2f}[/]",
+        f"{ratio.median:.2f}",
         f"{ratio.low:.2f}-{ratio.high:.2f}",
         f"{speed.target:.1f}",
+        "yes" if speed.reached else "no",
         speed.limit.name,
     ]
 
 
-def _show_notes(speeds: Sequence[TierSpeed], console: Console) -> None:
+def _show_notes(speeds: Sequence[TierSpeed], report: Report) -> None:
     """Print a table of figures that help to explain the results, with one row per tier and direction.
 
     The first column of figures shows kvferry's speed at each larger depth, as a multiple of its speed at the
     smallest depth. The second column shows the speed of each method in `TierSpeed.controls` at the smallest
     depth, as a share of the speed of `TierSpeed.limit`.
     """
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for title in ("tier", "direction"):
-        table.add_column(title, no_wrap=True)
-    for title in ("gain over the least depth", "control, share of the limit"):
-        table.add_column(title)
-    kinds = dict.fromkeys((speed.tier, speed.direction) for speed in speeds)
-    for kind in kinds:
+    rows = []
+    for kind in dict.fromkeys((speed.tier, speed.direction) for speed in speeds):
         first, *rest = sorted((s for s in speeds if (s.tier, s.direction) == kind), key=lambda s: s.depth)
-        gains = ", ".join(f"{one.depth}: {one.ours.speed_ratio(first.ours).median:.2f}x" for one in rest)
-        why = ", ".join(f"{a.name}: {a.speed_ratio(first.limit).median:.2f}" for a in first.controls)
-        table.add_row(*kind, gains, why)
-    console.print()
-    console.print(table)
+        gains = [f"{one.depth}: {one.ours.speed_ratio(first.ours).median:.2f}x" for one in rest]
+        controls = [f"{one.name}: {one.speed_ratio(first.limit).median:.2f}" for one in first.controls]
+        rows.append((*kind, "\n".join(gains), "\n".join(controls)))
+    report.text()
+    report.table(NOTES, rows)
 
 
 def _gigabytes(series: MoverRounds) -> str:
-    return f"{series.gigabytes_per_second.median:.2f}"
+    return f"{series.gigabytes_per_second.median:.2f} GB/s"

@@ -5,23 +5,32 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from kvferry.bench.rounds import MoverRounds, TransferComparison
 from kvferry.bench.transfer import MeasuredTransfer
 from kvferry.measuring.spread import Spread
+from kvferry.report import Report
+from kvferry.table import Column
 from kvferry.units import format_bytes
 
 SAME_DESCRIPTORS = 1
 """Index in `TransferComparison.others` of raw NIXL with the same descriptors as kvferry."""
 TARGET_RATIO = 0.9
 
+COLUMNS = (
+    Column("moved by", left=True),
+    Column("speed"),
+    Column("range of speed", rank=3),
+    Column("time", rank=2),
+    Column("ratio"),
+    Column("range of ratio", rank=1),
+)
+"""Columns of the table that shows a comparison."""
 
-def show(measured: MeasuredTransfer, console: Console) -> None:
-    """Print the results of `kvferry bench transfer` as a table that is at most 80 columns wide."""
-    _show_job(measured, console)
-    _show_comparison(measured.comparison, console)
+
+def show(measured: MeasuredTransfer, report: Report) -> None:
+    """Print the results of `kvferry bench transfer`: the work, the machine, and a table of all methods."""
+    _show_job(measured, report)
+    _show_comparison(measured.comparison, report)
 
 
 def as_json(measured: MeasuredTransfer) -> dict[str, Any]:
@@ -45,40 +54,38 @@ def as_json(measured: MeasuredTransfer) -> dict[str, Any]:
     return whole
 
 
-def _show_job(measured: MeasuredTransfer, console: Console) -> None:
+def _show_job(measured: MeasuredTransfer, report: Report) -> None:
     job, machine, pages = measured.job, measured.machine, measured.blocks * measured.layers
-    console.print(
-        f"[bold]{job.reading.cache.name}[/]: {job.tokens:,} tokens in {measured.blocks:,} {job.order} blocks "
-        f"x {measured.layers} layers = {pages:,} pages of {format_bytes(measured.page_bytes)}, "
-        f"{format_bytes(pages * measured.page_bytes)}",
-        highlight=False,
+    report.heading(job.reading.cache.name)
+    report.text(
+        f"{job.tokens:,} tokens in {measured.blocks:,} {job.order} blocks x {measured.layers} layers = "
+        f"{pages:,} pages of {format_bytes(measured.page_bytes)}, {format_bytes(pages * measured.page_bytes)}"
     )
     transports = "not set" if machine.transports is None else machine.transports
-    console.print(
+    report.text(
         f"{machine.cores} cores, {machine.cpu}, UCX_TLS {transports}; two processes; "
-        f"median and range of {job.repeats} interleaved rounds",
-        highlight=False,
+        f"median and range of {job.repeats} interleaved rounds"
     )
 
 
-def _show_comparison(comparison: TransferComparison, console: Console) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("moved by", no_wrap=True)
-    for title in ("GB/s", "range", "ms", "ratio", "range"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_row(*_series(comparison.ferry), "", "")
-    for series in comparison.others:
-        table.add_row(*_series(series), *_ratio(comparison.ferry.speed_ratio(series)))
-    console.print()
-    console.print(table)
+def _show_comparison(comparison: TransferComparison, report: Report) -> None:
+    rows = [(*_series(comparison.ferry), "", "")]
+    rows += [(*_series(one), *_ratio(comparison.ferry.speed_ratio(one))) for one in comparison.others]
+    report.text()
+    report.table(COLUMNS, rows)
+    report.text()
+    report.note("Ratio: kvferry's speed divided by the other's, round by round.")
     reached = comparison.ferry.speed_ratio(comparison.others[SAME_DESCRIPTORS]).median
     planning, reading, check, rest = comparison.stages
-    console.print(
-        f"\nkvferry at {reached:.2f} of raw NIXL with the same descriptors "
-        f"(target {TARGET_RATIO}): {_verdict(reached >= TARGET_RATIO)}\n"
+    good = reached >= TARGET_RATIO
+    report.text(
+        f"kvferry at {reached:.2f} of raw NIXL with the same descriptors (target {TARGET_RATIO}): "
+        f"{'reached' if good else 'missed'}",
+        "green" if good else "red",
+    )
+    report.text(
         f"its time: planning {_ms(planning)}, reading {_ms(reading)}, lease check {_ms(check)}, "
-        f"hand-over and acknowledgement {_ms(rest)}",
-        highlight=False,
+        f"hand-over and acknowledgement {_ms(rest)}"
     )
 
 
@@ -86,18 +93,14 @@ def _series(series: MoverRounds) -> tuple[str, str, str, str]:
     speed = series.gigabytes_per_second
     return (
         series.name,
-        f"{speed.median:.2f}",
+        f"{speed.median:.2f} GB/s",
         f"{speed.low:.2f}-{speed.high:.2f}",
-        f"{Spread.of(series.seconds).median * 1e3:.1f}",
+        f"{Spread.of(series.seconds).median * 1e3:.1f} ms",
     )
 
 
 def _ratio(spread: Spread) -> tuple[str, str]:
     return f"{spread.median:.2f}", f"{spread.low:.2f}-{spread.high:.2f}"
-
-
-def _verdict(good: bool) -> str:
-    return "[green]reached[/]" if good else "[red]missed[/]"
 
 
 def _ms(seconds: float) -> str:

@@ -20,10 +20,10 @@ from kvferry.cli.bench_options import (
     progress_line,
     work_folder,
 )
-from kvferry.cli.extras import BENCH, require
 from kvferry.cli.options import without_none
 from kvferry.cli.output import check_output
 from kvferry.errors import ConfigError
+from kvferry.extras import BENCH, require
 from kvferry.operating_system import require_linux
 
 _MAX_DEPTH = 256
@@ -61,12 +61,11 @@ def transfer(
     """
     require_linux("kvferry bench transfer")
     require("kvferry bench transfer", BENCH)
-    from rich.console import Console
-
     from kvferry.bench import transfer_report
     from kvferry.bench.transfer import TransferJob, measure
     from kvferry.measuring.simulated import ORDERS, read_geometry
     from kvferry.plan.side import EngineSide
+    from kvferry.report import Report
 
     if order not in ORDERS:
         raise ConfigError(f"--order {order} is not known; choose one of {', '.join(ORDERS)}")
@@ -92,7 +91,7 @@ def transfer(
     if as_json:
         print(json.dumps(transfer_report.as_json(measured)))
     else:
-        transfer_report.show(measured, Console(highlight=False))
+        transfer_report.show(measured, Report.to_stdout())
 
 
 @app.command()
@@ -127,12 +126,11 @@ def tiers(
     """
     require_linux("kvferry bench tiers")
     require("kvferry bench tiers", BENCH)
-    from rich.console import Console
-
     from kvferry.bench import tiers_report
     from kvferry.bench.tiers import TiersJob, measure
     from kvferry.measuring.simulated import read_geometry
     from kvferry.plan.side import EngineSide
+    from kvferry.report import Report
 
     reading = read_geometry(geometry, without_none(num_hidden_layers=layers))
     sides = tuple(EngineSide(layout=layout, block_tokens=block_size) for layout in parse_layouts(layouts))
@@ -147,7 +145,7 @@ def tiers(
     if as_json:
         print(json.dumps(tiers_report.as_json(measured)))
     else:
-        tiers_report.show(measured, Console(highlight=False))
+        tiers_report.show(measured, Report.to_stdout())
 
 
 @app.command()
@@ -173,11 +171,10 @@ def calibrate(
     require("kvferry bench calibrate", BENCH)
     from datetime import UTC, datetime
 
-    from rich.console import Console
-
     from kvferry.bench import calibrate_report
     from kvferry.bench.calibrate import CalibrationJob, calibrate as measure
     from kvferry.measuring.machine import machine_facts
+    from kvferry.report import Report
     from kvferry.transport.costs_file import default_costs_path, write_costs
 
     with progress_line() as progress:
@@ -189,7 +186,8 @@ def calibrate(
     if as_json:
         print(json.dumps(calibrate_report.as_json(found, facts, path)))
     else:
-        calibrate_report.show(found, path, Console(highlight=False))
+        calibrate_report.show(found, Report.to_stdout())
+        print("nothing was written" if path is None else f"written to {path}")
 
 
 def _parse_depths(text: str) -> tuple[int, ...]:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvferry.cli.extras import VLLM, require
 from kvferry.cli.output import check_output
 from kvferry.errors import ConfigError, KVFerryError
+from kvferry.extras import VLLM, require
 from kvferry.operating_system import require_linux
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.extras import ROUTER, require
+from kvferry.extras import ROUTER, require
 
 _MIB = 1 << 20
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvferry.cli import serve_options as opt
-from kvferry.cli.extras import VLLM, require
 from kvferry.cli.output import check_output
 from kvferry.errors import ConfigError
+from kvferry.extras import VLLM, require
 from kvferry.operating_system import require_linux
 from kvferry.serving.role import Role
 

@@ -1,34 +1,40 @@
-"""Checks of configured settings, with error messages that name the allowed keys and values."""
+"""Parse and check configured settings, with error messages that name the allowed keys and values."""
 
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
+from kvferry.connector.conversion_errors import conversion_error, struct_in
 from kvferry.errors import ConfigError
 
-_NO_CHOICE = re.compile(r"Invalid enum value (.*) - at `\$\.(\w+)`")
+_Settings = TypeVar("_Settings", bound=msgspec.Struct)
 
 
-def settings_error(where: str, error: msgspec.ValidationError, settings: type[msgspec.Struct]) -> ConfigError:
-    """Return the error to raise when msgspec cannot convert an object of the configuration.
-
-    If the value of a setting must be one of certain strings, the message lists them.
+def parse_settings(
+    where: str, given: Mapping[str, Any], settings: type[_Settings], beside: Sequence[str] = ()
+) -> _Settings:
+    """Convert an object of the configuration, with all objects inside it, to a class of settings.
 
     Args:
-        where: name of the object in the configuration, for the message.
-        error: error that msgspec raised.
-        settings: class to which the object was to be converted.
+        where: name of the object in the configuration, for messages.
+        given: the object, as parsed from JSON.
+        settings: class of the result.
+        beside: further keys that the object may have. They are left out of the result.
+
+    Raises:
+        ConfigError: a key is unknown (the message names the nearest known one) or missing, or a value has a
+            wrong type or is none of the allowed ones.
     """
-    if (found := _NO_CHOICE.fullmatch(str(error))) is None:
-        return ConfigError(f"{where}: {error}")
-    value, key = found.groups()
-    known = [_choices(field.type) for field in msgspec.structs.fields(settings) if field.name == key]
-    return ConfigError(f"{where}: {key} is {value}; it must be one of {', '.join(*known)}")
+    _check_all_keys(where, given, settings, beside)
+    plain = {key: value for key, value in given.items() if key not in beside}
+    try:
+        return msgspec.convert(plain, settings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}{conversion_error(str(error), plain, settings)}") from error
 
 
 def check_keys(where: str, settings: Mapping[str, Any], known: Sequence[str]) -> None:
@@ -76,9 +82,12 @@ def check_text(where: str, value: Any) -> None:
             check_text(f"{where}[{number}]", one)
 
 
-def _choices(of: Any) -> Iterator[str]:
-    for each in get_args(of):
-        if isinstance(each, str):
-            yield each
-        else:
-            yield from _choices(each)
+def _check_all_keys(
+    where: str, given: Mapping[str, Any], settings: type[msgspec.Struct], beside: Sequence[str] = ()
+) -> None:
+    fields = msgspec.structs.fields(settings)
+    check_keys(where, given, [*beside, *(field.name for field in fields)])
+    for field in fields:
+        inner, value = struct_in(field.type), given.get(field.name)
+        if inner is not None and isinstance(value, Mapping):
+            _check_all_keys(field.name, value, inner)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvferry.connector.choices import check_keys, check_text, settings_error
+from kvferry.connector.choices import check_text, parse_settings
 from kvferry.connector.policies import PolicyName
 from kvferry.connector.tier_config import check_weight, read_tiers
 from kvferry.errors import ConfigError
@@ -159,20 +159,13 @@ def parse_config(extra: Mapping[str, Any], kv_role: str | None = None) -> Connec
             ``kv_producer`` and ``kv_consumer``, `transfer` is True in the result.
 
     Raises:
-        ConfigError: a key is unknown (the message names the nearest known one), a type is wrong, a value is
-            out of range, or the role contradicts `transfer`.
+        ConfigError: a key is unknown (the message names the nearest known one) or missing, a type is wrong, a
+            value is out of range, or the role contradicts `transfer`.
     """
-    known = [field.name for field in msgspec.structs.fields(ConnectorConfig)]
-    check_keys("kv_connector_extra_config", extra, known)
-    if isinstance(admin := extra.get("admin"), Mapping):
-        check_keys("admin", admin, AdminConfig.__struct_fields__)
     for key in extra:
         if key != "tiers":  # directories may have names that are not valid UTF-8
             check_text(key, extra[key])
-    try:
-        config = msgspec.convert(dict(extra), ConnectorConfig)
-    except msgspec.ValidationError as error:
-        raise settings_error("kv_connector_extra_config", error, ConnectorConfig) from error
+    config = parse_settings("kv_connector_extra_config", extra, ConnectorConfig)
     if kv_role in _ONE_SIDE:
         if config.transfer is False:
             raise ConfigError(

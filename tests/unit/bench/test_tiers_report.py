@@ -1,88 +1,58 @@
-"""What is reported of tiers follows from what was measured, and fits a terminal."""
+"""What is reported of tiers follows from what was measured."""
 
 from __future__ import annotations
 
 import io
 import json
-from pathlib import Path
+import re
 
 import pytest
 from rich.console import Console
 
 from kvferry.bench import tiers_report
-from kvferry.bench.rounds import MoverRounds
-from kvferry.bench.tier_cases import TierCase, TierSpeed, measure_cases
-from kvferry.bench.tiers import MeasuredTiers, TiersJob
-from kvferry.measuring.machine import MachineFacts
-from kvferry.measuring.simulated import read_geometry
+from kvferry.bench.tier_cases import TierCase, measure_cases
+from kvferry.bench.tiers import MeasuredTiers
 from kvferry.measuring.spread import Spread
-from kvferry.plan.side import EngineSide
-
-SIZE = 512 << 20
-
-
-def speed(ours: float, depth: int = 1, target: float = 0.8, tier: str = "host, LBNHC") -> TierSpeed:
-    """Beside limits that take 0.1 and 0.2 seconds."""
-    slow, fast = (MoverRounds(name, SIZE, (s,) * 3) for name, s in (("threads, O_DIRECT", 0.2), ("fio", 0.1)))
-    control = MoverRounds("memcpy in runs of 8 KiB", SIZE, (0.16,) * 3)
-    return TierSpeed(
-        tier=tier,
-        direction="store",
-        depth=depth,
-        target=target,
-        ours=MoverRounds("kvferry", SIZE, (ours,) * 3),
-        limits=(slow, fast),
-        controls=(control,),
-    )
+from kvferry.report import Report
+from support.bench_results import tier_speed, tiers
 
 
-def measured(*speeds: TierSpeed) -> MeasuredTiers:
-    return MeasuredTiers(
-        job=TiersJob(
-            reading=read_geometry("Llama-3.1-8B"),
-            sides=(EngineSide(layout="LBNHC"),),
-            depths=(1, 8),
-            repeats=7,
-            path=Path("/tmp"),
-        ),
-        machine=MachineFacts(128, "Some Long-named Processor 9654P 96-Core @ 3.70GHz", None),
-        chunk_tokens=256,
-        chunk_bytes=16 << 20,
-        speeds=speeds,
-    )
-
-
-def shown(of: MeasuredTiers) -> str:
+def shown(of: MeasuredTiers, width: int | None = 80) -> str:
     out = io.StringIO()
-    tiers_report.show(of, Console(file=out, width=80, highlight=False))
+    tiers_report.show(of, Report(Console(file=out), width))
     return out.getvalue()
 
 
-def test_it_fits_80_columns_and_cuts_nothing_off() -> None:
-    text = shown(measured(speed(0.1), speed(0.004, 256)))
-    assert max(map(len, text.splitlines())) <= 80
-    assert "…" not in text
+def test_without_a_terminal_a_case_is_one_line_with_all_figures() -> None:
+    line = next(line for line in shown(tiers(tier_speed(0.1, 8)), None).splitlines() if " 8 " in line)
+    assert re.split("  +", line) == [
+        "host, LBNHC", "store", "8", "5.37 GB/s", "5.37 GB/s", "1.00", "1.00-1.00", "0.8", "yes", "fio",
+    ]  # fmt: skip
+
+
+def test_80_columns_show_all_but_the_target_and_the_name_of_the_limit() -> None:
+    assert "A wider terminal also shows: target, limited by.\n" in shown(tiers(tier_speed(0.1)))
 
 
 def test_the_limit_is_the_fastest_by_the_median() -> None:
-    assert speed(0.2).limit.name == "fio"
-    assert speed(0.2).ratio == Spread(0.5, 0.5, 0.5)
+    assert tier_speed(0.2).limit.name == "fio"
+    assert tier_speed(0.2).ratio == Spread(0.5, 0.5, 0.5)
 
 
 @pytest.mark.parametrize(
     ("seconds", "target", "reached"), [(0.12, 0.8, True), (0.13, 0.8, False), (0.14, 0.7, True)]
 )
 def test_the_target_is_a_share_of_the_limit(seconds: float, target: float, reached: bool) -> None:
-    assert speed(seconds, target=target).reached is reached
+    assert tier_speed(seconds, target=target).reached is reached
 
 
 def test_what_explains_a_result_and_what_depth_brings_are_said() -> None:
-    text = " ".join(shown(measured(speed(0.2), speed(0.1, 8))).split())
+    text = " ".join(shown(tiers(tier_speed(0.2), tier_speed(0.1, 8))).split())
     assert "host, LBNHC store 8: 2.00x memcpy in runs of 8 KiB: 0.62" in text
 
 
 def test_json_has_the_rounds_and_what_follows_from_them() -> None:
-    loaded = json.loads(json.dumps(tiers_report.as_json(measured(speed(0.2)))))
+    loaded = json.loads(json.dumps(tiers_report.as_json(tiers(tier_speed(0.2)))))
     (one,) = loaded["speeds"]
     assert one["ours"]["seconds"] == [0.2] * 3
     assert (one["limit"], one["ratio"]["median"], one["reached"]) == ("fio", 0.5, False)

@@ -135,6 +135,22 @@ def test_a_failed_section_has_its_error_and_the_others_stay(tmp_path: Path) -> N
     assert [path.name for path in (tmp_path / "page").iterdir()] == ["first.svg"]
 
 
+def test_sections_that_were_not_measured_are_listed_with_their_question(tmp_path: Path) -> None:
+    one = section(summed(row(FASTER)))
+    assert "Not measured" not in written(tmp_path, (one, result()))
+    write([(one, result())], tmp_path / "page.md", left_out=[section(name="second")], quick=False)
+    text = (tmp_path / "page.md").read_text()
+    assert "**Not measured for this page.**" in text
+    assert "- [The second one](performance.md#x): How soon?\n" in text
+
+
+def test_the_page_of_the_documentation_has_or_lists_every_section() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "benchmarks.md").read_text()
+    listed = [one.name for one in SECTIONS if f"- [{one.title}]({one.method}): {one.question}\n" in text]
+    measured = [one.name for one in SECTIONS if f"\n## {one.title}\n\n*{one.question}*\n" in text]
+    assert sorted(listed + measured) == sorted(one.name for one in SECTIONS)
+
+
 def test_the_page_names_the_machine_and_all_versions(tmp_path: Path) -> None:
     text = written(tmp_path, (section(summed(row(FASTER))), result()))
     assert all(f"{name}: {value}" in text for name, value in (this_machine() | these_versions()).items())

@@ -176,13 +176,7 @@ def test_labels_selectors_and_ports_agree(objects):
         ]
         assert selected == [name]
         assert all(port["port"] == ports[name][port["targetPort"]] for port in service["spec"]["ports"])
-    for monitor in of_kind(objects, "PodMonitor"):
-        wanted = monitor["spec"]["selector"]["matchLabels"]
-        selected = {n for n, t in templates.items() if wanted.items() <= t["metadata"]["labels"].items()}
-        assert selected == {"kvferry-prefill", "kvferry-decode"}
-        assert all(
-            end["port"] in ports[name] for end in monitor["spec"]["podMetricsEndpoints"] for name in selected
-        )
+    assert_monitors_read_every_pod_once(objects, templates, ports)
     for name, template in templates.items():
         [container] = template["spec"]["containers"]
         volumes = {volume["name"] for volume in template["spec"]["volumes"]}
@@ -198,6 +192,22 @@ def test_labels_selectors_and_ports_agree(objects):
             volume["secret"]["secretName"] for volume in template["spec"]["volumes"] if "secret" in volume
         }
         assert secrets <= {each["metadata"]["name"] for each in of_kind(objects, "Secret")}
+
+
+def assert_monitors_read_every_pod_once(
+    objects: list[dict[str, Any]], templates: dict[str, dict[str, Any]], ports: dict[str, dict[str, int]]
+) -> None:
+    """Check that each kind of pod has one PodMonitor, which reads a port of it, if there are PodMonitors."""
+    monitors = of_kind(objects, "PodMonitor")
+    read = []
+    for monitor in monitors:
+        wanted = monitor["spec"]["selector"]["matchLabels"]
+        selected = [n for n, t in templates.items() if wanted.items() <= t["metadata"]["labels"].items()]
+        [endpoint] = monitor["spec"]["podMetricsEndpoints"]
+        assert endpoint["path"] == "/metrics"
+        assert all(ports[name][endpoint["port"]] == 8000 for name in selected)
+        read += selected
+    assert sorted(read) == (sorted(templates) if monitors else [])
 
 
 def test_the_policy_lets_engines_reach_the_ports_of_kv_and_the_router_the_api(tree):
@@ -217,6 +227,29 @@ def test_the_policy_lets_engines_reach_the_ports_of_kv_and_the_router_the_api(tr
     peers = between["from"][0]["podSelector"]["matchLabels"]
     for role in ("prefill", "decode"):
         assert peers.items() <= templates[f"kvferry-{role}"]["metadata"]["labels"].items()
+
+
+def test_prometheus_reaches_engines_and_router(tree):
+    objects = render(tree, tuple(COMPONENTS))
+    prometheus = {"app.kubernetes.io/name": "prometheus"}
+    for name, template in pods(objects):
+        labels = template["metadata"]["labels"]
+        limits = [
+            policy["spec"]["ingress"]
+            for policy in of_kind(objects, "NetworkPolicy")
+            if policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+        ]
+        sources = [
+            source
+            for rules in limits
+            for rule in rules
+            for source in rule["from"]
+            if {port["port"] for port in rule["ports"]} == {8000}
+        ]
+        assert not limits or any(
+            source.get("namespaceSelector") == {} and source["podSelector"]["matchLabels"] == prometheus
+            for source in sources
+        ), name
 
 
 def test_an_image_of_another_name_reaches_every_container(tree, tmp_path):

@@ -7,6 +7,7 @@ from kvferry.doctor.finding import State
 from kvferry.doctor.limits import ProcessResult
 from kvferry.doctor.probes import parse_output
 from kvferry.engines.vllm.version import TESTED
+from kvferry.extras import INSTALL_PAGE
 
 MARK = "kvferry doctor: "
 
@@ -33,6 +34,13 @@ def test_what_a_probe_says_is_found_among_what_libraries_print():
 )
 def test_vllm_must_be_a_supported_one(version, state):
     assert software.vllm(version).state is state
+
+
+def test_advice_names_the_extra_and_the_page_about_installation():
+    wanted = f"install kvferry's extra vllm, or vLLM's build for CPUs, as {INSTALL_PAGE} says"
+    assert software.vllm(None).advice == wanted
+    (broken,) = software.connector(lambda: told(err="RuntimeError: no torch", code=1))
+    assert broken.advice == f"repair the installation: {wanted}"
 
 
 def test_a_connector_that_loads():

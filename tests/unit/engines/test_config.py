@@ -52,18 +52,25 @@ def test_a_key_like_no_other_is_refused_with_all_known_ones():
 @pytest.mark.parametrize(
     ("extra", "says"),
     [
-        ({"port": "5600"}, "Expected `int`, got `str` - at `$.port`"),
-        ({"port": 1.5}, "Expected `int`, got `float` - at `$.port`"),
-        ({"lease_seconds": None}, "Expected `float`, got `null` - at `$.lease_seconds`"),
-        ({"peers": "10.0.0.1"}, "Expected `array | null`, got `str` - at `$.peers`"),
+        ({"port": "5600"}, "port is '5600'; it must be a whole number"),
+        ({"port": 1.5}, "port is 1.5; it must be a whole number"),
+        ({"lease_seconds": None}, "lease_seconds is null; it must be a number, or left out"),
+        ({"peers": "10.0.0.1"}, "peers is '10.0.0.1'; it must be a list or null"),
         ({"peers": ["10.0.0.1/8"]}, "peers[0] is '10.0.0.1/8', an address within a network"),
-        ({"whole_blocks": 1}, "Expected `bool`, got `int` - at `$.whole_blocks`"),
-        ({"host": ["127.0.0.1"]}, "Expected `str`, got `array` - at `$.host`"),
+        ({"peers": [1]}, "peers[0] is 1; it must be text"),
+        ({"lease_seconds": 10**400}, "lease_seconds is a number of too many digits; write a smaller one"),
+        ({"admin": 5}, "admin is 5; it must be an object or null"),
+        ({"admin": {}}, "admin lacks the key 'port', which is required; set it to a whole number"),
+        ({"admin": {"port": "1"}}, "admin.port is '1'; it must be a whole number"),
+        ({"admin": {"port": None}}, "admin.port is null; it must be a whole number"),
+        ({"admin": {"port": 1, "host": None}}, "admin.host is null; it must be text, or left out"),
+        ({"whole_blocks": 1}, "whole_blocks is 1; it must be true or false"),
+        ({"host": ["127.0.0.1"]}, "host is a list; it must be text"),
         ({"layout": "NHD"}, "layout is 'NHD'; it must be one of auto, engine, LBNHC, LBHNC, LHBNC,"),
         ({"strategy": "fast"}, "strategy is 'fast'; it must be one of auto, direct, over-read, staged"),
         ({"lanes": 0}, "lanes is 0, it must be 1 to 16"),
         ({"staging_mib": -1}, "staging_mib is -1, it must be 0 to 65536"),
-        ({"layout": None}, "Expected `str`, got `null` - at `$.layout`"),
+        ({"layout": None}, "layout is null; it must be one of auto, engine, LBNHC"),
         ({"source_policy": "best"}, "source_policy is 'best'; it must be one of weight, cost, first"),
         ({"load_weight": -1}, "load_weight is -1.0, it must be 0 to 1000000"),
         ({"load_weight": math.nan}, "load_weight is nan, it must be 0 to 1000000"),
@@ -96,6 +103,11 @@ def test_a_value_that_cannot_be_used_is_refused_by_name(extra, says):
         parse_config(extra)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_value_that_python_cannot_print_is_named_by_its_type():
+    with pytest.raises(ConfigError, match="host is a whole number; it must be text"):
+        parse_config({"host": 10**5000})
 
 
 HALF = json.loads('"a\\ud800"')

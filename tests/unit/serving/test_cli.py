@@ -14,7 +14,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvferry.cli import extras
+from kvferry import extras
 from kvferry.cli.config import SETTINGS
 from kvferry.cli.main import app, main
 from kvferry.cli.usage import GroupedCommands
@@ -153,7 +153,9 @@ def test_a_command_says_which_extra_it_needs(command, package, extra, monkeypatc
     with pytest.raises(SystemExit) as ended:
         main()
     name = command.removesuffix(" m")
-    wanted = f"needs {package}, which is not installed; install it with pip install 'kvferry[{extra}]'"
+    on_a_cpu = ", or vLLM's build for CPUs," if extra == "vllm" else ""
+    advice = f"install kvferry's extra {extra}{on_a_cpu} as {extras.INSTALL_PAGE} says"
+    wanted = f"needs {package}, which is not installed; {advice}"
     assert (ended.value.code, capsys.readouterr().err) == (2, f"kvferry: kvferry {name} {wanted}\n")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.connector.choices import check_keys, settings_error
+from kvferry.connector.choices import check_keys, parse_settings
 from kvferry.connector.policies import PolicyName
 from kvferry.connector.tier_config import check_weight
 from kvferry.errors import ConfigError
@@ -31,8 +31,6 @@ INHERITED = ("engine_id", "kv_role", "kv_buffer_device", "kv_load_failure_policy
 
 OWN_KEYS = ("name", "load_weight")
 """Keys of an entry of ``connectors`` that kvferry adds to those of vLLM's ``KVTransferConfig``."""
-
-_KEYS = ("connectors", "source_policy", "patience_seconds", "attempts")
 
 
 class ChildSettings(msgspec.Struct, frozen=True):
@@ -86,17 +84,13 @@ def parse_multi(extra: Mapping[str, Any]) -> MultiSettings:
         ConfigError: there is an unknown key (the message names the nearest known key), a wrong type, a value
             out of range, no connector, or two connectors with the same name.
     """
-    check_keys("kv_connector_extra_config", extra, _KEYS)
+    plain = parse_settings("kv_connector_extra_config", extra, _Plain, beside=("connectors",))
     given = extra.get("connectors")
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise ConfigError(
             f"connectors is {given!r}; it must be a list of objects as vLLM's MultiConnector takes them, "
             'each with "kv_connector"'
         )
-    try:
-        plain = msgspec.convert({k: v for k, v in extra.items() if k != "connectors"}, _Plain)
-    except msgspec.ValidationError as error:
-        raise settings_error("kv_connector_extra_config", error, _Plain) from error
     if not 0 < plain.patience_seconds < 86_400:
         raise ConfigError(f"patience_seconds is {plain.patience_seconds}, it must be above 0 and below a day")
     if not 1 <= plain.attempts <= 16:

@@ -1,4 +1,4 @@
-"""Optional packages that commands need, by the extra of `pip install` that has them."""
+"""Optional packages that commands need, by the extra of kvferry that has them."""
 
 from __future__ import annotations
 
@@ -8,24 +8,40 @@ from importlib.util import find_spec
 
 from kvferry.errors import ConfigError
 
+# Not a command: what to write after `pip install` depends on whether the user has a checkout or a wheel. On a
+# package index, kvferry[vllm] could be somebody else's package until kvferry is published there.
+INSTALL_PAGE = "https://github.com/kvferry/kvferry/blob/main/docs/install.md"
+
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """An extra of kvferry, as in ``pip install 'kvferry[vllm]'``.
+    """An extra of kvferry, as in ``pip install '.[vllm]'``.
 
     Attributes:
         name: name of the extra.
         modules: names of its packages for users, by the names to import.
+        alternative: packages that take its place on machines without CUDA; empty if it works there too.
     """
 
     name: str
     modules: Mapping[str, str]
+    alternative: str = ""
+
+    @property
+    def advice(self) -> str:
+        """Advice on how to install the packages.
+
+        >>> ROUTER.advice
+        "install kvferry's extra router as https://github.com/kvferry/kvferry/blob/main/docs/install.md says"
+        """
+        alternative = f", or {self.alternative}," if self.alternative else ""
+        return f"install kvferry's extra {self.name}{alternative} as {INSTALL_PAGE} says"
 
 
 ROUTER = Extra(
     "router", {"starlette": "Starlette", "uvicorn": "Uvicorn", "aiohttp": "aiohttp", "httptools": "httptools"}
 )
-VLLM = Extra("vllm", {"vllm": "vLLM", "nixl": "NIXL", **ROUTER.modules})
+VLLM = Extra("vllm", {"vllm": "vLLM", "nixl": "NIXL", **ROUTER.modules}, "vLLM's build for CPUs")
 BENCH = Extra("bench", {"torch": "torch", "nixl": "NIXL"})
 
 
@@ -41,10 +57,7 @@ def require(command: str, extra: Extra) -> None:
     """
     for module, name in extra.modules.items():
         if not _is_installed(module):
-            raise ConfigError(
-                f"{command} needs {name}, which is not installed; "
-                f"install it with pip install 'kvferry[{extra.name}]'"
-            )
+            raise ConfigError(f"{command} needs {name}, which is not installed; {extra.advice}")
 
 
 def _is_installed(module: str) -> bool:

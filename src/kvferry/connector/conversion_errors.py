@@ -1,0 +1,148 @@
+"""Messages for objects of the configuration that msgspec cannot convert to a class of settings.
+
+msgspec says which type it expected where. A message here names the value as it stands in the configuration,
+and what may stand there, in the words of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args, get_origin
+
+import msgspec
+
+from kvferry.terminal import shown
+
+_NO_CHOICE = re.compile(r"Invalid enum value .* - at `\$(?P<path>[^`]+)`", re.DOTALL)
+_WRONG_TYPE = re.compile(r"Expected `(?P<types>[^`]+)`, got `(?P<got>\w+)` - at `\$(?P<path>[^`]+)`")
+_MISSING = re.compile(r"Object missing required field `(?P<key>\w+)`(?: - at `\$(?P<path>[^`]+)`)?")
+_TOO_LARGE = re.compile(r"Number out of range - at `\$(?P<path>[^`]+)`")
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]|\[\.\.\.\]")
+"""A step of a path to a value, as msgspec writes it: a key, an index, or any key of a dictionary."""
+
+_WORDS = {
+    "int": ("a whole number",),
+    "float": ("a number",),
+    "str": ("text",),
+    "bool": ("true", "false"),
+    "array": ("a list",),
+    "object": ("an object",),
+    "null": ("null",),
+}
+"""Words for the types of JSON, by msgspec's names."""
+
+
+def conversion_error(error: str, given: Mapping[str, Any], settings: type[msgspec.Struct]) -> str:
+    """Return the end of a message that begins with the name of an object of the configuration.
+
+    >>> class Settings(msgspec.Struct):
+    ...     port: int
+    >>> conversion_error("Expected `int`, got `bool` - at `$.port`", {"port": True}, Settings)
+    ': port is true; it must be a whole number'
+
+    Args:
+        error: what msgspec says.
+        given: the object that msgspec cannot convert.
+        settings: class to which it was to be converted.
+    """
+    if found := _MISSING.fullmatch(error):
+        inside = (found["path"] or "").removeprefix(".")
+        kind = getattr(_field(settings, f"{found['path'] or ''}.{found['key']}").type, "__name__", "")
+        needed = f" to {_listed(_WORDS[kind])}" if kind in _WORDS else ""
+        place = f": {inside}" if inside else ""
+        return f"{place} lacks the key {found['key']!r}, which is required; set it{needed}"
+    if found := _NO_CHOICE.fullmatch(error):
+        name, value = _locate(given, found["path"])
+        field = _field(settings, found["path"])
+        return f": {name} is {_shown(value, field)}; it must be one of {', '.join(_choices(field.type))}"
+    if found := _WRONG_TYPE.fullmatch(error):
+        name, value = _locate(given, found["path"], found["got"])
+        field = _field(settings, found["path"])
+        choices = [*_choices(field.type)]
+        types = [word for kind in found["types"].split(" | ") for word in _WORDS.get(kind, (kind,))]
+        wanted = f"one of {', '.join(choices)}" if choices else _listed(types)
+        absent = ", or left out" if value is None and not field.required else ""
+        return f": {name} is {_shown(value, field)}; it must be {wanted}{absent}"
+    if found := _TOO_LARGE.fullmatch(error):
+        return f": {_locate(given, found['path'])[0]} is a number of too many digits; write a smaller one"
+    return f": {error}"
+
+
+def _locate(given: Any, path: str, kind: str = "") -> tuple[str, Any]:
+    """Return the name of a value in the configuration, and the value.
+
+    Args:
+        given: object of the configuration.
+        path: path to the value in this object, as msgspec writes it.
+        kind: type of the value, by msgspec's name. It decides which of a dictionary's values is meant.
+    """
+    name, value = "", given
+    for step in _STEP.finditer(path):
+        key, index = step.groups()
+        if index:
+            name, value = f"{name}[{index}]", value[int(index)]
+            continue
+        if key is None:
+            key = next((key for key, one in value.items() if _kind(one) == kind), next(iter(value)))
+        name, value = f"{name}.{key}".removeprefix("."), value[key]
+    return name, value
+
+
+def _field(settings: type[msgspec.Struct], path: str) -> msgspec.structs.FieldInfo:
+    """Return the field that holds the value at a path, or the list or dictionary with this value."""
+    first, *rest = (step[1] for step in _STEP.finditer(path) if step[1])
+    field = next(one for one in msgspec.structs.fields(settings) if one.name == first)
+    inner = struct_in(field.type)
+    return field if inner is None or not rest else _field(inner, "".join(f".{key}" for key in rest))
+
+
+def struct_in(of: Any) -> type[msgspec.Struct] | None:
+    """Return the class of settings that a value of this type may be; None if it may be none."""
+    classes = (one for one in (of, *get_args(of)) if isinstance(one, type))
+    return next((one for one in classes if issubclass(one, msgspec.Struct)), None)
+
+
+def _kind(value: Any) -> str:
+    """Return msgspec's name for the type of a value."""
+    if value is None:
+        return "null"
+    if isinstance(value, Mapping):
+        return "object"
+    return "array" if isinstance(value, list | tuple) else type(value).__name__
+
+
+def _shown(value: Any, field: msgspec.structs.FieldInfo) -> str:
+    """Return a value as it stands in the configuration. A list, object or long number is named by its type.
+
+    Args:
+        value: the value.
+        field: field that the value is for. Values for a dictionary, such as options of object storage, may be
+            credentials, so they are named by their type, too.
+    """
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if not isinstance(value, Mapping | list | tuple) and get_origin(field.type) is not dict:
+        try:
+            return shown(repr(value) if isinstance(value, str) else json.dumps(value))
+        except (TypeError, ValueError):  # no JSON, or a number of thousands of digits
+            pass
+    return _listed(_WORDS.get(_kind(value), (type(value).__name__,)))
+
+
+def _listed(words: Sequence[str]) -> str:
+    """Join words as a sentence does.
+
+    >>> _listed(["true", "false", "null"])
+    'true, false or null'
+    """
+    return " or ".join(part for part in (", ".join(words[:-1]), words[-1]) if part)
+
+
+def _choices(of: Any) -> Iterator[str]:
+    for each in get_args(of):
+        if isinstance(each, str):
+            yield each
+        else:
+            yield from _choices(each)

@@ -1,0 +1,64 @@
+"""An example value of every setting, for docs/settings.md. No example is the setting's default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvferry.connector.config import AdminConfig, ConnectorConfig
+from kvferry.tiers.files.settings import FileSettings
+from kvferry.tiers.host.settings import HostSettings
+from kvferry.tiers.objects.settings import ObjectSettings
+
+EXAMPLES: dict[type[msgspec.Struct], dict[str, Any]] = {
+    ConnectorConfig: {
+        "host": "10.0.0.1",
+        "port": 5600,
+        "ports": "20000-20999",
+        "advertise_host": "gpu-1.example.com",
+        "secret_file": "/etc/kvferry/secret",
+        "peers": ["10.0.0.0/24", "gpu-2.example.com"],
+        "lease_seconds": 60,
+        "load_timeout_seconds": 10,
+        "handshake_seconds": 5,
+        "attempts": 1,
+        "late_blocks": 0.25,
+        "transfer_log": "/var/log/kvferry/loads.jsonl",
+        "layout": "BLHNC",
+        "strategy": "staged",
+        "staging_mib": 256,
+        "lanes": 4,
+        "costs": "/etc/kvferry/costs.json",
+        "host_buffer": True,
+        "tiers": [{"type": "host", "capacity": "64GiB"}, {"type": "file", "path": "/nvme/kv"}],
+        "transfer": True,
+        "chunk_tokens": 512,
+        "snapshot_tokens": 2048,
+        "source_policy": "cost",
+        "load_weight": 0.5,
+        "turn_seconds": 60,
+        "turn_share": 0.1,
+        "patience_seconds": 2.5,
+        "whole_blocks": True,
+        "name": "storage",
+        "explain_requests": 4096,
+        "admin": {"port": 5700},
+    },
+    AdminConfig: {"port": 5700, "host": "10.0.0.1"},
+    HostSettings: {"capacity": "64GiB", "eviction_policy": "s3fifo", "load_weight": 0.9},
+    FileSettings: {
+        "path": "/nvme/kv",
+        "capacity": "500GiB",
+        "durable": True,
+        "write": "back",
+        "load_weight": 0.7,
+    },
+    ObjectSettings: {
+        "url": "s3://kv/prod",
+        "options": {"endpoint": "http://minio:9000", "allow_http": "true"},
+        "timeout_seconds": 5,
+        "write": "back",
+        "load_weight": 0.5,
+    },
+}
