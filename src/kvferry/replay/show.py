@@ -120,7 +120,7 @@ def _name(tier: TierOutcome) -> str:
 
 
 _WAITS = (
-    Column("", left=True),
+    Column("time", left=True),
     Column("median"),
     Column("90 %", rank=1),
     Column("99 %"),
@@ -136,7 +136,7 @@ def _wait(name: str, times: Times) -> tuple[str, ...]:
     )
 
 
-_CURVE = Column("capacity", left=True), Column("hit rate"), Column("", rank=1, left=True)
+_CURVE = Column("capacity", left=True), Column("hit rate"), Column("as a bar", rank=1, left=True)
 
 
 def _point(point: CurvePoint) -> tuple[str, str, str]:
