@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 LIGHT_COMPUTER = Path(__file__).parents[1] / "support" / "light_computer.py"
-CORE = ("plan", "replay", "config", "doctor", "top", "explain", "cache", "dashboard", "keygen")
+CORE = ("plan", "replay", "size", "config", "doctor", "top", "explain", "cache", "dashboard", "keygen")
 OTHERS = ("serve", "router", "demo", "bench", "bench tiers")
 CONFIG = {
     "model_type": "qwen3",

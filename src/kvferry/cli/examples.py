@@ -21,6 +21,10 @@ _EXAMPLES: Mapping[str, Sequence[str]] = {
         "kvferry replay trace.jsonl --model Qwen3-Next-80B-A3B --step-tokens 2048 --retention None",
         "kvferry replay trace.jsonl --model Llama-3.1-8B --engines 4 --prefill-tokens-per-second 20000",
     ),
+    "size": (
+        "kvferry size --model Llama-3.1-8B --trace trace.jsonl --target-hit 0.3",
+        "kvferry size --model gpt-oss-120b --users 2000 --requests-per-second 20 --turns 8",
+    ),
     "serve": (
         "kvferry serve Qwen/Qwen3-0.6B --port 8000",
         "kvferry serve ./model --prefill 2 --decode-tp 2 -- --max-model-len 8192",

@@ -20,6 +20,7 @@ from kvferry.cli.plan import plan
 from kvferry.cli.replay import replay
 from kvferry.cli.router import router
 from kvferry.cli.serve import serve
+from kvferry.cli.size import size
 from kvferry.cli.top import top
 from kvferry.cli.usage import HELP_OPTIONS, GroupedCommands, UsageError, usage_sentence
 from kvferry.errors import ConfigError, KVFerryError
@@ -39,7 +40,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _command in (plan, replay, serve, doctor, demo, config, router, keygen, top, explain, dashboard):
+for _command in (plan, replay, size, serve, doctor, demo, config, router, keygen, top, explain, dashboard):
     app.command(epilog=examples(_command.__name__))(_command)
 app.add_typer(cache.app, name="cache")
 app.add_typer(bench.app, name="bench")

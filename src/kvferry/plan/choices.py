@@ -74,7 +74,9 @@ class StoredPrompt:
             The storage under the given settings, followed by the alternatives.
         """
         settings = (
-            _with_more_snapshots(steps, every) if self._has_state else self._with_fewer_windows(steps, every)
+            [(one, every) for one in settings_with_more_snapshots(steps)]
+            if self._has_state
+            else self._with_fewer_windows(steps, every)
         )
         found = [self._choice(*each) for each in settings]
         sizes = [(one.bytes, one.gap_tokens) for one in found]
@@ -148,18 +150,13 @@ class StoredPrompt:
                 yield end
 
 
-def _with_more_snapshots(steps: SnapshotSteps, every: int) -> Iterator[tuple[SnapshotSteps, int]]:
-    """Yield the given settings, then settings under which an engine takes more snapshots (recurrent states).
+def settings_with_more_snapshots(steps: SnapshotSteps) -> tuple[SnapshotSteps, ...]:
+    """Return the given settings, then settings under which an engine takes more snapshots (recurrent states).
 
     Args:
         steps: settings of the engine that decide at which positions it takes snapshots.
-        every: number of tokens between the positions at which snapshots are stored. It is the same in all
-            settings.
-
-    Yields:
-        (steps, every).
     """
     dense = replace(steps, retention=None)
     quarter = max(steps.aligned_step_tokens // 4 // steps.block_tokens, 1) * steps.block_tokens
     finer = (replace(dense, step_tokens=tokens) for tokens in (quarter, steps.block_tokens))
-    yield from ((one, every) for one in (steps, dense, *finer))
+    return (steps, dense, *finer)

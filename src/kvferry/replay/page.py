@@ -1,8 +1,9 @@
-"""The outcome of a replay as one self-contained HTML file: the text, and the curve as a picture."""
+"""Replays and sizings as one self-contained HTML file: the curve as a picture, and the text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from html import escape
 from io import StringIO
 from math import ceil, floor, log2
@@ -13,6 +14,8 @@ from kvferry.plan.page.document import STYLE
 from kvferry.replay.curve import CurvePoint
 from kvferry.replay.report import Outcome
 from kvferry.replay.show import show
+from kvferry.replay.show_size import show_size
+from kvferry.replay.sizing import Sizing
 from kvferry.report import Report
 from kvferry.units import format_bytes
 
@@ -22,15 +25,36 @@ _LABELS = 6
 
 
 def page(found: Outcome) -> str:
-    """Return the HTML page of a replay. It loads no other files and runs no scripts."""
+    """Return the HTML page of a replay."""
+    name = f"{found.simulation.model.name} on {found.trace}"
+    return _page(name, found.curve, partial(show, found))
+
+
+def size_page(found: Sizing, trace: str) -> str:
+    """Return the HTML page of the answer to a sizing question.
+
+    Args:
+        found: the answer.
+        trace: name of the trace.
+    """
+    return _page(f"{found.model.name} on {trace}", found.curve, partial(show_size, found))
+
+
+def _page(name: str, points: Sequence[CurvePoint], print_text: Callable[[Report], None]) -> str:
+    """Return an HTML page with a curve and the text of a report. It loads no other files.
+
+    Args:
+        name: title of the page.
+        points: hit rate by capacity; fewer than two for no curve.
+        print_text: prints the text to a report.
+    """
     text = StringIO()
-    show(found, Report(Console(file=text, width=_TEXT_COLUMNS), _TEXT_COLUMNS))
-    name = f"{escape(found.simulation.model.name)} on {escape(found.trace)}"
-    body = [f"<h1>{name}</h1>", *curve_section(found.curve), f"<pre>{escape(text.getvalue())}</pre>"]
+    print_text(Report(Console(file=text, width=_TEXT_COLUMNS), _TEXT_COLUMNS))
+    body = [f"<h1>{escape(name)}</h1>", *curve_section(points), f"<pre>{escape(text.getvalue())}</pre>"]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{name}</title><style>{STYLE}pre{{overflow-x:auto}}</style></head><body><main>\n"
+        f"<title>{escape(name)}</title><style>{STYLE}pre{{overflow-x:auto}}</style></head><body><main>\n"
         + "\n".join(body)
         + "\n</main></body></html>\n"
     )

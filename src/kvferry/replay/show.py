@@ -50,7 +50,7 @@ def show(found: Outcome, report: Report) -> None:
     if found.curve:
         report.text()
         report.heading("Hit rate by capacity of host memory alone")
-        report.table(_CURVE, [_point(point) for point in thinned(found.curve, 16)])
+        report.table(CURVE_COLUMNS, [curve_row(point) for point in thinned(found.curve, 16)])
 
 
 def _engines(count: int) -> str:
@@ -136,10 +136,12 @@ def _wait(name: str, times: Times) -> tuple[str, ...]:
     )
 
 
-_CURVE = Column("capacity", left=True), Column("hit rate"), Column("as a bar", rank=1, left=True)
+CURVE_COLUMNS = Column("capacity", left=True), Column("hit rate"), Column("as a bar", rank=1, left=True)
+"""Columns of the table of a hit-rate curve."""
 
 
-def _point(point: CurvePoint) -> tuple[str, str, str]:
+def curve_row(point: CurvePoint) -> tuple[str, str, str]:
+    """Return the cells of a point of the curve, for `CURVE_COLUMNS`."""
     bar = "#" * round(point.hit_rate * _BAR)
     return format_bytes(point.capacity_bytes), f"{point.hit_rate:.1%}", bar
 

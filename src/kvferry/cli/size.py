@@ -1,0 +1,148 @@
+"""`kvferry size`: how much memory or disk a hit rate takes, and whether it is worth it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvferry.cli import replay_options as opt
+from kvferry.cli.options import write_file
+from kvferry.cli.replay import served_model_of
+from kvferry.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kvferry.replay.trace.request import TraceRequest
+
+_STEP_TOKENS = 8192
+
+TraceOption = Annotated[
+    str | None, typer.Option(metavar="TRACE", help="Trace as for `kvferry replay`; else describe a workload.")
+]
+TargetHit = Annotated[
+    float, typer.Option(metavar="SHARE", help="Share of the prompt tokens that need not be computed.")
+]
+Users = Annotated[int, typer.Option(metavar="COUNT", help="Workload: users who hold conversations.")]
+PerSecond = Annotated[
+    float, typer.Option(metavar="COUNT", help="Workload: requests of all users per second.")
+]
+SharedTokens = Annotated[
+    int, typer.Option(metavar="COUNT", help="Workload: tokens that every prompt begins with.")
+]
+Turns = Annotated[int, typer.Option(metavar="COUNT", help="Workload: requests of a conversation.")]
+PromptTokens = Annotated[int, typer.Option(metavar="COUNT", help="Workload: mean new tokens of a prompt.")]
+OutputTokens = Annotated[int, typer.Option(metavar="COUNT", help="Workload: mean generated tokens.")]
+Hours = Annotated[float, typer.Option(metavar="COUNT", help="Workload: hours of requests to simulate.")]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--host", metavar="SIZE", help="Host memory in front of the disk; by default 1/16 of the disk."
+    ),
+]
+DiskWrites = Annotated[
+    float,
+    typer.Option(metavar="COUNT", help="Full writes per day that the disk endures for five years."),
+]
+
+
+def size(
+    model: opt.Model,
+    trace: TraceOption = None,
+    target_hit: TargetHit = 0.5,
+    users: Users = 1000,
+    requests_per_second: PerSecond = 10.0,
+    shared_prompt_tokens: SharedTokens = 1000,
+    turns: Turns = 5,
+    prompt_tokens: PromptTokens = 500,
+    output_tokens: OutputTokens = 300,
+    hours: Hours = 0.5,
+    prefill_tokens_per_second: opt.PrefillSpeed = 0.0,
+    host: HostMemory = None,
+    disk_writes_per_day: DiskWrites = 1.0,
+    tp: opt.Tp = 1,
+    block_size: opt.BlockSize = None,
+    dtype: opt.Dtype = "auto",
+    step_tokens: opt.StepTokens = _STEP_TOKENS,
+    retention: opt.Retention = "0",
+    chunk_tokens: opt.ChunkTokens = None,
+    snapshot_tokens: opt.SnapshotTokens = None,
+    unit_tokens: opt.UnitTokens = None,
+    seed: opt.Seed = 0,
+    as_json: opt.Json = False,
+    html: opt.Html = None,
+) -> None:
+    """Say how much memory or disk a hit rate takes, and whether it is worth it.
+
+    Replays a trace, or a workload that you describe, with many capacities. Nothing is run, and no weights are
+    read.
+    """
+    from kvferry.replay.sizing import SizeQuestion, size as answer
+    from kvferry.tiers.sizes import parse_size
+
+    question = SizeQuestion(
+        target=target_hit,
+        prefill_tokens_per_second=prefill_tokens_per_second,
+        host_bytes=parse_size(host) if host else None,
+        disk_writes_per_day=disk_writes_per_day,
+    )
+    served = served_model_of(
+        model,
+        dtype=dtype,
+        tp=tp,
+        block_size=block_size,
+        step_tokens=step_tokens,
+        retention=retention,
+        chunk_tokens=chunk_tokens,
+        snapshot_tokens=snapshot_tokens,
+    )
+    if trace is None:
+        from kvferry.replay.workload import Workload
+
+        workload = Workload(
+            users=users,
+            requests_per_second=requests_per_second,
+            shared_prompt_tokens=shared_prompt_tokens,
+            turns=turns,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            duration_seconds=hours * 3600,
+            seed=seed,
+        )
+        name, unit = "a described workload", workload.unit_tokens
+        requests: Callable[[str], Iterable[TraceRequest]] = lambda _: workload.requests()  # noqa: E731
+    else:
+        name, unit, requests = _of_file(trace, unit_tokens)
+    found = answer(requests, served, question, unit)
+    if html is not None:
+        from kvferry.replay.page import size_page
+
+        write_file(html, size_page(found, name))
+    if as_json:
+        from kvferry.replay.show_size import size_as_json
+
+        print(json.dumps(size_as_json(found)))
+    else:
+        from kvferry.replay.show_size import show_size
+        from kvferry.report import Report
+
+        show_size(found, Report.to_stdout())
+
+
+def _of_file(path: str, unit_tokens: int | None) -> tuple[str, int, Callable[[str], Iterable[TraceRequest]]]:
+    """Return the name, the unit in tokens, and the passes over a trace file.
+
+    Raises:
+        ConfigError: the file is no trace, or can be read only once.
+    """
+    from kvferry.cli.progress import progress
+    from kvferry.replay.trace.open import open_trace
+
+    opened = open_trace(path, unit_tokens)
+    if opened.size_bytes is None:
+        raise ConfigError(
+            f"--trace {path} can be read only once, and sizing needs several passes; name a file"
+        )
+    return opened.name, opened.unit_tokens, lambda name: progress(opened, name)

@@ -1,0 +1,125 @@
+"""The answer to a sizing question as sentences, a table and a curve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvferry.replay.show import CURVE_COLUMNS, curve_row, thinned
+from kvferry.replay.sizing import EngineChoice, Sizing
+from kvferry.report import Report
+from kvferry.table import Column
+from kvferry.units import format_bytes, format_count
+
+_LITTLE = 0.05
+"""Hit rate with unlimited memory below which tiers are not worth it."""
+_SHORT_LIVED_YEARS = 3.0
+
+
+def show_size(found: Sizing, report: Report) -> None:
+    """Print the answer to a sizing question.
+
+    Args:
+        found: answer to print.
+        report: report to print to.
+    """
+    report.heading(answer(found))
+    for sentence in sentences(found):
+        report.text(sentence)
+    if found.choices:
+        report.text()
+        report.heading("Engine settings, with unlimited memory")
+        report.table(_CHOICES, [_choice(one) for one in found.choices])
+    report.text()
+    report.heading("Hit rate by capacity of host memory alone")
+    report.table(CURVE_COLUMNS, [curve_row(point) for point in thinned(found.curve, 16)])
+
+
+def answer(found: Sizing) -> str:
+    """Return the answer in one sentence with a number."""
+    target, best = found.question.target, found.ceiling.results.hit_rate
+    if found.enough is None:
+        return (
+            f"No capacity reaches {target:.0%}: with unlimited memory, {best:.1%} of the prompt tokens need "
+            "not be computed."
+        )
+    return (
+        f"{format_bytes(found.enough)} of host memory, or as much disk, reach {target:.0%} "
+        f"({format_bytes(found.too_little)} do not); unlimited memory reaches {best:.1%}."
+    )
+
+
+def sentences(found: Sizing) -> Iterator[str]:
+    """Yield further sentences: the disk, its wear, and whether tiers are worth it."""
+    results = found.ceiling.results
+    if found.with_disk is not None and found.enough is not None:
+        host = found.with_disk.settings.tiers[0].capacity_bytes
+        rate = found.with_disk.results.hit_rate
+        yield f"With {format_bytes(host)} of host memory in front of such a disk, the hit rate is {rate:.1%}."
+    if (years := found.disk_years) is not None:
+        short = " Choose a larger or a more enduring one." if years < _SHORT_LIVED_YEARS else ""
+        yield f"The engine writes {format_bytes(found.written_per_second)} per second to the disk."
+        yield (
+            f"A disk of this size that endures {found.question.disk_writes_per_day:g} full writes per day for "
+            f"5 years lasts {years:.1f} years.{short}"
+        )
+    if (speed := found.break_even_bytes_per_second) is not None:
+        yield (
+            f"Loading is faster than computing from tiers that deliver more than {speed / 1e9:.1f} GB/s "
+            f"({format_bytes(found.bytes_per_token)} per token)."
+        )
+    saved, prompt = format_count(results.hit_tokens), format_count(results.prompt_tokens)
+    if results.hit_rate < _LITTLE:
+        yield "Tiers are not worth it on this trace: few prompts share a prefix with an earlier one."
+    else:
+        yield f"At best, tiers save the computation of {saved} of {prompt} tokens."
+    if results.lost_tokens > results.prompt_tokens * _LITTLE:
+        yield (
+            f"{results.lost_tokens / results.prompt_tokens:.1%} of the tokens are computed only because no "
+            "snapshot of recurrent state ends where prompts part; see the engine settings below."
+        )
+
+
+_CHOICES = (
+    Column("retention", left=True),
+    Column("tokens per step"),
+    Column("hit rate"),
+    Column("stored", rank=1),
+)
+
+
+def _choice(one: EngineChoice) -> tuple[str, ...]:
+    retention = "None" if one.retention is None else f"{one.retention:,}"
+    return retention, f"{one.step_tokens:,}", f"{one.hit_rate:.1%}", format_bytes(one.stored_bytes)
+
+
+def size_as_json(found: Sizing) -> dict[str, Any]:
+    """Return the answer as values that can be written as JSON. docs/sizing.md explains every key."""
+    disk = found.with_disk
+    return {
+        "answer": answer(found),
+        "target_hit": found.question.target,
+        "model": found.model.name,
+        "requests": found.ceiling.results.requests,
+        "prompt_tokens": found.ceiling.results.prompt_tokens,
+        "unlimited_hit_rate": found.ceiling.results.hit_rate,
+        "lost_tokens": found.ceiling.results.lost_tokens,
+        "capacity_bytes": found.enough,
+        "too_little_bytes": found.too_little,
+        "bytes_per_token": found.bytes_per_token,
+        "host_bytes": disk.settings.tiers[0].capacity_bytes if disk else None,
+        "disk_hit_rate": disk.results.hit_rate if disk else None,
+        "disk_written_bytes_per_second": found.written_per_second,
+        "disk_years": found.disk_years,
+        "break_even_bytes_per_second": found.break_even_bytes_per_second,
+        "engine_settings": [
+            {
+                "max_num_batched_tokens": one.step_tokens,
+                "prefix_cache_retention_interval": one.retention,
+                "hit_rate": one.hit_rate,
+                "stored_bytes": one.stored_bytes,
+            }
+            for one in found.choices
+        ],
+        "curve": [{"capacity_bytes": p.capacity_bytes, "hit_rate": p.hit_rate} for p in found.curve],
+    }

@@ -1,0 +1,189 @@
+"""The smallest tiers that reach a hit rate on a trace, what they cost, and whether they are worth it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import repeat
+from math import sqrt
+
+from kvferry.errors import ConfigError
+from kvferry.plan.choices import settings_with_more_snapshots
+from kvferry.replay.capacities import hit_rate_curve
+from kvferry.replay.curve import CurvePoint
+from kvferry.replay.model import ServedModel
+from kvferry.replay.settings import ReplaySettings, TierSetting
+from kvferry.replay.simulation import Simulation
+from kvferry.replay.tier import UNLIMITED
+from kvferry.replay.trace.request import TraceRequest
+
+_CLOSE = 1.2
+"""Ratio of the limits of a range below which it is not narrowed further."""
+_SECONDS_PER_DAY = 86_400
+_YEARS_OF_ENDURANCE = 5
+"""Years over which vendors state how often a disk can be written each day."""
+
+Requests = Callable[[str], Iterable[TraceRequest]]
+"""Function that takes the name of a pass, for progress, and returns the requests of the trace."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeQuestion:
+    """A hit rate to reach, and the facts that decide whether it is worth it.
+
+    Attributes:
+        target: share of the prompt tokens that need not be computed.
+        prefill_tokens_per_second: tokens that an engine computes per second; 0 if unknown.
+        host_bytes: host memory in front of the disk; None for a sixteenth of the disk.
+        disk_writes_per_day: number of times that the disk can be written in full each day, for five years.
+    """
+
+    target: float
+    prefill_tokens_per_second: float = 0.0
+    host_bytes: int | None = None
+    disk_writes_per_day: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.target < 1:
+            raise ConfigError(f"--target-hit is {self.target}; give a share between 0 and 1, such as 0.5")
+        if self.prefill_tokens_per_second < 0 or self.disk_writes_per_day <= 0:
+            raise ConfigError("speeds and writes per day must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChoice:
+    """Engine settings, and the hit rate with unlimited host memory under them.
+
+    Attributes:
+        step_tokens: ``max_num_batched_tokens``.
+        retention: ``prefix_cache_retention_interval``.
+        hit_rate: share of the prompt tokens that need not be computed.
+        stored_bytes: bytes of all chunks that are stored.
+    """
+
+    step_tokens: int
+    retention: int | None
+    hit_rate: float
+    stored_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizing:
+    """The answer to a `SizeQuestion`. Sizes are in bytes.
+
+    Attributes:
+        question: the question.
+        model: model and settings of the engine.
+        ceiling: replay with unlimited host memory.
+        curve: hit rate of host memory alone by capacity.
+        enough: smallest capacity that is known to reach the target; None if no capacity does.
+        too_little: largest capacity that is known to miss it; 0 if every capacity reaches it.
+        with_disk: replay with a disk of `enough` bytes behind host memory; None without `enough`.
+        choices: alternative settings of an engine with recurrent state, the present ones first; else empty.
+    """
+
+    question: SizeQuestion
+    model: ServedModel
+    ceiling: Simulation
+    curve: tuple[CurvePoint, ...]
+    enough: int | None
+    too_little: int
+    with_disk: Simulation | None
+    choices: tuple[EngineChoice, ...]
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes that all chunks of the trace take, per token that is stored for the first time."""
+        results = self.ceiling.results
+        stored = sum(counts.stored_bytes for counts in self.ceiling.tiers[0][0].counts)
+        return stored / max(results.prompt_tokens - results.hit_tokens, 1)
+
+    @property
+    def written_per_second(self) -> float:
+        """Bytes written to the disk each second; 0 without a disk, or if the trace has no times."""
+        if self.with_disk is None or not (span := _span(self.with_disk)):
+            return 0.0
+        return sum(counts.stored_bytes for counts in self.with_disk.tiers[1][0].counts) / span
+
+    @property
+    def disk_years(self) -> float | None:
+        """Years that the disk lasts under these writes; None if nothing is written."""
+        if self.enough is None or not self.written_per_second:
+            return None
+        endured = _YEARS_OF_ENDURANCE * self.question.disk_writes_per_day * self.enough
+        return endured / (self.written_per_second * _SECONDS_PER_DAY)
+
+    @property
+    def break_even_bytes_per_second(self) -> float | None:
+        """Speed of a tier at which loading a token takes as long as computing it; None if unknown."""
+        return self.question.prefill_tokens_per_second * self.bytes_per_token or None
+
+
+def size(requests: Requests, model: ServedModel, question: SizeQuestion, unit_tokens: int) -> Sizing:
+    """Find the smallest host memory or disk that reaches a hit rate on a trace.
+
+    Args:
+        requests: function that returns the requests of the trace, once for each pass.
+        model: model and settings of the engine.
+        question: hit rate to reach.
+        unit_tokens: number of tokens per unit of the trace.
+    """
+
+    def replayed(of: ServedModel, name: str, *capacities: int) -> Simulation:
+        kinds = zip(("host", "file"), capacities, strict=False)
+        simulation = Simulation(of, ReplaySettings(tiers=tuple(_tier(*one) for one in kinds)), unit_tokens)
+        simulation.run(requests(name))
+        return simulation
+
+    ceiling = replayed(model, "unlimited memory", UNLIMITED)
+    passes = (requests("capacities") for _ in repeat(None))
+    curve = hit_rate_curve(passes, ceiling)
+    reaching = [point.capacity_bytes for point in curve if point.hit_rate >= question.target]
+    enough = min(reaching, default=None)
+    too_little, with_disk = 0, None
+    if enough is not None:
+        too_little = max((p.capacity_bytes for p in curve if p.capacity_bytes < enough), default=0)
+        while too_little and enough > _CLOSE * too_little:
+            middle = round(sqrt(enough * too_little))
+            if replayed(model, "capacity", middle).results.hit_rate >= question.target:
+                enough = middle
+            else:
+                too_little = middle
+        host = question.host_bytes or max(enough // 16, 64 * max(g.chunk_bytes for g in model.groups))
+        with_disk = replayed(model, "disk", host, enough)
+    return Sizing(
+        question=question,
+        model=model,
+        ceiling=ceiling,
+        curve=tuple(curve),
+        enough=enough,
+        too_little=too_little,
+        with_disk=with_disk,
+        choices=tuple(_choices(model, ceiling, replayed)),
+    )
+
+
+def _choices(
+    model: ServedModel, ceiling: Simulation, replayed: Callable[[ServedModel, str, int], Simulation]
+) -> Iterable[EngineChoice]:
+    """Yield the hit rate under the present settings and others; nothing without recurrent state."""
+    if model.state is None:
+        return
+    yield _choice(ceiling)
+    for steps in settings_with_more_snapshots(model.form.steps)[1:]:
+        other = replace(model, form=replace(model.form, steps=steps))
+        yield _choice(replayed(other, "engine settings", UNLIMITED))
+
+
+def _choice(simulation: Simulation) -> EngineChoice:
+    steps = simulation.model.form.steps
+    stored = sum(counts.stored_bytes for counts in simulation.tiers[0][0].counts)
+    return EngineChoice(steps.step_tokens, steps.retention, simulation.results.hit_rate, stored)
+
+
+def _tier(kind: str, capacity_bytes: int) -> TierSetting:
+    return TierSetting(kind=kind, capacity_bytes=capacity_bytes, shared=False, bytes_per_second=1.0)
+
+
+def _span(simulation: Simulation) -> float:
+    return simulation.results.last_arrival - simulation.results.first_arrival
