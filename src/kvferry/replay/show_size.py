@@ -60,7 +60,7 @@ def sentences(found: Sizing) -> Iterator[str]:
         short = " Choose a larger or a more enduring one." if years < _SHORT_LIVED_YEARS else ""
         yield f"The engine writes {format_bytes(found.written_per_second)} per second to the disk."
         yield (
-            f"A disk of this size that endures {found.question.disk_writes_per_day:g} full writes per day for "
+            f"A disk of this size that endures {found.question.disk_writes_per_day:g} full writes a day for "
             f"5 years lasts {years:.1f} years.{short}"
         )
     if (speed := found.break_even_bytes_per_second) is not None:
