@@ -4,4 +4,5 @@ The look-up, the choice of chunks to store and the eviction are the code that se
 `tiers.eviction`). Only time, memory and the engine itself are simulated.
 
 - `trace` reads traces: requests with arrival times, lengths and identities of their content.
+- `workload` makes up traces of users who hold conversations.
 """

@@ -1,1 +1,5 @@
-"""Request traces: who asked when, for how many tokens, and which prefixes are equal. Never the tokens."""
+"""Request traces: who asked when, for how many tokens, and which prefixes are equal. Never the tokens.
+
+- `open` finds out the format of a file, and `hashed`, `csv_trace` and `recorded` read one format each.
+- `made_up` gives content to requests of which a trace tells the lengths only.
+"""

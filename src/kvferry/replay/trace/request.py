@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -19,6 +21,19 @@ _GOLDEN, _FIRST, _SECOND = (
 _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedHits:
+    """Prompt tokens that an engine found in caches when its trace was recorded.
+
+    Attributes:
+        local_tokens: tokens found in the engine's own prefix cache.
+        loaded_tokens: tokens loaded from each tier, by the name of the tier.
+    """
+
+    local_tokens: int
+    loaded_tokens: Mapping[str, int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TraceRequest:
     """A request of a trace. Its content is divided into units of equal length.
@@ -33,6 +48,7 @@ class TraceRequest:
             units may include generated tokens.
         prompt_id: identity of the whole prompt. Used only if the prompt ends inside a unit.
         session: name of the conversation that the request belongs to; empty if unknown.
+        recorded: cache hits of the engine that recorded the trace; None for other traces.
     """
 
     arrival: float
@@ -42,6 +58,7 @@ class TraceRequest:
     prefix_ids: Ids
     prompt_id: int
     session: str = ""
+    recorded: RecordedHits | None = None
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.output_tokens < 0 or self.unit_tokens < 1:
@@ -54,6 +71,11 @@ class TraceRequest:
                 f"a prompt of {self.prompt_tokens} tokens has {len(self.prefix_ids)} identities for units of "
                 f"{self.unit_tokens}; give one for each whole unit"
             )
+
+
+def identity(text: str) -> int:
+    """Return an identity for a name: the first 64 bits of its BLAKE2b digest."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def mixed(values: Ids) -> Ids:
@@ -86,9 +108,47 @@ def chained(ids: npt.ArrayLike) -> Ids:
     Returns:
         uint64 of shape (units,).
     """
-    own = mixed(np.asarray(ids).astype(np.uint64))
-    places = np.arange(1, len(own) + 1, dtype=np.uint64)
-    return mixed(own + places * _FIRST).cumsum(dtype=np.uint64)
+    own = np.asarray(ids).astype(np.uint64)
+    return chained_each(own, np.array([len(own)]))
+
+
+def chained_each(ids: Ids, counts: npt.NDArray[np.int64]) -> Ids:
+    """Return what `chained` returns for each of several requests, in one array.
+
+    For short requests this takes a tenth of the time.
+
+    >>> both = chained_each(np.array([7, 8, 7], np.uint64), np.array([2, 1]))
+    >>> both.tolist() == [*chained([7, 8]).tolist(), *chained([7]).tolist()]
+    True
+
+    Args:
+        ids: identity of each unit's own content, of all requests one after the other, shape (units,).
+        counts: number of units of each request, int64 of shape (requests,).
+
+    Returns:
+        uint64 of shape (units,).
+    """
+    places = places_within(counts) + 1
+    sums = mixed(mixed(ids) + places.astype(np.uint64) * _FIRST).cumsum(dtype=np.uint64)
+    earlier = np.concatenate([np.zeros(1, np.uint64), sums])[counts.cumsum() - counts]
+    found: Ids = sums - np.repeat(earlier, counts)
+    return found
+
+
+def places_within(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the place of each element in its group, counted from 0, for groups one after the other.
+
+    >>> places_within(np.array([2, 3])).tolist()
+    [0, 1, 0, 1, 2]
+
+    Args:
+        counts: number of elements of each group, int64 of shape (groups,).
+
+    Returns:
+        int64 of shape (elements,).
+    """
+    starts = counts.cumsum() - counts
+    return np.arange(counts.sum(), dtype=np.int64) - np.repeat(starts, counts)
 
 
 def chunk_ids(request: TraceRequest, chunk_tokens: int, tokens: int) -> Ids:

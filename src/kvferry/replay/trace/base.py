@@ -1,0 +1,171 @@
+"""The contract of traces. Each format has a module of its own with a subclass of `Trace`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Annotated, TypeAlias, TypeVar
+
+import msgspec
+
+from kvferry.replay.trace.request import TraceRequest
+from kvferry.replay.trace.trace_file import TraceFile
+from kvferry.terminal import shown
+
+MAX_TOKENS = 1 << 24
+"""Maximum length of a prompt or an output. It bounds the memory that a wrong number in a file can take."""
+
+MAX_LATE_SECONDS = 60.0
+MAX_SECONDS = 1e11
+"""Maximum absolute value of a time. A larger number of seconds is a time in another unit."""
+
+PromptTokens: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
+OutputTokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
+UnitTokens: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
+
+_BATCH_REQUESTS = 512
+_BATCH_UNITS = 1 << 16
+_SHOWN_CHARACTERS = 100
+_Item = TypeVar("_Item")
+
+
+class Trace(ABC):
+    """The requests of a trace file, in order of arrival.
+
+    Each iteration reads the file from its beginning, a small part at a time. Standard input and pipes can be
+    iterated once. An iteration raises `ConfigError` at the first line that cannot be used.
+
+    Attributes:
+        name: name of the file, safe to print on a terminal.
+        format: name of the file's format: ``mooncake``, ``bailian``, ``blocks``, ``csv`` or ``recorded``.
+        unit_tokens: number of tokens per unit of all requests.
+        size_bytes: size of the file, compressed if it is; None for standard input and pipes.
+        header: what the file says about all its requests; empty except for recorded traces.
+    """
+
+    def __init__(
+        self, file: TraceFile, format_name: str, unit_tokens: int, header: Mapping[str, object] | None = None
+    ) -> None:
+        """Describe a trace. Subclasses call this with the attributes."""
+        self.name = file.name
+        self.format = format_name
+        self.unit_tokens = unit_tokens
+        self.size_bytes = file.size_bytes
+        self.header: Mapping[str, object] = header or {}
+        self._file = file
+        self._arrivals = ArrivalTimes(file)
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        self._arrivals = ArrivalTimes(self._file)
+        return self._requests(self._arrivals)
+
+    def position(self) -> int:
+        """Return how far the latest iteration is, in bytes of the file, for comparison with `size_bytes`."""
+        return self._file.read_bytes
+
+    def notes(self) -> list[str]:
+        """Return what the latest iteration changed or assumed, so far, as sentences for the user."""
+        late = self._arrivals.late
+        found = f"{late:,} requests were not in order of arrival; they arrive with the request before them"
+        return [found] if late else []
+
+    @abstractmethod
+    def _requests(self, arrivals: ArrivalTimes) -> Iterator[TraceRequest]:
+        """Read the file from its beginning.
+
+        Args:
+            arrivals: converts the times of this reading.
+        """
+
+
+class ArrivalTimes:
+    """Converts the times in a file to seconds since the file's first request, in ascending order.
+
+    Logs of busy servers are slightly unsorted. A request that is up to 60 s too late in the file arrives with
+    the request before it. A file with larger steps back is refused: it is not sorted by arrival, or contains
+    several traces.
+
+    Attributes:
+        late: number of requests whose times were replaced so far.
+    """
+
+    def __init__(self, file: TraceFile) -> None:
+        """Begin at the first request of a file.
+
+        Args:
+            file: file that errors name.
+        """
+        self.late = 0
+        self._file = file
+        self._first: float | None = None
+        self._newest = 0.0
+
+    def arrival(self, number: int, seconds: float) -> float:
+        """Return the arrival of the next request of the file.
+
+        Args:
+            number: number of its line.
+            seconds: its time in the file, in seconds.
+
+        Raises:
+            ConfigError: the time is out of bounds, or more than 60 s before the latest one so far.
+        """
+        if not -MAX_SECONDS <= seconds <= MAX_SECONDS:
+            raise self._file.refusal(
+                number,
+                f"the request arrives at {seconds:g} s; at most {MAX_SECONDS:g} s are expected",
+                "convert the times of this trace to the unit of its format",
+            )
+        if self._first is None:
+            self._first = seconds
+        found = seconds - self._first
+        if found >= self._newest:
+            self._newest = found
+        elif found >= self._newest - MAX_LATE_SECONDS:
+            self.late += 1
+        else:
+            raise self._file.refusal(
+                number,
+                f"the request arrives {self._newest - found:,.1f} s before an earlier line's; at most "
+                f"{MAX_LATE_SECONDS:g} s are expected",
+                "sort the trace by arrival",
+            )
+        return self._newest
+
+
+def batches(items: Iterable[_Item], units: Callable[[_Item], int]) -> Iterator[list[_Item]]:
+    """Group consecutive items, so that the identities of many short requests are computed at once.
+
+    Args:
+        items: items to group.
+        units: function that returns the number of units of an item. A group has about 65,536 units at most.
+    """
+    batch: list[_Item] = []
+    total = 0
+    for item in items:
+        batch.append(item)
+        total += units(item)
+        if total >= _BATCH_UNITS or len(batch) >= _BATCH_REQUESTS:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
+
+
+def decode(decoder: msgspec.json.Decoder[_Item], line: bytes, number: int, file: TraceFile) -> _Item:
+    """Decode a line of JSON.
+
+    Args:
+        decoder: decoder of the expected type.
+        line: line to decode.
+        number: number of the line.
+        file: file that an error names.
+
+    Raises:
+        ConfigError: the line is not of the expected type.
+    """
+    try:
+        return decoder.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        text = shown(line.decode(errors="replace").strip(), _SHOWN_CHARACTERS)
+        raise file.refusal(number, f"{error}, in {text}") from error

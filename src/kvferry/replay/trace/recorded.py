@@ -1,0 +1,239 @@
+"""Traces that kvferry records in an engine.
+
+The first line is a header, ``{"kvferry_trace": 1, "unit_tokens": 16, ...}``. Each further line is a request::
+
+    {"arrival": 1764240000.25, "end": 1764240003.5, "prompt_tokens": 40, "output_tokens": 12,
+     "keys": "AAAAAAAAAAEAAAAAAAAAAgAAAAAAAAAD", "prompt_key": "AAAAAAAAAAQ=", "session": "",
+     "local_tokens": 16, "loaded": {"host": 16}}
+
+Times are seconds since 1970. ``keys`` has 8 bytes, little-endian, for each whole unit of prompt and output,
+in base64. ``prompt_key`` is the same for the whole prompt. An engine that is started again adds a header and
+requests to the file of the one before. If an engine is killed, its last line is incomplete, and is left out.
+
+Requests are in order of their ends, and a request may take any time, so the first to arrive can be the last
+in the file. Therefore the file is read twice: first all arrivals, with 20 bytes of memory for each request,
+then each request at its place. A compressed file or standard input is first copied to a temporary file.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from array import array
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import IO
+
+import msgspec
+import numpy as np
+
+from kvferry.errors import ConfigError
+from kvferry.replay.trace.base import ArrivalTimes, OutputTokens, PromptTokens, Trace, UnitTokens, decode
+from kvferry.replay.trace.request import RecordedHits, TraceRequest
+from kvferry.replay.trace.trace_file import TraceFile
+
+VERSION = 1
+_HEADER = b'{"kvferry_trace"'
+_KEY_BYTES = 8
+
+
+class _Header(msgspec.Struct, frozen=True):
+    kvferry_trace: int
+    unit_tokens: UnitTokens
+
+
+class _Arrival(msgspec.Struct, gc=False, frozen=True):
+    arrival: float
+
+
+class _Request(msgspec.Struct, gc=False, frozen=True):
+    arrival: float
+    prompt_tokens: PromptTokens
+    output_tokens: OutputTokens
+    keys: bytes
+    prompt_key: bytes
+    local_tokens: OutputTokens
+    loaded: dict[str, OutputTokens]
+    session: str = ""
+
+
+class _Index:
+    """The places of the requests of a file.
+
+    Attributes:
+        arrivals: time of each request in the file, in seconds.
+        offsets: offset of its line in the file, decompressed.
+        numbers: number of its line.
+    """
+
+    def __init__(self) -> None:
+        self.arrivals, self.offsets, self.numbers = array("d"), array("q"), array("I")
+
+    def add(self, arrival: float, offset: int, number: int) -> None:
+        self.arrivals.append(arrival)
+        self.offsets.append(offset)
+        self.numbers.append(number)
+
+
+class RecordedTrace(Trace):
+    """A trace that kvferry recorded."""
+
+    def __init__(self, file: TraceFile) -> None:
+        """Read the header.
+
+        Args:
+            file: file of the trace.
+
+        Raises:
+            ConfigError: the header cannot be used, or is of another version.
+        """
+        number, line = file.first_line()
+        unit_tokens = _read_header(file, number, line)
+        fields = decode(msgspec.json.Decoder(dict[str, object]), line, number, file)
+        super().__init__(file, "recorded", unit_tokens, fields)
+        self._incomplete = 0
+        self._share_done = 0.0
+
+    def position(self) -> int:
+        """Return how far the latest iteration is, in bytes of the file, for comparison with `size_bytes`."""
+        return int(self._file.read_bytes * self._share_done)
+
+    def notes(self) -> list[str]:
+        """Return what the latest iteration changed or assumed, so far, as sentences for the user."""
+        found = f"{self._incomplete} incomplete lines were left out: the engine ended while it wrote them"
+        return [*super().notes(), *[found] * bool(self._incomplete)]
+
+    def _requests(self, arrivals: ArrivalTimes) -> Iterator[TraceRequest]:
+        self._incomplete, self._share_done = 0, 0.0
+        decoder = msgspec.json.Decoder(_Request)
+        with ExitStack() as stack:
+            stream = self._file.open_seekable()
+            if stream is None:
+                stream = stack.enter_context(self._temporary_file())
+                index = self._read_index(stream)
+            else:
+                stack.enter_context(stream)
+                index = self._read_index(None)
+            order = np.argsort(np.frombuffer(index.arrivals), kind="stable")
+            for done, place in enumerate(order, 1):
+                number = index.numbers[place]
+                record = decode(decoder, self._line_at(stream, index.offsets[place]), number, self._file)
+                self._share_done = done / len(order)
+                yield self._request(number, record, arrivals.arrival(number, record.arrival))
+
+    def _read_index(self, copy: IO[bytes] | None) -> _Index:
+        """Read all arrivals.
+
+        Args:
+            copy: temporary file to copy the decompressed trace to; None if there is no need.
+        """
+        index = _Index()
+        decoder = msgspec.json.Decoder(_Arrival)
+        offset = 0
+        broken: ConfigError | None = None
+        for number, line in self._file.all_lines():
+            if copy is not None:
+                self._copy(line, copy)
+            header_at = line.find(_HEADER)
+            if header_at >= 0:
+                # An engine was started again. The last line of the one before may lack its line break.
+                self._incomplete += broken is not None or header_at > 0
+                broken = None
+                self._check_header(number, line[header_at:])
+            elif broken is not None:
+                raise broken
+            elif not line.isspace():
+                try:
+                    index.add(decode(decoder, line, number, self._file).arrival, offset, number)
+                except ConfigError as error:
+                    if isinstance(error.__cause__, msgspec.ValidationError):
+                        raise
+                    broken = error
+            offset += len(line)
+        self._incomplete += broken is not None
+        return index
+
+    def _check_header(self, number: int, line: bytes) -> None:
+        unit_tokens = _read_header(self._file, number, line)
+        if unit_tokens != self.unit_tokens:
+            raise self._file.refusal(
+                number,
+                f"the engine was started again with units of {unit_tokens} tokens, after {self.unit_tokens}",
+                "divide the file before this line, and replay each trace by itself",
+            )
+
+    def _temporary_file(self) -> IO[bytes]:
+        try:
+            return tempfile.TemporaryFile()
+        except OSError as error:
+            raise self._no_room(error) from error
+
+    def _copy(self, line: bytes, copy: IO[bytes]) -> None:
+        try:
+            copy.write(line)
+        except OSError as error:
+            raise self._no_room(error) from error
+
+    def _no_room(self, error: OSError) -> ConfigError:
+        return ConfigError(
+            f"{self.name} cannot be copied to a temporary file: {error.strerror}; free space, set TMPDIR to "
+            "another directory, or save the trace to a file without compression"
+        )
+
+    def _line_at(self, stream: IO[bytes], offset: int) -> bytes:
+        try:
+            stream.seek(offset)
+            return stream.readline()
+        except OSError as error:
+            raise self._file.unreadable(error) from error
+
+    def _request(self, number: int, record: _Request, arrival: float) -> TraceRequest:
+        """Return a request.
+
+        Args:
+            number: number of its line.
+            record: the decoded line.
+            arrival: seconds since the first request.
+        """
+        whole, rest = divmod(record.prompt_tokens, self.unit_tokens)
+        most = (record.prompt_tokens + record.output_tokens) // self.unit_tokens
+        units, more_bytes = divmod(len(record.keys), _KEY_BYTES)
+        if more_bytes or not whole <= units <= most:
+            raise self._file.refusal(
+                number,
+                f"keys has {len(record.keys)} bytes; expected {_KEY_BYTES} for each of {most} units",
+            )
+        if len(record.prompt_key) != _KEY_BYTES and rest:
+            raise self._file.refusal(
+                number, f"prompt_key has {len(record.prompt_key)} bytes; expected {_KEY_BYTES}"
+            )
+        return TraceRequest(
+            arrival=arrival,
+            prompt_tokens=record.prompt_tokens,
+            output_tokens=record.output_tokens,
+            unit_tokens=self.unit_tokens,
+            prefix_ids=np.frombuffer(record.keys, "<u8").astype(np.uint64, copy=False),
+            prompt_id=int.from_bytes(record.prompt_key[:_KEY_BYTES], "little"),
+            session=record.session,
+            recorded=RecordedHits(record.local_tokens, record.loaded),
+        )
+
+
+def _read_header(file: TraceFile, number: int, line: bytes) -> int:
+    """Return the number of tokens per unit.
+
+    Args:
+        file: file of the trace.
+        number: number of the header's line.
+        line: the header.
+
+    Raises:
+        ConfigError: the header cannot be used, or is of another version.
+    """
+    header = decode(msgspec.json.Decoder(_Header), line, number, file)
+    if header.kvferry_trace != VERSION:
+        raise file.refusal(
+            number,
+            f"the trace has version {header.kvferry_trace}; this release of kvferry reads version {VERSION}",
+            "replay it with the release that recorded it",
+        )
+    return header.unit_tokens
