@@ -7,8 +7,8 @@ The first line is a header, ``{"kvferry_trace": 1, "unit_tokens": 16, ...}``. Ea
      "local_tokens": 16, "loaded": {"host": 16}}
 
 Times are seconds since 1970. ``keys`` has 8 bytes, little-endian, for each whole unit of prompt and output,
-in base64. ``prompt_key`` is the same for the whole prompt. An engine that is started again adds a header and
-requests to the file of the one before. If an engine is killed, its last line is incomplete, and is left out.
+in base64. ``prompt_key`` is the same for the whole prompt. An engine that is started again repeats the header
+and adds its requests. If an engine is killed, the last line may be incomplete, and is left out.
 
 Requests are in order of their ends, and a request may take any time, so the first to arrive can be the last
 in the file. Therefore the file is read twice: first all arrivals, with 20 bytes of memory for each request,
@@ -90,7 +90,7 @@ class RecordedTrace(Trace):
         unit_tokens = _read_header(file, number, line)
         fields = decode(msgspec.json.Decoder(dict[str, object]), line, number, file)
         super().__init__(file, "recorded", unit_tokens, fields)
-        self._incomplete = 0
+        self._is_torn = False
         self._share_done = 0.0
 
     def position(self) -> int:
@@ -99,11 +99,11 @@ class RecordedTrace(Trace):
 
     def notes(self) -> list[str]:
         """Return what the latest iteration changed or assumed, so far, as sentences for the user."""
-        found = f"{self._incomplete} incomplete lines were left out: the engine ended while it wrote them"
-        return [*super().notes(), *[found] * bool(self._incomplete)]
+        torn = "the last line is incomplete and was left out; the engine was writing it"
+        return [*super().notes(), *[torn] * self._is_torn]
 
     def _requests(self, arrivals: ArrivalTimes) -> Iterator[TraceRequest]:
-        self._incomplete, self._share_done = 0, 0.0
+        self._is_torn, self._share_done = False, 0.0
         decoder = msgspec.json.Decoder(_Request)
         with ExitStack() as stack:
             stream = self._file.open_seekable()
@@ -129,27 +129,19 @@ class RecordedTrace(Trace):
         index = _Index()
         decoder = msgspec.json.Decoder(_Arrival)
         offset = 0
-        broken: ConfigError | None = None
         for number, line in self._file.all_lines():
             if copy is not None:
                 self._copy(line, copy)
-            header_at = line.find(_HEADER)
-            if header_at >= 0:
-                # An engine was started again. The last line of the one before may lack its line break.
-                self._incomplete += broken is not None or header_at > 0
-                broken = None
-                self._check_header(number, line[header_at:])
-            elif broken is not None:
-                raise broken
+            if line.startswith(_HEADER):
+                self._check_header(number, line)
             elif not line.isspace():
                 try:
                     index.add(decode(decoder, line, number, self._file).arrival, offset, number)
-                except ConfigError as error:
-                    if isinstance(error.__cause__, msgspec.ValidationError):
+                except ConfigError:
+                    if line.endswith(b"\n"):
                         raise
-                    broken = error
+                    self._is_torn = True
             offset += len(line)
-        self._incomplete += broken is not None
         return index
 
     def _check_header(self, number: int, line: bytes) -> None:
