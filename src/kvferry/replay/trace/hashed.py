@@ -96,11 +96,12 @@ class HashedTrace(Trace):
         if unit is None:
             raise ConfigError(
                 f"{file.name}: the first line has no block_size, so the number of tokens per hash id is "
-                "unknown; give the number of tokens per unit"
+                "unknown; give it with --unit-tokens"
             )
         super().__init__(file, kind, unit)
         self._times_per_second = 1 if kind == "bailian" else 1000
         self._timed = first.timestamp is not None
+        self._states_units = first.block_size is not None
 
     def notes(self) -> list[str]:
         """Return what the latest iteration changed or assumed, so far, as sentences for the user."""
@@ -140,10 +141,13 @@ class HashedTrace(Trace):
         fewest, most = tokens // unit, -(-tokens // unit)
         if not fewest <= ids <= most:
             least, largest = -(-tokens // max(ids, 1)), (tokens - 1) // max(ids - 1, 1)
+            remedy = "correct this line"
+            if least <= largest and not self._states_units:
+                remedy += f", or set --unit-tokens to {least} to {largest}"
             raise self._file.refusal(
                 number,
                 f"{ids:,} hash_ids for {tokens:,} prompt tokens; expected {most:,} of {unit:,} tokens each",
-                "correct this line" + f", or give units of {least} to {largest} tokens" * (least <= largest),
+                remedy,
             )
 
     def _check_block_tokens(self, number: int, block_tokens: Sequence[int], ids: int) -> None:

@@ -34,7 +34,7 @@ def open_trace(path: Path | str, unit_tokens: int | None = None) -> Trace:
             `unit_tokens` is out of bounds.
     """
     if unit_tokens is not None and not 1 <= unit_tokens <= MAX_TOKENS:
-        raise ConfigError(f"units of {unit_tokens} tokens; give a number from 1 to {MAX_TOKENS:,}")
+        raise ConfigError(f"--unit-tokens is {unit_tokens}; give a number from 1 to {MAX_TOKENS:,}")
     file = TraceFile(path)
     _, line = file.first_line()
     keys = _keys(line)

@@ -72,9 +72,7 @@ def test_a_block_size_is_the_length_of_units_and_an_argument_is_so_without_it(tr
         {"timestamp": 0, "input_length": 30, "output_length": 1, "hash_ids": [3]}, unit_tokens=32
     )
     assert (mooncake.format, mooncake.unit_tokens) == ("mooncake", 32)
-    with pytest.raises(
-        ConfigError, match=r"no block_size, so .* is unknown; give the number of tokens per u"
-    ):
+    with pytest.raises(ConfigError, match=r"no block_size, so .* is unknown; give it with --unit-tokens$"):
         trace({"hash_ids": [1], "input_length": 30})
 
 
@@ -172,5 +170,7 @@ def test_a_wrong_record_is_refused_with_its_line(trace, change, problem):
 
 
 def test_a_wrong_number_of_ids_tells_which_units_would_fit(trace):
-    with pytest.raises(ConfigError, match=r"; correct this line, or give units of 483 to 519 tokens$"):
+    with pytest.raises(ConfigError, match=r"; correct this line, or set --unit-tokens to 483 to 519$"):
         list(trace({"hash_ids": list(range(14)), "input_length": 6758}, unit_tokens=16))
+    with pytest.raises(ConfigError, match=r"; correct this line$"):
+        list(trace(BLOCKS | {"hash_ids": list(range(14)), "input_length": 6758}))

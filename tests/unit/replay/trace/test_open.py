@@ -47,7 +47,7 @@ def test_given_units_count_where_a_trace_does_not_state_them(tmp_path, name, uni
 @pytest.mark.parametrize("unit_tokens", [0, -1, 1 << 25])
 def test_units_out_of_bounds_are_refused(unit_tokens):
     with pytest.raises(
-        ConfigError, match=f"units of {unit_tokens} tokens; give a number from 1 to 16,777,216"
+        ConfigError, match=f"--unit-tokens is {unit_tokens}; give a number from 1 to 16,777,216"
     ):
         open_trace("missing", unit_tokens)
 
