@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
@@ -94,6 +95,7 @@ def replay(
         skip=skip,
     )
     outcome = _replay(found, served, settings, requests, curve=curve)
+    print_notes(found)
     if html is not None:
         from kvferry.replay.page import page
 
@@ -139,6 +141,12 @@ def served_model_of(
     side = EngineSide(tp, 1, resolve_layout("auto", reading), block_size)
     kept = KeptSettings(step_tokens, parse_retention(retention), chunk_tokens, snapshot_tokens)
     return served_model(reading, side, kept)
+
+
+def print_notes(trace: Trace) -> None:
+    """Print on standard error what reading a trace changed or assumed."""
+    for note in trace.notes():
+        print(f"kvferry: {trace.name}: {note}", file=sys.stderr)
 
 
 def with_bandwidth(tiers: list[TierSetting], texts: list[str] | None) -> list[TierSetting]:

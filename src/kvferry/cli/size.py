@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvferry.cli import replay_options as opt
 from kvferry.cli.options import write_file
-from kvferry.cli.replay import served_model_of
+from kvferry.cli.progress import progress
+from kvferry.cli.replay import print_notes, served_model_of
 from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from kvferry.replay.trace.base import Trace
     from kvferry.replay.trace.request import TraceRequest
 
 _STEP_TOKENS = 8192
@@ -98,6 +101,7 @@ def size(
         chunk_tokens=chunk_tokens,
         snapshot_tokens=snapshot_tokens,
     )
+    opened = None
     if trace is None:
         from kvferry.replay.workload import Workload
 
@@ -114,8 +118,11 @@ def size(
         name, unit = "a described workload", workload.unit_tokens
         requests: Callable[[str], Iterable[TraceRequest]] = lambda _: workload.requests()  # noqa: E731
     else:
-        name, unit, requests = _of_file(trace, unit_tokens)
+        opened = _open_file(trace, unit_tokens)
+        name, unit, requests = opened.name, opened.unit_tokens, partial(progress, opened)
     found = answer(requests, served, question, unit)
+    if opened is not None:
+        print_notes(opened)
     if html is not None:
         from kvferry.replay.page import size_page
 
@@ -131,13 +138,12 @@ def size(
         show_size(found, Report.to_stdout())
 
 
-def _of_file(path: str, unit_tokens: int | None) -> tuple[str, int, Callable[[str], Iterable[TraceRequest]]]:
-    """Return the name, the unit in tokens, and the passes over a trace file.
+def _open_file(path: str, unit_tokens: int | None) -> Trace:
+    """Open a trace that can be read several times.
 
     Raises:
         ConfigError: the file is no trace, or can be read only once.
     """
-    from kvferry.cli.progress import progress
     from kvferry.replay.trace.open import open_trace
 
     opened = open_trace(path, unit_tokens)
@@ -145,4 +151,4 @@ def _of_file(path: str, unit_tokens: int | None) -> tuple[str, int, Callable[[st
         raise ConfigError(
             f"--trace {path} can be read only once, and sizing needs several passes; name a file"
         )
-    return opened.name, opened.unit_tokens, lambda name: progress(opened, name)
+    return opened

@@ -16,10 +16,10 @@ KEY_BYTES = 8
 
 
 def group_keys(ids: Ids, groups: int) -> list[list[bytes]]:
-    r"""Return the keys of chunks in each KV cache group.
+    """Return the keys of chunks in each KV cache group.
 
-    >>> group_keys(np.array([1, 256], np.uint64), 2)[1]
-    [b'\\x02\\x00\\x00\\x00\\x00\\x00\\x00\\x00', b'\\x01\\x01\\x00\\x00\\x00\\x00\\x00\\x00']
+    >>> [key.hex() for key in group_keys(np.array([1, 256], np.uint64), 2)[1]]
+    ['0200000000000000', '0101000000000000']
 
     Args:
         ids: identities of the chunks, uint64 of shape (chunks,).

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvferry.replay.content import RequestKeys
-from kvferry.replay.engine_cache import NOTHING, EngineCache
+from kvferry.replay.engine_cache import NOTHING, EngineCache, LocalHit
 from kvferry.replay.model import ServedModel
 from kvferry.replay.stores import ComputedPrompt, snapshots_of, store_chunks
 from kvferry.replay.tiers import SimulatedTiers
@@ -82,15 +82,9 @@ class SimulatedEngine:
         if self.cache is not None:
             block_keys = self.cache.keys(request)
             local = self.cache.look_up(prompt, block_keys)
-        hit = self._load(prompt, keys, local.attention_tokens, local.attention_tokens)
-        if hit is None and local.tokens < local.attention_tokens:
-            hit = self._load(
-                prompt, keys, local.tokens, local.attention_tokens, before=local.attention_tokens
-            )
-        if hit is None:
-            none = (0,) * len(self.tiers.tiers)
-            each = (local.tokens,) * len(self.model.groups)
-            hit = Hit(local.tokens, none, none, local.attention_tokens, each)
+        hit = self._load(prompt, keys, local, local.attention_tokens)
+        if local.tokens < local.attention_tokens and not any(hit.tier_tokens):
+            hit = self._load(prompt, keys, local, local.tokens)
         shared = local.attention_tokens if local.attention_tokens > local.tokens else 0
         return Running(request, hit, shared, keys, block_keys)
 
@@ -103,29 +97,27 @@ class SimulatedEngine:
         if self.cache is not None and running.block_keys is not None:
             self.cache.keep(request, running.block_keys, snapshots, running.shared)
 
-    def _load(
-        self, prompt: int, keys: RequestKeys, local_tokens: int, attention_tokens: int, before: int = 0
-    ) -> Hit | None:
-        """Load the longest usable prefix; return None if the tiers extend nothing.
+    def _load(self, prompt: int, keys: RequestKeys, local: LocalHit, begin: int) -> Hit:
+        """Load the longest usable prefix, if it is longer than what the engine has.
 
         Args:
             prompt: length of the prompt in tokens.
             keys: keys of the request's chunks.
-            local_tokens: number of tokens before the load that the engine has.
-            attention_tokens: number of tokens whose attention blocks the engine has.
-            before: maximum length of the prefix in tokens; 0 for no limit.
+            local: prefix that the engine has.
+            begin: number of tokens of it before the load. If the engine has more attention blocks, the load
+                may not reach beyond those.
         """
-        found = self.tiers.look_up(prompt, keys, local_tokens)
+        found = self.tiers.look_up(prompt, keys, begin)
+        none = (0,) * len(self.tiers.tiers)
         if found is None:
-            return None
+            each = (local.tokens,) * len(self.model.groups)
+            return Hit(local.tokens, none, none, local.attention_tokens, each)
+        attention = max(local.attention_tokens, found.full_attention_tokens) if self.model.attention else 0
+        each = found.per_group if len(self.model.groups) > 1 else (max(found.tokens, local.tokens),)
         end = found.tokens
-        if before and end > before:
-            return None
-        if end <= local_tokens:
-            return None
-        sums = found.tokens_by_tier(self.model.widest, local_tokens, end).tolist()
+        if end <= begin or (begin < local.attention_tokens and end > local.attention_tokens):
+            return Hit(local.tokens, none, none, attention, each)
+        sums = found.tokens_by_tier(self.model.widest, begin, end).tolist()
         sizes = self.tiers.load(keys, found, end)
         tokens = (*sums, *[0] * (len(sizes) - len(sums)))
-        attention = max(attention_tokens, found.full_attention_tokens)
-        each = found.per_group if len(self.model.groups) > 1 else (end,)
-        return Hit(local_tokens, tokens, tuple(sizes), attention, each)
+        return Hit(begin, tokens, tuple(sizes), attention, each)

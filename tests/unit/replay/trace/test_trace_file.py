@@ -59,7 +59,7 @@ def test_only_a_plain_file_can_be_read_at_any_place(tmp_path, stdin):
     assert TraceFile("-").open_seekable() is None
 
 
-@pytest.mark.parametrize("content", [TEXT, gzip.compress(TEXT)])
+@pytest.mark.parametrize("content", [TEXT, gzip.compress(TEXT)], ids=["plain", "gzip"])
 def test_standard_input_is_read_once_from_its_beginning(stdin, content):
     stdin(content)
     file = TraceFile("-")
