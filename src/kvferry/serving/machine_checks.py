@@ -27,6 +27,8 @@ def check_machine(config: ConnectorConfig) -> None:
         existing_keys(config.secret_file)
         if config.transfer_log is not None:
             check_line_file("transfer_log", config.transfer_log)
+    if config.record is not None:
+        check_line_file("record", config.record)
     tiers = read_tiers(config.tiers)
     if tiers is None:
         return
