@@ -25,6 +25,7 @@ EXAMPLES: dict[type[msgspec.Struct], dict[str, Any]] = {
         "attempts": 1,
         "late_blocks": 0.25,
         "transfer_log": "/var/log/kvferry/loads.jsonl",
+        "record": "/var/log/kvferry/trace.jsonl",
         "layout": "BLHNC",
         "strategy": "staged",
         "staging_mib": 256,

@@ -31,6 +31,7 @@ SETTINGS: Mapping[str, tuple[Any, str | None, str]] = {
     "attempts": (int, "COUNT", "Number of loads to try before the prompt is computed."),
     "late_blocks": (float, "SHARE", "Largest share of the block pool that loads from peers hold."),
     "transfer_log": (str, "FILE", "File that gets one JSON line per finished load."),
+    "record": (str, "FILE", "File that gets one JSON line per ended request, for kvferry replay."),
     "layout": (str, "NAME", "Memory layout: auto, engine, or a name such as BLHNC."),
     "strategy": (str, "NAME", "Transfer strategy: auto, direct, over-read or staged."),
     "staging_mib": (int, "MIB", "Staging memory per worker and direction; 0 for none."),

@@ -210,9 +210,12 @@ class Admission:
             load_tokens: number of tokens to load, as `matched` returned it last; 0 for no load.
         """
         known = self._known.get(request.request_id)
-        if known is not None and known.phase is RequestPhase.SERVED:
+        if known is None:
+            self._events.unserved(request)
+            return
+        if known.phase is RequestPhase.SERVED:
             self._parts.on_resumed(request.request_id)
-        if known is None or known.phase is not RequestPhase.OPEN:
+        if known.phase is not RequestPhase.OPEN:
             return
         self._parts.forget(request.request_id)  # left from an earlier admission
         proposed, known.shortened = known.taken, False

@@ -272,10 +272,9 @@ class AdmissionEvents:
         """
         for name in [name for name in self._unserved if name in requests]:
             request = self._unserved.pop(name)
-            own, last = request.own_hit, self._asked.get(name)
+            own, last, available = request.own_hit, self._asked.get(name), request.num_computed_tokens
             if own is None:
-                own = 0 if last is None else last[1].local_tokens
-            available = request.num_computed_tokens
+                own = available if last is None else last[1].local_tokens
             self._events.emit(
                 Scheduled(name, time.monotonic(), available, request.num_tokens, max(0, available - own))
             )

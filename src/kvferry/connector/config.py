@@ -69,6 +69,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             of this share that other peers' loads leave free. If no load holds blocks, the next load may
             exceed both limits.
         transfer_log: path of a file that gets one JSON line per finished load; None for no log.
+        record: path of a file that gets one JSON line per ended request: lengths, times and keys of the
+            content, as a trace for ``kvferry replay``; None to record nothing.
         layout: memory layout to request from the engine. ``auto`` requests a layout with blocks outermost if
             the attention backend declares one. ``engine`` leaves the choice to vLLM. Any other value requires
             exactly that layout.
@@ -119,6 +121,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attempts: int = 2
     late_blocks: float = 0.5
     transfer_log: str | None = None
+    record: str | None = None
     layout: Literal["auto", "engine"] | Layout = "auto"
     strategy: Literal["auto", "direct", "over-read", "staged"] = "auto"
     staging_mib: int = 64

@@ -218,6 +218,11 @@ class SchedulerHalf:
         return self._admission
 
     @property
+    def chunking(self) -> tuple[int, int] | None:
+        """Number of tokens per chunk of the tiers, and between kept snapshots; None without tiers."""
+        return None if self._tiering is None else (self._tiering.chunk_tokens, self._tiering.snapshot_tokens)
+
+    @property
     def parts(self) -> PartBlocks:
         """Record of the blocks that loads fill only in part; available after `start`."""
         assert self._parts is not None

@@ -69,8 +69,12 @@ class EventStream:
                 )  # fmt: skip
 
 
+def short_id(request_id: str) -> str:
+    """Return a request's id as events have it. Clients choose ids of any length."""
+    return request_id if len(request_id) <= MAX_ID_CHARACTERS else shown(request_id, MAX_ID_CHARACTERS)
+
+
 def _with_short_id(event: Event) -> Event:
-    """Return the event with a request id of at most `MAX_ID_CHARACTERS`; clients choose ids of any length."""
     if isinstance(event, TierEvent) or len(event.request_id) <= MAX_ID_CHARACTERS:
         return event
-    return replace(event, request_id=shown(event.request_id, MAX_ID_CHARACTERS))
+    return replace(event, request_id=short_id(event.request_id))

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
-from collections.abc import Sequence
-from io import FileIO
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from kvferry.connector.events import Event, LoadBegan, LoadEnded
 from kvferry.connector.load_results import LoadOutcome
 from kvferry.connector.stream import MAX_ID_CHARACTERS
-from kvferry.errors import ConfigError
 from kvferry.geometry import GroupKind, RankGeometry
-from kvferry.private_file import open_private
+from kvferry.observe.line_file import LineFile, open_line_file
 from kvferry.terminal import shown
 from kvferry.tiers.names import PEER
 
-logger = logging.getLogger(__name__)
+_LINE_BYTES = 2048
+"""Memory of a line that waits to be written, at most about this."""
 
 
 class TransferLog:
     """Listener of the connector's events that appends a line to a file for each ended load from a peer.
 
     Loads with the outcome DROPPED (no longer needed when they ended) are not logged. If a line cannot be
-    written, for example because the disk is full, logging stops and the engine continues. Not thread-safe.
+    written, for example because the disk is full, logging stops and the engine continues. A thread writes the
+    file; only the engine's thread calls this class.
     """
 
     def __init__(self, path: str, ranks: Sequence[RankGeometry]) -> None:
@@ -40,7 +40,7 @@ class TransferLog:
         self._labels = ranks[0].labels
         self._block_tokens, self._block_bytes = full_attention_block(ranks)
         self._began: dict[str, LoadBegan] = {}
-        self._file: FileIO | None = _open_log(path)
+        self._lines = LineFile("transfer_log", path, open_line_file("transfer_log", path))
 
     def __call__(self, event: Event) -> None:
         """Record that a load has begun, or write the line of a load that has ended."""
@@ -52,19 +52,15 @@ class TransferLog:
                 self._write(began, event)
 
     def close(self) -> None:
-        """Close the file. Later loads are not logged."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Write the lines that wait, and close the file. Later loads are not logged."""
+        self._lines.close()
 
     def _write(self, began: LoadBegan, ended: LoadEnded) -> None:
-        """Write the line of a load to the file. Stop logging if the line cannot be written.
+        """Add the line of a load to the file.
 
         Args:
             began, ended: events of the start and the end of the load.
         """
-        if self._file is None:
-            return
         figures = ended.figures
         line = {
             "request_id": shown(ended.request_id, MAX_ID_CHARACTERS),
@@ -85,11 +81,7 @@ class TransferLog:
             "check_seconds": figures.check_seconds,
             "total_seconds": ended.seconds,
         }
-        try:
-            self._file.write(json.dumps(line).encode() + b"\n")
-        except OSError as error:
-            logger.warning("transfer_log: %s; no more lines are written", os.strerror(error.errno or 0))
-            self.close()
+        self._lines.add(partial(_encode, line), _LINE_BYTES)
 
     def _blocks(self, load: LoadBegan) -> int:
         """Return the number of KV blocks that contain tokens of a load, including partly filled blocks.
@@ -99,28 +91,8 @@ class TransferLog:
         return -(-load.end // self._block_tokens) - load.begin // self._block_tokens
 
 
-def check_log(path: str) -> None:
-    """Check that a transfer log can be opened. A file that does not exist is created and removed.
-
-    Args:
-        path: path of the log file.
-
-    Raises:
-        ConfigError: the file cannot be opened for appending.
-    """
-    target = os.path.realpath(path)  # a link may lead to a file that does not exist
-    existed = os.path.lexists(target)
-    _open_log(path).close()
-    if not existed:
-        os.unlink(target)  # noqa: PTH108 - a path of any text, as `open` takes it
-
-
-def _open_log(path: str) -> FileIO:
-    try:
-        return open(path, "ab", buffering=0, opener=open_private)
-    except (OSError, ValueError) as error:
-        why = os.strerror(error.errno or 0) if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"transfer_log {path}: {why}; name a file that can be written") from error
+def _encode(line: Mapping[str, Any]) -> bytes:
+    return json.dumps(line).encode() + b"\n"
 
 
 def full_attention_block(ranks: Sequence[RankGeometry]) -> tuple[int, float]:

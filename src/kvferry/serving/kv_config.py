@@ -58,7 +58,7 @@ def kv_transfer_config(
 
 def _with_absolute_paths(extra: Mapping[str, Any]) -> dict[str, Any]:
     absolute = dict(extra)
-    for key in ("secret_file", "transfer_log", "costs"):
+    for key in ("secret_file", "transfer_log", "record", "costs"):
         if key in absolute:
             path = expanded(absolute[key]) if key == "costs" else Path(absolute[key])
             absolute[key] = str(path.absolute())

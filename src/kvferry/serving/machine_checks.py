@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.tier_config import read_tiers
-from kvferry.observe.transfer_log import check_log
+from kvferry.observe.line_file import check_line_file
 from kvferry.tiers.sizes import parse_size
 from kvferry.transport.costs_file import load_costs
 from kvferry.transport.key_file import existing_keys
@@ -26,7 +26,9 @@ def check_machine(config: ConnectorConfig) -> None:
     if config.transfers:
         existing_keys(config.secret_file)
         if config.transfer_log is not None:
-            check_log(config.transfer_log)
+            check_line_file("transfer_log", config.transfer_log)
+    if config.record is not None:
+        check_line_file("record", config.record)
     tiers = read_tiers(config.tiers)
     if tiers is None:
         return

@@ -1022,6 +1022,18 @@ def test_what_another_connector_has_loaded_is_neither_computed_nor_the_engines_o
     assert said(engine)[1] == {"queries tiers": 1, "misses tiers lost_bid ": 1}
 
 
+@pytest.mark.parametrize(("own", "others"), [(8, 4), (None, 0)])
+def test_a_request_that_no_source_can_serve_is_scheduled_too(own, others):
+    engine = Engine(Stand("peer", serves=False))
+    one = engine.arrive()
+    one.prefill_stats = None if own is None else SimpleNamespace(num_local_cached_tokens=own)
+    assert engine.admit(one, 8) == 0
+    engine.compute(one, 12)
+    engine.compute(one, 13)
+    assert settled(engine) == [(12, others)]
+    assert said(engine) == (["Arrived", "Scheduled"], {})
+
+
 def test_what_another_connector_brings_after_our_load_failed_is_not_recomputed():
     ours = Stand("tiers", 32)
     engine = Engine(ours, workers=1)

@@ -14,29 +14,11 @@ from kvferry.errors import ConfigError
 from kvferry.serving.ports import free_ports
 from kvferry.transport.messages import RankCard
 from support.pages import kv_page, rank_of
+from support.vllm_config import configured
 from transport.cards import facts
 
 # Tests beside it would take ports that were found free.
 pytestmark = pytest.mark.alone
-
-
-def configured(engine_id: str, index: int = 0) -> SimpleNamespace:
-    """An engine's configuration, as far as the scheduler half reads it before a request."""
-    return SimpleNamespace(
-        parallel_config=SimpleNamespace(data_parallel_index=index, data_parallel_size=1),
-        use_v2_model_runner=False,
-        kv_transfer_config=SimpleNamespace(engine_id=engine_id, kv_role="kv_both"),
-        model_config=SimpleNamespace(model="tiny", max_model_len=400),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=256),
-        speculative_config=None,
-        num_speculative_tokens=0,
-        max_concurrent_batches=1,
-        kv_events_config=None,
-        observability_config=SimpleNamespace(otlp_traces_endpoint=None),
-        lora_config=None,
-        max_in_flight_tokens=256,
-        num_prefill_lookahead_tokens=0,
-    )
 
 
 def card(rank, config, read=None):

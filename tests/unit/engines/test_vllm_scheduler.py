@@ -12,6 +12,7 @@ from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.plain import PlainStep
 from kvferry.engines.vllm.scheduler import VLLMScheduler
 from kvferry.observe.spans import SpanListener
+from support.vllm_config import configured
 
 
 @pytest.fixture(autouse=True)
@@ -21,21 +22,7 @@ def own_home(tmp_path, monkeypatch):
 
 
 def scheduler(role: str = "kv_both", endpoint: str | None = None, engines: int = 1) -> VLLMScheduler:
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(data_parallel_index=0, data_parallel_size=engines),
-        use_v2_model_runner=False,
-        kv_transfer_config=SimpleNamespace(engine_id="e", kv_role=role),
-        model_config=SimpleNamespace(model="tiny", max_model_len=400),
-        kv_events_config=None,
-        observability_config=SimpleNamespace(otlp_traces_endpoint=endpoint),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=256),
-        speculative_config=None,
-        lora_config=None,
-        num_speculative_tokens=0,
-        max_concurrent_batches=1,
-        max_in_flight_tokens=256,
-        num_prefill_lookahead_tokens=0,
-    )
+    config = configured(role=role, endpoint=endpoint, engines=engines)
     cache = SimpleNamespace(kv_cache_groups=[], num_blocks=8, hash_block_size=16)
     return VLLMScheduler(config, cache, ConnectorConfig())
 

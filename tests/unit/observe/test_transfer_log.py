@@ -117,6 +117,7 @@ def test_loads_under_way_at_the_same_time_are_told_apart(tmp_path: Path) -> None
     for event in (began, other_began, ended, other_ended):
         log(event)
     assert not log._began
+    log.close()
     assert [json.loads(line)["request_id"] for line in path.read_text().splitlines()] == ["a", "b"]
 
 
@@ -160,6 +161,7 @@ def test_a_full_disk_stops_the_log_and_nothing_else(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING):
         for event in load() * 3:
             log(event)
+        log.close()
     assert [record.getMessage() for record in caplog.records] == [
         "transfer_log: No space left on device; no more lines are written"
     ]

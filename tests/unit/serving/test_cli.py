@@ -228,10 +228,11 @@ def test_config_writes_absolute_paths_and_leaves_no_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "kv").mkdir()
     tiers = json.dumps([{"type": "file", "path": "kv"}, {"type": "file"}])
-    done = run("config", "--tiers", tiers, "--transfer", "--transfer-log", "log")
+    done = run("config", "--tiers", tiers, "--transfer", "--transfer-log", "log", "--record", "trace")
     extra = json.loads(done.stdout)["kv_connector_extra_config"]
     assert extra["tiers"] == [{"type": "file", "path": str(tmp_path / "kv")}, {"type": "file"}]
     assert extra["transfer_log"] == str(tmp_path / "log")
+    assert extra["record"] == str(tmp_path / "trace")
     assert [each.name for each in tmp_path.iterdir()] == ["kv"]
 
 
@@ -276,6 +277,10 @@ def test_config_takes_tiers_as_json_and_transfer_beside_them(tmp_path):
         (
             ["config", "--transfer-log", "/nowhere/log"],
             "transfer_log /nowhere/log: No such file or directory; name a file that can be written",
+        ),
+        (
+            ["config", "--record", "/nowhere/trace", "--no-transfer", "--tiers", "default"],
+            "record /nowhere/trace: No such file or directory; name a file that can be written",
         ),
         (
             ["config", "--tiers", '[{"type": "file", "path": "/nowhere/kv"}]'],

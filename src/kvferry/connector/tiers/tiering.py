@@ -62,6 +62,9 @@ class Tiering:
         source: source that offers to load the tiers' chunks for requests.
         weights: maps the name of a tier to the weight of each token that is loaded from it, when the source
             policy ``weight`` compares offers.
+        chunk_tokens: number of tokens per chunk.
+        snapshot_tokens: distance in tokens between positions at which attention windows and snapshots of
+            recurrent state are kept.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class Tiering:
         groups = ranks[0].groups
         self.source = composition.tier_source(self._cache, self._prompts, canonical)
         self._stores = StoreOrders(self._cache, composition.pool, canonical.labels, events)
-        every = _snapshot_tokens(config, canonical)
+        self.chunk_tokens, self.snapshot_tokens = canonical.chunk_tokens, _snapshot_tokens(config, canonical)
         self._bits = bits = {
             host.keys.bit: HOST,
             **{one.queue.tier.keys.bit: one.queue.name for one in behind},
@@ -119,7 +122,7 @@ class Tiering:
             groups=groups,
             parts=composition.parts,
             orders=self._stores,
-            snapshot_tokens=every,
+            snapshot_tokens=self.snapshot_tokens,
             block_events=self._block_events,
         )
         self._card: ArenaCard | None = ArenaCard(self._arena.handle, tuple(ranks), canonical.chunk_tokens)

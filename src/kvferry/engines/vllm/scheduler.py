@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvferry.connector.adapters import Adapters
@@ -24,6 +25,7 @@ from kvferry.engines.vllm.tracing import tracing
 from kvferry.errors import ConfigError
 from kvferry.observe.explaining import RequestExplainer
 from kvferry.observe.metrics_listener import MetricsListener
+from kvferry.observe.recorder import RequestRecorder, recording_header, start_recording
 from kvferry.observe.transfer_log import TransferLog
 
 ONE_HANDSHAKE = (
@@ -52,7 +54,7 @@ class VLLMScheduler:
         """
         self._config, self._vllm_config, self._kv_cache_config = config, vllm_config, kv_cache_config
         engine = engine_info(vllm_config, kv_cache_config)
-        self._engine_id = engine.engine_id
+        self._engine, self._engine_id = engine, engine.engine_id
         self._requests = VLLMRequests(vllm_config, kv_cache_config)
         self._identifiers = Identifiers()
         adapters = Adapters(lora_settings(vllm_config))
@@ -74,6 +76,7 @@ class VLLMScheduler:
             connector=config.name,
         )
         self._log: TransferLog | None = None
+        self._recorder: RequestRecorder | None = None
         self.half = SchedulerHalf(engine, config, adapters, events)
         self._wake = find_waker()
         self._meta = SchedulerMeta(self._engine_id)
@@ -121,7 +124,22 @@ class VLLMScheduler:
             wake=self._wake,
             describe_blocks=None if self._block_events is None else self._block_events.describe,
         )
+        if self._config.record is not None:
+            self._record(self._config.record, workers[0].geometry.labels)
         self._explaining.start()
+
+    def _record(self, path: str, labels: Sequence[str]) -> None:
+        """Start to record requests in a file.
+
+        Args:
+            path: path of the file.
+            labels: label of each KV cache group.
+        """
+        engine, model = self._engine, str(self._vllm_config.model_config.model)
+        header = recording_header(engine, labels=labels, chunking=self.half.chunking, model=model)
+        self._recorder = start_recording(path, header, self.half.adapters, engine.port_offset)
+        if self._recorder is not None:
+            self.half.events.subscribe(self._recorder)
 
     def on_new_request(self, request: Any) -> None:
         """Pass a new request of vLLM's scheduler on to the scheduler half.
@@ -163,7 +181,10 @@ class VLLMScheduler:
             True if vLLM must keep the request's blocks until kvferry releases them, and the
             ``kv_transfer_params`` of the response (None if the response has none).
         """
-        return self.half.finished(self._requests.wrap(request), block_ids)
+        wrapped = self._requests.wrap(request)
+        if self._recorder is not None:
+            self._recorder.finished(wrapped)
+        return self.half.finished(wrapped, block_ids)
 
     def build_meta(self, scheduler_output: Any) -> SchedulerMeta:
         """Return the message that tells the workers which loads, stores and other work the coming step needs.
@@ -209,6 +230,8 @@ class VLLMScheduler:
         self.half.shutdown()
         if self._log is not None:
             self._log.close()
+        if self._recorder is not None:
+            self._recorder.close()
 
 
 def sorted_cards(metadata: dict[tuple[int, int], Any]) -> tuple[WorkerCard, ...]:

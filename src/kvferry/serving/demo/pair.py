@@ -196,13 +196,17 @@ class _Run:
                 answer = ask(
                     self.client, self.url, {**body, "prompt": text}, request_id=request_id, on_text=on_text
                 )
-            measured.append((answer, read_transfer(self.log, request_id)))
+            measured.append((answer, request_id))
         self.screen.note("Asking one engine alone ...")
+        verdicts = [
+            self._judge(body, text, answer) for text, (answer, _) in zip(texts, measured, strict=True)
+        ]
+        # The engine writes its log in a thread, which may end a line after the answer has come.
         return [
             RequestRow(
-                len(answer.prompt), transfer, answer.first_token_seconds, self._judge(body, text, answer)
+                len(answer.prompt), read_transfer(self.log, request_id), answer.first_token_seconds, verdict
             )
-            for text, (answer, transfer) in zip(texts, measured, strict=True)
+            for (answer, request_id), verdict in zip(measured, verdicts, strict=True)
         ]
 
     def _judge(self, body: Mapping[str, Any], text: str, answer: StreamedAnswer) -> AnswerVerdict:

@@ -1,0 +1,147 @@
+"""A file of lines that a thread writes, so that a slow disk never delays the engine's steps."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from io import FileIO
+from queue import Empty, SimpleQueue
+from typing import TypeAlias
+
+from kvferry.errors import ConfigError
+from kvferry.limited_log import LimitedLog
+from kvferry.private_file import open_private
+
+logger = logging.getLogger(__name__)
+
+MOST_QUEUED_BYTES = 64 << 20
+"""Maximum memory of the lines that wait to be written. Further lines are left out."""
+
+_CLOSING_SECONDS = 5.0
+
+Line: TypeAlias = Callable[[], bytes]
+"""Function that returns a line, with its line feed. The thread that writes the file calls it."""
+
+
+def open_line_file(setting: str, path: str) -> FileIO:
+    """Open a file for appending. A new file can be read only by its owner.
+
+    Args:
+        setting: name of the setting that names the file, for the error message.
+        path: path of the file; created if it does not exist.
+
+    Raises:
+        ConfigError: the file cannot be opened.
+    """
+    try:
+        return open(path, "ab", buffering=0, opener=open_private)
+    except (OSError, ValueError) as error:
+        why = os.strerror(error.errno or 0) if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"{setting} {path}: {why}; name a file that can be written") from error
+
+
+def check_line_file(setting: str, path: str) -> None:
+    """Check that a file can be opened for appending. A file that does not exist is created and removed.
+
+    Args:
+        setting: name of the setting that names the file, for the error message.
+        path: path of the file.
+
+    Raises:
+        ConfigError: the file cannot be opened.
+    """
+    target = os.path.realpath(path)  # a link may lead to a file that does not exist
+    existed = os.path.lexists(target)
+    open_line_file(setting, path).close()
+    if not existed:
+        os.unlink(target)  # noqa: PTH108 - a path of any text, as `open` takes it
+
+
+class LineFile:
+    """Writes lines to a file in a thread, in the order in which they were added.
+
+    If a line cannot be written, for example because the disk is full, no more lines are written. If the lines
+    that wait take more memory than allowed, further lines are left out. The log says both. The engine's
+    thread alone calls the methods, and none of them but `close` waits for the disk.
+    """
+
+    def __init__(
+        self, setting: str, path: str, file: FileIO, *, most_queued_bytes: int = MOST_QUEUED_BYTES
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            setting: name of the setting that names the file, for log messages.
+            path: path of the file, for log messages.
+            file: file opened for appending, without a buffer. The thread closes it.
+            most_queued_bytes: maximum memory of the lines that wait to be written.
+        """
+        self._setting, self._path, self._file = setting, path, file
+        self._most = most_queued_bytes
+        self._lines: SimpleQueue[tuple[Line, int] | None] = SimpleQueue()
+        # Bytes of all lines so far. The engine's thread changes the first number, the other one the second.
+        self._added = self._taken = 0
+        self._left_out = 0
+        self._warnings = LimitedLog(logger)
+        self._is_open = True
+        self._thread = threading.Thread(target=self._write_lines, name=f"kvferry-{setting}", daemon=True)
+        self._thread.start()
+
+    def add(self, line: Line, size: int) -> None:
+        """Add a line to the file, unless the file is closed or too many lines wait.
+
+        Args:
+            line: function that returns the line.
+            size: memory that `line` holds until it is called, in bytes.
+        """
+        if not self._is_open:
+            return
+        if self._added - self._taken > self._most:
+            self._left_out += 1
+            slow = f"{self._setting}: {self._path} is written too slowly"
+            self._warnings.say("slow", f"{slow}; lines are left out")
+            return
+        self._added += size
+        self._lines.put((line, size))
+
+    def close(self) -> None:
+        """Wait until all lines are written, for at most `_CLOSING_SECONDS`, and close the file."""
+        self._is_open = False
+        self._lines.put(None)
+        self._thread.join(_CLOSING_SECONDS)
+        if self._thread.is_alive():
+            slow = f"{self._setting}: {self._path} is written too slowly"
+            logger.warning("%s; its last lines may be lost", slow)
+        if self._left_out:
+            logger.warning("%s: %d lines were left out of %s", self._setting, self._left_out, self._path)
+            self._left_out = 0
+
+    def _write_lines(self) -> None:
+        try:
+            while (item := self._lines.get()) is not None:
+                line, size = item
+                self._write(line())
+                self._taken += size
+        except OSError as error:
+            logger.warning("%s: %s; no more lines are written", self._setting, os.strerror(error.errno or 0))
+        except Exception:
+            logger.exception("%s: no more lines are written; tell kvferry's authors", self._setting)
+        finally:
+            self._is_open = False
+            self._file.close()
+            self._drop_lines()
+
+    def _write(self, line: bytes) -> None:
+        rest = memoryview(line)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+
+    def _drop_lines(self) -> None:
+        """Free the memory of the lines that will not be written."""
+        try:
+            while True:
+                self._lines.get_nowait()
+        except Empty:
+            return

@@ -1,0 +1,247 @@
+"""Record the requests of an engine as a trace for `kvferry replay`: lengths, times and keys, never tokens.
+
+A recording is a file of JSON lines. docs/recording.md describes them. The engine's thread only copies the
+tokens of a request that has ended. Another thread computes the keys and writes the line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from base64 import b64encode
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from kvferry.connector.adapters import Adapters
+from kvferry.connector.engine import EngineFacts, Request
+from kvferry.connector.events import Arrived, Event, Finished, LoadBegan, LoadEnded, Scheduled
+from kvferry.connector.load_results import LoadOutcome
+from kvferry.connector.prompt_content import keys_of
+from kvferry.connector.stream import log_errors, short_id
+from kvferry.errors import ConfigError, Unnameable
+from kvferry.keys import ChunkKeys
+from kvferry.observe.line_file import LineFile
+from kvferry.observe.metrics_listener import trim_parts
+from kvferry.observe.recording_file import open_recording
+
+logger = logging.getLogger(__name__)
+
+SMALLEST_UNIT_TOKENS = 16
+"""Minimum number of tokens per key. Smaller units would make larger files."""
+
+DIGEST_BYTES = 8
+"""Number of bytes of a key in a recording: the first bytes of the digest."""
+
+_EPOCH = "kvferry-recording-1 "
+"""Text on which all keys depend, so that a recording has no key of a tier's chunk."""
+
+_TOKEN_BYTES = 40
+"""Memory of a token that waits to be written: a pointer and a Python integer."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known so far of a request that has not ended.
+
+    Attributes:
+        arrival: time of arrival, monotonic seconds.
+        local_tokens: number of tokens that the engine's own prefix cache had when the request was first
+            admitted; None before that.
+        begun: events of the loads that have begun, by the name of the load.
+        succeeded: events of the start of the loads that succeeded.
+        broken: names of the attempts with a failed load. The other loads of these attempts are not used.
+        loaded: number of loaded tokens by place; None until the engine schedules the request.
+    """
+
+    arrival: float
+    local_tokens: int | None = None
+    begun: dict[str, LoadBegan] = field(default_factory=dict)
+    succeeded: list[LoadBegan] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)
+    loaded: Counter[str] | None = None
+
+
+def recording_header(
+    engine: EngineFacts, *, labels: Sequence[str], chunking: tuple[int, int] | None, model: str
+) -> dict[str, Any]:
+    """Return the first line of a recording: facts about the engine, made of JSON types.
+
+    Args:
+        engine: facts about the engine.
+        labels: label of each KV cache group.
+        chunking: number of tokens per chunk of the tiers, and between kept snapshots; None without tiers.
+        model: name of the model.
+    """
+    chunk, snapshot = chunking or (None, None)
+    blocks = [group.block_tokens for group in engine.groups]
+    return {
+        "kvferry_trace": 1,
+        "unit_tokens": max(SMALLEST_UNIT_TOKENS, math.gcd(*blocks, chunk or 0)),
+        "chunk_tokens": chunk,
+        "block_tokens": blocks,
+        "step_tokens": engine.step_tokens,
+        "num_blocks": engine.num_blocks,
+        "groups": list(labels),
+        "snapshot_tokens": snapshot,
+        "model": model,
+    }
+
+
+def start_recording(
+    path: str, header: Mapping[str, Any], adapters: Adapters, engine_index: int = 0
+) -> RequestRecorder | None:
+    """Open the file of a recording and return its recorder. Log a warning and return None if that fails.
+
+    Args:
+        path: path that the setting names. The log says which file was opened.
+        header: first line of the recording, from `recording_header`.
+        adapters: the engine's LoRA adapters.
+        engine_index: data-parallel index of the engine.
+    """
+    try:
+        opened, file = open_recording(path, header, engine_index)
+    except (OSError, ValueError, ConfigError) as error:
+        why = os.strerror(error.errno or 0) if isinstance(error, OSError) else str(error)
+        logger.warning("record %s: %s; no requests are recorded", path, why)
+        return None
+    logger.info("record: requests are recorded in %s", opened)
+    return RequestRecorder(LineFile("record", opened, file), header["unit_tokens"], adapters)
+
+
+class RequestRecorder:
+    """Writes a line for each request that has ended.
+
+    It listens to the connector's events. The engine calls `finished` in addition, because events have no
+    tokens. Only the engine's thread calls this class.
+    """
+
+    def __init__(self, lines: LineFile, unit_tokens: int, adapters: Adapters) -> None:
+        """Create the recorder. It knows no request yet.
+
+        Args:
+            lines: file of the recording.
+            unit_tokens: number of tokens per key.
+            adapters: the engine's LoRA adapters.
+        """
+        self._lines, self._unit_tokens, self._adapters = lines, unit_tokens, adapters
+        self._requests: dict[str, _Known] = {}
+        self._unix_seconds = time.time() - time.monotonic()  # so that no clock step changes an interval
+        self._handlers: Mapping[type[Event], Callable[[Any], None]] = {
+            Arrived: self._arrived,
+            LoadBegan: self._load_began,
+            LoadEnded: self._load_ended,
+            Scheduled: self._scheduled,
+            Finished: self._forget,
+        }
+
+    def __len__(self) -> int:
+        """Return the number of requests that have not ended."""
+        return len(self._requests)
+
+    def __call__(self, event: Event) -> None:
+        """Record the arrival of a request, its loads, and when it is scheduled."""
+        if (note := self._handlers.get(type(event))) is not None:
+            note(event)
+
+    @log_errors
+    def finished(self, request: Request) -> None:
+        """Write the line of a request that has ended, and forget the request.
+
+        Call this before the scheduler half's `finished`. Requests that were refused before they reached the
+        scheduler have no line, because their prompts are unknown.
+
+        Args:
+            request: the request.
+        """
+        known = self._requests.pop(short_id(request.request_id), None)
+        if known is None or request.was_rejected:
+            return
+        prompt, total = request.num_prompt_tokens, request.num_tokens
+        line = {
+            "arrival": self._unix(known.arrival),
+            "end": self._unix(time.monotonic()),
+            "prompt_tokens": prompt,
+            "output_tokens": total - prompt,
+            "session": "",
+            "local_tokens": known.local_tokens or 0,
+            "loaded": dict(known.loaded or {}),
+        }
+        keys = self._root_keys(request)
+        tokens = () if keys is None else request.all_token_ids[:total]
+        self._lines.add(partial(self._encode, line, keys, tokens), total * _TOKEN_BYTES)
+
+    def close(self) -> None:
+        """Write the lines that wait, and close the file. Later requests are not recorded."""
+        self._lines.close()
+
+    def _arrived(self, event: Arrived) -> None:
+        self._requests[event.request_id] = _Known(event.at)
+
+    def _load_began(self, event: LoadBegan) -> None:
+        if (known := self._requests.get(event.request_id)) is not None:
+            known.begun[event.load] = event
+            if known.local_tokens is None:
+                known.local_tokens = event.begin
+
+    def _load_ended(self, event: LoadEnded) -> None:
+        known = self._requests.get(event.request_id)
+        began = None if known is None else known.begun.pop(event.load, None)
+        if known is None or began is None:
+            return
+        if event.outcome is LoadOutcome.READY:
+            known.succeeded.append(began)
+        elif event.miss is not None:
+            known.broken.add(began.attempt)
+
+    def _scheduled(self, event: Scheduled) -> None:
+        known = self._requests.get(event.request_id)
+        if known is None or known.loaded is not None:
+            return
+        known.loaded = Counter()
+        for load in known.succeeded:
+            if load.attempt not in known.broken:
+                for part in trim_parts(load.parts, load.end - load.begin):
+                    known.loaded[part.place] += part.tokens
+        if known.local_tokens is None:
+            known.local_tokens = event.cached_tokens - event.other_connector_tokens
+
+    def _forget(self, event: Finished) -> None:
+        self._requests.pop(event.request_id, None)
+
+    def _unix(self, monotonic_seconds: float) -> float:
+        return round(monotonic_seconds + self._unix_seconds, 6)
+
+    def _root_keys(self, request: Request) -> ChunkKeys | None:
+        """Return the keys of a request without tokens; None if its content cannot be identified."""
+        try:
+            return keys_of(request, (), self._unit_tokens, self._adapters, _EPOCH)
+        except Unnameable:
+            return None
+
+    def _encode(self, line: dict[str, Any], keys: ChunkKeys | None, tokens: Sequence[int]) -> bytes:
+        """Return a line with the keys of its request. Mutates `line`. The thread of the file calls this.
+
+        Args:
+            line: all but the keys.
+            keys: keys of the request without tokens; None if its content cannot be identified for certain.
+                The line then has random keys, which equal those of no other request.
+            tokens: token ids of prompt and answer.
+        """
+        prompt, unit = line["prompt_tokens"], self._unit_tokens
+        try:
+            if keys is None:
+                raise Unnameable("the content of the request cannot be identified")
+            keys.extend(tokens)
+            digests, whole = keys.digests()[:, :DIGEST_BYTES].tobytes(), keys.at(prompt)[:DIGEST_BYTES]
+        except Unnameable:
+            digests = os.urandom((prompt + line["output_tokens"]) // unit * DIGEST_BYTES)
+            last = prompt // unit * DIGEST_BYTES
+            whole = os.urandom(DIGEST_BYTES) if prompt % unit else digests[last - DIGEST_BYTES : last]
+        line["keys"], line["prompt_key"] = (b64encode(each).decode("ascii") for each in (digests, whole))
+        return json.dumps(line, separators=(",", ":")).encode() + b"\n"

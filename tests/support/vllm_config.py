@@ -1,0 +1,39 @@
+"""An engine's configuration, as far as the scheduler half reads it before a request."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+
+def configured(
+    engine_id: str = "e",
+    index: int = 0,
+    *,
+    role: str = "kv_both",
+    endpoint: str | None = None,
+    engines: int = 1,
+) -> SimpleNamespace:
+    """What vLLM's VllmConfig has.
+
+    Args:
+        engine_id: name of the engine.
+        index: data-parallel index of the engine.
+        role: of the connector.
+        endpoint: for traces.
+        engines: number of data-parallel engines.
+    """
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_index=index, data_parallel_size=engines),
+        use_v2_model_runner=False,
+        kv_transfer_config=SimpleNamespace(engine_id=engine_id, kv_role=role),
+        model_config=SimpleNamespace(model="tiny", max_model_len=400),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=256),
+        speculative_config=None,
+        num_speculative_tokens=0,
+        max_concurrent_batches=1,
+        kv_events_config=None,
+        observability_config=SimpleNamespace(otlp_traces_endpoint=endpoint),
+        lora_config=None,
+        max_in_flight_tokens=256,
+        num_prefill_lookahead_tokens=0,
+    )

@@ -1,0 +1,148 @@
+"""Lines that a thread writes: in order, never for the engine to wait for, and never a reason to stop."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from io import FileIO
+from pathlib import Path
+
+import pytest
+
+from kvferry.observe import line_file
+from kvferry.observe.line_file import LineFile, open_line_file
+
+
+class StuckFile(FileIO):
+    """A file on a disk that answers when the test lets it, and takes a few bytes at a time."""
+
+    def __init__(self, path: Path, step: int = 1 << 20) -> None:
+        super().__init__(str(path), "ab")
+        self.step, self.answers = step, threading.Event()
+
+    def write(self, data: memoryview) -> int:
+        self.answers.wait(60)
+        return super().write(data[: self.step])
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "lines"
+
+
+def opened(path: Path, **limits: int) -> LineFile:
+    return LineFile("log", str(path), open_line_file("log", str(path)), **limits)
+
+
+def line(text: str) -> Callable[[], bytes]:
+    return f"{text}\n".encode
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_lines_are_made_and_written_in_a_thread_in_order(path: Path) -> None:
+    lines, threads = opened(path), set[int]()
+
+    def numbered(number: int) -> bytes:
+        threads.add(threading.get_ident())
+        return b"%d\n" % number
+
+    for number in range(100):
+        lines.add(lambda number=number: numbered(number), 10)
+    lines.close()
+    assert path.read_text().split() == [str(number) for number in range(100)]
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
+
+
+def test_the_rest_of_a_line_is_written_if_the_disk_takes_a_part(path: Path) -> None:
+    file = StuckFile(path, step=3)
+    file.answers.set()
+    lines = LineFile("log", str(path), file)
+    lines.add(line("a long line"), 10)
+    lines.add(line("another"), 10)
+    lines.close()
+    assert path.read_text() == "a long line\nanother\n"
+
+
+def test_nobody_waits_for_a_disk_that_is_stuck_and_what_is_left_out_is_counted(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = StuckFile(path)
+    lines = LineFile("log", str(path), file, most_queued_bytes=100)
+    for number in range(10):
+        lines.add(line(str(number)), 30)
+    file.answers.set()
+    lines.close()
+    assert path.read_text().split() == ["0", "1", "2", "3"]
+    assert messages(caplog) == [
+        f"log: {path} is written too slowly; lines are left out",
+        f"log: 6 lines were left out of {path}",
+    ]
+
+
+def test_lines_that_were_written_make_room_for_others(path: Path) -> None:
+    lines, written = opened(path, most_queued_bytes=1), threading.Semaphore(0)
+
+    def told() -> bytes:
+        written.release()
+        return b"\n"
+
+    for _ in range(20):
+        lines.add(told, 1000)
+        assert written.acquire(timeout=60)
+        while lines._taken != lines._added:
+            pass
+    lines.close()
+    assert len(path.read_bytes()) == 20
+
+
+def test_closing_waits_for_a_disk_that_is_stuck_for_a_while_only(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line_file, "_CLOSING_SECONDS", 0.01)
+    file = StuckFile(path)
+    lines = LineFile("log", str(path), file)
+    lines.add(line("a"), 1)
+    lines.close()
+    assert messages(caplog) == [f"log: {path} is written too slowly; its last lines may be lost"]
+    file.answers.set()
+    lines._thread.join()
+
+
+def test_after_an_error_of_the_disk_no_more_lines_are_written(caplog: pytest.LogCaptureFixture) -> None:
+    lines, added = opened(Path("/dev/full")), threading.Event()
+    lines.add(lambda: b"%d\n" % added.wait(60), 1)
+    for _ in range(3):
+        lines.add(line("a"), 1)
+    added.set()
+    lines.close()
+    lines.add(line("a"), 1)
+    assert messages(caplog) == ["log: No space left on device; no more lines are written"]
+    while not lines._lines.empty():
+        assert lines._lines.get() is None, "its memory is held"
+
+
+def test_after_an_error_in_kvferrys_own_code_no_more_lines_are_written(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = opened(path)
+    lines.add(line("a"), 1)
+    lines.add(lambda: b"%d" % "a", 1)
+    lines.add(line("b"), 1)
+    lines.close()
+    assert path.read_text() == "a\n"
+    assert messages(caplog) == ["log: no more lines are written; tell kvferry's authors"]
+    assert caplog.records[0].levelno == logging.ERROR
+
+
+def test_a_closed_file_gets_no_more_lines(path: Path) -> None:
+    lines = opened(path)
+    lines.close()
+    assert lines._file.closed
+    lines.add(line("a"), 1)
+    lines.close()
+    assert path.read_bytes() == b""
