@@ -36,7 +36,8 @@ from kvferry.geometry.canonical.length import (
 from kvferry.keys.namespace import Namespace
 from kvferry.planning.coverage import NO_TIER, TierNumbers
 from kvferry.tiers.eviction import EVICTION_POLICIES
-from kvferry.tiers.host.arena import Arena, available_bytes
+from kvferry.tiers.host.arena import Arena
+from kvferry.tiers.host.memory_check import available_bytes
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.index.key_table import KeyTable, Tags
 from kvferry.tiers.names import HOST
