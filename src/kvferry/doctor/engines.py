@@ -366,7 +366,7 @@ def _check_ports(identity: EngineIdentity) -> list[Finding]:
     if not is_local_address(host):
         return []
     gather = {card.outgoing.port: "gather channel" for card in identity.ranks if card.outgoing}
-    return ports.findings(ports.engine_of(port), {port: "control channel", **gather})
+    return ports.findings(ports.engine_of(host, port), {port: "control channel", **gather})
 
 
 def _format_address(address: Address) -> str:
