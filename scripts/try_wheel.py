@@ -50,6 +50,8 @@ TRIALS = (
     Trial("plan config.json", 0, "28 full attention"),
     Trial("plan nobody/nothing", 2, "the Hugging Face hub cannot be reached"),
     Trial("config --role prefill", 0, '"kv_role":"kv_producer"'),
+    Trial('config --tiers [{"type":"host","capacity":"1MiB"}]', 0, '"capacity":"1MiB"'),
+    Trial('config --tiers [{"type":"file","path":"/nope"}]', 2, "/nope does not exist"),
     Trial("keygen secret", 0, "fingerprint"),
     Trial("doctor --no-machine --config kv.json", 0, "kv.json"),
     Trial(f"doctor --no-machine {NO_ENGINE}", 1, "refused"),

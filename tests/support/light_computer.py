@@ -1,6 +1,7 @@
-"""Run `kvferry` as on a computer with Windows, without engines: `python light_computer.py COMMAND ...`.
+"""Run `kvferry` as on a computer without engines: `python light_computer.py Windows|Linux COMMAND ...`.
 
-Imports of what Windows and the core installation lack fail, and so do system calls that Windows lacks.
+On either system, imports of what the core installation lacks fail. Linux is otherwise as it is. On Windows,
+imports of what Windows lacks fail too, and so do system calls that Windows lacks.
 Libraries that have code of their own for Windows are imported before that, with their code for Linux.
 """
 
@@ -52,8 +53,11 @@ MISSING = {
 class _Refusal:
     """A finder that refuses modules."""
 
+    def __init__(self, names):
+        self._names = names
+
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in NOT_INSTALLED | NOT_ON_WINDOWS:
+        if name.partition(".")[0] in self._names:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
@@ -66,11 +70,16 @@ class _Library(ctypes.CDLL):
         super().__init__(name, *args, **options)
 
 
+def leave_the_core_only() -> None:
+    """Take from this process what the core installation lacks."""
+    sys.meta_path.insert(0, _Refusal(NOT_INSTALLED))
+
+
 def become_windows() -> None:
-    """Take from this process what Windows and the core installation lack."""
+    """Take from this process what Windows lacks."""
     for each in NOT_ON_WINDOWS & set(sys.modules):
         del sys.modules[each]
-    sys.meta_path.insert(0, _Refusal())
+    sys.meta_path.insert(0, _Refusal(NOT_ON_WINDOWS))
     for module, attributes in MISSING.items():
         for attribute in attributes.split():
             delattr(module, attribute)
@@ -79,7 +88,9 @@ def become_windows() -> None:
 
 
 if __name__ == "__main__":
-    become_windows()
+    leave_the_core_only()
+    if sys.argv.pop(1) == "Windows":
+        become_windows()
     from kvferry.cli.entry import main
 
     sys.argv[0] = "kvferry"

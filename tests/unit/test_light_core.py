@@ -1,4 +1,4 @@
-"""The commands of the core on a computer with Windows, and without engines."""
+"""The commands of the core on computers without engines, with Windows and with Linux."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ NOBODY = "http://127.0.0.1:9"
 POSIX = "needs a POSIX system, and this is Windows; run it where engines run"
 
 
-def run(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str, folder: Path | None = None, system: str = "Windows"
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(LIGHT_COMPUTER), *arguments],
+        [sys.executable, str(LIGHT_COMPUTER), system, *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -70,6 +72,24 @@ def test_a_command_does_its_work(tmp_path: Path, command: str, code: int, expect
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "kv.json").write_text("{}")
     done = run(*command.split(), folder=tmp_path)
+    assert expected in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.returncode == code
+
+
+@pytest.mark.parametrize(
+    ("tiers", "code", "expected"),
+    [
+        ("default", 0, '"tiers":"default"'),
+        ('[{"type":"host","capacity":"1MiB"}]', 0, '"capacity":"1MiB"'),
+        ('[{"type":"host","capacity":"900TiB"}]', 2, "lower its capacity"),
+        ('[{"type":"file","path":"/nope"}]', 2, "/nope does not exist"),
+    ],
+)
+def test_the_memory_and_directories_of_tiers_are_checked_on_linux(
+    tiers: str, code: int, expected: str
+) -> None:
+    done = run("config", "--role", "prefill", "--tiers", tiers, system="Linux")
     assert expected in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     assert done.returncode == code

@@ -15,6 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import kvferry
+from kvferry.doctor import nixl
 from kvferry.engines.vllm.version import SUPPORTED, TESTED, is_supported
 from kvferry.extras import BENCH, INSTALL_PAGE, ROUTER, VLLM
 
@@ -123,6 +124,13 @@ def test_messages_name_extras_that_have_the_packages() -> None:
     for each in (VLLM, ROUTER, BENCH):
         packages = names(extra(each.name)) | (names(extra("router")) if each is VLLM else set())
         assert set(each.modules) <= packages
+
+
+def test_the_doctor_the_page_and_the_extra_name_the_same_releases_of_nixl() -> None:
+    (required,) = [one for one in extra("vllm") if one.startswith("nixl")]
+    (finding,) = nixl.check(None)
+    assert finding.advice == f"pip install '{required}'"
+    assert f"pip install . '{required}'" in (ROOT / "docs" / "install.md").read_text()
 
 
 def test_messages_name_the_page_about_installation() -> None:

@@ -18,6 +18,16 @@ from kvferry.transport.security import admin_token
 _SECONDS = 15.0
 
 
+class _Tokenized(msgspec.Struct, frozen=True):
+    """The answer of vLLM's ``POST /tokenize``, as far as it is used here.
+
+    Attributes:
+        tokens: token ids.
+    """
+
+    tokens: list[int]
+
+
 def ask(engine: str, secret_file: str | None, call: str, body: Mapping[str, object]) -> dict[str, Any]:
     """Call the admin API of an engine, and return its answer.
 
@@ -46,26 +56,37 @@ def ask(engine: str, secret_file: str | None, call: str, body: Mapping[str, obje
         )
         found = msgspec.json.decode(answer.content, type=dict[str, Any])
     except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError) as error:
-        raise ConfigError(
-            f"{printable(engine)} does not answer as an admin API ({printable(str(error))}); give the host "
-            "and port of the engine's setting admin"
-        ) from error
+        raise _no_admin_api(engine, str(error)) from error
     if answer.is_error:
-        raise ConfigError(f"{printable(engine)}: {printable(str(found.get('error', answer.status_code)))}")
+        reason = found.get("error")
+        if not isinstance(reason, str):  # vLLM's API, for example
+            raise _no_admin_api(engine, f"status {answer.status_code}")
+        raise ConfigError(f"{printable(engine)}: {printable(reason)}")
     return found
 
 
+def _no_admin_api(engine: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{printable(engine)} is not an admin API ({printable(reason)}); give the host and port of the "
+        "engine's setting admin, which are not those of its OpenAI endpoint"
+    )
+
+
 def read_tokens(file: str) -> list[int]:
-    """Read a JSON list of token ids from a file; ``-`` stands for standard input.
+    """Read token ids from a file: a JSON list, or the answer of vLLM's ``POST /tokenize``.
+
+    Args:
+        file: path of the file; ``-`` stands for standard input.
 
     Raises:
-        ConfigError: the file cannot be read, or holds no such list.
+        ConfigError: the file cannot be read, or holds neither.
     """
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        return msgspec.json.decode(data, type=list[int])
+        found = msgspec.json.decode(data, type=list[int] | _Tokenized)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(
-            f"--tokens {file}: {printable(str(error))}; give a JSON list of token ids, such as vLLM's "
-            "POST /tokenize returns"
+            f"--tokens {file}: {printable(str(error))}; give a JSON list of token ids, or the answer of "
+            "vLLM's POST /tokenize"
         ) from error
+    return found.tokens if isinstance(found, _Tokenized) else found

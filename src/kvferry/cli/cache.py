@@ -48,7 +48,11 @@ _Secret = Annotated[
 ]
 _Tokens = Annotated[
     str,
-    typer.Option("--tokens", metavar="FILE", help="JSON list of token ids; - for standard input."),
+    typer.Option(
+        "--tokens",
+        metavar="FILE",
+        help="JSON list of token ids, or vLLM's answer to /tokenize; - for standard input.",
+    ),
 ]
 _Salt = Annotated[str | None, typer.Option("--salt", help="Cache salt of the requests.")]
 
@@ -220,24 +224,41 @@ def pin(
     tokens: Annotated[
         str | None,
         typer.Option(
-            "--tokens", metavar="FILE", help="JSON list of token ids; without it, the pin is removed."
+            "--tokens",
+            metavar="FILE",
+            help="JSON list of token ids, or vLLM's answer to /tokenize; without it, the pin is removed.",
         ),
     ] = None,
     salt: _Salt = None,
     secret_file: _Secret = None,
     as_json: _Json = False,
 ) -> None:
-    """Pin a prompt in an engine's host memory, or unpin it."""
+    """Pin a prompt in an engine's host memory, or unpin it.
+
+    Exit code 1 if nothing is pinned, or no pin has the name.
+    """
     from kvferry.cli.admin_client import ask, read_tokens
 
     if tokens is None:
         found = ask(engine, secret_file, "unpin", {"name": name})
-        text = f"{found['unpinned_chunks']} chunks are no longer pinned"
+        done = found["unpinned_chunks"]
+        text = f"{done} chunks are no longer pinned" if done else f"no pin is named {printable(name)}"
     else:
         body = {"tokens": read_tokens(tokens), "salt": salt, "name": name}
         found = ask(engine, secret_file, "pin", body)
-        text = f"{found['pinned_chunks']} of {found['chunks']} chunks are pinned"
+        done = found["pinned_chunks"]
+        text = _pinned_text(done, found["host_chunks"], found["chunks"])
     print(json.dumps(found) if as_json else text)
+    if not done:
+        raise typer.Exit(_BAD)
+
+
+def _pinned_text(pinned: int, in_host: int, of_prompt: int) -> str:
+    if not in_host:
+        return f"host memory has none of the prompt's {of_prompt} chunks; send the engine the prompt first"
+    if pinned < in_host:
+        return f"{pinned} of {in_host} chunks in host memory are pinned; pins hold at most half of it"
+    return f"{pinned} chunks are pinned: those of the prompt's {of_prompt} that are in host memory"
 
 
 @app.command()

@@ -19,7 +19,8 @@ def doctor(
         list[str] | None,
         typer.Argument(
             metavar="URL",
-            help="Running engines or routers: http://host:port, or kvferry://host:port of a control channel.",
+            help="Running engines or routers: http://host:port or host:port, or kvferry://host:port of a "
+            "control channel.",
         ),
     ] = None,
     prefill: Annotated[

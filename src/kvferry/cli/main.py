@@ -95,7 +95,7 @@ def run(commands: typer.Typer, name: str) -> None:
         try:
             code = commands(standalone_mode=False, prog_name=name)
         except UsageError as error:
-            _exit_with_usage(error)
+            _exit_with_usage(error, commands, name)
         except typer.Abort:
             _exit_with_error(KVFerryError("aborted"), _FAILED)
         except ConfigError as error:
@@ -107,11 +107,11 @@ def run(commands: typer.Typer, name: str) -> None:
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def _exit_with_usage(error: Any) -> NoReturn:
+def _exit_with_usage(error: Any, commands: typer.Typer, name: str) -> NoReturn:
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()
     else:
-        print_error(usage_sentence(error, sys.argv[1:]))
+        print_error(usage_sentence(error, typer.main.get_command(commands), name, sys.argv[1:]))
     sys.exit(_USAGE)
 
 

@@ -28,15 +28,18 @@ _EXAMPLES = {"MODEL": "give a path or a Hugging Face id, such as Qwen/Qwen3-0.6B
 """What to give for a missing argument, by its placeholder."""
 
 
-def usage_sentence(error: Any, arguments: Sequence[str] = ()) -> str:
+def usage_sentence(error: Any, application: Any, name: str, arguments: Sequence[str] = ()) -> str:
     """Return an error in the use of a command as one sentence, with the nearest known option.
 
     Args:
         error: `UsageError` that Typer raised.
+        application: command group of the whole application.
+        name: how users call the application.
         arguments: arguments of the whole application, among which the error was found.
     """
     context = error.ctx
-    path = "kvferry" if context is None else context.command_path
+    # An option without its value has no context.
+    path = _command_path(application, name, arguments) if context is None else context.command_path
     if hasattr(error, "possibilities"):
         parameters = [] if context is None else context.command.params
         name, value = _find_option(error.option_name, arguments[path.count(" ") :])
@@ -49,6 +52,23 @@ def usage_sentence(error: Any, arguments: Sequence[str] = ()) -> str:
     message = message.replace(". Did you mean", "; did you mean").replace("Value error, ", "").rstrip(".")
     sentence = message[:1].lower() + message[1:]
     return sentence if sentence.endswith("?") else f"{sentence}; run {path} --help for its arguments"
+
+
+def _command_path(application: Any, name: str, arguments: Sequence[str]) -> str:
+    """Return the full name of the command that arguments call.
+
+    Args:
+        application: command group of the whole application.
+        name: how users call the application.
+        arguments: arguments of the whole application.
+    """
+    command, words = application, [name]
+    for argument in arguments:
+        command = getattr(command, "commands", {}).get(argument)
+        if command is None:
+            break
+        words.append(argument)
+    return " ".join(words)
 
 
 def _option_hint(path: str, parameters: Sequence[Any], name: str, value: str) -> str | None:

@@ -244,7 +244,8 @@ class AdmissionEvents:
             available: number of tokens whose KV the engine has now, from its prefix cache or from the loads.
             tokens: number of all tokens of the request.
         """
-        self._events.emit(Scheduled(request_id, time.monotonic(), available, tokens))
+        # Computing the last token gives the next one, so an engine computes it even if its KV was loaded.
+        self._events.emit(Scheduled(request_id, time.monotonic(), min(available, tokens - 1), tokens))
 
     @log_errors
     def unserved(self, request: Request) -> None:

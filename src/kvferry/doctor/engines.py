@@ -37,8 +37,9 @@ class Target:
     Attributes:
         name: address as the user or a router gave it, without credentials.
         role: role of the engine: PREFILL, DECODE, or BOTH if it is unknown.
-        url: base URL of the HTTP endpoint; None if only the control channel is given.
-        control: host and port of the control channel; None if a URL is given.
+        url: base URL of the HTTP endpoint; None if no URL is given.
+        control: host and port of the control channel, or of an HTTP endpoint if the name has no scheme; None
+            if a URL is given.
     """
 
     name: str
@@ -74,7 +75,7 @@ def parse_target(text: str, role: Role = Role.BOTH) -> Target:
     (('10.0.0.7', 5600), ('::1', 5600))
 
     Args:
-        text: HTTP URL, or host and port of the control channel, with or without ``kvferry://``.
+        text: HTTP URL, ``kvferry://`` with host and port of the control channel, or host and port of either.
         role: role of the engine: PREFILL, DECODE, or BOTH if it is unknown.
 
     Raises:
@@ -177,14 +178,17 @@ def _examine_target(one: Target, keys: Keys | None) -> tuple[ExaminedEngine, tup
     seen = ExaminedEngine(one.name, one.role)
     control, offered = one.control, None
     other_ranks: tuple[OfferedKv | None, ...] = ()
-    if one.url is not None:
-        at = http_engine.examine_url(one.url, _HTTP_SECONDS)
+    url = one.url or _find_http_endpoint(one)
+    if url is not None:
+        at = http_engine.examine_url(url, _HTTP_SECONDS)
         seen.findings += at.findings
+        if at.only_tiers:
+            seen.findings.append(_check_only_tiers(one.role))
         if at.offered is None:
             return seen, at.backends
         offered, other_ranks = at.offered, at.other_ranks
         control = offered.address
-        seen.findings += _check_advertised(one.url, control)
+        seen.findings += _check_advertised(url, control)
     assert control is not None  # noqa: S101 - a target has either a URL or this
     try:
         seen.identity = _identify_and_release(control, keys, offered)
@@ -194,6 +198,29 @@ def _examine_target(one: Target, keys: Keys | None) -> tuple[ExaminedEngine, tup
     if offered is not None and other_ranks:
         seen.findings += _check_ranks(offered, other_ranks, seen.identity, keys)
     return seen, ()
+
+
+def _find_http_endpoint(one: Target) -> str | None:
+    """Return the URL of a target that is given by host and port alone, if an HTTP server answers there."""
+    if one.control is None or "://" in one.name:
+        return None
+    url = f"http://{_format_address(one.control)}"
+    return url if http_engine.is_http_server(url, _CONTROL_SECONDS) else None
+
+
+def _check_only_tiers(role: Role) -> Finding:
+    """Return the finding on an engine that has tiers and exchanges no KV: BAD if its role is one of a pair.
+
+    Args:
+        role: role of the engine: PREFILL, DECODE, or BOTH if it is unknown.
+    """
+    if role is Role.BOTH:
+        return ok("connector", "keeps KV in tiers, and exchanges none with other engines (transfer is off)")
+    return bad(
+        "connector",
+        f"keeps KV in tiers, but exchanges none (transfer is off), so it is no {role} engine",
+        f"start it with kvferry config --role {role}, or add --transfer",
+    )
 
 
 def _identify_and_release(control: Address, keys: Keys | None, offered: OfferedKv | None) -> EngineIdentity:
@@ -339,7 +366,7 @@ def _check_ports(identity: EngineIdentity) -> list[Finding]:
     if not is_local_address(host):
         return []
     gather = {card.outgoing.port: "gather channel" for card in identity.ranks if card.outgoing}
-    return ports.findings(ports.engine_of(port), {port: "control channel", **gather})
+    return ports.findings(ports.engine_of(host, port), {port: "control channel", **gather})
 
 
 def _format_address(address: Address) -> str:

@@ -49,6 +49,9 @@ kvferry sends the ticket under the key that vLLM's NixlConnector uses for a requ
 """
 _ENGINE = re.compile(r'^vllm:num_requests_running\{[^}]*\bengine="(\d+)"', re.MULTILINE)
 _METRICS = {"kvferry_": "KVFerryConnector", "vllm:nixl_": "NixlConnector"}
+_TIERS = "kvferry_tier_capacity_bytes{"
+"""Beginning of a metric that only engines with tiers have, once they have run a step."""
+_TIER_POLLS, _TIER_POLL_SECONDS = 5, 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +79,14 @@ class UrlFindings:
         backends: URL and role of each engine behind the server if it is a router; empty otherwise.
         offered: KV that the engine's first data-parallel rank offers; None if it offers none.
         other_ranks: KV that each other data-parallel rank offers; None for a rank that offers none.
+        only_tiers: True if the engine offers no KV but has tiers.
     """
 
     findings: list[Finding] = field(default_factory=list)
     backends: tuple[tuple[str, Role], ...] = ()
     offered: OfferedKv | None = None
     other_ranks: tuple[OfferedKv | None, ...] = ()
+    only_tiers: bool = False
 
 
 def examine_url(url: str, seconds: float, environment: Mapping[str, str] = os.environ) -> UrlFindings:
@@ -96,6 +101,25 @@ def examine_url(url: str, seconds: float, environment: Mapping[str, str] = os.en
     """
     key = environment.get("VLLM_API_KEY")
     return anyio.run(_examine, url, seconds, {"Authorization": f"Bearer {key}"} if key else {})
+
+
+def is_http_server(url: str, seconds: float) -> bool:
+    """Return whether a server at a URL answers HTTP requests, with whatever status.
+
+    Args:
+        url: base URL without a trailing slash.
+        seconds: time limit for the answer.
+    """
+
+    async def ask() -> bool:
+        async with client() as http:
+            try:
+                await fetch(http, f"{url}/health", seconds)
+            except ProtocolError:
+                return False
+            return True
+
+    return anyio.run(ask)
 
 
 async def _examine(url: str, seconds: float, headers: Mapping[str, str]) -> UrlFindings:
@@ -161,7 +185,9 @@ def _list_backends(body: dict[str, Any]) -> UrlFindings:
             )
         )
         return seen
-    engines = [(one, Role.PREFILL) for one in health.prefill] + [(one, Role.DECODE) for one in health.decode]
+    # Without prefill engines, those that serve alone are listed as decode engines.
+    serving = Role.DECODE if health.prefill else Role.BOTH
+    engines = [(one, Role.PREFILL) for one in health.prefill] + [(one, serving) for one in health.decode]
     seen.backends = tuple((one.url, role) for one, role in engines)
     down = [one for one, _ in engines if not one.up]
     seen.findings.append(
@@ -269,21 +295,38 @@ async def _request_kv(ask: _Ask, seen: UrlFindings, engines: int) -> None:
     if seen.offered is not None:
         others = [await compute(rank) for rank in range(1, engines)]
         seen.other_ranks = tuple(_parse_offer(kv_params_of(one.body)) if one.fine else None for one in others)
-    else:
-        other = kv_params_of(answer.body) or {}
-        what = (
-            "offers KV, but not as kvferry does"
-            if other.get("remote_block_ids")
-            else "offers no KV for a prompt"
+        return
+    params = kv_params_of(answer.body) or {}
+    if not params and await _has_tiers(ask):
+        seen.only_tiers = True
+        return
+    what = (
+        "offers KV, but not as kvferry does"
+        if params.get("remote_block_ids")
+        else "offers no KV for a prompt"
+    )
+    seen.findings.append(
+        bad(
+            "connector",
+            f"{what}: it does not run KVFerryConnector, or its transfer setting is off",
+            'start it with --kv-transfer-config "$(kvferry config --role ...)"; with tiers, add --transfer',
         )
-        seen.findings.append(
-            bad(
-                "connector",
-                f"{what}: it does not run KVFerryConnector, or its transfer setting is off",
-                'start it with --kv-transfer-config "$(kvferry config --role ...)"; with tiers, '
-                "add --transfer",
-            )
-        )
+    )
+
+
+async def _has_tiers(ask: _Ask) -> bool:
+    """Return whether the engine's metrics show tiers.
+
+    The API server counts a step shortly after it has sent the answer, so the metrics are read several times.
+
+    Args:
+        ask: function that sends an HTTP request to the engine, which has computed a prompt.
+    """
+    for _ in range(_TIER_POLLS):
+        if _TIERS in (await ask("/metrics")).text:
+            return True
+        await anyio.sleep(_TIER_POLL_SECONDS)
+    return False
 
 
 def _parse_offer(params: dict[str, Any] | None) -> OfferedKv | None:

@@ -9,7 +9,7 @@ from kvferry.doctor.limits import ProcessResult, run_python
 from kvferry.doctor.probes import MODULE, parse_output
 
 _SECONDS = 60.0
-_INSTALL = "pip install --no-deps nixl nixl-cu12"
+_INSTALL = "pip install 'nixl>=1.5,<2'"
 
 
 def _start_plugins() -> ProcessResult:

@@ -16,6 +16,8 @@ from kvferry.doctor.finding import Finding, note, ok
 
 _PROC = Path("/proc")
 _LISTEN = "0A"
+_ANY = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
+"""Addresses of sockets that listen on all addresses."""
 _TABLES = (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6))
 _CHILD = "kvferry.transport.metadata_sandbox"
 _SHUT = "let only peers reach it; docs/network.md has a firewall rule and a NetworkPolicy"
@@ -73,28 +75,62 @@ def _sockets(process: int) -> Iterator[tuple[str, int, str]]:
                     yield socket.inet_ntop(family, b"".join(words)), int(port, 16), columns[9]
 
 
-def engine_of(port: int) -> dict[int, str]:
-    """Return the processes of the engine that listens on a port.
+def engine_of(host: str, port: int) -> dict[int, str]:
+    """Return the processes of the engine that listens on an address of this machine.
+
+    Containers have network namespaces of their own, in which engines may listen on equal ports. A process in
+    this process's namespace comes first. Without one, the port may be forwarded to a container, and a single
+    process that listens on it in another namespace is taken.
 
     Args:
+        host: IP address, or a name that resolves to one.
         port: port number.
 
     Returns:
         Command line of each process, by process id. Empty if no process that this user can inspect listens
-        on the port.
+        there, or if engines of several containers may.
     """
-    listeners = (
-        process
-        for process in psutil.process_iter()
-        if any(one.number == port for one in listening_ports(process.pid))
-    )
-    if (root := next(listeners, None)) is None:
-        return {}
+    here, elsewhere = list[psutil.Process](), dict[str, psutil.Process]()
+    own, addresses = _network_namespace(os.getpid()), _ip_addresses(host)
+    for process in psutil.process_iter():
+        bound = {one.address for one in listening_ports(process.pid) if one.number == port}
+        namespace = _network_namespace(process.pid)
+        if namespace == own and bound & (addresses | _ANY):
+            here.append(process)
+        elif namespace != own and bound:
+            elsewhere.setdefault(namespace, process)
+    if here:
+        return _engine_of_process(here[0])
+    return _engine_of_process(*elsewhere.values()) if len(elsewhere) == 1 else {}
+
+
+def _engine_of_process(process: psutil.Process) -> dict[int, str]:
+    """Return the command lines of the processes of an engine, by process id.
+
+    Args:
+        process: a process of the engine.
+    """
     with suppress(psutil.Error):  # a process has just ended
-        while (parent := root.parent()) is not None and "vllm" in _command(parent).lower():
-            root = parent
-        return {one.pid: _command(one) for one in (root, *root.children(recursive=True))}
+        while (parent := process.parent()) is not None and "vllm" in _command(parent).lower():
+            process = parent
+        return {one.pid: _command(one) for one in (process, *process.children(recursive=True))}
     return {}
+
+
+def _network_namespace(process: int) -> str:
+    """Return the name of a process's network namespace; empty if this user may not know it."""
+    try:
+        return str((_PROC / str(process) / "ns" / "net").readlink())
+    except OSError:
+        return ""
+
+
+def _ip_addresses(host: str) -> set[str]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return set()
+    return {str(place[0]).partition("%")[0] for *_, place in found}
 
 
 def _command(process: psutil.Process) -> str:

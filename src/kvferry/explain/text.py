@@ -88,7 +88,8 @@ def summary(trace: RequestTrace) -> Summary:
 def _places(succeeded: list[events.LoadBegan], scheduled: events.Scheduled) -> Counter[str]:
     tokens_by_origin: Counter[str] = Counter()
     for load in succeeded:
-        for part in trim_parts(load.parts, load.end - load.begin):
+        # The engine computes the last token, even if its KV was loaded.
+        for part in trim_parts(load.parts, min(load.end, scheduled.cached_tokens) - load.begin):
             tokens_by_origin[part.place] += part.tokens
     here = scheduled.cached_tokens - scheduled.other_connector_tokens - tokens_by_origin.total()
     tokens_by_origin.update(

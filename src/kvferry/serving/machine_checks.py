@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.tier_config import read_tiers
 from kvferry.observe.line_file import check_line_file
+from kvferry.tiers.host.memory_check import check_available
 from kvferry.tiers.sizes import parse_size
 from kvferry.transport.costs_file import load_costs
 from kvferry.transport.key_file import existing_keys
@@ -33,8 +34,6 @@ def check_machine(config: ConnectorConfig) -> None:
     if tiers is None:
         return
     if tiers.host.capacity is not None:
-        from kvferry.tiers.host.arena import check_available  # noqa: PLC0415 - loads torch
-
         check_available(parse_size(tiers.host.capacity))
     for slow in tiers.slow:
         slow.check_storage()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,8 +33,8 @@ class NamespaceUsage:
         facts: properties of model and format that define the namespace, by name, as the note records them;
             empty if there is no valid note.
         chunks: number of chunk files.
-        tokens: sum of the tokens of all chunks. If a chunk contains several KV cache groups, only the group
-            with the most tokens counts.
+        tokens: sum of the tokens of all chunks of the KV cache group that has the most. Groups store the same
+            prompts, so their tokens are not added.
         total_bytes: bytes of all chunk files.
         oldest, newest: earliest and latest time at which a chunk was last used, in seconds since 1970. If the
             cache does not record uses, the time of storing counts instead. None if there is no chunk.
@@ -205,7 +206,10 @@ def _usage_of(cache: CacheAdmin, namespace: str, entries: Sequence[CacheEntry]) 
         entries: all files of the namespace.
     """
     chunks = [entry for entry in entries if entry.kind is EntryKind.CHUNK]
-    tokens = list(_parallel_map(chunks, lambda entry: _read_token_count(cache, entry)))
+    contents = list(_parallel_map(chunks, lambda entry: _read_groups(cache, entry)))
+    tokens = Counter[str]()
+    for content in contents:
+        tokens.update(content or {})
     used = [entry.used_ns / 1e9 for entry in chunks]
     notes = (_read_note(cache, entry) for entry in entries if entry.kind is EntryKind.NOTE)
     note = next((one for one in notes if one and one.digest.hex() == namespace), None)
@@ -214,26 +218,27 @@ def _usage_of(cache: CacheAdmin, namespace: str, entries: Sequence[CacheEntry]) 
         name=note.name if note else "",
         facts=note.facts if note else {},
         chunks=len(chunks),
-        tokens=sum(each or 0 for each in tokens),
+        tokens=max(tokens.values(), default=0),
         total_bytes=sum(entry.size for entry in chunks),
         oldest=min(used, default=None),
         newest=max(used, default=None),
-        unreadable=tokens.count(None),
+        unreadable=contents.count(None),
     )
 
 
-def _read_token_count(cache: CacheAdmin, entry: CacheEntry) -> int | None:
-    """Return the number of tokens of a chunk; 0 if its file is gone, None if its header cannot be read.
+def _read_groups(cache: CacheAdmin, entry: CacheEntry) -> dict[str, int] | None:
+    """Return the number of tokens in a chunk, by the name of the KV cache group.
 
-    If the chunk contains several KV cache groups, only the group with the most tokens counts.
+    Return an empty mapping if the file is gone, and None if its header cannot be read.
     """
     try:
         with cache.opened(entry) as opened:
-            return max(group.tokens for group in read_header(opened.read, opened.size).chunk.groups)
+            groups = read_header(opened.read, opened.size).chunk.groups
     except FileNotFoundError:
-        return 0
+        return {}
     except (ChunkError, OSError):
         return None
+    return {group.name: group.tokens for group in groups}
 
 
 def _read_note(cache: CacheAdmin, entry: CacheEntry) -> Namespace | None:

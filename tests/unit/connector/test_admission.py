@@ -996,6 +996,14 @@ def test_a_failure_is_told_with_what_is_struck_out_and_what_had_to_be_computed()
     }  # fmt: skip
 
 
+def test_the_last_token_is_computed_even_if_its_kv_is_loaded():
+    tiers = Stand("tiers", PROMPT)
+    engine = Engine(tiers, workers=1)
+    assert engine.admit(engine.arrive()) == PROMPT
+    engine.report(tiers.load, None)
+    assert settled(engine) == [(PROMPT - 1, 0)]
+
+
 def settled(engine):
     return [
         (event.cached_tokens, event.other_connector_tokens)

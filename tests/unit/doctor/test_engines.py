@@ -29,6 +29,7 @@ pytestmark = pytest.mark.slow
 HOST = "127.0.0.1"
 NIXLS = {"remote_block_ids": [[1]], "remote_host": HOST, "remote_port": 5, "remote_request_id": "r"}
 KVFERRY_METRICS = "# HELP kvferry_loads_total Loads\nvllm:num_requests_running 0\n"
+TIER_METRICS = KVFERRY_METRICS + 'kvferry_tier_capacity_bytes{tier="host",engine="0"} 1e9\n'
 
 
 @contextmanager
@@ -203,6 +204,14 @@ def test_another_engine_at_the_address_that_peers_are_told_is_not_taken_for_it()
     )
 
 
+def test_host_and_port_alone_may_be_those_of_an_http_server_or_of_a_control_channel(control):
+    with http(engine(control.port)) as url:
+        addresses = [url.removeprefix("http://"), f"{HOST}:{control.port}"]
+        sections, seen = examine_engines([parse_target(one) for one in addresses], KEYS)
+    assert ["model" in said(section) for section in sections] == [True, False]
+    assert [one.identity is not None for one in seen] == [True, True]
+
+
 def test_credentials_are_used_and_not_shown():
     one = parse_target("http://user:secret@127.0.0.1:8000/v1")
     assert (one.name, one.url) == ("http://127.0.0.1:8000/v1", "http://user:secret@127.0.0.1:8000")
@@ -241,6 +250,30 @@ def test_a_router_leads_to_its_engines(control):
     assert [(each.name, each.role) for each in seen] == [(one, Role.PREFILL), (other, Role.DECODE)]
     (down,) = [each for each in sections[0].findings if each.state is State.BAD]
     assert "it is tired" in down.found
+
+
+@pytest.mark.parametrize(
+    ("role", "state", "words"),
+    [
+        (Role.BOTH, State.OK, "keeps KV in tiers, and exchanges none"),
+        (Role.PREFILL, State.BAD, "exchanges none (transfer is off), so it is no prefill engine"),
+        (Role.DECODE, State.BAD, "exchanges none (transfer is off), so it is no decode engine"),
+    ],
+)
+def test_an_engine_that_has_tiers_only_is_well_unless_it_is_one_of_a_pair(role, state, words):
+    pages = iter([KVFERRY_METRICS, KVFERRY_METRICS, TIER_METRICS])  # a tier is shown after a step
+    with http(engine(None) | {"/metrics": lambda _: next(pages)}) as url:
+        (section,), _ = examine_engines([parse_target(url, role)], KEYS)
+    found = said(section)["connector"]
+    assert (found.state, words in found.found) == (state, True)
+
+
+def test_engines_of_a_router_without_prefill_engines_serve_alone():
+    with http(engine(None) | {"/metrics": TIER_METRICS}) as one:
+        health = {"prefill": [], "decode": [{"url": one, "up": True, "reason": None}]}
+        with http({"/health": health}) as router:
+            (_, section), _ = examine_engines([parse_target(router)], KEYS)
+    assert said(section)["connector"].state is State.OK
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 
@@ -38,11 +39,54 @@ def test_every_port_of_a_process_is_found_with_its_address(process):
 
 
 def test_an_engine_is_its_topmost_process_and_those_below(process):
-    assert list(ports.engine_of(process.numbers[0])) == [process.pid]
+    assert list(ports.engine_of("127.0.0.1", process.numbers[0])) == [process.pid]
     with socket.create_server(("127.0.0.1", 0)) as unused:
         number = unused.getsockname()[1]
-        assert os.getpid() in ports.engine_of(number)
-    assert ports.engine_of(number) == {}
+        assert os.getpid() in ports.engine_of("127.0.0.1", number)
+    assert ports.engine_of("127.0.0.1", number) == {}
+
+
+@pytest.fixture
+def namespaces(monkeypatch):
+    """Returns a function that gives processes (ids) a network namespace, instead of that of the tests."""
+    names = {}
+    found = ports._network_namespace
+    monkeypatch.setattr(ports, "_network_namespace", lambda pid: names.get(pid) or found(pid))
+    return names.update
+
+
+@contextmanager
+def listening_process(address, number):
+    program = (
+        f"import socket, sys; held = socket.create_server({(address, number)}); print(); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as started:
+        started.stdout.readline()
+        yield started.pid
+        started.communicate()
+
+
+def test_of_engines_with_equal_ports_the_one_at_the_address_is_found(process):
+    number = process.numbers[0]
+    with listening_process("127.0.0.2", number) as other:
+        assert list(ports.engine_of("127.0.0.1", number)) == [process.pid]
+        assert list(ports.engine_of("127.0.0.2", number)) == [other]
+
+
+def test_an_engine_in_another_container_is_not_taken_for_one_with_an_equal_port(process, namespaces):
+    number = process.numbers[0]
+    with listening_process("127.0.0.2", number) as other:
+        namespaces({process.pid: "container"})
+        assert list(ports.engine_of("127.0.0.2", number)) == [other]
+        namespaces({other: "other container"})
+        assert ports.engine_of("127.0.0.2", number) == {}
+
+
+def test_an_engine_in_a_container_is_found_by_a_port_that_is_forwarded_to_it(process, namespaces):
+    namespaces({process.pid: "container"})
+    assert list(ports.engine_of("127.0.0.5", process.numbers[0])) == [process.pid]
 
 
 def test_a_process_that_is_gone_has_none():

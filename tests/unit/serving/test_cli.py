@@ -123,6 +123,14 @@ def test_help_fits_80_columns_and_shows_examples_that_have_known_options(command
             ["config", "--role", "x"],
             "invalid value for '--role': 'x' is not one of 'prefill', 'decode', 'both'",
         ),
+        (
+            ["config", "--host"],
+            "option '--host' requires an argument; run kvferry config --help for its arguments\n",
+        ),
+        (
+            ["cache", "ls", "-o"],
+            "option '-o' requires an argument; run kvferry cache ls --help for its arguments\n",
+        ),
         (["cache", "lss", "."], "no such command 'lss'; did you mean 'ls'?"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -17,11 +18,9 @@ from kvferry.serving.serve import _say
 class Starting:
     """What is shown of an engine."""
 
-    class spec:  # noqa: N801
-        name = "prefill-0"
-
-    state = EngineState.STARTING
-    log_path = Path("/log")
+    def __init__(self, log_path=Path("/log"), arguments=()):
+        self.spec = SimpleNamespace(name="prefill-0", arguments=arguments)
+        self.log_path, self.state, self.seconds = log_path, EngineState.STARTING, 0.0
 
 
 class Full(StringIO):
@@ -38,3 +37,32 @@ def test_news_that_cannot_be_written_end_nothing():
     _say(console, "an engine has ended")
     with startup_progress(console) as show:
         show([Starting()])
+
+
+@pytest.mark.parametrize("arguments", [(), ("--enforce-eager",)])
+def test_an_engine_that_takes_minutes_is_reported_every_minute_with_a_hint(tmp_path, arguments):
+    (log := tmp_path / "log").write_text("compiling\n")
+    console, engine = Console(file=StringIO(), width=300), Starting(log, arguments)
+    with startup_progress(console) as show:
+        for engine.seconds in (0.0, 59.0, 60.2, 61.0, 120.2):
+            show([engine])
+        engine.state, engine.seconds = EngineState.READY, 130.0
+        show([engine])
+    first, *later = console.file.getvalue().splitlines()
+    assert first == f"prefill-0 starting (log: {log})"
+    hints = [line for line in later if "with --enforce-eager it starts sooner" in line]
+    assert len(hints) == (not arguments)
+    assert [line for line in later if line not in hints] == [
+        "prefill-0 still starting (60 s): compiling",
+        "prefill-0 still starting (120 s): compiling",
+        "prefill-0 ready (130 s)",
+    ]
+
+
+def test_a_terminal_shows_the_hint_below_the_engines(tmp_path):
+    engine = Starting(tmp_path / "log")
+    engine.seconds = 61.0
+    console = Console(file=StringIO(), width=120, force_terminal=True)
+    with startup_progress(console) as show:
+        show([engine])
+    assert "may be compiling" in console.file.getvalue()

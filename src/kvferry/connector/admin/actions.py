@@ -127,8 +127,8 @@ class AdminActions:
     def _pin(self, prompt: Prompt) -> dict[str, Any]:
         if not prompt.name:
             raise ConfigError("a pin needs a name, by which it is removed again")
-        chunks, pinned = self._tiers().pin(prompt.name, self._request(prompt))
-        return {"chunks": chunks, "pinned_chunks": pinned}
+        chunks, in_host, pinned = self._tiers().pin(prompt.name, self._request(prompt))
+        return {"chunks": chunks, "host_chunks": in_host, "pinned_chunks": pinned}
 
     def _unpin(self, pin: Name) -> dict[str, Any]:
         return {"unpinned_chunks": self._tiers().unpin(pin.name)}

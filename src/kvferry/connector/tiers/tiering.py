@@ -36,7 +36,8 @@ from kvferry.geometry.canonical.length import (
 from kvferry.keys.namespace import Namespace
 from kvferry.planning.coverage import NO_TIER, TierNumbers
 from kvferry.tiers.eviction import EVICTION_POLICIES
-from kvferry.tiers.host.arena import Arena, available_bytes
+from kvferry.tiers.host.arena import Arena
+from kvferry.tiers.host.memory_check import available_bytes
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.index.key_table import KeyTable, Tags
 from kvferry.tiers.names import HOST
@@ -257,7 +258,7 @@ class Tiering:
             found[name] = chunks.look_up(request.num_tokens, 0, numbers).tokens
         return found
 
-    def pin(self, name: str, request: Request) -> tuple[int, int]:
+    def pin(self, name: str, request: Request) -> tuple[int, int, int]:
         """Pin the chunks of a prompt that are in host memory, so that they are not evicted.
 
         Args:
@@ -265,13 +266,14 @@ class Tiering:
             request: prompt, which need not be a request of the engine.
 
         Returns:
-            (number of chunks of the prompt, number of pinned chunks).
+            (number of chunks of the prompt, how many are in host memory, how many of those are pinned).
 
         Raises:
             Unnameable: the content cannot be identified for certain.
         """
         keys = self._prompts.chunks_of(request).all_keys(request.num_prompt_tokens)
-        return len(keys), self._pinned.pin(name, keys, request.cache_salt or "")
+        in_host = int(self._cache.host.contains(keys).sum())
+        return len(keys), in_host, self._pinned.pin(name, keys, request.cache_salt or "")
 
     def unpin(self, name: str) -> int:
         """Remove a pin. Return the number of chunks that it held; 0 if there is no pin of this name."""

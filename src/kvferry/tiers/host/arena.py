@@ -32,11 +32,10 @@ import numpy.typing as npt
 from kvferry.errors import ConfigError, TransferError
 from kvferry.geometry import Region
 from kvferry.memory.address_space import AddressSpace
-from kvferry.memory.available import available_memory
 from kvferry.memory.huge_pages import HugePageCollapser, map_shared
 from kvferry.memory.sealed import sealed_file
 from kvferry.memory.staging_copies import StagedImages
-from kvferry.units import format_bytes
+from kvferry.tiers.host.memory_check import check_available, too_large
 
 _POPULATE_WRITE = 23
 """Value of MADV_POPULATE_WRITE, which allocates memory at once or fails. Linux has it since 5.14."""
@@ -105,7 +104,7 @@ class Arena:
             arena = cls(fd, ArenaHandle(os.getpid(), fd, token, size))
         except OSError as error:
             os.close(fd)
-            raise ConfigError(_too_large(size, str(error))) from error
+            raise ConfigError(too_large(size, str(error))) from error
         arena._populate()
         arena.collapsing = HugePageCollapser(arena.region)
         return arena
@@ -192,54 +191,8 @@ class Arena:
                     os.posix_fallocate(self._fd, at, step)
         except OSError as error:
             self.close()
-            raise ConfigError(_too_large(size, str(error))) from error
+            raise ConfigError(too_large(size, str(error))) from error
 
 
 def _file_name(token: str) -> str:
     return f"kvferry-{token}"
-
-
-def available_bytes() -> int:
-    """Return how many bytes this process can still allocate on its machine and in its control groups.
-
-    Raises:
-        ConfigError: /proc/meminfo cannot be read.
-    """
-    return _available()[0]
-
-
-def check_available(size: int) -> None:
-    """Check that this process can still allocate `size` bytes.
-
-    Raises:
-        ConfigError: the machine or a control group has less memory left, or /proc/meminfo cannot be read.
-    """
-    available, where = _available()
-    if size > available:
-        raise ConfigError(_too_large(size, f"{format_bytes(available)} are {where}"))
-
-
-def _available() -> tuple[int, str]:
-    """Return the bytes that this process can still allocate, and a text that says what limits them.
-
-    The text is for messages: it says whether the machine or a control group sets the limit.
-
-    Raises:
-        ConfigError: /proc/meminfo cannot be read.
-    """
-    if (found := available_memory()) is None:
-        raise ConfigError(
-            "host tier: cannot read the available memory from /proc/meminfo; mount /proc, or configure "
-            "no tiers"
-        )
-    return found
-
-
-def _too_large(size: int, found: str) -> str:
-    """Return the error message for an arena (shared host memory) that does not fit into memory.
-
-    Args:
-        size: bytes of the arena.
-        found: reason why the arena does not fit, such as ``1 GiB are available on this machine``.
-    """
-    return f"host tier: {format_bytes(size)} of shared memory, but {found}; lower its capacity"

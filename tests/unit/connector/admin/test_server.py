@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import logging
 import socket
 import struct
 import threading
 from concurrent.futures import CancelledError
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import httpx
 import pytest
 
 from kvferry.cli.admin_client import ask, read_tokens
+from kvferry.cli.cache import app
 from kvferry.connector.admin import server as server_module
 from kvferry.connector.admin.actions import AdminActions
 from kvferry.connector.admin.calls import AdminCalls
@@ -51,10 +54,12 @@ class Tiers:
         return {"host": request.num_tokens - 1}
 
     def pin(self, name, request):
-        return 3, 2
+        return self.pinned
+
+    pinned = 4, 3, 3
 
     def unpin(self, name):
-        return {"p": 2}[name]
+        return {"p": 2}.get(name, 0)
 
     def drop_host_memory(self):
         return 7
@@ -119,7 +124,11 @@ def test_tiers_are_looked_up_pinned_and_dropped(secret):
     with serving(secret, tiers) as (url, _, _):
         prompt = {"tokens": [1, 2, 3], "salt": "a"}
         assert ask(url, secret, "lookup", prompt) == {"tokens": 3, "tiers": {"host": 2}}
-        assert ask(url, secret, "pin", {**prompt, "name": "p"}) == {"chunks": 3, "pinned_chunks": 2}
+        assert ask(url, secret, "pin", {**prompt, "name": "p"}) == {
+            "chunks": 4,
+            "host_chunks": 3,
+            "pinned_chunks": 3,
+        }
         assert ask(url, secret, "unpin", {"name": "p"}) == {"unpinned_chunks": 2}
         assert ask(url, secret, "drop", {}) == {"dropped_chunks": 7}
         ask(url, secret, "drop", {"salt": "a"})
@@ -243,6 +252,65 @@ def test_tokens_are_a_json_list(tmp_path):
     path.write_text('"text"')
     with pytest.raises(ConfigError, match="JSON list"):
         read_tokens(str(path))
+
+
+def test_tokens_are_what_vllms_tokenize_answers(tmp_path):
+    (path := tmp_path / "tokens").write_text('{"count": 2, "max_model_len": 4096, "tokens": [1, 2]}')
+    assert read_tokens(str(path)) == [1, 2]
+    path.write_text('{"error": {"message": "no"}}')
+    with pytest.raises(ConfigError, match=r"POST /tokenize"):
+        read_tokens(str(path))
+
+
+@pytest.mark.parametrize("answer", ['{"detail": "Not Found"}', '{"error": {"message": "Not Found"}}'])
+def test_an_openai_endpoint_is_not_taken_for_an_admin_api(secret, answer):
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.send_response(404)
+            self.end_headers()
+            self.wfile.write(answer.encode())
+
+        def log_message(self, *args):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        with pytest.raises(ConfigError, match=r"is not an admin API \(status 404\); give the host and port"):
+            ask(f"http://127.0.0.1:{server.server_port}", secret, "status", {})
+        server.shutdown()
+
+
+def run_cache(*arguments):
+    with redirect_stdout(io.StringIO()) as out:
+        return app(arguments, standalone_mode=False) or 0, out.getvalue().strip()
+
+
+@pytest.mark.parametrize(
+    ("pinned", "code", "text"),
+    [
+        ((10, 6, 6), 0, "6 chunks are pinned: those of the prompt's 10 that are in host memory"),
+        ((10, 6, 4), 0, "4 of 6 chunks in host memory are pinned; pins hold at most half of it"),
+        (
+            (10, 0, 0),
+            1,
+            "host memory has none of the prompt's 10 chunks; send the engine the prompt first",
+        ),
+    ],
+)
+def test_a_pin_says_why_chunks_of_the_prompt_are_not_pinned(secret, tmp_path, pinned, code, text):
+    (tokens := tmp_path / "tokens").write_text("[1, 2]")
+    tiers = Tiers()
+    tiers.pinned = pinned
+    with serving(secret, tiers) as (url, _, _):
+        arguments = ["--engine", url, "--secret-file", secret, "--name", "p", "--tokens", str(tokens)]
+        assert run_cache("pin", *arguments) == (code, text)
+
+
+def test_a_pin_that_does_not_exist_is_said(secret):
+    with serving(secret, Tiers()) as (url, _, _):
+        at = ["pin", "--engine", url, "--secret-file", secret, "--name"]
+        assert run_cache(*at, "p") == (0, "2 chunks are no longer pinned")
+        assert run_cache(*at, "q") == (1, "no pin is named q")
 
 
 def test_an_address_in_use_is_said(secret):

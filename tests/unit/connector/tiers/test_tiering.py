@@ -13,19 +13,19 @@ from kvferry.engines.vllm.compat import specs
 from kvferry.engines.vllm.info import cache_group
 from kvferry.errors import ConfigError
 from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region, opaque_page
-from kvferry.tiers.host import arena
+from kvferry.tiers.host import memory_check
 from kvferry.tiers.host.settings import HostSettings
 from support.engine_info import made_up
 
 
 def test_host_memory_takes_a_tenth_of_what_is_available_or_what_is_configured(monkeypatch):
-    monkeypatch.setattr(arena, "available_memory", lambda: (1000, "free on this machine"))
+    monkeypatch.setattr(memory_check, "available_memory", lambda: (1000, "free on this machine"))
     assert _host_bytes(Tiers(HostSettings(), ())) == 100
     assert _host_bytes(Tiers(HostSettings("1kB"), ())) == 1000
 
 
 def test_memory_that_cannot_be_read_is_an_error_only_if_no_capacity_is_configured(monkeypatch):
-    monkeypatch.setattr(arena, "available_memory", lambda: None)
+    monkeypatch.setattr(memory_check, "available_memory", lambda: None)
     assert _host_bytes(Tiers(HostSettings(4096), ())) == 4096
     with pytest.raises(ConfigError, match="cannot read the available memory"):
         _host_bytes(Tiers(HostSettings(), ()))

@@ -70,6 +70,13 @@ def test_ls_shows_namespaces_by_the_facts_of_their_models(cache):
     assert first["oldest"] == 0
 
 
+def test_ls_counts_the_tokens_of_a_prompt_once_although_each_group_stores_them(cache):
+    window = ChunkGroup("window", 64, (ChunkSection("kv", 1, 10),))
+    keep(open_store(cache), 3, window)
+    (found,) = [one for one in survey.namespace_usage(DirectoryAdmin(cache)) if one.name == "tests/small"]
+    assert (found.chunks, found.tokens) == (4, 192)
+
+
 def test_ls_believes_no_note_but_that_of_the_namespace(cache):
     note = cache / NAMESPACE.digest.hex() / "namespace.json"
     note.write_text(OTHER.note)
