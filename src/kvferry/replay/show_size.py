@@ -60,8 +60,8 @@ def sentences(found: Sizing) -> Iterator[str]:
         short = " Choose a larger or a more enduring one." if years < _SHORT_LIVED_YEARS else ""
         yield f"The engine writes {format_bytes(found.written_per_second)} per second to the disk."
         yield (
-            f"A disk of this size that endures {found.question.disk_writes_per_day:g} full writes a day for "
-            f"5 years lasts {years:.1f} years.{short}"
+            f"A disk of this size that endures {_times(found.question.disk_writes_per_day)} per day for 5 years "
+            f"lasts {_lifetime(years)}.{short}"
         )
     if (speed := found.break_even_bytes_per_second) is not None:
         yield (
@@ -78,6 +78,14 @@ def sentences(found: Sizing) -> Iterator[str]:
             f"{results.lost_tokens / results.prompt_tokens:.1%} of the tokens are computed only because no "
             "snapshot of recurrent state ends where prompts part; see the engine settings below."
         )
+
+
+def _times(count: float) -> str:
+    return "1 full write" if count == 1 else f"{count:g} full writes"
+
+
+def _lifetime(years: float) -> str:
+    return f"{years:.1f} years" if years >= 1 else f"{years * 365:.0f} days"
 
 
 _CHOICES = (
