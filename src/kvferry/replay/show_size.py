@@ -59,10 +59,8 @@ def sentences(found: Sizing) -> Iterator[str]:
     if (years := found.disk_years) is not None:
         short = " Choose a larger or a more enduring one." if years < _SHORT_LIVED_YEARS else ""
         yield f"The engine writes {format_bytes(found.written_per_second)} per second to the disk."
-        yield (
-            f"A disk of this size that endures {_times(found.question.disk_writes_per_day)} per day for 5 years "
-            f"lasts {_lifetime(years)}.{short}"
-        )
+        daily = _times(found.question.disk_writes_per_day)
+        yield f"A disk of this size that endures {daily} per day for 5 years lasts {_lifetime(years)}.{short}"
     if (speed := found.break_even_bytes_per_second) is not None:
         yield (
             f"Loading is faster than computing from tiers that deliver more than {speed / 1e9:.1f} GB/s "
