@@ -16,7 +16,7 @@ from kvferry.units import format_bytes, format_seconds
         (1536, "1.50 KiB"),
         ((100 << 10) + 300, "100 KiB"),
         (3 << 20, "3 MiB"),
-        (5 << 40, "5120 GiB"),
+        (5 << 40, "5 TiB"),
     ],
 )
 def test_sizes(count: int, text: str) -> None:

@@ -296,7 +296,7 @@ def test_config_takes_tiers_as_json_and_transfer_beside_them(tmp_path):
         ),
         (
             ["config", "--tiers", '[{"type": "host", "capacity": "900TiB"}]'],
-            "host tier: 921600 GiB of shared memory, but ",
+            "host tier: 900 TiB of shared memory, but ",
         ),
         (
             ["config", "--tiers", '[{"type": "object", "url": "nothing://kv"}]'],
