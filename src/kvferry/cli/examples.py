@@ -17,13 +17,13 @@ _EXAMPLES: Mapping[str, Sequence[str]] = {
         "kvferry plan --list",
     ),
     "replay": (
-        "kvferry replay trace.jsonl --model Llama-3.1-8B --tier host=64GiB --tier file=2TiB",
-        "kvferry replay trace.jsonl --model Qwen3-Next-80B-A3B --step-tokens 2048 --retention None",
-        "kvferry replay trace.jsonl --model Llama-3.1-8B --engines 4 --prefill-tokens-per-second 20000",
+        "kvferry replay trace.jsonl --model Llama-3.1-8B --tier host=64GiB",
+        "kvferry replay trace.jsonl --model gpt-oss-20b --engines 4 --route session",
+        "kvferry replay trace.jsonl --model Llama-3.1-8B --curve --html curve.html",
     ),
     "size": (
         "kvferry size --model Llama-3.1-8B --trace trace.jsonl --target-hit 0.3",
-        "kvferry size --model gpt-oss-120b --users 2000 --requests-per-second 20 --turns 8",
+        "kvferry size --model gpt-oss-120b --users 2000 --turns 8",
     ),
     "serve": (
         "kvferry serve Qwen/Qwen3-0.6B --port 8000",

@@ -119,6 +119,7 @@ class GroupedCommands(TyperGroup):
         "Start here": ("plan", "serve", "doctor", "demo"),
         "Run engines": ("config", "router", "keygen"),
         "Look at running engines": ("top", "explain", "dashboard"),
+        "Size": ("replay", "size"),
         "Keep and measure": ("cache", "bench"),
     }
     """Names of commands by purpose."""
