@@ -65,7 +65,7 @@ def replay(
     as_json: opt.Json = False,
     html: opt.Html = None,
 ) -> None:
-    """Predict hit rates, storage and waiting times on a request trace.
+    """Predict hit rates and waiting times on a request trace.
 
     Simulates engines and their tiers with the code that looks chunks up, chooses what to store and evicts in
     a real engine. Nothing is run, and no weights are read.

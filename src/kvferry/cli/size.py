@@ -77,7 +77,7 @@ def size(
     as_json: opt.Json = False,
     html: opt.Html = None,
 ) -> None:
-    """Say how much memory or disk a hit rate takes, and whether it is worth it.
+    """Say how much memory or disk a hit rate takes.
 
     Replays a trace, or a workload that you describe, with many capacities. Nothing is run, and no weights are
     read.
