@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,14 +22,18 @@ def test_two_engines_in_one_process_hand_over_to_each_other(
     running.close()
     model = str(tiny_checkpoint("gemma3", checkpoints))
     options = {"model": model, **FAMILIES["gemma3"].engine_options(), "kv_cache_memory_bytes": 32 << 20}
-    both = Engine(tmp_path / "both.log", **options, kv_transfer_config=connector())
+    traces = [tmp_path / "one.jsonl", tmp_path / "other.jsonl"]
+    first, second = (connector(record=str(path)) for path in traces)
+    both = Engine(tmp_path / "both.log", **options, kv_transfer_config=first)
+    answers: list[dict[str, Any]] = []
     try:
         both.ready()
-        both.call("start_another", {**options, "kv_transfer_config": connector()})
+        both.call("start_another", {**options, "kv_transfer_config": second})
         for text in (prompt(300, 1), prompt(129, 2)):
             reference = both.call("generate", [text])[0]
             both.call("reset_prefix_cache")
-            offer = both.call("prefill", [text])[0]["params"]
+            offered = both.call("prefill", [text])[0]
+            offer = offered["params"]
             answer = both.call("other", "generate", [text], [offer])[0]
             loaded = both.call("other", "loaded")
             theirs = both.call("digests_of_offer", offer)
@@ -36,9 +42,11 @@ def test_two_engines_in_one_process_hand_over_to_each_other(
             both.call("step", SOON)
             assert both.call("requests_left") == 0
             both.call("other", "spoil", 5)
-            offer = both.call("prefill", [text])[0]["params"]
+            again = both.call("prefill", [text])[0]
+            offer = again["params"]
             both.call("other", "reset_prefix_cache")
             spoiled = both.call("other", "generate", [text], [offer])[0]
+            answers += [reference, offered, again]
             both.call("other", "spoil", None)
             both.call("other", "loaded")
             assert spoiled["logprobs"][0] != reference["logprobs"][0]
@@ -47,6 +55,20 @@ def test_two_engines_in_one_process_hand_over_to_each_other(
             both.call("other", "reset_prefix_cache")
     finally:
         both.close()
+    prefills, decodes = map(recorded, traces)
+    assert [line["local_tokens"] for line in prefills] == [answer["cached"] for answer in answers]
+    assert prefills[2]["local_tokens"] > prefills[1]["local_tokens"] == 0, "it has been computed before"
+    assert not any(line["loaded"] for line in prefills)
+    # The text of a decode request has a token more than its prefill request.
+    assert [line["prompt_tokens"] for line in prefills] == [300, 299, 299, 129, 128, 128]
+    assert [line["loaded"] for line in decodes] == [{"peer": n} for n in (299, 299, 128, 128)]
+    assert [(line["local_tokens"], line["prompt_tokens"]) for line in decodes[::2]] == [(0, 300), (0, 129)]
+    assert prefills[0]["keys"] == decodes[0]["keys"]
+
+
+def recorded(path: Path) -> list[dict[str, Any]]:
+    """The requests that an engine has recorded."""
+    return [json.loads(line) for line in path.read_text().splitlines()[1:]]
 
 
 HOST_BUFFER = [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from base64 import b64decode
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,12 +12,14 @@ from typing import Any
 
 import pytest
 
+from kvferry.keys import ChunkKeys
 from support.kv_events import Router, endpoint, publishing
 from support.vllm_engine.inside import distance
 from support.vllm_engine.lengths import every_length, limit_admissions
 from support.vllm_engine.marks import engines
 from support.vllm_engine.pair import prompt
 from support.vllm_engine.tiered import Tiered, chunk_files, spoil
+from support.waiting import wait_for
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,7 @@ class Life:
 
     def __init__(self, family: Family, checkpoints: Path, folder: Path) -> None:
         self.family, self.directory = family, folder / "chunks"
+        self.recording = folder / "trace.jsonl"
         self._checkpoints, self._folder = checkpoints, folder
         self._engines = 0
         self.events = endpoint(folder)
@@ -100,7 +106,8 @@ class Life:
         self._engines += 1
         log = self._folder / f"{self._engines}.log"
         options = {**options, "kv_events_config": publishing(self._folder)}
-        told = (self.family.name, self._checkpoints, self.directory, log, options, self.family.settings)
+        settings = {**self.family.settings, "record": str(self.recording)}
+        told = (self.family.name, self._checkpoints, self.directory, log, options, settings)
         return Tiered(*told, fresh=fresh)
 
 
@@ -192,6 +199,45 @@ def test_a_router_learns_which_tier_has_which_blocks(family: Life) -> None:
         removed = [event for event in router.events if event["type"] == "BlockRemoved"]
         assert {event["group_idx"] for event in removed if event["ownership"] == "host"} == groups
         assert not [event for event in removed if event["ownership"] == "file"]
+
+
+def test_requests_are_recorded_with_what_the_engine_and_its_tiers_had_of_them(family: Life) -> None:
+    engine, text = family.engine, prompt(512, 27)
+    header, *before = recorded(family)
+    answers, loaded = [], []
+    for forget in ({}, None, {}, {"host": True}):
+        if forget is not None:
+            engine.forget(**forget)
+        had = hit_tokens(family)
+        answers.append(engine.say(text))
+        loaded.append(dict(hit_tokens(family) - had))
+    wait_for(lambda: len(recorded(family)) == 1 + len(before) + len(answers))
+    lines, unit = recorded(family)[1 + len(before) :], header["unit_tokens"]
+    assert [tokens for _, tokens, _ in engine.about["groups"]] == header["block_tokens"]
+    for line, answer, had in zip(lines, answers, loaded, strict=True):
+        assert (line["prompt_tokens"], line["output_tokens"]) == (len(text), len(answer["tokens"]))
+        assert line["loaded"] == had
+        assert line["local_tokens"] + sum(had.values()) == answer["cached"]
+        assert line["end"] > line["arrival"]
+        keys = ChunkKeys(unit, text + answer["tokens"], salt="kvferry-recording-1 ")
+        assert b64decode(line["keys"]) == b"".join(key[:8] for key in keys.chunks())
+        assert b64decode(line["prompt_key"]) == keys.at(len(text))[:8]
+    cold, own, host, file = lines
+    assert [line["local_tokens"] for line in (cold, host, file)] == [0, 0, 0]
+    assert (own["local_tokens"] > 0) == engine.about["prefix_caching"]
+    assert [set(line["loaded"]) for line in (cold, host, file)] == [set(), {"host"}, {"file"}]
+
+
+def hit_tokens(life: Life) -> Counter[str]:
+    """Tokens that the engine has loaded by now, by tier."""
+    name, counted = "hit_tokens tiers ", life.engine.engine.call("counted")
+    return Counter({key.removeprefix(name): n for key, n in counted.items() if key.startswith(name)})
+
+
+def recorded(life: Life) -> list[dict[str, Any]]:
+    """The header and the requests that an engine has recorded so far."""
+    whole = life.recording.read_text().rpartition("\n")[0]
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def test_what_was_loaded_is_used_and_what_is_damaged_is_not(family: Life) -> None:
