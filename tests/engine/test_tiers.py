@@ -13,10 +13,14 @@ from typing import Any
 import pytest
 
 from kvferry.keys import ChunkKeys
+from kvferry.replay.engine_cache import EngineCache
+from kvferry.replay.trace.open import open_trace
 from support.kv_events import Router, endpoint, publishing
+from support.replayed import model_of_engine, replay_of
 from support.vllm_engine.inside import distance
 from support.vllm_engine.lengths import every_length, limit_admissions
 from support.vllm_engine.marks import engines
+from support.vllm_engine.mtp import checkpoint_of
 from support.vllm_engine.pair import prompt
 from support.vllm_engine.tiered import Tiered, chunk_files, spoil
 from support.waiting import wait_for
@@ -88,6 +92,7 @@ class Life:
     def __init__(self, family: Family, checkpoints: Path, folder: Path) -> None:
         self.family, self.directory = family, folder / "chunks"
         self.recording = folder / "trace.jsonl"
+        self.checkpoint = checkpoint_of(family.name, checkpoints)
         self._checkpoints, self._folder = checkpoints, folder
         self._engines = 0
         self.events = endpoint(folder)
@@ -226,6 +231,34 @@ def test_requests_are_recorded_with_what_the_engine_and_its_tiers_had_of_them(fa
     assert [line["local_tokens"] for line in (cold, host, file)] == [0, 0, 0]
     assert (own["local_tokens"] > 0) == engine.about["prefix_caching"]
     assert [set(line["loaded"]) for line in (cold, host, file)] == [set(), {"host"}, {"file"}]
+
+
+def test_a_replay_of_recorded_requests_finds_what_the_engine_found(family: Life) -> None:
+    before = len(recorded(family))
+    first, other = prompt(640, 41), prompt(400, 42)
+    turns = [first, other, first[:512] + prompt(150, 43), first, first + prompt(200, 44), other[:300]]
+    forgotten = {2, 4}  # the engine forgets its own prefixes before these
+    for number, text in enumerate(turns):
+        if number in forgotten:
+            family.engine.forget()
+        family.engine.say(text)
+    wait_for(lambda: len(recorded(family)) == before + len(turns))
+    trace = open_trace(family.recording)
+    model = model_of_engine(family.checkpoint, trace, family.family.options.get(EVERY, 0), "float32")
+    replay = replay_of(model, trace, ("host=64MiB", "file=1GiB"))
+    requests = list(trace)[before - 1 :]
+    found, engine = [], replay.engines[0]
+    for number, request in enumerate(requests):
+        if number in forgotten:
+            engine.cache = EngineCache(model, int(trace.header["num_blocks"]), trace.unit_tokens)
+        running = engine.admit(request)
+        engine.finish(running)
+        tiers = zip(("host", "file"), running.hit.tier_tokens, strict=True)
+        found.append((running.hit.local_tokens, {name: tokens for name, tokens in tiers if tokens}))
+    real = [(one.recorded.local_tokens, dict(one.recorded.loaded_tokens)) for one in requests]
+    assert found == real
+    assert any(local for local, _ in real) or not family.engine.about["prefix_caching"]
+    assert any(loaded for _, loaded in real)
 
 
 def hit_tokens(life: Life) -> Counter[str]:
