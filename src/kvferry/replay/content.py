@@ -40,6 +40,8 @@ class RequestKeys:
         chunk_tokens: number of tokens per chunk.
         known_tokens: number of tokens, from the start of the request, whose identity the trace has. Tokens
             after the prompt are generated tokens.
+        computed_tokens: number of these tokens whose KV the engine computes. It does not compute the KV of
+            the last generated token.
         whole: keys of the whole chunks, one list per group.
     """
 
@@ -53,6 +55,8 @@ class RequestKeys:
         """
         self.chunk_tokens = chunk_tokens
         self.known_tokens = max(request.prompt_tokens, len(request.prefix_ids) * request.unit_tokens)
+        generated = max(request.output_tokens - 1, 0)
+        self.computed_tokens = min(self.known_tokens, request.prompt_tokens + generated)
         self.whole = group_keys(chunk_ids(request, chunk_tokens, self.known_tokens), groups)
         self._tail = partial(tail_id, request, chunk_tokens)
         self._groups = groups

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from kvferry.connector.local_prefix import last_boundary_before
 from kvferry.replay.content import RequestKeys
 from kvferry.replay.engine_cache import NOTHING, EngineCache, LocalHit
 from kvferry.replay.model import ServedModel
@@ -82,20 +83,38 @@ class SimulatedEngine:
         if self.cache is not None:
             block_keys = self.cache.keys(request)
             local = self.cache.look_up(prompt, block_keys)
-        hit = self._load(prompt, keys, local, local.attention_tokens)
-        if local.tokens < local.attention_tokens and not any(hit.tier_tokens):
-            hit = self._load(prompt, keys, local, local.tokens)
-        shared = local.attention_tokens if local.attention_tokens > local.tokens else 0
+        hit = self._find(prompt, keys, local)
+        completed = self.model.completes_prefixes and any(hit.tier_tokens)
+        shared = local.attention_tokens if local.attention_tokens > local.tokens and not completed else 0
         return Running(request, hit, shared, keys, block_keys)
 
     def finish(self, running: Running) -> None:
         """Compute the rest of an admitted prompt, store its chunks, and keep its blocks."""
         request = running.request
-        prompt = ComputedPrompt(request.prompt_tokens, running.hit.found, running.shared)
+        found = min(running.hit.found, request.prompt_tokens - 1)  # the last token is always computed
+        prompt = ComputedPrompt(request.prompt_tokens, found, running.shared)
         snapshots = snapshots_of(self.model, prompt)
         store_chunks(self.model, self.tiers, running.keys, prompt, snapshots)
         if self.cache is not None and running.block_keys is not None:
             self.cache.keep(request, running.block_keys, snapshots, running.shared)
+
+    def _find(self, prompt: int, keys: RequestKeys, local: LocalHit) -> Hit:
+        """Load the longest usable prefix of a prompt, as `connector.admission` chooses it.
+
+        Args:
+            prompt: length of the prompt in tokens.
+            keys: keys of the request's chunks.
+            local: prefix that the engine has.
+        """
+        if not self.model.completes_prefixes:
+            return self._load(prompt, keys, local, local.tokens)
+        hit = self._load(prompt, keys, local, local.attention_tokens)
+        if local.tokens == local.attention_tokens or any(hit.tier_tokens):
+            return hit
+        found, begin = self.tiers.look_up(prompt, keys, local.tokens), local.tokens
+        if found is not None and found.tokens > begin:  # then the engine uses fewer of its attention blocks
+            begin = last_boundary_before(found.tokens, self.model.block_tokens)
+        return self._load(prompt, keys, local, begin)
 
     def _load(self, prompt: int, keys: RequestKeys, local: LocalHit, begin: int) -> Hit:
         """Load the longest usable prefix, if it is longer than what the engine has.
@@ -104,10 +123,10 @@ class SimulatedEngine:
             prompt: length of the prompt in tokens.
             keys: keys of the request's chunks.
             local: prefix that the engine has.
-            begin: number of tokens of it before the load. If the engine has more attention blocks, the load
-                may not reach beyond those.
+            begin: number of tokens of it before the load.
         """
-        found = self.tiers.look_up(prompt, keys, begin)
+        saves_computation = prompt - begin > 1
+        found = self.tiers.look_up(prompt, keys, begin) if saves_computation else None
         none = (0,) * len(self.tiers.tiers)
         if found is None:
             each = (local.tokens,) * len(self.model.groups)
@@ -115,7 +134,7 @@ class SimulatedEngine:
         attention = max(local.attention_tokens, found.full_attention_tokens) if self.model.attention else 0
         each = found.per_group if len(self.model.groups) > 1 else (max(found.tokens, local.tokens),)
         end = found.tokens
-        if end <= begin or (begin < local.attention_tokens and end > local.attention_tokens):
+        if end <= begin:
             return Hit(local.tokens, none, none, attention, each)
         sums = found.tokens_by_tier(self.model.widest, begin, end).tolist()
         sizes = self.tiers.load(keys, found, end)

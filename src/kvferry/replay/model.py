@@ -75,6 +75,14 @@ class ServedModel:
         return tuple(n for n, group in enumerate(self.groups) if attends_to_all(group.kind))
 
     @cached_property
+    def completes_prefixes(self) -> bool:
+        """True if a load can bring the recurrent state after a prefix of the engine's own prefix cache.
+
+        vLLM passes such a prefix to the connector if all other layers have full attention.
+        """
+        return self.state is not None and len(self.groups) == 2 and len(self.attention) == 1
+
+    @cached_property
     def block_tokens(self) -> int:
         """Least common multiple of the tokens per block of all groups."""
         return lcm(*(group.block_tokens for group in self.block_groups))

@@ -6,8 +6,10 @@ The choice is that of the serving code: `planning.retention` for windows and sna
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical.length import content_alignment
@@ -24,7 +26,7 @@ class ComputedPrompt:
 
     Attributes:
         tokens: length of the prompt in tokens.
-        found: number of tokens at its start that the engine had or loaded.
+        found: number of tokens at its start that the engine had or loaded, less than `tokens`.
         shared: position up to which the engine had the attention blocks, but not all other blocks, of another
             prompt; 0 if there is none.
     """
@@ -38,8 +40,7 @@ def snapshots_of(model: ServedModel, prompt: ComputedPrompt) -> list[int]:
     """Return the positions at which the engine takes and retains snapshots; none without recurrent state."""
     if model.state is None:
         return []
-    start = min(prompt.found, prompt.tokens - 1)
-    return list(model.form.steps.positions(prompt.tokens, start, prompt.shared))
+    return list(model.form.steps.positions(prompt.tokens, prompt.found, prompt.shared))
 
 
 def store_chunks(
@@ -58,59 +59,105 @@ def store_chunks(
         prompt: the request's prompt.
         snapshots: positions at which the engine has retained snapshots.
     """
-    size, every = model.chunk_tokens, model.form.snapshot_tokens
-    block = model.block_tokens if model.state is not None else 0
-    ends = last_prefix_ends(prompt.tokens, size, block)
-    for group, one in enumerate(model.groups):
-        whole = keys.whole[group]
-        if one.kind is GroupKind.STATE:
-            numbers = [at // size - 1 for at in snapshots if keeps_snapshot(at, size, every, ends)]
-            tiers.store([whole[number] for number in numbers], group, [False] * len(numbers))
-            continue
-        storable = _storable_chunks(model, group, len(whole), prompt.found)
-        kept = (
-            [n for n in storable if keeps_chunk(one, n, size, every, ends)]
-            if one.attention_span
-            else storable
-        )
-        unchanged = (prompt.found + 1) // size
-        tiers.store([whole[number] for number in kept], group, [number < unchanged for number in kept])
-        if model.state is None and prompt.tokens % size:
-            tiers.store([keys.tail(prompt.tokens)[group]], group, [prompt.tokens <= prompt.found + 1])
-    tiers.mark_used(list(_in_order(model, keys, prompt.tokens)))
+    size, state = model.chunk_tokens, model.state
+    ends = last_prefix_ends(prompt.tokens, size, 0 if state is None else model.block_tokens)
+    kept = [at for at in snapshots if keeps_snapshot(at, size, model.form.snapshot_tokens, ends)]
+    storable = [
+        () if one.kind is GroupKind.STATE else _storable_chunks(model, group, keys, prompt.found, ends)
+        for group, one in enumerate(model.groups)
+    ]
+    before = 0
+    for end in _step_ends(model, prompt, keys):
+        runs = _attention_runs(model, keys, prompt, storable, (before, end))
+        if state is not None and end in kept:
+            runs.append((state, [keys.whole[state][end // size - 1]], 0))
+        tiers.store(runs)
+        before = end
+    tiers.mark_used(_in_order(model, keys, prompt.tokens))
 
 
-def _storable_chunks(model: ServedModel, group: int, chunks: int, found: int) -> Sequence[int]:
-    """Return the chunks of an attention group whose KV is in the engine's blocks, ascending.
+def _step_ends(model: ServedModel, prompt: ComputedPrompt, keys: RequestKeys) -> Iterator[int]:
+    """Yield the positions, in tokens, at which steps end that may complete chunks.
+
+    Args:
+        model: model and settings of the engine.
+        prompt: the request's prompt.
+        keys: keys of the request's chunks.
+    """
+    steps, size = model.form.steps, model.chunk_tokens
+    if model.state is None:
+        yield from range(prompt.found + steps.step_tokens, prompt.tokens, steps.step_tokens)
+        yield prompt.tokens
+    else:
+        yield from steps.step_ends(prompt.tokens, prompt.found, prompt.shared)
+    yield from range((prompt.tokens // size + 1) * size, keys.computed_tokens + 1, size)
+
+
+def _attention_runs(
+    model: ServedModel,
+    keys: RequestKeys,
+    prompt: ComputedPrompt,
+    storable: Sequence[Sequence[int]],
+    step: tuple[int, int],
+) -> list[tuple[int, Sequence[bytes], int]]:
+    """Return the chunks that a step completes in groups of attention, for `SimulatedTiers.store`.
+
+    Args:
+        model: model and settings of the engine.
+        keys: keys of the request's chunks.
+        prompt: the request's prompt.
+        storable: chunks of the request that each KV cache group may store, ascending.
+        step: (begin, end) of the step in tokens.
+    """
+    size = model.chunk_tokens
+    first, last = (at // size for at in step)
+    unchanged = (prompt.found + 1) // size
+    tail = prompt.tokens % size and step[1] == prompt.tokens and model.state is None
+    runs: list[tuple[int, Sequence[bytes], int]] = []
+    for group, numbers in enumerate(storable):
+        if some := numbers[bisect_left(numbers, first) : bisect_left(numbers, last)]:
+            names = [keys.whole[group][number] for number in some]
+            runs.append((group, names, bisect_left(some, unchanged)))
+        if tail:
+            runs.append((group, [keys.tail(prompt.tokens)[group]], prompt.tokens <= prompt.found + 1))
+    return runs
+
+
+def _storable_chunks(
+    model: ServedModel, group: int, keys: RequestKeys, found: int, ends: tuple[int, int]
+) -> Sequence[int]:
+    """Return the chunks of an attention group that are worth storing and in the engine's blocks, ascending.
 
     Of the first `found` tokens, a group with an attention window has only the last window.
 
     Args:
         model: model and settings of the engine.
         group: index of the group.
-        chunks: number of whole chunks of the request.
+        keys: keys of the request's chunks.
         found: number of tokens at the start of the prompt that the engine had or loaded.
+        ends: lengths of expected prefixes in tokens, from `last_prefix_ends`.
     """
-    one, size = model.groups[group], model.chunk_tokens
-    if not (one.attention_span and found):
-        return range(chunks)
+    one, size, every = model.groups[group], model.chunk_tokens, model.form.snapshot_tokens
+    chunks = range(keys.computed_tokens // size)
+    if not one.attention_span:
+        return chunks
     block = model.block_groups[group].block_tokens
     looked = max(int(first_attended(one.kind, one.attention_span, found)), 0) // block * block
     alignment = content_alignment(one.kind, one.attention_span, size)
     storable = []
-    for number in range(chunks):
+    for number in chunks:
         low = number * size
         needed = int(first_attended(one.kind, one.attention_span, low + size - 1)) // alignment * alignment
-        if max(low, looked) <= max(low, needed):
+        in_blocks = not found or max(low, looked) <= max(low, needed)
+        if in_blocks and keeps_chunk(one, number, size, every, ends):
             storable.append(number)
     return storable
 
 
-def _in_order(model: ServedModel, keys: RequestKeys, prompt: int) -> Iterator[bytes]:
-    """Yield the keys of all chunks of a request in all groups, in the order of `PromptChunks.all_keys`."""
-    size = model.chunk_tokens
-    rows: list[tuple[bytes, ...]] = list(zip(*keys.whole, strict=True))
-    if prompt % size and model.state is None:
-        rows.insert(prompt // size, tuple(keys.tail(prompt)))
-    for row in rows:
-        yield from row
+def _in_order(model: ServedModel, keys: RequestKeys, prompt: int) -> list[bytes]:
+    """Return the keys of all chunks of a request in all groups, in the order of `PromptChunks.all_keys`."""
+    found = list(chain.from_iterable(zip(*keys.whole, strict=True)))
+    if prompt % model.chunk_tokens and model.state is None:
+        at = prompt // model.chunk_tokens * len(keys.whole)
+        found[at:at] = keys.tail(prompt)
+    return found

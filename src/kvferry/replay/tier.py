@@ -70,61 +70,95 @@ class SimulatedTier:
         self.capacity_bytes, self.used_bytes = capacity_bytes, 0
         self.held: dict[bytes, int] = {}
         self.counts = [TierCounts() for _ in chunk_bytes]
-        self._used = [0] * len(self.counts)
         self._policy = policy(capacity_bytes)
 
-    def store(self, keys: Iterable[bytes], group: int) -> list[bytes]:
-        """Store new chunks of one KV cache group, and evict others to make room. Return the stored keys.
+    def make_room(self, size: int) -> int:
+        """Evict chunks until `size` bytes are free, or until nothing can be evicted. Return the free bytes."""
+        used, evict, evicted = self.used_bytes, self._policy.evict, [0] * len(self.counts)
+        while used + size > self.capacity_bytes and (key := evict()) is not None:
+            group = self.held.pop(key)
+            evicted[group] += 1
+            used -= self.chunk_bytes[group]
+        if used < self.used_bytes:
+            self.used_bytes = used
+            for counts, number, each in zip(self.counts, evicted, self.chunk_bytes, strict=True):
+                counts.evicted += number
+                counts.evicted_bytes += number * each
+        return self.capacity_bytes - used
 
-        As in an engine, the chunks are admitted from the last to the first, so that the last one is evicted
-        first. Chunks that the tier holds already are skipped. Chunks that do not fit are dropped, the last
-        ones first.
+    def store(self, runs: Iterable[tuple[int, Sequence[bytes]]]) -> list[tuple[int, Sequence[bytes]]]:
+        """Store new chunks, as host memory stores the chunks that one step of an engine computes.
+
+        There is room for all chunks before the first one is stored, so they do not evict each other. Those
+        that do not fit are dropped. The chunks of a run are admitted from the last to the first, so that the
+        last one is evicted first.
 
         Args:
-            keys: different keys, in the order of the prompt.
+            runs: (index of the KV cache group, keys in the order of the prompt) of each run. Keys are
+                different, and the tier does not hold them. An iterator sees the evictions so far.
+
+        Returns:
+            The runs without dropped chunks, each in the order in which its chunks were admitted.
+        """
+        stored: list[tuple[int, Sequence[bytes]]] = []
+        reserved = 0
+        for group, keys in runs:
+            size = self.chunk_bytes[group]
+            free = self.make_room(reserved + size * len(keys)) - reserved
+            fitting = min(len(keys), free // size)
+            self.counts[group].dropped += len(keys) - fitting
+            reserved += size * fitting
+            stored.append((group, keys[:fitting][::-1]))
+        for group, keys in stored:
+            self.admit(keys, group)
+        return stored
+
+    def write(self, keys: Iterable[bytes], group: int) -> None:
+        """Write chunks of one KV cache group one after the other, as storage does. Known keys are skipped.
+
+        Args:
+            keys: different keys, in the order in which they are written.
             group: index of the group.
         """
         new = [key for key in keys if key not in self.held]
-        if not new:
-            return new
+        size = self.chunk_bytes[group]
+        if new and (fitting := self.make_room(size * len(new)) // size):
+            self.admit(new[-fitting:], group)
+
+    def admit(self, keys: Sequence[bytes], group: int) -> None:
+        """Add new chunks of one KV cache group, the last one as the newest. There must be room for them.
+
+        Args:
+            keys: different keys that the tier does not hold.
+            group: index of the group.
+        """
+        if not keys:
+            return
         size, counts = self.chunk_bytes[group], self.counts[group]
-        self.make_room(size * len(new))
-        fitting = min(len(new), (self.capacity_bytes - self.used_bytes) // size)
-        counts.dropped += len(new) - fitting
-        new = new[:fitting]
-        self._policy.admit_all(new[::-1], size)
-        self.held.update(dict.fromkeys(new, group))
-        self.used_bytes += size * len(new)
-        self._used[group] += size * len(new)
-        counts.stored += len(new)
-        counts.stored_bytes += size * len(new)
-        counts.most_bytes = max(counts.most_bytes, self._used[group])
-        return new
+        total = size * len(keys)
+        self._policy.admit_all(keys, size)
+        self.held.update(dict.fromkeys(keys, group))
+        self.used_bytes += total
+        counts.stored += len(keys)
+        counts.stored_bytes += total
+        counts.most_bytes = max(counts.most_bytes, counts.stored_bytes - counts.evicted_bytes)
 
-    def make_room(self, size: int) -> None:
-        """Evict chunks until `size` bytes are free, or until nothing can be evicted."""
-        while self.used_bytes + size > self.capacity_bytes:
-            key = self._policy.evict()
-            if key is None:
-                return
-            group = self.held.pop(key)
-            freed, counts = self.chunk_bytes[group], self.counts[group]
-            self.used_bytes -= freed
-            self._used[group] -= freed
-            counts.evicted += 1
-            counts.evicted_bytes += freed
+    def count_reads(self, chunks: int, group: int) -> int:
+        """Count reads of chunks of one KV cache group. Return their bytes."""
+        size = chunks * self.chunk_bytes[group]
+        self.counts[group].read += chunks
+        self.counts[group].read_bytes += size
+        return size
 
-    def read(self, keys: Sequence[bytes], group: int) -> None:
-        """Count reads of chunks of one KV cache group by a load, as uses of the chunks.
+    def use(self, keys: Sequence[bytes]) -> None:
+        """Record a use of each chunk by a load, and rank the chunks as the latest used, the last one newest.
 
         Args:
             keys: keys of chunks that the tier holds.
-            group: index of the group.
         """
         for key in keys:
             self._policy.touch(key)
-        self.counts[group].read += len(keys)
-        self.counts[group].read_bytes += len(keys) * self.chunk_bytes[group]
+        self._policy.make_newest(keys)
 
     def pin(self, keys: Iterable[bytes]) -> None:
         """Exclude chunks that the tier holds from eviction, until `unpin`."""
@@ -132,7 +166,7 @@ class SimulatedTier:
             self._policy.pin(key)
 
     def unpin(self, keys: Iterable[bytes]) -> None:
-        """Allow the eviction of pinned chunks again."""
+        """Allow the eviction of pinned chunks again, and rank them as the latest used, the last one newest."""
         for key in keys:
             self._policy.unpin(key)
 

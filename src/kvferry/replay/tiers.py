@@ -7,7 +7,10 @@ the faster ones. Reads and writes take no time here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, groupby
+from operator import itemgetter
 
 import numpy as np
 
@@ -23,6 +26,9 @@ from kvferry.planning.select import windows_survive_load
 from kvferry.replay.content import RequestKeys
 from kvferry.replay.model import ServedModel
 from kvferry.replay.tier import SimulatedTier
+
+_MOST_CHUNKS = 16
+"""Maximum number of chunks per store order (`connector.tiers.storing`)."""
 
 
 class SimulatedTiers:
@@ -75,48 +81,76 @@ class SimulatedTiers:
         Returns:
             Number of bytes that each tier provides.
         """
-        wanted: list[list[list[bytes]]] = []  # by tier and group
-        for number in range(len(self.tiers)):
-            wanted.append([])
-            for group, chunks in enumerate(chunks_to_load(self._model.groups, found.chunked, tokens)):
-                here = chunks[found.tier_numbers[group, chunks] == number].tolist()
-                wanted[number].append([self._key(keys, found.chunked, group, chunk) for chunk in here])
-        sizes = [0] * len(self.tiers)
-        slow = any(any(groups) for groups in wanted[1:])
-        for group, names in enumerate(wanted[0]):
-            self._host.read(names, group)
-            sizes[0] += len(names) * self._host.chunk_bytes[group]
-            if slow:
-                self._host.pin(names)
-        for number, tier in enumerate(self.tiers[1:], 1):
-            for group, names in enumerate(wanted[number]):
-                tier.read(names, group)
-                sizes[number] += len(names) * tier.chunk_bytes[group]
-                for faster in (self._host, *self.tiers[1:number]):
-                    faster.store(names, group)
-        if slow:
-            for names in wanted[0]:
-                self._host.unpin(names[::-1])
+        chunks = chunks_to_load(self._model.groups, found.chunked, tokens)
+        numbers = [found.tier_numbers[group, of] for group, of in enumerate(chunks)]
+        sizes = [
+            sum(tier.count_reads(int((of == number).sum()), group) for group, of in enumerate(numbers))
+            for number, tier in enumerate(self.tiers)
+        ]
+        wanted = [
+            (int(chunk), group, int(tier))
+            for group, of in enumerate(chunks)
+            for chunk, tier in zip(of, numbers[group], strict=True)
+        ]
+        if len(chunks) > 1:
+            wanted.sort()
+        named = [(self._key(keys, found.chunked, group, chunk), group, tier) for chunk, group, tier in wanted]
+        here = [key for key, _, tier in named if not tier]
+        here.reverse()
+        self._host.use(here)
+        if any(sizes[1:]):
+            self._fetch(here, [one for one in named if one[2]])
         return sizes
 
-    def store(self, keys: Sequence[bytes], group: int, available: Sequence[bool]) -> None:
-        """Store complete chunks of a request.
+    def _fetch(self, here: list[bytes], wanted: list[tuple[bytes, int, int]]) -> None:
+        """Copy the chunks of a load from slow tiers into host memory, and into all faster slow tiers.
+
+        If host memory has no room for all, the ranks copy the chunks that it has room for to the engine's
+        blocks. Then these can be evicted to make room for the others.
 
         Args:
-            keys: keys of the chunks, in the order of the prompt.
-            group: index of their KV cache group.
-            available: for each chunk, True if it need not be stored where any tier has it, because the engine
-                has not computed it anew.
+            here: keys of chunks that the load reads from host memory.
+            wanted: (key, index of the KV cache group, number of the tier) of the other chunks, in the order
+                of the prompt.
         """
-        new = [
-            key
-            for key, skip in zip(keys, available, strict=True)
-            if key not in self._host.held and not (skip and self._holds(key))
-        ]
-        if new:
-            stored = self._host.store(new, group)
+        host = self._host
+        host.pin(here)
+        while wanted or here:
+            ends = list(accumulate(host.chunk_bytes[group] for _, group, _ in wanted))
+            fitting = bisect_right(ends, host.make_room(ends[-1])) if wanted else 0
+            if not (fitting or here):
+                return
+            arriving = sorted(wanted[:fitting], key=itemgetter(2))
+            for (tier, group), each in groupby(arriving, itemgetter(2, 1)):
+                names = [key for key, _, _ in each]
+                host.admit(names, group)
+                host.pin(names)
+                for faster in self.tiers[1:tier]:
+                    faster.write(names, group)
+            host.unpin(key for key, _, _ in reversed(arriving))
+            host.unpin(here)
+            here, wanted = [], wanted[fitting:]
+
+    def store(self, runs: Iterable[tuple[int, Sequence[bytes], int]]) -> None:
+        """Store chunks that one step of the engine completes.
+
+        Args:
+            runs: (index of the KV cache group, keys in the order of the prompt, number) of each run. The
+                first `number` of the chunks need not be stored where any tier has them, because the engine
+                has not computed them anew.
+        """
+        for group, keys in self._host.store(self._new(runs)):
             for tier in self._slow:
-                tier.store(stored, group)
+                tier.write(keys, group)
+
+    def _new(self, runs: Iterable[tuple[int, Sequence[bytes], int]]) -> Iterator[tuple[int, Sequence[bytes]]]:
+        """Yield the keys of each run that host memory lacks, in pieces as an engine orders their stores."""
+        held = self._host.held
+        for group, keys, unchanged in runs:
+            new = [key for key in keys[:unchanged] if not self._holds(key)]
+            new += [key for key in keys[unchanged:] if key not in held]
+            for first in range(0, len(new), _MOST_CHUNKS):
+                yield group, new[first : first + _MOST_CHUNKS]
 
     def mark_used(self, keys: Sequence[bytes]) -> None:
         """Rank the chunks of a prompt as the latest used in every tier, the first one as the very latest."""

@@ -185,6 +185,7 @@ def tail_id(request: TraceRequest, chunk_tokens: int, tokens: int) -> int:
         tokens: number of tokens from the start; not a multiple of `chunk_tokens`, and at most the prompt.
     """
     unit = (tokens - 1) // request.unit_tokens
-    known = int(request.prefix_ids[unit]) if unit < len(request.prefix_ids) else request.prompt_id
+    whole = unit < request.prompt_tokens // request.unit_tokens
+    known = int(request.prefix_ids[unit]) if whole else request.prompt_id
     own = np.array([known], np.uint64) ^ np.uint64(tokens % chunk_tokens)
     return int(mixed(mixed(own) + np.uint64(tokens))[0])
