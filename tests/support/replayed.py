@@ -38,9 +38,9 @@ def model_of_engine(checkpoint: Path, trace: Trace, retention: int | None, dtype
     return replace(model, block_groups=groups, form=replace(model.form, steps=steps))
 
 
-def replay_of(model: ServedModel, trace: Trace, tiers: Sequence[str]) -> Simulation:
+def replay_of(model: ServedModel, trace: Trace, tiers: Sequence[str], *, prefix_caching: bool) -> Simulation:
     """Return a replay for one engine, which has seen no request."""
-    blocks = trace.header["num_blocks"]
+    blocks = trace.header["num_blocks"] if prefix_caching else 0
     assert isinstance(blocks, int)
     settings = ReplaySettings(tiers=tuple(map(parse_tier, tiers)), engine_blocks=blocks)
     return Simulation(model, settings, trace.unit_tokens)

@@ -83,9 +83,9 @@ class SnapshotSteps:
         last = self.last_boundary(prompt)
         for end in self.step_ends(prompt, start, shared):
             if end == prompt:
-                if prompt % self.aligned_step_tokens == 0 and self._retains(prompt):
+                if prompt % self.block_tokens == 0 and self.retains(prompt):
                     yield prompt
-            elif end % self.block_tokens == 0 and (end in (last, shared) or self._retains(end)):
+            elif end % self.block_tokens == 0 and (end in (last, shared) or self.retains(end)):
                 yield end
 
     def last_boundary(self, prompt: int) -> int:
@@ -108,7 +108,8 @@ class SnapshotSteps:
             start = min([end, prompt, *(stop for stop in (last, shared) if start < stop)])
             yield start
 
-    def _retains(self, tokens: int) -> bool:
+    def retains(self, tokens: int) -> bool:
+        """Return whether the prefix cache retains a snapshot for its position alone, inside any prompt."""
         return self.retention is None or (self.retention > 0 and tokens % self.retention == 0)
 
 

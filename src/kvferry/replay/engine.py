@@ -96,6 +96,14 @@ class SimulatedEngine:
         snapshots = snapshots_of(self.model, prompt)
         store_chunks(self.model, self.tiers, running.keys, prompt, snapshots)
         if self.cache is not None and running.block_keys is not None:
+            steps, loaded = self.model.form.steps, any(running.hit.tier_tokens)
+            if (
+                loaded
+                and self.model.state is not None
+                and found % steps.block_tokens == 0
+                and steps.retains(found)
+            ):
+                snapshots.insert(0, found)  # a loaded snapshot is cached like a computed one
             self.cache.keep(request, running.block_keys, snapshots, running.shared)
 
     def _find(self, prompt: int, keys: RequestKeys, local: LocalHit) -> Hit:

@@ -73,7 +73,7 @@ class SimulatedTier:
         self._policy = policy(capacity_bytes)
 
     def make_room(self, size: int) -> int:
-        """Evict chunks until `size` bytes are free, or until nothing can be evicted. Return the free bytes."""
+        """Evict chunks until `size` bytes are free, or none is left to evict. Return the free bytes."""
         used, evict, evicted = self.used_bytes, self._policy.evict, [0] * len(self.counts)
         while used + size > self.capacity_bytes and (key := evict()) is not None:
             group = self.held.pop(key)
@@ -166,7 +166,7 @@ class SimulatedTier:
             self._policy.pin(key)
 
     def unpin(self, keys: Iterable[bytes]) -> None:
-        """Allow the eviction of pinned chunks again, and rank them as the latest used, the last one newest."""
+        """Allow the eviction of pinned chunks again, and rank them as the latest used, the last as newest."""
         for key in keys:
             self._policy.unpin(key)
 

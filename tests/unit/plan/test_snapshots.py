@@ -33,6 +33,15 @@ def test_a_prompt_of_whole_blocks_has_one_at_its_end_only_if_that_is_retained():
     assert list(SnapshotSteps(128, 256, 0).positions(512)) == [384]
     assert list(SnapshotSteps(128, 256, None).positions(512)) == [256, 384, 512]
     assert list(SnapshotSteps(128, 256, 256).positions(512)) == [256, 384, 512]
+    assert list(SnapshotSteps(128, 256, 128).positions(640)) == [256, 512, 640]
+
+
+def test_steps_begin_where_a_load_ends_and_stop_where_another_prompt_parts():
+    steps = SnapshotSteps(128, 256, None)
+    assert list(steps.positions(1000, start=300)) == [384, 640, 896]
+    assert list(steps.positions(1000, start=256, shared=384)) == [384, 640, 896]
+    assert list(SnapshotSteps(128, 512, 0).positions(1000, shared=384)) == [384, 896]
+    assert list(steps.step_ends(300, start=256)) == [300]
 
 
 @pytest.mark.parametrize("prompt", [1, 127, 128])
