@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from kvferry.geometry.models import read_model
 from kvferry.plan.kept import KeptSettings
 from kvferry.plan.side import EngineSide
 from kvferry.replay.model import ServedModel, served_model
+from kvferry.replay.recorded_engine import recorded_engine, with_blocks
 from kvferry.replay.settings import ReplaySettings, parse_tier
 from kvferry.replay.simulation import Simulation
 from kvferry.replay.trace.base import Trace
@@ -26,21 +25,17 @@ def model_of_engine(checkpoint: Path, trace: Trace, retention: int | None, dtype
         retention: the engine's ``prefix_cache_retention_interval``.
         dtype: element type of the KV cache.
     """
-    header: dict[str, Any] = dict(trace.header)
+    engine = recorded_engine(trace.name, trace.header)
+    block = engine.largest_block
+    assert block
+    assert engine.step_tokens
     reading = read_model(json.loads((checkpoint / "config.json").read_text()), dtype)
-    block = max(header["block_tokens"])
-    kept = KeptSettings(header["step_tokens"], retention, header["chunk_tokens"], header["snapshot_tokens"])
-    side = EngineSide(1, 1, "LBHNC", block)
-    model = served_model(reading, side, kept)
-    # vLLM for CPUs chooses the blocks of recurrent models by other rules than on a GPU.
-    groups = tuple(replace(group, block_tokens=block) for group in model.block_groups)
-    steps = replace(model.form.steps, block_tokens=block)
-    return replace(model, block_groups=groups, form=replace(model.form, steps=steps))
+    kept = KeptSettings(engine.step_tokens, retention, engine.chunk_tokens, engine.snapshot_tokens)
+    return with_blocks(served_model(reading, EngineSide(1, 1, "LBHNC", block), kept), block)
 
 
 def replay_of(model: ServedModel, trace: Trace, tiers: Sequence[str], *, prefix_caching: bool) -> Simulation:
     """Return a replay for one engine, which has seen no request."""
-    blocks = trace.header["num_blocks"] if prefix_caching else 0
-    assert isinstance(blocks, int)
+    blocks = (recorded_engine(trace.name, trace.header).num_blocks or 0) if prefix_caching else 0
     settings = ReplaySettings(tiers=tuple(map(parse_tier, tiers)), engine_blocks=blocks)
     return Simulation(model, settings, trace.unit_tokens)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvferry.replay.curve import CurvePoint
     from kvferry.replay.engine import Hit
     from kvferry.replay.model import ServedModel
+    from kvferry.replay.recorded_engine import RecordedEngine
     from kvferry.replay.report import Outcome
     from kvferry.replay.settings import ReplaySettings, TierSetting
     from kvferry.replay.simulation import Simulation
@@ -44,7 +45,7 @@ def replay(
     trace: TraceFile,
     model: opt.Model,
     tier: opt.Tiers = None,
-    engine_blocks: opt.EngineBlocks = 0,
+    engine_blocks: opt.EngineBlocks = None,
     policy: opt.Policy = "lru",
     prefill_tokens_per_second: opt.PrefillSpeed = 0.0,
     bandwidth: opt.Bandwidth = None,
@@ -53,7 +54,7 @@ def replay(
     tp: opt.Tp = 1,
     block_size: opt.BlockSize = None,
     dtype: opt.Dtype = "auto",
-    step_tokens: opt.StepTokens = _STEP_TOKENS,
+    step_tokens: opt.StepTokens = None,
     retention: opt.Retention = "0",
     chunk_tokens: opt.ChunkTokens = None,
     snapshot_tokens: opt.SnapshotTokens = None,
@@ -70,11 +71,14 @@ def replay(
     Simulates engines and their tiers with the code that looks chunks up, chooses what to store and evicts in
     a real engine. Nothing is run, and no weights are read.
     """
+    from kvferry.replay.recorded_engine import recorded_engine
     from kvferry.replay.settings import ReplaySettings, parse_tier
 
     found = _open(trace, unit_tokens)
+    recorded = recorded_engine(found.name, found.header)
     served = served_model_of(
         model,
+        recorded,
         dtype=dtype,
         tp=tp,
         block_size=block_size,
@@ -87,7 +91,7 @@ def replay(
     settings = ReplaySettings(
         tiers=tuple(tiers),
         engines=engines,
-        engine_blocks=engine_blocks,
+        engine_blocks=(recorded.num_blocks or 0) if engine_blocks is None else engine_blocks,
         policy=policy,
         route=route,  # type: ignore[arg-type]  # checked by the class
         prefill_tokens_per_second=prefill_tokens_per_second,
@@ -115,16 +119,19 @@ def replay(
 
 def served_model_of(
     model: str,
+    recorded: RecordedEngine,
     *,
     dtype: str,
     tp: int,
     block_size: int | None,
-    step_tokens: int,
+    step_tokens: int | None,
     retention: str,
     chunk_tokens: int | None,
     snapshot_tokens: int | None,
 ) -> ServedModel:
     """Return the model and the engine settings of a replay, from the values of the options.
+
+    The settings of the engine that recorded the trace replace options that are None.
 
     Raises:
         KVFerryError: the model is not known, or an engine cannot have these settings.
@@ -135,12 +142,20 @@ def served_model_of(
     from kvferry.plan.side import EngineSide, resolve_layout
     from kvferry.plan.snapshots import parse_retention
     from kvferry.replay.model import served_model
+    from kvferry.replay.recorded_engine import with_blocks
 
     name, config = find_config(model)
     reading = read_model(config, dtype, name=name, draft=False)
-    side = EngineSide(tp, 1, resolve_layout("auto", reading), block_size)
-    kept = KeptSettings(step_tokens, parse_retention(retention), chunk_tokens, snapshot_tokens)
-    return served_model(reading, side, kept)
+    side = EngineSide(tp, 1, resolve_layout("auto", reading), block_size or recorded.largest_block)
+    kept = KeptSettings(
+        step_tokens or recorded.step_tokens or _STEP_TOKENS,
+        parse_retention(retention),
+        chunk_tokens or recorded.chunk_tokens,
+        snapshot_tokens or (None if chunk_tokens else recorded.snapshot_tokens),
+    )
+    served = served_model(reading, side, kept)
+    known = None if block_size else recorded.largest_block
+    return with_blocks(served, known) if known else served
 
 
 def print_notes(trace: Trace) -> None:

@@ -14,8 +14,11 @@ Model: TypeAlias = Annotated[
     ),
 ]
 EngineBlocks: TypeAlias = Annotated[
-    int,
-    typer.Option(metavar="COUNT", help="Blocks in an engine's pool; 0 to leave the engine's own cache out."),
+    int | None,
+    typer.Option(
+        metavar="COUNT",
+        help="Blocks in an engine's pool; by default the recorded engine's, else no prefix cache.",
+    ),
 ]
 Tiers: TypeAlias = Annotated[
     list[str] | None,
@@ -54,7 +57,11 @@ Dtype: TypeAlias = Annotated[
     str, typer.Option(metavar="NAME", help="Element type of the KV cache: auto, float32, bfloat16, fp8, ...")
 ]
 StepTokens: TypeAlias = Annotated[
-    int, typer.Option(metavar="COUNT", help="The engine's --max-num-batched-tokens.")
+    int | None,
+    typer.Option(
+        metavar="COUNT",
+        help="The engine's --max-num-batched-tokens; by default the recorded one's, else 8192.",
+    ),
 ]
 Retention: TypeAlias = Annotated[
     str,

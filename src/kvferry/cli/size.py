@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from kvferry.replay.trace.base import Trace
     from kvferry.replay.trace.request import TraceRequest
 
-_STEP_TOKENS = 8192
 
 TraceOption = Annotated[
     str | None, typer.Option(metavar="TRACE", help="Trace as for `kvferry replay`; else describe a workload.")
@@ -68,7 +67,7 @@ def size(
     tp: opt.Tp = 1,
     block_size: opt.BlockSize = None,
     dtype: opt.Dtype = "auto",
-    step_tokens: opt.StepTokens = _STEP_TOKENS,
+    step_tokens: opt.StepTokens = None,
     retention: opt.Retention = "0",
     chunk_tokens: opt.ChunkTokens = None,
     snapshot_tokens: opt.SnapshotTokens = None,
@@ -82,6 +81,7 @@ def size(
     Replays a trace, or a workload that you describe, with many capacities. Nothing is run, and no weights are
     read.
     """
+    from kvferry.replay.recorded_engine import recorded_engine
     from kvferry.replay.sizing import SizeQuestion, size as answer
     from kvferry.tiers.sizes import parse_size
 
@@ -90,16 +90,6 @@ def size(
         prefill_tokens_per_second=prefill_tokens_per_second,
         host_bytes=parse_size(host) if host else None,
         disk_writes_per_day=disk_writes_per_day,
-    )
-    served = served_model_of(
-        model,
-        dtype=dtype,
-        tp=tp,
-        block_size=block_size,
-        step_tokens=step_tokens,
-        retention=retention,
-        chunk_tokens=chunk_tokens,
-        snapshot_tokens=snapshot_tokens,
     )
     opened = None
     if trace is None:
@@ -120,6 +110,18 @@ def size(
     else:
         opened = _open_file(trace, unit_tokens)
         name, unit, requests = opened.name, opened.unit_tokens, partial(progress, opened)
+    header = {} if opened is None else opened.header
+    served = served_model_of(
+        model,
+        recorded_engine(name, header),
+        dtype=dtype,
+        tp=tp,
+        block_size=block_size,
+        step_tokens=step_tokens,
+        retention=retention,
+        chunk_tokens=chunk_tokens,
+        snapshot_tokens=snapshot_tokens,
+    )
     found = answer(requests, served, question, unit)
     if opened is not None:
         print_notes(opened)

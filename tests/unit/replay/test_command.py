@@ -1,0 +1,170 @@
+"""`kvferry replay` and `kvferry size` on small traces."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from kvferry.cli.main import app
+
+MODEL = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    lines = [
+        {"timestamp": 1000 * n, "input_length": 1024, "output_length": 5, "hash_ids": [n % 4, 7]}
+        for n in range(12)
+    ]
+    (tmp_path / "trace.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "80"})
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        return 1, f"{type(done.exception).__name__}: {done.exception}"
+    return done.exit_code, done.output
+
+
+def replay(*options: str) -> dict[str, object]:
+    code, output = run("replay", "trace.jsonl", "--model", "config.json", "--json", *options)
+    assert code == 0, output
+    return json.loads(output)
+
+
+def test_json_has_the_hit_rate_and_the_tiers(folder: Path) -> None:
+    found = replay()
+    assert found["hit_rate"] == pytest.approx(8 / 12)
+    assert found["unit_hit_rate"] == pytest.approx(8 / 12)
+    assert (found["requests"], found["seconds"], found["complete"]) == (12, 11.0, True)
+    assert [tier["name"] for tier in found["tiers"]] == ["host"]
+
+
+def test_text_has_a_curve_and_files_have_requests_and_a_picture(folder: Path) -> None:
+    options = ["--tier", "host=1MiB", "--tier", "file=unlimited", "--prefill-tokens-per-second", "5000"]
+    more = ["--curve", "--html", "page.html", "--requests", "requests.jsonl", "--bandwidth", "file=1"]
+    code, output = run("replay", "trace.jsonl", "--model", "config.json", *options, *more)
+    assert code == 0, output
+    assert "66.7% of the prompt tokens need not be computed" in output
+    assert "Time to the first token" in output
+    assert "Hit rate by capacity" in output
+    assert max(map(len, output.splitlines())) <= 80
+    assert "<polyline" in Path("page.html").read_text()
+    found = [json.loads(line) for line in Path("requests.jsonl").read_text().splitlines()]
+    assert [sum(one["tier_tokens"]) for one in found] == [0] * 4 + [1024] * 8
+
+
+def test_a_recorded_trace_brings_the_settings_of_its_engine(folder: Path) -> None:
+    keys = base64.b64encode(np.arange(1, 17, dtype="<u8").tobytes()).decode()
+    header = {
+        "kvferry_trace": 1,
+        "unit_tokens": 64,
+        "chunk_tokens": 64,
+        "block_tokens": [32],
+        "step_tokens": 256,
+    }
+    request = {"arrival": 1.0, "end": 2.0, "prompt_tokens": 1024, "output_tokens": 0, "keys": keys}
+    request |= {"prompt_key": keys[:12], "session": "", "local_tokens": 0, "loaded": {}}
+    request["prompt_key"] = base64.b64encode(b"12345678").decode()
+    lines = [
+        header | {"num_blocks": 1000, "snapshot_tokens": 64},
+        request,
+        request | {"arrival": 3.0, "end": 4.0},
+    ]
+    Path("trace.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = replay()
+    assert (found["chunk_tokens"], found["engine_blocks"]) == (64, 1000)
+    assert found["local_tokens"] == 1024 - 32, "the last token is computed, and blocks have 32 tokens"
+    assert replay("--engine-blocks", "0")["local_tokens"] == 0
+    assert replay("--chunk-tokens", "128")["chunk_tokens"] == 128
+    lines[0] |= {"block_tokens": "many"}
+    Path("trace.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, output = run("replay", "trace.jsonl", "--model", "config.json")
+    assert code != 0
+    assert "the header of the trace is damaged" in output
+
+
+def test_ctrl_c_prints_what_was_found_so_far(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvferry.replay import engine
+
+    admit = engine.SimulatedEngine.admit
+
+    def interrupted(self, request):
+        if request.arrival >= 6:
+            raise KeyboardInterrupt
+        return admit(self, request)
+
+    monkeypatch.setattr(engine.SimulatedEngine, "admit", interrupted)
+    code, output = run("replay", "trace.jsonl", "--model", "config.json")
+    assert code == 130
+    assert output.startswith("Interrupted: these are the numbers of the requests so far.\n6 requests")
+
+
+def test_size_answers_with_a_number_and_a_range(folder: Path) -> None:
+    code, output = run(
+        "size", "--trace", "trace.jsonl", "--model", "config.json", "--target-hit", "0.5", "--json"
+    )
+    assert code == 0, output
+    found = json.loads(output)
+    assert found["too_little_bytes"] < found["capacity_bytes"] <= 1.2 * max(found["too_little_bytes"], 1) or (
+        found["too_little_bytes"] == 0
+    )
+    assert found["unlimited_hit_rate"] == pytest.approx(8 / 12)
+    code, output = run("size", "--trace", "trace.jsonl", "--model", "config.json", "--target-hit", "0.9")
+    assert code == 0
+    assert output.startswith("No capacity reaches 90%: with unlimited memory, 66.7%")
+
+
+def test_size_takes_a_described_workload(folder: Path) -> None:
+    workload = ["--users", "20", "--requests-per-second", "2", "--hours", "0.02", "--turns", "3"]
+    options = ["--prefill-tokens-per-second", "10000", "--html", "size.html", "--target-hit", "0.4"]
+    code, output = run("size", "--model", "config.json", *workload, *options)
+    assert code == 0, output
+    assert "of host memory, or as much disk, reach 40%" in output
+    assert "Loading is faster than computing" in output
+    assert max(map(len, output.splitlines())) <= 80
+    assert "<polyline" in Path("size.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("replay", "missing.jsonl", "--model", "config.json"), "missing.jsonl"),
+        (("replay", "config.json", "--model", "config.json"), "no trace in a known format"),
+        (("replay", "trace.jsonl", "--model", "config.json", "--tier", "disk=1"), "is not a tier"),
+        (
+            ("replay", "trace.jsonl", "--model", "config.json", "--bandwidth", "tape=3"),
+            "--bandwidth 'tape=3'",
+        ),
+        (
+            ("replay", "trace.jsonl", "--model", "config.json", "--requests", "no/file"),
+            "cannot write no/file",
+        ),
+        (
+            ("size", "--trace", "trace.jsonl", "--model", "config.json", "--target-hit", "50"),
+            "--target-hit is 50",
+        ),
+        (("size", "--model", "config.json", "--users", "0"), "users is 0"),
+    ],
+)
+def test_bad_input_gets_one_sentence(folder: Path, arguments: tuple[str, ...], message: str) -> None:
+    code, output = run(*arguments)
+    assert code != 0
+    assert message in output
+    assert "Traceback" not in output
