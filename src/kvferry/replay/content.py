@@ -13,6 +13,7 @@ import numpy as np
 from kvferry.replay.trace.request import Ids, TraceRequest, chunk_ids, tail_id
 
 KEY_BYTES = 8
+_MASK = (1 << 64) - 1
 
 
 def group_keys(ids: Ids, groups: int) -> list[list[bytes]]:
@@ -60,6 +61,7 @@ class RequestKeys:
         self.whole = group_keys(chunk_ids(request, chunk_tokens, self.known_tokens), groups)
         self._tail = partial(tail_id, request, chunk_tokens)
         self._groups = groups
+        self._tails: dict[int, list[bytes]] = {}
 
     def first(self, chunks: int) -> list[list[bytes]]:
         """Return the keys of the first chunks, one list per group."""
@@ -71,4 +73,8 @@ class RequestKeys:
         Args:
             tokens: length of the prompt in tokens, or a shorter prefix that ends in the prompt's last unit.
         """
-        return [keys[0] for keys in group_keys(np.array([self._tail(tokens)], np.uint64), self._groups)]
+        if tokens not in self._tails:
+            own = self._tail(tokens)
+            each = ((own + group) & _MASK for group in range(self._groups))
+            self._tails[tokens] = [key.to_bytes(KEY_BYTES, "little") for key in each]
+        return self._tails[tokens]

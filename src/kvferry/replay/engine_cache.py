@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -102,11 +103,12 @@ class EngineCache:
         self._policy.make_newest(held)
         needed = sum(self._running_blocks(group, total) for group in self._model.block_groups)
         self._make_room(needed - sum(self._sizes[key] for key in held))
-        for key, size in sizes.items():
-            if key not in self._sizes and self._used + size <= self._capacity:
-                self._policy.admit(key, size)
-                self._sizes[key] = size
-                self._used += size
+        for size, keys_of_size in groupby(sizes, sizes.__getitem__):
+            new = [key for key in keys_of_size if key not in self._sizes]
+            new = new[: (self._capacity - self._used) // size]
+            self._policy.admit_all(new, size)
+            self._sizes.update(dict.fromkeys(new, size))
+            self._used += size * len(new)
         self._policy.make_newest([*sizes][::-1])
 
     def _entries(
@@ -179,13 +181,10 @@ class EngineCache:
 
     def _make_room(self, blocks: int) -> None:
         """Evict runs until `blocks` blocks are free, or until nothing can be evicted."""
-        while self._used + blocks > self._capacity:
-            key = self._policy.evict()
-            if key is None:
-                return
-            size = self._sizes.pop(key)
-            self._used -= size
-            self.evicted += size
+        if (missing := self._used + blocks - self._capacity) > 0:
+            freed = sum(self._sizes.pop(key) for key in self._policy.evict_bytes(missing))
+            self._used -= freed
+            self.evicted += freed
 
     def _rows(self, tokens: int, keys: RequestKeys) -> list[list[bytes]]:
         """Return the keys of the runs of a request's first tokens, one list per group.

@@ -74,17 +74,15 @@ class SimulatedTier:
 
     def make_room(self, size: int) -> int:
         """Evict chunks until `size` bytes are free, or none is left to evict. Return the free bytes."""
-        used, evict, evicted = self.used_bytes, self._policy.evict, [0] * len(self.counts)
-        while used + size > self.capacity_bytes and (key := evict()) is not None:
-            group = self.held.pop(key)
-            evicted[group] += 1
-            used -= self.chunk_bytes[group]
-        if used < self.used_bytes:
-            self.used_bytes = used
+        if (missing := self.used_bytes + size - self.capacity_bytes) > 0:
+            evicted = [0] * len(self.counts)
+            for key in self._policy.evict_bytes(missing):
+                evicted[self.held.pop(key)] += 1
             for counts, number, each in zip(self.counts, evicted, self.chunk_bytes, strict=True):
                 counts.evicted += number
                 counts.evicted_bytes += number * each
-        return self.capacity_bytes - used
+                self.used_bytes -= number * each
+        return self.capacity_bytes - self.used_bytes
 
     def store(self, runs: Iterable[tuple[int, Sequence[bytes]]]) -> list[tuple[int, Sequence[bytes]]]:
         """Store new chunks, as host memory stores the chunks that one step of an engine computes.

@@ -19,6 +19,7 @@ _GOLDEN, _FIRST, _SECOND = (
     np.uint64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
+_MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,18 @@ def mixed(values: Ids) -> Ids:
     found = (found ^ (found >> _SHIFTS[0])) * _FIRST
     found = (found ^ (found >> _SHIFTS[1])) * _SECOND
     return found ^ (found >> _SHIFTS[2])
+
+
+def mixed_number(value: int) -> int:
+    """Return what `mixed` returns for one value, of which the low 64 bits count. Faster than an array of one.
+
+    >>> mixed_number(7) == int(mixed(np.array([7], np.uint64))[0])
+    True
+    """
+    found = (value + int(_GOLDEN)) & _MASK
+    found = (found ^ (found >> int(_SHIFTS[0]))) * int(_FIRST) & _MASK
+    found = (found ^ (found >> int(_SHIFTS[1]))) * int(_SECOND) & _MASK
+    return found ^ (found >> int(_SHIFTS[2]))
 
 
 def chained(ids: npt.ArrayLike) -> Ids:
@@ -187,5 +200,4 @@ def tail_id(request: TraceRequest, chunk_tokens: int, tokens: int) -> int:
     unit = (tokens - 1) // request.unit_tokens
     whole = unit < request.prompt_tokens // request.unit_tokens
     known = int(request.prefix_ids[unit]) if whole else request.prompt_id
-    own = np.array([known], np.uint64) ^ np.uint64(tokens % chunk_tokens)
-    return int(mixed(mixed(own) + np.uint64(tokens))[0])
+    return mixed_number(mixed_number(known ^ tokens % chunk_tokens) + tokens)

@@ -10,6 +10,7 @@ The tier calls these methods:
     make_newest(keys)   rank the keys as the latest used, without counting uses
     pin / unpin         exclude the key from eviction, and allow it again
     evict()             remove and return a key to evict; it may become a ghost
+    evict_bytes(bytes)  evict keys until so many bytes are free
     remove(key)         remove a key for another reason, without a ghost
 
 **What mutates.** Every method except the queries changes the policy and nothing else. The policy keeps
@@ -146,6 +147,17 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def evict(self) -> bytes | None:
         """Choose a key to evict, remove it from the policy, and return it; None if all keys are pinned."""
+
+    def evict_bytes(self, size: int) -> list[bytes]:
+        """Evict keys as `evict` does, until their chunks have `size` bytes together or none can be evicted.
+
+        Returns:
+            The evicted keys.
+        """
+        until, keys = self.used_bytes - size, list[bytes]()
+        while self.used_bytes > until and (key := self.evict()) is not None:
+            keys.append(key)
+        return keys
 
     def check_integrity(self) -> None:
         """Check that all queues are consistent, and that the chunks fit into the capacity.

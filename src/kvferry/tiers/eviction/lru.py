@@ -31,6 +31,10 @@ class LRU(EvictionPolicy):
         """Remove the least recently used key from the policy, and return it; None if all keys are pinned."""
         return self._queue.pop()[0] if self._queue.unpinned else None
 
+    def evict_bytes(self, size: int) -> list[bytes]:
+        """Remove the least recently used keys until their chunks have `size` bytes. Return the keys."""
+        return self._queue.pop_bytes(size)
+
     def _place(self, key: bytes, size: int) -> None:
         self._queue.push(key, size)
 

@@ -62,6 +62,20 @@ class ByteQueue:
         self.total -= size
         return key, size
 
+    def pop_bytes(self, size: int) -> list[bytes]:
+        """Remove the oldest unpinned keys until their chunks have `size` bytes together. Return the keys.
+
+        Fewer are removed if there are no more unpinned keys.
+        """
+        unpinned, pop, keys, until = self._unpinned, self._unpinned.popitem, list[bytes](), self.total - size
+        total = self.total
+        while total > until and unpinned:
+            key, freed = pop(last=False)
+            total -= freed
+            keys.append(key)
+        self.total = total
+        return keys
+
     def remove(self, key: bytes) -> int:
         """Remove a key, pinned or not. Return the size of its chunk in bytes.
 
