@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from support.processor import HAS_AVX512
 from support.vllm_engine.inside import distance
 from support.vllm_engine.marks import engines
 from support.vllm_engine.pair import Pair, Setup, prompt
@@ -27,7 +28,11 @@ REPRESENTATIVE = (
     Setup(**WINDOWS, label="auto", layouts=("engine", "auto"), prefill_options=LARGE, decode_options=SMALL),
 )
 ALL = (
-    Setup(**CODES, label="fp8-64-to-128", prefill_options=SMALL, decode_options=LARGE),
+    *(
+        [Setup(**CODES, label="fp8-64-to-128", prefill_options=SMALL, decode_options=LARGE)]
+        if HAS_AVX512
+        else []
+    ),
     Setup(**DENSE, label="128-to-64", prefill_options=LARGE, decode_options=SMALL),
     Setup(**DENSE, label="LBHNC-to-BLHNC", layouts=("LBHNC", "BLHNC")),
     Setup(**DENSE, label="BHLNC-to-LHBNC", layouts=("BHLNC", "LHBNC")),

@@ -11,6 +11,7 @@ from typing import get_args
 import pytest
 
 from support.backends.table import NOT_RUN
+from support.processor import needs_avx512
 
 ROOT = Path(__file__).parents[4]
 PAGE = ROOT / "docs" / "backends.md"
@@ -56,6 +57,7 @@ def test_every_layout_of_vllm_is_probed():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@needs_avx512
 @pytest.mark.skipif(WHERE is None, reason="KVFERRY_TEST_TRITON is not set; `make test-unit` sets it")
 def test_the_probe_finds_what_the_table_says():
     assert WHERE is not None

@@ -12,6 +12,7 @@ from kvferry.engines.vllm.content.strides import strides_of
 from kvferry.engines.vllm.content.values import element_types
 from support.backends.layers import BLOCKS, Case, make
 from support.backends.mutants import mutants
+from support.processor import HAS_AVX512, NO_AVX512
 
 LAYOUTS = ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC")
 SCALED = (0.037, 0.11)
@@ -36,7 +37,13 @@ def named(case: Case) -> str:
     return f"{case.backend}-{case.kv_dtype}-{case.layout}"
 
 
+def skip_what_the_processor_lacks(case: Case) -> None:
+    if case.backend == "CPU_ATTN" and case.kv_dtype != "auto" and not HAS_AVX512:
+        pytest.skip(NO_AVX512)
+
+
 def page(case: Case):
+    skip_what_the_processor_lacks(case)
     layer, spec, cache = make(case)
     return page_of_attention(layer, "layers.0", spec, cache, BLOCKS, Shard(1, 2, case.heads, 2 * case.heads))
 
@@ -159,6 +166,8 @@ PAGES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
 def test_no_adapter_is_believed_that_is_wrong_in_one_thing(name, emulated):
+    if name == "cpu_kv, fp8":
+        skip_what_the_processor_lacks(CPU[-1])
     adapter, made = PAGES[name]
     layer, spec, cache = made()
     s = strides_of(cache, spec, BLOCKS)
