@@ -50,6 +50,7 @@ _ENVIRONMENT = {
     "UCX_LOG_LEVEL": "fatal",
     "OMP_NUM_THREADS": "1",
 }
+_STALL_SECONDS = 1.0
 _MOST_BYTES = 64 << 20
 _MOST_SAID = 500
 _POLL_SECONDS = 2e-4
@@ -124,7 +125,8 @@ class MetadataSandbox:
 
         Args:
             card: description of the worker.
-            seconds: maximum time in seconds to wait for the child's reply.
+            seconds: maximum time in seconds to wait for the child's reply. If this process did not run
+                meanwhile, wait as long a second time.
 
         Returns:
             Empty text if the child has read the worker's own memory; otherwise the reason for the failure.
@@ -132,11 +134,20 @@ class MetadataSandbox:
         """
         try:
             self._connection.send_bytes(encode_trial(card))
-            if not self._connection.poll(max(seconds, 0.0)):
+            if not self._replies_within(max(seconds, 0.0)):
                 return "the process that tried its transport metadata did not come to an end"
             return self._connection.recv_bytes(_MOST_BYTES).decode()[:_MOST_SAID]
         except (EOFError, OSError):
             return f"its transport metadata ended the process that tried it ({self._how()})"
+
+    def _replies_within(self, seconds: float) -> bool:
+        began = time.monotonic()
+        if self._connection.poll(seconds):
+            return True
+        # Whoever stopped this process, or the whole machine, has stopped the child as well. If the child is
+        # killed while it connects, the peer's UCX logs an error: it connects back to the child's port.
+        stalled = time.monotonic() - began > seconds + _STALL_SECONDS
+        return stalled and self._connection.poll(seconds)
 
     def kill(self) -> None:
         """Kill the child process, and wait until it has ended."""

@@ -161,6 +161,9 @@ class SandboxValidator:
                 check_metadata(card)
         except ProtocolError as error:
             return str(error)
+        # Before waiting: a new child may take longer to start than a refusal is remembered.
+        if reason := next(filter(None, (self._remembered_refusal(_digest(card)) for card in cards)), ""):
+            return reason
         if reason := self._ensure_ready():
             return reason
         deadline = self._clock() + TRY_SECONDS
@@ -178,12 +181,11 @@ class SandboxValidator:
         Returns:
             Reason why the worker's metadata is refused; empty if it has passed.
         """
-        digest, now = _digest(card), self._clock()
-        self._refused = {key: refused for key, refused in self._refused.items() if now < refused[1]}
+        digest = _digest(card)
         if digest in self._passed:
             return ""
-        if digest in self._refused:
-            return self._refused[digest][0]
+        if reason := self._remembered_refusal(digest):
+            return reason
         if reason := self._ensure_ready() or self._run_trial(card, deadline - self._clock()):
             self._refused[digest] = reason, self._clock() + REFUSED_SECONDS
             return reason
@@ -191,6 +193,12 @@ class SandboxValidator:
         if len(self._passed) > MAX_PASSED:
             del self._passed[next(iter(self._passed))]
         return ""
+
+    def _remembered_refusal(self, digest: bytes) -> str:
+        """Return why metadata was refused in the last `REFUSED_SECONDS`; empty if it was not."""
+        now = self._clock()
+        self._refused = {key: refused for key, refused in self._refused.items() if now < refused[1]}
+        return self._refused[digest][0] if digest in self._refused else ""
 
     def _run_trial(self, card: RankCard, seconds: float) -> str:
         assert self._sandbox is not None  # noqa: S101 - it is ready

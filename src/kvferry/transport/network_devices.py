@@ -1,10 +1,14 @@
-"""Restrict the network devices on which NIXL listens.
+"""Restrict the network devices on which NIXL listens, and the time that it waits for connections.
 
 UCX, NIXL's transport, opens a TCP port on every network device that it uses. It does not authenticate
 clients, and random bytes crash the process. So UCX is restricted to the device with the address that the
 operator chose for peers. If that is a loopback address, UCX cannot be reached from outside the machine. With
 any other address, UCX also uses all RDMA devices, because they have no such port. Shared memory is not a
 network device, so it is always used.
+
+By default, a thread that connects to a peer over TCP waits inside UCX until the peer's machine answers, for
+minutes if it never does. Meanwhile that thread serves no other peer. So UCX is told to connect in the
+background, and to give up sooner.
 """
 
 from __future__ import annotations
@@ -27,6 +31,12 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "UCX_NET_DEVICES"
 PORTS_VARIABLE = "UCX_TCP_PORT_RANGE"
+CONNECTIONS = {"UCX_TCP_CONN_NB": "y", "UCX_TCP_SYN_CNT": "3"}
+"""UCX's settings of TCP connections: connect in the background, and repeat an unanswered request 3 times.
+
+With 3, Linux 6.18 gave up after 20 s; with its default, not within two minutes. So the blocks of a load that
+waits for a connection are free again before its deadline (`load_timeout_seconds`, 30 s by default).
+"""
 _EVERY_ADDRESS = ("0.0.0.0", "::", "*")  # noqa: S104 - with these hosts nothing is restricted
 _lock = threading.Lock()
 
@@ -64,9 +74,8 @@ def is_local_address(host: str) -> bool:
 def restrict_ucx_to(host: str, ports: PortRange | None = None) -> Iterator[None]:
     """Restrict NIXL agents that are created inside the ``with`` statement to devices of a host, and to ports.
 
-    UCX (NIXL's transport) reads its settings from the environment when an agent is created. So
-    ``UCX_NET_DEVICES`` and ``UCX_TCP_PORT_RANGE`` are set until the ``with`` statement ends. A value that the
-    operator has set is kept.
+    UCX (NIXL's transport) reads its settings from the environment when an agent is created. So the variables
+    of `ucx_environment` are set until the ``with`` statement ends. A value that the operator has set is kept.
 
     Args:
         host: address of this machine, or a name that resolves to one.
@@ -91,6 +100,8 @@ def restrict_ucx_to(host: str, ports: PortRange | None = None) -> Iterator[None]
 def ucx_environment(host: str, ports: PortRange | None = None) -> dict[str, str]:
     """Return the environment variables that restrict UCX (NIXL's transport) to devices and ports.
 
+    They also limit the time that UCX waits for connections (`CONNECTIONS`).
+
     Args:
         host: address of this machine, or a name that resolves to one.
         ports: TCP ports that UCX may listen on; None for any.
@@ -100,7 +111,11 @@ def ucx_environment(host: str, ports: PortRange | None = None) -> dict[str, str]
         left out.
     """
     devices = devices_for(host)
-    wanted = {VARIABLE: ",".join(devices), PORTS_VARIABLE: "" if ports is None else str(ports)}
+    wanted = {
+        VARIABLE: ",".join(devices),
+        PORTS_VARIABLE: "" if ports is None else str(ports),
+        **CONNECTIONS,
+    }
     return {name: value for name, value in wanted.items() if value and name not in os.environ}
 
 

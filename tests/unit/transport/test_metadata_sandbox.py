@@ -2,11 +2,14 @@
 
 import signal
 import subprocess
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from kvferry.transport import metadata_sandbox
 from kvferry.transport.metadata_sandbox import MetadataSandbox
+from support.clock import Clock
 
 
 @pytest.fixture
@@ -35,3 +38,40 @@ def test_a_child_that_hangs_has_come_to_no_end(deaf, monkeypatch):
     assert "did not come to an end" in deaf.run_trial(None, 0.0)
     monkeypatch.setattr(metadata_sandbox, "START_SECONDS", 0.0)
     assert "did not start in 0 s" in deaf.wait_ready()
+
+
+class Slow:
+    """A channel whose waits for a reply take these times, and then give what the child has said by then."""
+
+    def __init__(self, clock: Clock, takes: Iterator[float], answers: Iterator[bool]) -> None:
+        self.clock, self.takes, self.answers = clock, takes, answers
+
+    def send_bytes(self, _: bytes) -> None:
+        pass
+
+    def poll(self, _: float) -> bool:
+        self.clock.now += next(self.takes)
+        return next(self.answers)
+
+    def recv_bytes(self, _: int) -> bytes:
+        return b""
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("takes", "answers", "passes"),
+    [
+        ([10.0], [False], False),
+        ([86.0, 0.1], [False, True], True),
+        ([86.0, 10.0], [False, False], False),
+    ],
+)
+def test_a_child_gets_its_time_although_the_machine_stood_still(deaf, monkeypatch, takes, answers, passes):
+    clock = Clock()
+    monkeypatch.setattr(metadata_sandbox, "encode_trial", lambda card: b"")
+    monkeypatch.setattr(metadata_sandbox, "time", SimpleNamespace(monotonic=clock))
+    deaf._connection.close()
+    deaf._connection = Slow(clock, iter(takes), iter(answers))
+    assert (deaf.run_trial(None, 10.0) == "") == passes

@@ -21,6 +21,7 @@ class Child:
         self.world, self.ended = world, False
 
     def wait_ready(self) -> str:
+        self.world.clock.now += self.world.starts
         return self.world.unready
 
     def run_trial(self, card, seconds: float) -> str:
@@ -37,6 +38,7 @@ class Child:
 class World:
     def __init__(self) -> None:
         self.children, self.tried, self.says, self.unready, self.takes = [], [], "", "", 0.0
+        self.starts = 0.0
         self.fails, self.clock = None, Clock()
         self.validator = SandboxValidator(self.start, self.clock)
 
@@ -126,6 +128,12 @@ def test_a_refusal_replaces_the_child_and_stands_for_all_lanes(world):
     world.says = ""
     assert world.verdict(card()) == ""
     assert world.tried == [1, 1]
+
+
+def test_a_refusal_stands_for_all_lanes_however_long_the_next_child_takes_to_start(world):
+    world.says, world.starts = "it hangs", 3 * REFUSED_SECONDS
+    assert [world.verdict(card()) for _ in range(2)] == ["it hangs"] * 2
+    assert world.tried == [1]
 
 
 def test_one_bad_rank_refuses_the_peer_and_the_rest_is_not_tried(world):

@@ -8,6 +8,7 @@ import pytest
 
 from kvferry.transport import network_devices
 from kvferry.transport.network_devices import (
+    CONNECTIONS,
     VARIABLE,
     devices_for,
     is_local_address,
@@ -18,7 +19,8 @@ from kvferry.transport.network_devices import (
 
 @pytest.fixture(autouse=True)
 def unset(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
+    for name in (VARIABLE, *CONNECTIONS):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
@@ -30,7 +32,7 @@ def test_loopback_is_the_loopback_device_alone(host):
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "*", "192.0.2.77", "no-such-host.invalid"])
 def test_every_address_and_no_address_of_ours_restrict_nothing(host):
     assert devices_for(host) == ()
-    assert ucx_environment(host) == {}
+    assert ucx_environment(host) == CONNECTIONS
 
 
 def test_another_address_is_its_device_and_all_rdma_devices(monkeypatch, tmp_path):
@@ -87,5 +89,15 @@ def test_the_operators_setting_holds_and_is_said(monkeypatch, caplog):
     with caplog.at_level("INFO"), restrict_ucx_to("127.0.0.1"):
         assert os.environ[VARIABLE] == "eth7"
     assert os.environ[VARIABLE] == "eth7"
-    assert ucx_environment("127.0.0.1") == {}
+    assert ucx_environment("127.0.0.1") == CONNECTIONS
     assert "UCX_NET_DEVICES=eth7" in caplog.text
+
+
+def test_connections_are_made_in_the_background_unless_the_operator_says_otherwise(monkeypatch):
+    with restrict_ucx_to("127.0.0.1"):
+        assert CONNECTIONS.items() <= os.environ.items()
+    assert CONNECTIONS.keys().isdisjoint(os.environ)
+    monkeypatch.setenv("UCX_TCP_CONN_NB", "n")
+    with restrict_ucx_to("127.0.0.1"):
+        assert os.environ["UCX_TCP_CONN_NB"] == "n"
+    assert os.environ["UCX_TCP_CONN_NB"] == "n"

@@ -23,6 +23,12 @@ MOST_TIMEOUTS = 20
 So a peer that computes without end does not hold a request for ever.
 """
 
+LATE_SECONDS = 5.0
+"""A load's failure says if `Loads.settle` was called so long after the deadline.
+
+Only the engine's steps call it.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class SettledLoads:
@@ -150,10 +156,20 @@ class Loads:
                 reported[key] = failure
         self._ended.clear()
         now = self._clock()
-        over = {k: "its deadline passed" for k, deadline in self._deadlines.items() if deadline <= now}
+        over = {k: _expired(now - deadline) for k, deadline in self._deadlines.items() if deadline <= now}
         for key, why in {**over, **self._given_up}.items():
             del self._deadlines[key], self._latest[key]
             self._expired.add(key)
             reported[key] = why
         self._given_up.clear()
         return SettledLoads(reported, released)
+
+
+def _expired(late_seconds: float) -> str:
+    """Return the reason for the failure of a load whose deadline passed so many seconds ago."""
+    if late_seconds < LATE_SECONDS:
+        return "its deadline passed"
+    return (
+        f"its deadline passed {late_seconds:.1f} s ago, and the engine made no step since: was the process "
+        "or the machine stopped, or are there more busy processes than cores?"
+    )

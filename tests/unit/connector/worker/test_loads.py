@@ -39,6 +39,16 @@ def test_a_load_that_gets_on_is_not_late_but_does_not_go_on_for_ever(loads, cloc
     assert loads.settle() == SettledLoads({}, set()), "it is reported once"
 
 
+def test_a_load_says_that_the_engine_made_no_step_at_its_deadline(loads, clock):
+    loads.begin("a", 30.0)
+    clock.now = 85.8
+    assert (
+        loads.settle()
+        .reported["a"]
+        .startswith("its deadline passed 55.8 s ago, and the engine made no step since")
+    )
+
+
 @pytest.mark.parametrize("failure", [None, "it broke"])
 def test_a_load_that_landed_is_reported_and_released_together(loads, failure):
     loads.begin("a", 30.0)
@@ -144,7 +154,7 @@ class LifeOfLoads(RuleBasedStateMachine):
         assert settled.released <= self.landed.keys(), "released before it landed"
         for key, failure in settled.reported.items():
             expired = key not in settled.released
-            assert failure == ("its deadline passed" if expired else self.landed[key])
+            assert failure.startswith("its deadline passed") if expired else failure == self.landed[key]
             assert not expired or self.deadline[key] <= self.clock.now
         self.reported |= settled.reported
         self.released |= settled.released
