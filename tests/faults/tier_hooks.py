@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.errors import ChunkError
+from kvferry.planning.select import windows_survive_load
 from kvferry.tiers.paths import chunk_path
 from support.chunk_files import verify_bytes
 from support.vllm_engine.tiers_inside import half
@@ -32,7 +33,7 @@ def tokens_at_hand(engine: Any, text: list[int], salt: str, adapter: str = "") -
             len(text),
             0,
             tiering._cache.reading.tier_numbers,
-            in_full=tiering.source._windows_survive_load(len(text)),
+            in_full=windows_survive_load(tiering.source._groups, len(text)),
         )
         .tokens
     )

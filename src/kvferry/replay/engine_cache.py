@@ -63,7 +63,7 @@ class EngineCache:
         has_tail = model.state is None and unit_tokens % block == 0
         self._run = unit_tokens if has_tail else block
         self._policy, self._sizes, self._used = LRU(num_blocks), dict[bytes, int](), 0
-        self._capacity = num_blocks
+        self._capacity = num_blocks - 1  # without the null block
 
     def keys(self, request: TraceRequest) -> RequestKeys:
         """Return the keys of a request's runs of blocks, for `look_up` and `keep`."""
@@ -97,8 +97,8 @@ class EngineCache:
             shared: position up to which the engine had the attention blocks, but not all other blocks, of
                 another prompt; 0 if there is none.
         """
-        total = request.prompt_tokens + request.output_tokens
-        sizes = self._entries(request.prompt_tokens, min(keys.known_tokens, total), keys, snapshots, shared)
+        total = request.prompt_tokens + max(request.output_tokens - 1, 0)  # the last one is not computed
+        sizes = self._entries(request.prompt_tokens, keys.computed_tokens, keys, snapshots, shared)
         held = [key for key in sizes if key in self._sizes]
         self._policy.make_newest(held)
         needed = sum(self._running_blocks(group, total) for group in self._model.block_groups)

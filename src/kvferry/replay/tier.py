@@ -111,17 +111,19 @@ class SimulatedTier:
             self.admit(keys, group)
         return stored
 
-    def write(self, keys: Iterable[bytes], group: int) -> None:
-        """Write chunks of one KV cache group one after the other, as storage does. Known keys are skipped.
+    def write(self, keys: Iterable[bytes], group: int) -> list[bytes]:
+        """Write new chunks of one KV cache group one after the other, as storage does. Return their keys.
 
         Args:
-            keys: different keys, in the order in which they are written.
+            keys: different keys, in the order in which they are written. Chunks that the tier holds already
+                are skipped.
             group: index of the group.
         """
         new = [key for key in keys if key not in self.held]
         size = self.chunk_bytes[group]
         if new and (fitting := self.make_room(size * len(new)) // size):
             self.admit(new[-fitting:], group)
+        return new
 
     def admit(self, keys: Sequence[bytes], group: int) -> None:
         """Add new chunks of one KV cache group, the last one as the newest. There must be room for them.
@@ -168,6 +170,6 @@ class SimulatedTier:
         for key in keys:
             self._policy.unpin(key)
 
-    def mark_used(self, keys: Sequence[bytes]) -> None:
-        """Rank chunks as the latest used, the first one as the very latest. Unknown keys are skipped."""
-        self._policy.make_newest(keys[::-1])
+    def make_newest(self, keys: Sequence[bytes]) -> None:
+        """Rank chunks as the latest used, the last one newest, without a use. Unknown keys are skipped."""
+        self._policy.make_newest(keys)

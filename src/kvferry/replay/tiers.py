@@ -2,7 +2,12 @@
 
 The rules are those of the serving code: every chunk passes through host memory (`cache.reading`), new chunks
 are written to all slow tiers (`cache.writing`), and a chunk that was read from one slow tier is written to
-the faster ones. Reads and writes take no time here.
+the faster ones.
+
+Copies, reads and writes end within the step that begins them. In an engine they may end later, and then a
+request does not yet find a chunk, or a held chunk is ranked as the latest used at another time. The order of
+evictions also differs slightly if one step stores or loads more than `_MOST_CHUNKS` chunks into host memory
+that cannot hold the request, because a slow tier accepts only as many writes at a time.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from kvferry.replay.model import ServedModel
 from kvferry.replay.tier import SimulatedTier
 
 _MOST_CHUNKS = 16
-"""Maximum number of chunks per store order (`connector.tiers.storing`)."""
+"""Maximum number of chunks that an engine stores with one order (`connector.tiers.storing`)."""
 
 
 class SimulatedTiers:
@@ -88,15 +93,14 @@ class SimulatedTiers:
             for number, tier in enumerate(self.tiers)
         ]
         wanted = [
-            (int(chunk), group, int(tier))
+            (chunk, group, tier)
             for group, of in enumerate(chunks)
-            for chunk, tier in zip(of, numbers[group], strict=True)
+            for chunk, tier in zip(of.tolist(), numbers[group].tolist(), strict=True)
         ]
         if len(chunks) > 1:
             wanted.sort()
         named = [(self._key(keys, found.chunked, group, chunk), group, tier) for chunk, group, tier in wanted]
-        here = [key for key, _, tier in named if not tier]
-        here.reverse()
+        here = [key for key, _, tier in named if not tier][::-1]
         self._host.use(here)
         if any(sizes[1:]):
             self._fetch(here, [one for one in named if one[2]])
@@ -120,15 +124,17 @@ class SimulatedTiers:
             fitting = bisect_right(ends, host.make_room(ends[-1])) if wanted else 0
             if not (fitting or here):
                 return
+            written: list[bytes] = []
             arriving = sorted(wanted[:fitting], key=itemgetter(2))
             for (tier, group), each in groupby(arriving, itemgetter(2, 1)):
                 names = [key for key, _, _ in each]
                 host.admit(names, group)
                 host.pin(names)
                 for faster in self.tiers[1:tier]:
-                    faster.write(names, group)
+                    written += faster.write(names, group)
             host.unpin(key for key, _, _ in reversed(arriving))
             host.unpin(here)
+            host.make_newest(written)
             here, wanted = [], wanted[fitting:]
 
     def store(self, runs: Iterable[tuple[int, Sequence[bytes], int]]) -> None:
@@ -139,9 +145,10 @@ class SimulatedTiers:
                 first `number` of the chunks need not be stored where any tier has them, because the engine
                 has not computed them anew.
         """
-        for group, keys in self._host.store(self._new(runs)):
-            for tier in self._slow:
-                tier.write(keys, group)
+        stored = self._host.store(self._new(runs))
+        for tier in self._slow:
+            for group, keys in stored:
+                self._host.make_newest(tier.write(keys, group))
 
     def _new(self, runs: Iterable[tuple[int, Sequence[bytes], int]]) -> Iterator[tuple[int, Sequence[bytes]]]:
         """Yield the keys of each run that host memory lacks, in pieces as an engine orders their stores."""
@@ -154,8 +161,9 @@ class SimulatedTiers:
 
     def mark_used(self, keys: Sequence[bytes]) -> None:
         """Rank the chunks of a prompt as the latest used in every tier, the first one as the very latest."""
+        last_first = keys[::-1]
         for tier in self.tiers:
-            tier.mark_used(keys)
+            tier.make_newest(last_first)
 
     def _holds(self, key: bytes) -> bool:
         return any(key in tier.held for tier in self.tiers)

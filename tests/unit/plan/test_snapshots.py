@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+from hypothesis import given, strategies as st
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvferry.errors import ConfigError
 from kvferry.plan.snapshots import SnapshotSteps, parse_retention
@@ -58,3 +62,42 @@ def test_an_interval_that_vllm_refuses_is_refused():
 def test_what_is_no_interval_is_refused(text):
     with pytest.raises(ConfigError, match="give a number of tokens, 0 for the last only, or None"):
         parse_retention(text)
+
+
+def vllm_step_ends(block: int, step: int, prompt: int, start: int, shared: int) -> list[int]:
+    """Ends of the steps in which vLLM's scheduler computes a prompt."""
+    scheduler = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=block),
+        scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
+        block_size=block,
+        hash_block_size=block,
+        max_num_scheduled_tokens=step,
+        use_eagle_block_drop=False,
+        mamba_partial_cache_hit=False,
+        mamba_shared_prefix_checkpoint=False,
+        mamba_has_prefill_checkpoint_blocks=False,
+        mamba_prefill_checkpoint_alignment=None,
+    )
+    request = SimpleNamespace(
+        num_computed_tokens=start, num_prompt_tokens=prompt, num_tokens=prompt, shared_prefix_boundary=shared
+    )
+    ends = []
+    while request.num_computed_tokens < prompt:
+        new = min(step, prompt - request.num_computed_tokens)
+        request.num_computed_tokens += Scheduler._mamba_block_aligned_split(scheduler, request, new)
+        ends.append(request.num_computed_tokens)
+    return ends
+
+
+@given(
+    block=st.sampled_from([16, 128]),
+    step_blocks=st.floats(1, 9),
+    prompt=st.integers(1, 2500),
+    start=st.floats(0, 1),
+    shared=st.floats(0, 1),
+)
+def test_steps_end_where_those_of_vllm_end(block, step_blocks, prompt, start, shared):
+    step, begin = int(step_blocks * block), int(start * (prompt - 1))
+    boundary = int(shared * prompt) // block * block
+    found = list(SnapshotSteps(block, step).step_ends(prompt, begin, boundary))
+    assert found == vllm_step_ends(block, step, prompt, begin, boundary)

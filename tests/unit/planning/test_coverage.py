@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from hypothesis import event, given, settings, strategies as st
+from hypothesis import assume, event, given, settings, strategies as st
 
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
@@ -396,3 +397,19 @@ def test_nothing_is_loaded_up_to_what_the_engine_has():
     for tokens in (0, 8, 17):
         loads = chunks_to_load([group(FULL), group(STATE)], ChunkedPrompt(64, 16, 100, 17), tokens)
         assert [chunks.tolist() for chunks in loads] == [[], []]
+
+
+@MANY
+@given(case=cases(), data=st.data())
+def test_each_token_of_a_range_comes_from_the_tier_of_its_chunk(case: Case, data: st.DataObject):
+    assume(case.chunked.tokens)
+    first = data.draw(st.integers(0, case.chunked.tokens - 1))
+    last = data.draw(st.integers(first + 1, case.chunked.tokens))
+    found = coverage(case.groups, case.chunked, case.tier_numbers)
+    for number, row in enumerate(case.tier_numbers.tolist()):
+        tiers = [row[token // case.chunked.chunk_tokens] for token in range(first, last)]
+        # A chunk that no tier has is not needed, for example before a window.
+        expected = Counter(0 if tier == NO_TIER else tier for tier in tiers)
+        assert dict(enumerate(found.tokens_by_tier(number, first, last).tolist())) == {
+            tier: expected[tier] for tier in range(max(expected) + 1)
+        }

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import assume, given, strategies as st
 
 from kvferry.errors import TransferError
-from kvferry.geometry import GroupKind
+from kvferry.geometry import Group, GroupKind
 from kvferry.planning.select import (
     STATE_BLOCKS,
     LoadSpan,
@@ -16,6 +16,7 @@ from kvferry.planning.select import (
     partly_written_blocks,
     select_cells,
     unwritten_blocks_needed,
+    windows_survive_load,
     writable_blocks,
 )
 from kvferry.planning.template import Route, build_templates
@@ -57,6 +58,23 @@ def test_the_last_prompt_token_is_computed_again_so_its_window_decides():
     assert needed_tokens(SLIDING, 24, LoadSpan(0, 64, 64)) == (40, 64)
     assert needed_tokens(SLIDING, 24, LoadSpan(0, 64, 65)) == (41, 64)
     assert needed_tokens(SLIDING, 24, LoadSpan(0, 63, 64)) == (40, 63)
+
+
+@given(
+    kind=st.sampled_from((SLIDING, CHUNKED)),
+    span=st.integers(1, 40),
+    block=st.integers(1, 20),
+    tokens=st.integers(1, 120),
+)
+def test_a_whole_prompt_may_be_loaded_if_the_window_of_its_last_token_stays(kind, span, block, tokens):
+    groups = [Group(FULL, 16, 0, ()), Group(kind, block, span, ())]
+    freed = max(first_attended(kind, span, tokens), 0) // block * block
+    stays = max(first_attended(kind, span, tokens - 1), 0) >= freed
+    assert windows_survive_load(groups, tokens) == stays
+
+
+def test_layers_that_attend_to_all_tokens_survive_every_load():
+    assert windows_survive_load([Group(FULL, 16, 0, ()), Group(STATE, 16, 0, ())], 32)
 
 
 def test_a_window_longer_than_the_prompt_needs_all_of_it():

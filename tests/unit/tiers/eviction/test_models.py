@@ -51,6 +51,12 @@ class Model:
         while size_of(self.lists[name]) > most:
             self.lists[name].pop(0)
 
+    def make_newest(self, key):
+        """Newest in its list; one that is pinned will be when it is unpinned."""
+        if (name := self.home(key)) is not None:
+            size = self.take(key, [name])
+            self.lists[name].append((key, size))
+
     def pin(self, key):
         self.pinned.add(key)
 
@@ -193,9 +199,35 @@ class Comparison(RuleBasedStateMachine):
         self.policy.admit(key, size)
         self.model.admit(key, size)
 
+    @rule(keys=st.lists(st.sampled_from(KEYS), unique=True), size=st.integers(1, 9))
+    def admit_all(self, keys, size):
+        """As many at once, as one after the other."""
+        new = [key for key in keys if key not in self.policy]
+        while self.policy.used_bytes + size * len(new) > self.policy.capacity_bytes:
+            if self.evict_one() is None:
+                return
+        self.policy.admit_all(new, size)
+        for key in new:
+            self.model.admit(key, size)
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), unique=True))
+    def make_newest(self, keys):
+        """Those that are not there are skipped."""
+        self.policy.make_newest(keys)
+        for key in keys:
+            self.model.make_newest(key)
+
     @rule()
     def evict(self):
         self.evict_one()
+
+    @rule(size=st.integers(0, 60))
+    def evict_bytes(self, size):
+        """As many as are needed, one after the other."""
+        before, expected = size_of(self.model.entries()), []
+        while before - size_of(self.model.entries()) < size and (key := self.model.evict()) is not None:
+            expected.append(key)
+        assert self.policy.evict_bytes(size) == expected
 
     @rule(data=st.data())
     def pin(self, data):
@@ -226,6 +258,11 @@ class Comparison(RuleBasedStateMachine):
             self.policy.admit(b"other", self.policy.capacity_bytes - self.policy.used_bytes + 1)
         with pytest.raises(KeyError):
             (self.policy.pin if key in self.model.pinned else self.policy.unpin)(key)
+        with pytest.raises(ValueError, match="admitted already"):
+            self.policy.admit_all([b"other", key], 1)
+        free = self.policy.capacity_bytes - self.policy.used_bytes
+        with pytest.raises(ValueError, match=r"2 chunks of .* evict before admitting"):
+            self.policy.admit_all([b"other", b"more"], free // 2 + 1)
         for verb in (self.policy.touch, self.policy.pin, self.policy.unpin, self.policy.remove):
             with pytest.raises(KeyError):
                 verb(b"other")
@@ -255,6 +292,11 @@ def test_a_long_random_run_evicts_what_the_model_evicts(name):
         policy, model = EVICTION_POLICIES[name](capacity), MODELS[name](capacity)
         for _ in range(3000):
             key = KEYS[min(int(chance.expovariate(0.12)), len(KEYS) - 1)]
+            if chance.random() < 0.1:
+                some = chance.sample(KEYS, 5)
+                policy.make_newest(some)
+                for one in some:
+                    model.make_newest(one)
             if key in policy:
                 policy.touch(key)
                 model.touch(key)

@@ -1,0 +1,193 @@
+"""One engine twice: simulated, and with the code that serves. Both serve the same requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import strategies as st
+
+from kvferry.cache.prompt_chunks import PromptChunks
+from kvferry.geometry import RankGeometry
+from kvferry.geometry.canonical import canonical_form_of
+from kvferry.geometry.layout import EngineShape, lay_out
+from kvferry.geometry.store import LayerCache
+from kvferry.keys.chunk import ChunkKeys
+from kvferry.plan.kept import StoredForm, _group
+from kvferry.plan.snapshots import SnapshotSteps
+from kvferry.replay.content import RequestKeys
+from kvferry.replay.engine import Hit
+from kvferry.replay.engine_cache import NOTHING, LocalHit
+from kvferry.replay.model import BlockGroup, ServedModel
+from kvferry.replay.settings import ReplaySettings, TierSetting
+from kvferry.replay.simulation import Simulation
+from kvferry.replay.trace.request import TraceRequest
+from support.models import model
+from support.served_engine import BLOCKS, ServedEngine, served_engine
+
+
+def small_model(
+    stores: Sequence[LayerCache],
+    *,
+    chunk_tokens: int,
+    block_tokens: int,
+    step_tokens: int,
+    retention: int | None = None,
+    snapshot_tokens: int | None = None,
+) -> tuple[ServedModel, RankGeometry]:
+    """A model with one layer for each of these caches, as the simulation and as a rank describe it."""
+    shape = EngineShape(1, (len(stores),), block_tokens, "LBHNC", BLOCKS)
+    (rank,) = lay_out(model(*stores), shape)
+    canonical = canonical_form_of([rank], chunk_tokens)
+    assert [group.label for group in rank.groups] == [group.label for group in canonical.groups]
+    form = StoredForm(
+        canonical=canonical,
+        groups=tuple(_group(group) for group in canonical.groups),
+        steps=SnapshotSteps(block_tokens, step_tokens, retention),
+        snapshot_tokens=snapshot_tokens or chunk_tokens,
+        first_tokens=chunk_tokens,
+    )
+    groups = (BlockGroup(one.kind, one.attention_span, block_tokens, 1) for one in canonical.groups)
+    return ServedModel("small", form, tuple(groups)), rank
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A request: token ids of its prompt and of its answer, and what the engine's prefix cache has."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...] = ()
+    local: LocalHit = NOTHING
+
+
+class GivenCache:
+    """In place of a simulated prefix cache: it has what a test says."""
+
+    local = NOTHING
+
+    def keys(self, request: TraceRequest) -> None:
+        return None
+
+    def look_up(self, prompt: int, keys: None) -> LocalHit:
+        return self.local
+
+
+class Both:
+    """A simulated engine and one that serves, with equal settings."""
+
+    def __init__(self, served: ServedEngine, simulation: Simulation, model: ServedModel, unit: int) -> None:
+        self.served, self.simulation, self._model, self._unit = served, simulation, model, unit
+        self._cache = simulation.engines[0].cache = GivenCache()
+        self._names: dict[bytes, bytes] = {}  # key in the simulation: key where requests are served
+
+    def serve(self, turn: Turn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Serve a request twice. Return the tokens found in the engine and each tier, simulated and real."""
+        hits: list[Hit] = []
+        request = self._request(turn)
+        self._cache.local = turn.local
+        self.simulation._on_hit = lambda _, hit: hits.append(hit)
+        self.simulation.run([request])
+        real = self.served.serve([*turn.prompt], [*turn.answer], turn.local)
+        (hit,) = hits
+        return (hit.local_tokens, *hit.tier_tokens), (real.local_tokens, *real.tier_tokens)
+
+    def held(self) -> list[tuple[set[bytes], set[bytes]]]:
+        """Return the keys of the chunks in each tier, simulated and real."""
+        real = [self.served.host, *(tier.held for tier in self.served.tiers)]
+        return [
+            ({self._names[key] for key in tier.held}, theirs)
+            for (tier,), theirs in zip(self.simulation.tiers, real, strict=True)
+        ]
+
+    def _request(self, turn: Turn) -> TraceRequest:
+        """Make the request of a trace, and learn the names of its chunks."""
+        tokens, prompt, size = [*turn.prompt, *turn.answer], len(turn.prompt), self._model.chunk_tokens
+        groups = range(len(self._model.groups))
+        request = trace_request(turn, self._unit)
+        made = RequestKeys(request, size, len(groups))
+        real = PromptChunks(self._model.groups, ChunkKeys(size, tokens))
+        for group in groups:
+            names = {key: real.key(group, number) for number, key in enumerate(made.whole[group])}
+            if prompt % size:
+                names[made.tail(prompt)[group]] = real.tail(group, prompt)
+            for key, name in names.items():
+                assert self._names.setdefault(key, name) == name, "a trace has one name for each content"
+        return request
+
+
+def trace_request(turn: Turn, unit_tokens: int) -> TraceRequest:
+    """Return the request as a trace has it, with identities made from its token ids."""
+    units = ChunkKeys(unit_tokens, [*turn.prompt, *turn.answer]).chunks()
+    return TraceRequest(
+        arrival=0.0,
+        prompt_tokens=len(turn.prompt),
+        output_tokens=len(turn.answer),
+        unit_tokens=unit_tokens,
+        prefix_ids=np.array([_first_bytes(key) for key in units], np.uint64),
+        prompt_id=_first_bytes(ChunkKeys(unit_tokens, turn.prompt).at(len(turn.prompt))),
+    )
+
+
+def _first_bytes(key: bytes) -> int:
+    return int.from_bytes(key[:8], "little")
+
+
+@contextmanager
+def both(
+    model: ServedModel,
+    rank: RankGeometry,
+    *,
+    host_bytes: int,
+    policy: str = "lru",
+    slow: Mapping[str, int],
+    unit_tokens: int = 1,
+) -> Iterator[Both]:
+    """Start an engine twice, with tiers of these capacities in bytes."""
+    capacities = {"host": host_bytes, **slow}
+    tiers = [
+        TierSetting(kind=kind, capacity_bytes=capacity, shared=False, bytes_per_second=1e9)
+        for kind, capacity in capacities.items()
+    ]
+    simulation = Simulation(model, ReplaySettings(tiers=tuple(tiers), policy=policy), unit_tokens)
+    with served_engine(model, rank, host_bytes=host_bytes, policy=policy, slow=slow) as served:
+        yield Both(served, simulation, model, unit_tokens)
+
+
+@st.composite
+def conversations(
+    draw: st.DrawFn, *, most_tokens: int, block_tokens: int = 0, requests: int = 12
+) -> list[Turn]:
+    """Requests that continue, repeat or branch off from earlier ones, or are new.
+
+    Args:
+        draw: given by hypothesis.
+        most_tokens: maximum tokens of a prompt with its answer.
+        block_tokens: tokens per block of the engine, whose prefix cache then has any prefix; 0 for an engine
+            without prefix caching.
+        requests: maximum number of requests.
+    """
+    shares, lengths = st.integers(0, 8), st.integers(0, most_tokens)
+    fresh = st.one_of(st.sampled_from([0, 0, 1, 7, 8, 9, 16]), lengths)
+    answers = st.sampled_from([0, 0, 1, 2, 8, 9, 17, 25])
+    shape = st.tuples(st.integers(0, 99), shares, fresh, answers, shares, shares)
+    seen: list[tuple[int, ...]] = [()]
+    turns: list[Turn] = []
+    for number, (base, share, new, more, attention, state) in enumerate(
+        draw(st.lists(shape, min_size=2, max_size=requests))
+    ):
+        if turns and share == 8 and state > 3:  # the same prompt with the same answer
+            turns.append(turns[base % len(turns)])
+            continue
+        before, own = seen[base % len(seen)], range(1000 * number, 1000 * number + 999)
+        kept = before if share > 3 else before[: len(before) * share // 4]
+        prompt = (*kept, *own[:new])[: most_tokens - more] or (7,)
+        local = NOTHING
+        if block_tokens and attention > 2:
+            blocks = (len(prompt) - 1) // block_tokens * attention // 8
+            tokens = blocks if state > 4 else blocks * state // 4
+            local = LocalHit(blocks * block_tokens, tokens * block_tokens)
+        turns.append(Turn(prompt, tuple(own[500 : 500 + more]), local))
+        seen += [prompt, (*prompt, *turns[-1].answer)]
+    return turns

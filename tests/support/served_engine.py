@@ -1,0 +1,305 @@
+"""An engine without a model: the real scheduler half, over workers and storage that answer at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from unittest.mock import patch
+
+from kvferry.cache.tier_queue import TierQueue
+from kvferry.cache.writing import SlowTier
+from kvferry.connector.adapters import Adapters
+from kvferry.connector.config import parse_config
+from kvferry.connector.engine import CacheGroup
+from kvferry.connector.messages import Report, StepReports, WorkerInfo
+from kvferry.connector.plain import PlainRequest, PlainStep
+from kvferry.connector.scheduler import SchedulerHalf
+from kvferry.connector.stream import EventStream
+from kvferry.connector.worker.orders import MergedCopyReport
+from kvferry.geometry import Group, GroupKind, RankGeometry
+from kvferry.planning.select import first_attended
+from kvferry.replay.engine_cache import NOTHING, LocalHit
+from kvferry.replay.model import ServedModel
+from kvferry.tiers.eviction.lru import LRU
+from kvferry.tiers.format.chunk import ChunkGroup
+from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.outcome import GetOutcome, PutOutcome
+from kvferry.transport.messages import Facts
+from support.block_pool import Block, BlockPool
+from support.engine_info import made_up
+from support.slow_tiers import FakeTier, _without_threads
+
+BLOCKS = 1000
+"""Blocks of the pool: so many that no request waits and no store is left out for want of them."""
+
+
+class LRUTier(FakeTier):
+    """Storage with a capacity. It evicts the chunks whose use was recorded the longest time ago."""
+
+    def __init__(self, name: str, capacity: int, sizes: Mapping[str, int], table: KeyTable) -> None:
+        super().__init__(name, (), table)
+        self._policy, self._sizes, self._capacity = LRU(capacity), sizes, capacity
+
+    def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:
+        if key in self._policy:
+            return PutOutcome.PRESENT
+        size = self._sizes[group.name]
+        while self._policy.used_bytes + size > self._capacity:
+            victim = self._policy.evict()
+            if victim is None:
+                return PutOutcome.FULL
+            self.keys.discard(victim)
+        self._policy.admit(key, size)
+        self.keys.add(key)
+        return PutOutcome.STORED
+
+    def get(self, key: bytes, group: ChunkGroup, into: memoryview) -> GetOutcome:
+        assert key in self._policy
+        return GetOutcome.HIT
+
+    def mark_used(self, keys: Sequence[bytes]) -> None:
+        self._policy.make_newest(keys)
+
+    @property
+    def held(self) -> set[bytes]:
+        return set(self._policy._queue._unpinned)
+
+
+class _AtOnce:
+    """In place of threads: a job runs when it is queued."""
+
+    def __init__(self, number: int, name: str) -> None:
+        pass
+
+    def put(self, job) -> None:
+        job()
+
+    def close(self, ends: float) -> bool:
+        return True
+
+
+class _Queue(TierQueue):
+    """A queue whose tier learns at once which chunks were used."""
+
+    def mark_used(self, keys: Sequence[bytes]) -> None:
+        super().mark_used(keys)
+        self._record_uses()
+
+
+@dataclass(frozen=True)
+class Found:
+    """Tokens of a prompt that an engine did not compute: its own, and from each tier."""
+
+    local_tokens: int
+    tier_tokens: tuple[int, ...]
+
+
+class Blocks:
+    """The block tables of a request. Blocks that the next token does not attend to are null."""
+
+    def __init__(self, groups: Sequence[Group], pool: BlockPool) -> None:
+        self._groups, self._pool = groups, pool
+        self.blocks: list[list[Block]] = [[] for _ in groups]
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return tuple([block.block_id for block in table] for table in self.blocks)
+
+    def cover(self, tokens: int, computed: int) -> None:
+        """Have blocks for these tokens, and leave those that are not needed after the computed ones."""
+        null = self._pool.blocks[0]
+        for group, table in zip(self._groups, self.blocks, strict=True):
+            gone = max(first_attended(group.kind, group.attention_span, computed), 0) // group.block_tokens
+            for at in range(min(gone, len(table))):
+                if not table[at].is_null:
+                    self._pool.free_blocks([table[at]])
+                    table[at] = null
+            table.extend([null] * (gone - len(table)))
+            new = self._pool.allocate(max(-(-tokens // group.block_tokens) - len(table), 0))
+            assert new is not None, "the pool is large enough for all tests"
+            table.extend(new)
+
+    def free(self) -> None:
+        for table in self.blocks:
+            self._pool.free_blocks(block for block in table if not block.is_null)
+            table.clear()
+
+
+class ServedEngine:
+    """Serves one request after the other, with the code that serves. Nothing is copied.
+
+    All copies, reads and writes have ended when the next step begins.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        rank: RankGeometry,
+        half: SchedulerHalf,
+        tiers: Sequence[LRUTier],
+    ) -> None:
+        self._model, self._rank, self.half, self.tiers = model, rank, half, tiers
+        self._pool = BlockPool(BLOCKS)
+        self._names = count()
+        self._local = NOTHING
+        kinds = {group.kind for group in model.groups}
+        self._completes = kinds == {GroupKind.FULL, GroupKind.STATE}
+        half.start(
+            [WorkerInfo(geometry=rank, card=None, settings=half._config)],
+            self._pool,
+            facts=Facts("e", half.incarnation, "test", {}),
+            namespace=lambda _: None,
+            prefix_cache=self if self._completes else None,
+        )
+
+    @property
+    def host(self) -> set[bytes]:
+        """Keys of the chunks in host memory."""
+        tier = self.half._tiering._cache.host
+        tier.check_integrity()
+        return set(tier._slots.ready)
+
+    def resumable_tokens(self, request: PlainRequest) -> int:
+        return self._local.tokens
+
+    def shorten(self, request: PlainRequest, tokens: int) -> None:
+        assert tokens < self._local.attention_tokens
+        self._local = LocalHit(tokens, min(self._local.tokens, tokens))
+
+    def serve(self, prompt: list[int], answer: list[int], local: LocalHit = NOTHING) -> Found:
+        """Serve a request of whose prompt the engine has a prefix."""
+        request = PlainRequest(request_id=f"r{next(self._names)}", prompt_token_ids=prompt)
+        self._local = local if self._completes else LocalHit(local.tokens, local.tokens)
+        blocks = Blocks(self._rank.groups, self._pool)
+        self.half.on_new_request(request)
+        found = self._load(request, blocks)
+        # vLLM forgets the prefix that it shares with another prompt if a load completes it.
+        is_shared = local.tokens < local.attention_tokens and not (self._completes and any(found.tier_tokens))
+        shared = local.attention_tokens if is_shared else 0
+        for end, snapshot in self._prefill(len(prompt), request.num_computed_tokens, shared):
+            self._compute(request, blocks, end, snapshot=snapshot)
+        for token in answer[:-1]:
+            request.answer_token_ids.append(token)
+            self._compute(request, blocks, request.num_tokens)
+        request.answer_token_ids += answer[-1:]
+        request.is_complete = True
+        self.half.finished(request, blocks.get_block_ids())
+        blocks.free()
+        self._settle()
+        assert self._pool.get_num_free_blocks() == BLOCKS - 1
+        return found
+
+    def _load(self, request: PlainRequest, blocks: Blocks) -> Found:
+        while (tokens := self.half.admission.matched(request, self._local.attention_tokens)) is None:
+            self._step(PlainStep(tokens={}))
+        local = self._local.attention_tokens if tokens else self._local.tokens
+        total = local + tokens
+        blocks.cover(total, total)
+        self.half.admission.allocated(request, blocks, tokens)
+        parts = dict.fromkeys(("host", *(tier.name for tier in self.tiers)), 0)
+        if tokens:
+            (load,) = self.half.admission._known[request.request_id].loads
+            for part in load.load.bid.parts:
+                parts[part.place] += part.tokens
+            while self.half.admission.loads:
+                self._step(PlainStep(tokens={}))
+            self._settle()
+        request.num_computed_tokens = min(total, request.num_prompt_tokens - 1)
+        return Found(local, tuple(parts.values()))
+
+    def _prefill(self, prompt: int, start: int, shared: int) -> Iterator[tuple[int, bool]]:
+        """End of every step that computes the prompt, and whether the engine takes a snapshot there."""
+        steps, size = self._model.form.steps, self._model.form.steps.step_tokens
+        if self._model.state is None:
+            yield from ((end, False) for end in (*range(start + size, prompt, size), prompt))
+            return
+        positions = set(steps.positions(prompt, start, shared))
+        yield from ((end, end in positions) for end in steps.step_ends(prompt, start, shared))
+
+    def _compute(self, request: PlainRequest, blocks: Blocks, end: int, *, snapshot: bool = False) -> None:
+        name = request.request_id
+        blocks.cover(end, request.num_computed_tokens)
+        snapshots = [
+            (number, blocks.blocks[number][end // group.block_tokens - 1].block_id, end)
+            for number, group in enumerate(self._rank.groups)
+            if snapshot and group.kind is GroupKind.STATE
+        ]
+        self._step(
+            PlainStep(
+                tokens={name: end - request.num_computed_tokens},
+                tables={name: blocks.get_block_ids()},
+                snapshots={name: snapshots} if snapshots else {},
+            )
+        )
+        request.num_computed_tokens = end
+        self._settle()
+
+    def _step(self, step: PlainStep) -> None:
+        """Run a step whose copies all succeed."""
+        orders, reports = self.half.orders(step), StepReports()
+        for order in (*orders.chunks.parts, *orders.chunks.stores):
+            sizes = [0] * len(self._model.groups)
+            reports.copies[order.key] = MergedCopyReport(order.key, None, tuple(sizes), 0.0)
+        for end in orders.chunks.ends:
+            assert end.failure is None, end.failure
+            reports.reports[end.key] = Report(None)
+            reports.reported[end.key] = reports.released[end.key] = 1
+        self.half.take_reports(reports)
+        self.half.step_done()
+
+    def _settle(self) -> None:
+        """Run steps until all stores and writes have ended."""
+        while self.half.busy:
+            self._step(PlainStep(tokens={}))
+
+
+@contextmanager
+def served_engine(
+    model: ServedModel,
+    rank: RankGeometry,
+    *,
+    host_bytes: int,
+    policy: str = "lru",
+    slow: Mapping[str, int],
+) -> Iterator[ServedEngine]:
+    """Start an engine with host memory and slow tiers of these capacities in bytes."""
+    sizes = {one.group.label: one.file_bytes for one in model.form.groups}
+    tiers: list[LRUTier] = []
+
+    def opened(_, namespace, table):
+        tiers.extend(LRUTier(name, capacity, sizes, table) for name, capacity in slow.items())
+        with (
+            _without_threads(),
+            patch("kvferry.cache.tier_queue._Threads", _AtOnce),
+        ):
+            return [(SlowTier(_Queue(tier, tier.name)), 1.0) for tier in tiers]
+
+    config = parse_config(
+        {
+            "tiers": [{"type": "host", "capacity": host_bytes, "eviction_policy": policy}],
+            "chunk_tokens": model.chunk_tokens,
+            "snapshot_tokens": model.form.snapshot_tokens,
+        }
+    )
+    groups = tuple(
+        CacheGroup(
+            kind=group.kind,
+            attention_span=group.attention_span,
+            block_tokens=one.block_tokens,
+            **(
+                {"state_block_tokens": one.block_tokens, "snapshot_tokens": one.block_tokens}
+                if group.kind is GroupKind.STATE
+                else {}
+            ),
+        )
+        for group, one in zip(rank.groups, model.block_groups, strict=True)
+    )
+    facts = made_up(groups=groups, num_blocks=BLOCKS, step_tokens=model.form.steps.step_tokens)
+    half = SchedulerHalf(facts, config, Adapters(), EventStream())
+    with patch("kvferry.connector.tiers.tiering.open_tiers", opened):
+        engine = ServedEngine(model, rank, half, tiers)
+    try:
+        yield engine
+    finally:
+        half.shutdown()

@@ -1,0 +1,97 @@
+"""The simulation against the code that serves: requests find the same tokens, tiers keep the same chunks.
+
+Copies, reads and writes of the engine that serves end before its next step begins, as in the simulation.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, note, settings, strategies as st
+
+from kvferry.geometry import GroupKind
+from kvferry.geometry.canonical import length
+from kvferry.geometry.store import LayerCache
+from kvferry.tiers.eviction import EVICTION_POLICIES
+from support.engine_pairs import Both, Turn, both, conversations, small_model
+from support.models import attention, state
+
+CHUNK, BLOCK, LONGEST = 8, 4, 96
+PAGE = 4096
+"""Bytes of a chunk of each small group."""
+SNAPSHOT = LayerCache(GroupKind.STATE, 0, state().fields[1:])
+WINDOW, SHORT, LOCAL = (
+    attention(kind=kind, attention_span=span)
+    for kind, span in ((GroupKind.SLIDING, 12), (GroupKind.SLIDING, 6), (GroupKind.CHUNKED, 16))
+)
+MODELS = {
+    "full": [attention()],
+    "window": [attention(), WINDOW],
+    "short window": [attention(), SHORT],
+    "chunked": [LOCAL, attention()],
+    "state": [attention(), SNAPSHOT],
+    "window and state": [attention(), WINDOW, SNAPSHOT],
+}
+SLOW = (
+    {},
+    {"file": 1 << 40},
+    {"file": 20 * 2 * PAGE},
+    {"file": 1 << 40, "object": 1 << 40},
+    {"file": 20 * 2 * PAGE, "object": 1 << 40},
+)
+POLICIES = st.sampled_from(sorted(EVICTION_POLICIES))
+STEPS = st.fixed_dictionaries(
+    {
+        "step_tokens": st.sampled_from([1000, 1000, 40, 24, 16]),
+        "retention": st.sampled_from([0, None, 16]),
+        "snapshot_tokens": st.sampled_from([CHUNK, CHUNK, 2 * CHUNK, 4 * CHUNK]),
+    }
+)
+UNITS = st.sampled_from([1, 2, 4, CHUNK])
+
+
+@pytest.fixture(autouse=True)
+def _alignment_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(length, "WINDOW_ALIGNMENT_TOKENS", BLOCK)
+
+
+def of_blocks(name: str, steps: dict[str, int | None]):
+    return small_model(MODELS[name], chunk_tokens=CHUNK, block_tokens=BLOCK, **steps)
+
+
+def check(pair: Both, turns: list[Turn]) -> None:
+    for turn in turns:
+        simulated, real = pair.serve(turn)
+        note(f"{len(turn.prompt)} + {len(turn.answer)} tokens, {turn.local}: found {real}")
+        assert simulated == real
+        for mine, theirs in pair.held():
+            assert mine == theirs
+
+
+@pytest.mark.parametrize("name", MODELS)
+@given(data=st.data(), steps=STEPS, policy=POLICIES, slow=st.sampled_from(SLOW), unit=UNITS)
+@settings(max_examples=25)
+def test_it_finds_and_keeps_what_an_engine_does(name, data, steps, policy, slow, unit):
+    model, rank = of_blocks(name, steps)
+    host = data.draw(st.integers(1, 20 * len(model.groups))) * PAGE
+    turns = data.draw(conversations(most_tokens=LONGEST, block_tokens=data.draw(st.sampled_from([0, BLOCK]))))
+    with both(model, rank, host_bytes=host, policy=policy, slow=slow, unit_tokens=unit) as pair:
+        check(pair, turns)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@given(turns=conversations(most_tokens=3 * LONGEST, block_tokens=BLOCK), steps=STEPS, policy=POLICIES)
+@settings(max_examples=10)
+def test_requests_of_many_chunks_are_stored_in_the_order_of_an_engine(name, turns, steps, policy):
+    model, rank = of_blocks(name, steps)
+    with both(model, rank, host_bytes=20 * PAGE, policy=policy, slow={}) as pair:
+        check(pair, turns)
+
+
+@given(turns=conversations(most_tokens=LONGEST), steps=STEPS, slow=st.sampled_from(SLOW[:4:3]))
+@settings(max_examples=12)
+def test_chunks_of_several_sizes_are_kept_alike_where_host_memory_is_large(turns, steps, slow):
+    wide = LayerCache(GroupKind.FULL, 0, attention(heads=16, k=24, v=24).fields)
+    model, rank = small_model([wide, WINDOW, state()], chunk_tokens=CHUNK, block_tokens=BLOCK, **steps)
+    assert len({group.chunk_bytes for group in model.groups}) == 3
+    with both(model, rank, host_bytes=1 << 23, policy="lru", slow=slow) as pair:
+        check(pair, turns)
