@@ -3,9 +3,9 @@
 Least recently used chunks form a stack: with any capacity, host memory holds the chunks at its top. So the
 smallest capacity at which a chunk is a hit is the bytes above it, its *stack distance* (R. L. Mattson, J.
 Gecsei, D. R. Slutz, I. L. Traiger, "Evaluation techniques for storage hierarchies", IBM Systems Journal 9(2),
-1970). After a request, the stack begins with the request's chunks, the first one on top. So the chunks that
-one request used last, and no later request, are one run of the stack, and a later request takes a first part
-of it away. A Fenwick tree over requests sums the runs above a chunk.
+1970). After a request, the stack begins with the chunks of its prompt, the first one on top, and below them
+those of its answer. Each of the two is a *run* of the stack, and a later request takes a first part of it
+away. A Fenwick tree over runs sums those above a chunk.
 
 Limits: all chunks must have one size, so the model has one KV cache group. The pass knows neither the
 engine's own prefix cache nor slower tiers.
@@ -89,9 +89,9 @@ class StackDistances:
         self._chunk_tokens = chunk_tokens
         self._hits = np.zeros(len(self._depths) + 1, np.int64)
         self._tokens = 0
-        self._users: dict[bytes, int] = {}  # the request that used each chunk last
-        self._runs: deque[tuple[int, list[bytes]]] = deque()  # requests in the stack, the oldest first
-        self._left: dict[int, int] = {}  # number of chunks in the run of each request
+        self._users: dict[bytes, int] = {}  # number of the run that each chunk is in
+        self._runs: deque[tuple[int, list[bytes]]] = deque()  # runs of the stack, the oldest first
+        self._left: dict[int, int] = {}  # number of chunks left in each run
         self._sums, self._count = _Sums(), 0
 
     def add(self, request: TraceRequest, *, counted: bool = True) -> None:
@@ -103,24 +103,22 @@ class StackDistances:
         """
         prompt, size = request.prompt_tokens, self._chunk_tokens
         names = RequestKeys(request, size, 1)
-        keys = names.whole[0][: prompt // size]
+        whole, chunks = names.whole[0][: names.computed_tokens // size], prompt // size
+        keys, generated = whole[:chunks], whole[chunks:]
         if prompt % size:
             keys.append(names.tail(prompt)[0])
         self._tokens += prompt * counted
         runs = self._hit_runs(keys)
-        if counted and runs:
+        if counted and runs and prompt > 1:  # the last token is always computed
             depths = [self._sums.after(user) + np.arange(1, last - first + 1) for user, first, last in runs]
             at = self._depths.searchsorted(np.concatenate(depths))
             self._hits += np.bincount(at, minlength=len(self._hits)) * size
             self._hits[at[-1]] -= max(runs[-1][2] * size - prompt, 0)
-        for user, first, last in runs:
+        for user, first, last in (*runs, *self._hit_runs(generated)):
             self._left[user] -= last - first
             self._sums.add(user, first - last)
-        self._users.update(dict.fromkeys(keys, self._count))
-        self._runs.append((self._count, keys))
-        self._left[self._count] = len(keys)
-        self._sums.add(self._count, len(keys))
-        self._count += 1
+        self._push(generated)
+        self._push(keys)
         self._forget()
 
     def points(self) -> list[CurvePoint]:
@@ -129,12 +127,21 @@ class StackDistances:
         each = zip(self._capacities, sums, strict=True)
         return [CurvePoint(capacity, hits / max(self._tokens, 1)) for capacity, hits in each]
 
+    def _push(self, keys: list[bytes]) -> None:
+        """Put chunks on top of the stack, the first one uppermost."""
+        if keys:
+            self._users.update(dict.fromkeys(keys, self._count))
+            self._runs.append((self._count, keys))
+            self._left[self._count] = len(keys)
+            self._sums.add(self._count, len(keys))
+            self._count += 1
+
     def _hit_runs(self, keys: Sequence[bytes]) -> list[tuple[int, int, int]]:
         """Return the runs of the stack in which the first chunks of a prompt lie.
 
         Returns:
-            (request that used the chunks last, first place, place after the last) of each run. Places are
-            indices in `keys`. The first chunk of a run is the uppermost chunk of that request in the stack.
+            (number of the run, first place, place after the last) of each run. Places are indices in `keys`.
+            The chunk at the first place is the uppermost one of the run.
         """
         found: list[tuple[int, int, int]] = []
         for place, key in enumerate(keys):

@@ -1,0 +1,83 @@
+"""The hit rate by capacity from one pass, against a cache of each capacity."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from hypothesis import given, settings, strategies as st
+
+from kvferry.replay.content import RequestKeys
+from kvferry.replay.curve import StackDistances
+from kvferry.replay.settings import ReplaySettings, TierSetting
+from kvferry.replay.simulation import Simulation
+from kvferry.replay.trace.request import TraceRequest
+from support.engine_pairs import Turn, conversations, small_model, trace_request
+from support.models import attention
+
+CHUNK, LONGEST = 8, 96
+MODEL, _ = small_model([attention()], chunk_tokens=CHUNK, block_tokens=4, step_tokens=1 << 20)
+(GROUP,) = MODEL.groups
+
+
+class PlainLRU:
+    """Host memory of so many chunks. After a request, its chunks are the latest used, the first newest."""
+
+    def __init__(self, chunks: int) -> None:
+        self._most, self._chunks = chunks, OrderedDict[bytes, None]()
+
+    def serve(self, request: TraceRequest) -> int:
+        """Return how many tokens of the prompt are found."""
+        names, prompt = RequestKeys(request, CHUNK, 1), request.prompt_tokens
+        whole, tail = prompt // CHUNK, names.tail(prompt) if prompt % CHUNK else []
+        keys = [*names.whole[0][:whole], *tail]
+        found = next((n for n, key in enumerate(keys) if key not in self._chunks), len(keys))
+        generated = names.whole[0][whole : names.computed_tokens // CHUNK]
+        for key in reversed([*keys, *generated]):
+            self._chunks[key] = None
+            self._chunks.move_to_end(key)
+        while len(self._chunks) > self._most:
+            self._chunks.popitem(last=False)
+        return min(found * CHUNK, prompt) if prompt > 1 else 0
+
+
+def rates(turns: Iterable[Turn], capacities: list[int], unit: int, skip: int = 0) -> list[float]:
+    distances = StackDistances(
+        GROUP.chunk_bytes, CHUNK, [chunks * GROUP.chunk_bytes for chunks in capacities]
+    )
+    for number, turn in enumerate(turns):
+        distances.add(trace_request(turn, unit), counted=number >= skip)
+    return [point.hit_rate for point in distances.points()]
+
+
+@given(
+    turns=conversations(most_tokens=LONGEST, requests=30),
+    capacities=st.lists(st.integers(1, 80), min_size=1, max_size=6, unique=True).map(sorted),
+    unit=st.sampled_from([1, 4, CHUNK]),
+    skip=st.integers(0, 3),
+)
+def test_one_pass_counts_what_a_cache_of_each_capacity_finds(turns, capacities, unit, skip):
+    total = max(sum(len(turn.prompt) for turn in turns[skip:]), 1)
+    expected = []
+    for capacity in capacities:
+        cache = PlainLRU(capacity)
+        hits = [cache.serve(trace_request(turn, unit)) for turn in turns]
+        expected.append(sum(hits[skip:]) / total)
+    assert rates(turns, capacities, unit, skip) == expected
+
+
+@given(turns=conversations(most_tokens=LONGEST, requests=20), spare=st.integers(0, 40))
+@settings(max_examples=50)
+def test_it_is_what_a_simulation_finds_if_requests_fit_into_host_memory(turns, spare):
+    chunks = LONGEST // CHUNK + 2 + spare
+    capacity = chunks * GROUP.chunk_bytes
+    host = TierSetting(kind="host", capacity_bytes=capacity, shared=False, bytes_per_second=1e9)
+    simulation = Simulation(MODEL, ReplaySettings(tiers=(host,)), 1)
+    found = simulation.run([trace_request(turn, 1) for turn in turns])
+    assert rates(turns, [chunks], 1) == [found.hit_rate]
+
+
+def test_an_answer_that_is_given_again_takes_room_once():
+    other, first = Turn(tuple(range(50, 58))), Turn(tuple(range(8)), tuple(range(100, 117)))
+    # The last prompt needs its chunk, below one chunk of a prompt and two of an answer.
+    assert rates([other, first, first, other], [3, 4], 1) == [8 / 32, 16 / 32]
