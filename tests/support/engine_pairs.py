@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from kvferry.cache.prompt_chunks import PromptChunks
+from kvferry.connector.local_prefix import LocalPrefix
 from kvferry.geometry import RankGeometry
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.layout import EngineShape, lay_out
@@ -19,7 +20,7 @@ from kvferry.plan.kept import StoredForm, _group
 from kvferry.plan.snapshots import SnapshotSteps
 from kvferry.replay.content import RequestKeys
 from kvferry.replay.engine import Hit
-from kvferry.replay.engine_cache import NOTHING, LocalHit
+from kvferry.replay.engine_cache import NO_PREFIX
 from kvferry.replay.model import BlockGroup, ServedModel
 from kvferry.replay.settings import ReplaySettings, TierSetting
 from kvferry.replay.simulation import Simulation
@@ -59,18 +60,18 @@ class Turn:
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...] = ()
-    local: LocalHit = NOTHING
+    local: LocalPrefix = NO_PREFIX
 
 
 class GivenCache:
     """In place of a simulated prefix cache: it has what a test says."""
 
-    local = NOTHING
+    local = NO_PREFIX
 
     def keys(self, request: TraceRequest) -> None:
         return None
 
-    def look_up(self, prompt: int, keys: None) -> LocalHit:
+    def look_up(self, prompt: int, keys: None) -> LocalPrefix:
         return self.local
 
 
@@ -183,11 +184,11 @@ def conversations(
         before, own = seen[base % len(seen)], range(1000 * number, 1000 * number + 999)
         kept = before if share > 3 else before[: len(before) * share // 4]
         prompt = (*kept, *own[:new])[: most_tokens - more] or (7,)
-        local = NOTHING
+        local = NO_PREFIX
         if block_tokens and attention > 2:
             blocks = (len(prompt) - 1) // block_tokens * attention // 8
             tokens = blocks if state > 4 else blocks * state // 4
-            local = LocalHit(blocks * block_tokens, tokens * block_tokens)
+            local = LocalPrefix(blocks * block_tokens, tokens * block_tokens)
         turns.append(Turn(prompt, tuple(own[500 : 500 + more]), local))
         seen += [prompt, (*prompt, *turns[-1].answer)]
     return turns

@@ -26,7 +26,7 @@ def model_of_engine(checkpoint: Path, trace: Trace, retention: int | None, dtype
         dtype: element type of the KV cache.
     """
     engine = recorded_engine(trace.name, trace.header)
-    block = engine.largest_block
+    block = engine.common_block
     assert block
     assert engine.step_tokens
     reading = read_model(json.loads((checkpoint / "config.json").read_text()), dtype)

@@ -13,6 +13,7 @@ from kvferry.cache.writing import SlowTier
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.config import parse_config
 from kvferry.connector.engine import CacheGroup
+from kvferry.connector.local_prefix import LocalPrefix
 from kvferry.connector.messages import Report, StepReports, WorkerInfo
 from kvferry.connector.plain import PlainRequest, PlainStep
 from kvferry.connector.scheduler import SchedulerHalf
@@ -20,7 +21,7 @@ from kvferry.connector.stream import EventStream
 from kvferry.connector.worker.orders import MergedCopyReport
 from kvferry.geometry import Group, GroupKind, RankGeometry
 from kvferry.planning.select import first_attended
-from kvferry.replay.engine_cache import NOTHING, LocalHit
+from kvferry.replay.engine_cache import NO_PREFIX
 from kvferry.replay.model import ServedModel
 from kvferry.tiers.eviction.lru import LRU
 from kvferry.tiers.format.chunk import ChunkGroup
@@ -142,7 +143,7 @@ class ServedEngine:
         self._model, self._rank, self.half, self.tiers = model, rank, half, tiers
         self._pool = BlockPool(BLOCKS)
         self._names = count()
-        self._local = NOTHING
+        self._local = NO_PREFIX
         kinds = {group.kind for group in model.groups}
         self._completes = kinds == {GroupKind.FULL, GroupKind.STATE}
         half.start(
@@ -161,22 +162,24 @@ class ServedEngine:
         return set(tier._slots.ready)
 
     def resumable_tokens(self, request: PlainRequest) -> int:
-        return self._local.tokens
+        return self._local.resumable_tokens
 
     def shorten(self, request: PlainRequest, tokens: int) -> None:
-        assert tokens < self._local.attention_tokens
-        self._local = LocalHit(tokens, min(self._local.tokens, tokens))
+        assert tokens < self._local.tokens
+        self._local = LocalPrefix(tokens, min(self._local.resumable_tokens, tokens))
 
-    def serve(self, prompt: list[int], answer: list[int], local: LocalHit = NOTHING) -> Found:
+    def serve(self, prompt: list[int], answer: list[int], local: LocalPrefix = NO_PREFIX) -> Found:
         """Serve a request of whose prompt the engine has a prefix."""
         request = PlainRequest(request_id=f"r{next(self._names)}", prompt_token_ids=prompt)
-        self._local = local if self._completes else LocalHit(local.tokens, local.tokens)
+        self._local = (
+            local if self._completes else LocalPrefix(local.resumable_tokens, local.resumable_tokens)
+        )
         blocks = Blocks(self._rank.groups, self._pool)
         self.half.on_new_request(request)
         found = self._load(request, blocks)
         # vLLM forgets the prefix that it shares with another prompt if a load completes it.
-        is_shared = local.tokens < local.attention_tokens and not (self._completes and any(found.tier_tokens))
-        shared = local.attention_tokens if is_shared else 0
+        is_shared = local.resumable_tokens < local.tokens and not (self._completes and any(found.tier_tokens))
+        shared = local.tokens if is_shared else 0
         for end, snapshot in self._prefill(len(prompt), request.num_computed_tokens, shared):
             self._compute(request, blocks, end, snapshot=snapshot)
         for token in answer[:-1]:
@@ -191,9 +194,9 @@ class ServedEngine:
         return found
 
     def _load(self, request: PlainRequest, blocks: Blocks) -> Found:
-        while (tokens := self.half.admission.matched(request, self._local.attention_tokens)) is None:
+        while (tokens := self.half.admission.matched(request, self._local.tokens)) is None:
             self._step(PlainStep(tokens={}))
-        local = self._local.attention_tokens if tokens else self._local.tokens
+        local = self._local.tokens if tokens else self._local.resumable_tokens
         total = local + tokens
         blocks.cover(total, total)
         self.half.admission.allocated(request, blocks, tokens)

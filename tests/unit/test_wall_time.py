@@ -24,6 +24,7 @@ USES = {
     "doctor/costs.py": "the age of a file of measurements, for people",
     "engines/vllm/tracing.py": "spans, which are in wall time",
     "explain/text.py": "times of requests, for people",
+    "observe/recorder.py": "arrivals in a recorded trace, for people and to join traces of several engines",
     "observe/trace_server.py": "ages of requests, for people",
     "observe/socket_directory.py": "the age of what a killed process has left",
     "tiers/files/tier.py": "times of files, see tests/unit/tiers/files/test_clocks.py",

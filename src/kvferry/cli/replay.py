@@ -74,7 +74,7 @@ def replay(
     from kvferry.replay.recorded_engine import recorded_engine
     from kvferry.replay.settings import ReplaySettings, parse_tier
 
-    found = _open(trace, unit_tokens)
+    found = open_for_passes(trace, unit_tokens, several="--curve" if curve else "")
     recorded = recorded_engine(found.name, found.header)
     served = served_model_of(
         model,
@@ -146,7 +146,7 @@ def served_model_of(
 
     name, config = find_config(model)
     reading = read_model(config, dtype, name=name, draft=False)
-    side = EngineSide(tp, 1, resolve_layout("auto", reading), block_size or recorded.largest_block)
+    side = EngineSide(tp, 1, resolve_layout("auto", reading), block_size or recorded.common_block)
     kept = KeptSettings(
         step_tokens or recorded.step_tokens or _STEP_TOKENS,
         parse_retention(retention),
@@ -154,7 +154,7 @@ def served_model_of(
         snapshot_tokens or (None if chunk_tokens else recorded.snapshot_tokens),
     )
     served = served_model(reading, side, kept)
-    known = None if block_size else recorded.largest_block
+    known = None if block_size else recorded.common_block
     return with_blocks(served, known) if known else served
 
 
@@ -188,10 +188,23 @@ def with_bandwidth(tiers: list[TierSetting], texts: list[str] | None) -> list[Ti
     return tiers
 
 
-def _open(path: str, unit_tokens: int | None) -> Trace:
+def open_for_passes(path: str, unit_tokens: int | None, *, several: str = "") -> Trace:
+    """Open a trace.
+
+    Args:
+        path: path of the trace, or ``-`` for standard input.
+        unit_tokens: number of tokens per unit, where the trace does not say it.
+        several: what needs several passes over the trace, for the error message; empty if one pass is enough.
+
+    Raises:
+        ConfigError: the file is no trace, or several passes are needed and it can be read only once.
+    """
     from kvferry.replay.trace.open import open_trace
 
-    return open_trace(path, unit_tokens)
+    opened = open_trace(path, unit_tokens)
+    if several and opened.size_bytes is None:
+        raise ConfigError(f"{several} needs several passes, but {path} can be read only once; name a file")
+    return opened
 
 
 def _replay(
@@ -244,19 +257,31 @@ def _request_log(path: Path | None) -> Iterator[Callable[[TraceRequest, Hit], No
     if path is None:
         yield None
         return
+    with _writing(path):
+        file = path.open("w", encoding="utf-8")
+
+    def write(request: TraceRequest, hit: Hit) -> None:
+        line = {
+            "arrival": request.arrival,
+            "prompt_tokens": request.prompt_tokens,
+            "local_tokens": hit.local_tokens,
+            "tier_tokens": hit.tier_tokens,
+        }
+        with _writing(path):
+            file.write(json.dumps(line) + "\n")
+
     try:
-        with path.open("w", encoding="utf-8") as file:
+        yield write
+    finally:
+        with _writing(path):
+            file.close()
 
-            def write(request: TraceRequest, hit: Hit) -> None:
-                line = {
-                    "arrival": request.arrival,
-                    "prompt_tokens": request.prompt_tokens,
-                    "local_tokens": hit.local_tokens,
-                    "tier_tokens": hit.tier_tokens,
-                }
-                file.write(json.dumps(line) + "\n")
 
-            yield write
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Raise ConfigError for an OSError inside the ``with`` statement: the file cannot be written."""
+    try:
+        yield
     except OSError as error:
         reason = os.strerror(error.errno or 0)
         raise ConfigError(f"cannot write {path}: {reason}; name a file that can be written") from error

@@ -11,13 +11,11 @@ import typer
 from kvferry.cli import replay_options as opt
 from kvferry.cli.options import write_file
 from kvferry.cli.progress import progress
-from kvferry.cli.replay import print_notes, served_model_of
-from kvferry.errors import ConfigError
+from kvferry.cli.replay import open_for_passes, print_notes, served_model_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from kvferry.replay.trace.base import Trace
     from kvferry.replay.trace.request import TraceRequest
 
 
@@ -108,7 +106,7 @@ def size(
         name, unit = "a described workload", workload.unit_tokens
         requests: Callable[[str], Iterable[TraceRequest]] = lambda _: workload.requests()  # noqa: E731
     else:
-        opened = _open_file(trace, unit_tokens)
+        opened = open_for_passes(trace, unit_tokens, several="kvferry size")
         name, unit, requests = opened.name, opened.unit_tokens, partial(progress, opened)
     header = {} if opened is None else opened.header
     served = served_model_of(
@@ -138,19 +136,3 @@ def size(
         from kvferry.report import Report
 
         show_size(found, Report.to_stdout())
-
-
-def _open_file(path: str, unit_tokens: int | None) -> Trace:
-    """Open a trace that can be read several times.
-
-    Raises:
-        ConfigError: the file is no trace, or can be read only once.
-    """
-    from kvferry.replay.trace.open import open_trace
-
-    opened = open_trace(path, unit_tokens)
-    if opened.size_bytes is None:
-        raise ConfigError(
-            f"--trace {path} can be read only once, and sizing needs several passes; name a file"
-        )
-    return opened

@@ -281,6 +281,19 @@ def longest_usable_prefix(groups: Sequence[GroupPattern], prompt: int) -> int:
     return max(prompt - any(group.kind is GroupKind.STATE for group in groups), 0)
 
 
+def widest_group(groups: Sequence[GroupPattern]) -> int:
+    """Return the index of the group that needs the most chunks to load a prefix.
+
+    This is a group that attends to all tokens, if there is one. Otherwise it is the group with the longest
+    window. In a model without attention, it is a group of recurrent state.
+
+    Args:
+        groups: attention patterns of all groups of the model.
+    """
+    kinds = [(one.kind is not GroupKind.STATE, not one.attention_span, one.attention_span) for one in groups]
+    return kinds.index(max(kinds))
+
+
 def coverage(groups: Sequence[GroupPattern], chunked: ChunkedPrompt, tier_numbers: TierNumbers) -> Coverage:
     """Compute the usable prefixes of a prompt, and the chunks that are missing for longer prefixes.
 

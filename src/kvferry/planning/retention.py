@@ -14,6 +14,9 @@ from math import lcm
 from kvferry.planning.coverage import GroupPattern
 from kvferry.planning.select import first_attended
 
+MAX_CHUNKS_PER_ORDER = 16
+"""Maximum number of chunks that an engine stores with one order to its ranks."""
+
 
 def last_prefix_ends(prompt: int, chunk_tokens: int, block_tokens: int) -> tuple[int, int]:
     """Return the lengths of the two longest prefixes of a prompt that later prompts are likely to load.

@@ -14,7 +14,7 @@ engine's own prefix cache nor slower tiers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +34,11 @@ class CurvePoint:
 
     capacity_bytes: int
     hit_rate: float
+
+
+def curve_as_json(points: Iterable[CurvePoint]) -> list[dict[str, float]]:
+    """Return the points of a curve as values that can be written as JSON."""
+    return [{"capacity_bytes": one.capacity_bytes, "hit_rate": one.hit_rate} for one in points]
 
 
 class _Sums:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvferry.connector.local_prefix import last_boundary_before
+from kvferry.connector.local_prefix import LocalPrefix, last_boundary_before
 from kvferry.replay.content import RequestKeys
-from kvferry.replay.engine_cache import NOTHING, EngineCache, LocalHit
+from kvferry.replay.engine_cache import NO_PREFIX, EngineCache
 from kvferry.replay.model import ServedModel
 from kvferry.replay.stores import ComputedPrompt, snapshots_of, store_chunks
 from kvferry.replay.tiers import SimulatedTiers
@@ -79,13 +79,13 @@ class SimulatedEngine:
         """Look a prompt up in the engine's prefix cache and in its tiers, and load what helps."""
         prompt = request.prompt_tokens
         keys = RequestKeys(request, self.model.chunk_tokens, len(self.model.groups))
-        block_keys, local = None, NOTHING
+        block_keys, local = None, NO_PREFIX
         if self.cache is not None:
             block_keys = self.cache.keys(request)
             local = self.cache.look_up(prompt, block_keys)
         hit = self._find(prompt, keys, local)
         completed = self.model.completes_prefixes and any(hit.tier_tokens)
-        shared = local.attention_tokens if local.attention_tokens > local.tokens and not completed else 0
+        shared = local.tokens if local.needs_load and not completed else 0
         return Running(request, hit, shared, keys, block_keys)
 
     def finish(self, running: Running) -> None:
@@ -106,7 +106,7 @@ class SimulatedEngine:
                 snapshots.insert(0, found)  # a loaded snapshot is cached like a computed one
             self.cache.keep(request, running.block_keys, snapshots, running.shared)
 
-    def _find(self, prompt: int, keys: RequestKeys, local: LocalHit) -> Hit:
+    def _find(self, prompt: int, keys: RequestKeys, local: LocalPrefix) -> Hit:
         """Load the longest usable prefix of a prompt, as `connector.admission` chooses it.
 
         Args:
@@ -115,16 +115,16 @@ class SimulatedEngine:
             local: prefix that the engine has.
         """
         if not self.model.completes_prefixes:
-            return self._load(prompt, keys, local, local.tokens)
-        hit = self._load(prompt, keys, local, local.attention_tokens)
-        if local.tokens == local.attention_tokens or any(hit.tier_tokens):
+            return self._load(prompt, keys, local, local.resumable_tokens)
+        hit = self._load(prompt, keys, local, local.tokens)
+        if not local.needs_load or any(hit.tier_tokens):
             return hit
-        found, begin = self.tiers.look_up(prompt, keys, local.tokens), local.tokens
+        found, begin = self.tiers.look_up(prompt, keys, local.resumable_tokens), local.resumable_tokens
         if found is not None and found.tokens > begin:  # then the engine uses fewer of its attention blocks
             begin = last_boundary_before(found.tokens, self.model.block_tokens)
         return self._load(prompt, keys, local, begin)
 
-    def _load(self, prompt: int, keys: RequestKeys, local: LocalHit, begin: int) -> Hit:
+    def _load(self, prompt: int, keys: RequestKeys, local: LocalPrefix, begin: int) -> Hit:
         """Load the longest usable prefix, if it is longer than what the engine has.
 
         Args:
@@ -137,13 +137,13 @@ class SimulatedEngine:
         found = self.tiers.look_up(prompt, keys, begin) if saves_computation else None
         none = (0,) * len(self.tiers.tiers)
         if found is None:
-            each = (local.tokens,) * len(self.model.groups)
-            return Hit(local.tokens, none, none, local.attention_tokens, each)
-        attention = max(local.attention_tokens, found.full_attention_tokens) if self.model.attention else 0
-        each = found.per_group if len(self.model.groups) > 1 else (max(found.tokens, local.tokens),)
+            each = (local.resumable_tokens,) * len(self.model.groups)
+            return Hit(local.resumable_tokens, none, none, local.tokens, each)
+        attention = max(local.tokens, found.full_attention_tokens) if self.model.attention else 0
+        each = found.per_group if len(self.model.groups) > 1 else (max(found.tokens, local.resumable_tokens),)
         end = found.tokens
         if end <= begin:
-            return Hit(local.tokens, none, none, attention, each)
+            return Hit(local.resumable_tokens, none, none, attention, each)
         sums = found.tokens_by_tier(self.model.widest, begin, end).tolist()
         sizes = self.tiers.load(keys, found, end)
         tokens = (*sums, *[0] * (len(sizes) - len(sums)))

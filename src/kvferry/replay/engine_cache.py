@@ -8,11 +8,11 @@ one unit of the trace, because the trace says nothing about equality inside a un
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
 
+from kvferry.connector.local_prefix import LocalPrefix
 from kvferry.geometry import GroupKind
 from kvferry.planning.coverage import NO_TIER, ChunkedPrompt, coverage
 from kvferry.planning.select import attends_to_all, first_attended
@@ -25,29 +25,12 @@ _RUNNING_STATES = 2
 """Blocks per table that a running request holds for recurrent state."""
 
 
-@dataclass(frozen=True, slots=True)
-class LocalHit:
-    """The prefix of a prompt that the engine itself has.
-
-    Attributes:
-        attention_tokens: number of tokens whose attention blocks the engine has.
-        tokens: number of tokens after which the engine can continue without a load; at most
-            `attention_tokens`.
-    """
-
-    attention_tokens: int
-    tokens: int
-
-
-NOTHING = LocalHit(0, 0)
+NO_PREFIX = LocalPrefix(0, 0)
+"""Prefix of a prompt of which the engine has nothing."""
 
 
 class EngineCache:
-    """The prefix cache of one engine.
-
-    Attributes:
-        evicted: number of blocks whose content was evicted so far.
-    """
+    """The prefix cache of one engine."""
 
     def __init__(self, model: ServedModel, num_blocks: int, unit_tokens: int) -> None:
         """Create an empty prefix cache.
@@ -57,7 +40,6 @@ class EngineCache:
             num_blocks: number of blocks in the pool, over all KV cache groups.
             unit_tokens: number of tokens per unit of the trace.
         """
-        self.evicted = 0
         self._model = model
         block = model.block_tokens
         has_tail = model.state is None and unit_tokens % block == 0
@@ -69,7 +51,7 @@ class EngineCache:
         """Return the keys of a request's runs of blocks, for `look_up` and `keep`."""
         return RequestKeys(request, self._run, len(self._model.groups))
 
-    def look_up(self, prompt: int, keys: RequestKeys) -> LocalHit:
+    def look_up(self, prompt: int, keys: RequestKeys) -> LocalPrefix:
         """Return the prefix of a prompt that the engine has. The last token is never part of it.
 
         Args:
@@ -80,12 +62,12 @@ class EngineCache:
         tokens = self._model.block_tokens * ((prompt - 1) // self._model.block_tokens)
         leading = keys.whole[model.widest]
         if not held or not tokens or (model.attention and leading and leading[0] not in held):
-            return NOTHING
+            return NO_PREFIX
         rows = self._rows(tokens, keys)
         numbers = np.array([[0 if key in held else NO_TIER for key in row] for row in rows], np.int64)
         found = coverage(model.groups, ChunkedPrompt(tokens, self._run, prompt), numbers)
         whole = found.tokens
-        return LocalHit(max(found.full_attention_tokens, whole) if model.attention else whole, whole)
+        return LocalPrefix(max(found.full_attention_tokens, whole) if model.attention else whole, whole)
 
     def keep(self, request: TraceRequest, keys: RequestKeys, snapshots: Sequence[int], shared: int) -> None:
         """Allocate the blocks of a request, let it run, and keep those that later requests can share.
@@ -182,9 +164,7 @@ class EngineCache:
     def _make_room(self, blocks: int) -> None:
         """Evict runs until `blocks` blocks are free, or until nothing can be evicted."""
         if (missing := self._used + blocks - self._capacity) > 0:
-            freed = sum(self._sizes.pop(key) for key in self._policy.evict_bytes(missing))
-            self._used -= freed
-            self.evicted += freed
+            self._used -= sum(self._sizes.pop(key) for key in self._policy.evict_bytes(missing))
 
     def _rows(self, tokens: int, keys: RequestKeys) -> list[list[bytes]]:
         """Return the keys of the runs of a request's first tokens, one list per group.

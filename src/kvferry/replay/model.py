@@ -11,6 +11,7 @@ from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.geometry.models import ModelReading
 from kvferry.plan.kept import KeptSettings, StoredForm, stored_form
 from kvferry.plan.side import EngineSide, shape
+from kvferry.planning.coverage import widest_group
 from kvferry.planning.select import attends_to_all
 
 
@@ -63,11 +64,7 @@ class ServedModel:
     @cached_property
     def widest(self) -> int:
         """Index of the KV cache group that needs the most chunks to load a prefix."""
-        keys = [
-            (one.kind is not GroupKind.STATE, not one.attention_span, one.attention_span)
-            for one in self.groups
-        ]
-        return keys.index(max(keys))
+        return widest_group(self.groups)
 
     @cached_property
     def attention(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from math import ceil, floor, log2
 
 from rich.console import Console
 
-from kvferry.plan.page.document import STYLE
+from kvferry.plan.page.document import html_page
 from kvferry.replay.curve import CurvePoint
 from kvferry.replay.report import Outcome
 from kvferry.replay.show import show
@@ -41,7 +41,7 @@ def size_page(found: Sizing, trace: str) -> str:
 
 
 def _page(name: str, points: Sequence[CurvePoint], print_text: Callable[[Report], None]) -> str:
-    """Return an HTML page with a curve and the text of a report. It loads no other files.
+    """Return an HTML page with a curve and the text of a report.
 
     Args:
         name: title of the page.
@@ -51,13 +51,7 @@ def _page(name: str, points: Sequence[CurvePoint], print_text: Callable[[Report]
     text = StringIO()
     print_text(Report(Console(file=text, width=_TEXT_COLUMNS), _TEXT_COLUMNS))
     body = [f"<h1>{escape(name)}</h1>", *curve_section(points), f"<pre>{escape(text.getvalue())}</pre>"]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(name)}</title><style>{STYLE}pre{{overflow-x:auto}}</style></head><body><main>\n"
-        + "\n".join(body)
-        + "\n</main></body></html>\n"
-    )
+    return html_page(name, body)
 
 
 def curve_section(points: Sequence[CurvePoint]) -> Iterator[str]:

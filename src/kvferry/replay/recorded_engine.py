@@ -29,9 +29,10 @@ class RecordedEngine(msgspec.Struct, frozen=True):
     num_blocks: int | None = None
 
     @property
-    def largest_block(self) -> int | None:
-        """Number of tokens of the largest block; None if unknown."""
-        return max(self.block_tokens) if self.block_tokens else None
+    def common_block(self) -> int | None:
+        """Number of tokens per block of all KV cache groups; None if unknown, or if the groups differ."""
+        sizes = set(self.block_tokens or ())
+        return sizes.pop() if len(sizes) == 1 else None
 
 
 def recorded_engine(name: str, header: Mapping[str, object]) -> RecordedEngine:

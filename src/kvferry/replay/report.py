@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.replay.curve import CurvePoint
+from kvferry.replay.curve import CurvePoint, curve_as_json
 from kvferry.replay.simulation import Simulation
 from kvferry.replay.tier import UNLIMITED, TierCounts
 
@@ -130,7 +130,7 @@ def as_json(found: Outcome) -> dict[str, Any]:
             for group, tokens in zip(simulation.model.groups, results.group_tokens, strict=True)
         ],
         "time_to_first_token": _times(simulation) if len(results.waits) else None,
-        "curve": [{"capacity_bytes": p.capacity_bytes, "hit_rate": p.hit_rate} for p in found.curve],
+        "curve": curve_as_json(found.curve),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from kvferry.replay.curve import curve_as_json
 from kvferry.replay.show import CURVE_COLUMNS, curve_row, thinned
 from kvferry.replay.sizing import EngineChoice, Sizing
 from kvferry.report import Report
@@ -127,5 +128,5 @@ def size_as_json(found: Sizing) -> dict[str, Any]:
             }
             for one in found.choices
         ],
-        "curve": [{"capacity_bytes": p.capacity_bytes, "hit_rate": p.hit_rate} for p in found.curve],
+        "curve": curve_as_json(found.curve),
     }

@@ -46,8 +46,17 @@ class SizeQuestion:
     def __post_init__(self) -> None:
         if not 0 < self.target < 1:
             raise ConfigError(f"--target-hit is {self.target}; give a share between 0 and 1, such as 0.5")
-        if self.prefill_tokens_per_second < 0 or self.disk_writes_per_day <= 0:
-            raise ConfigError("speeds and writes per day must be above 0")
+        if self.prefill_tokens_per_second < 0:
+            raise ConfigError(
+                f"--prefill-tokens-per-second is {self.prefill_tokens_per_second}; give a number above 0, or "
+                "leave the option out"
+            )
+        if self.disk_writes_per_day <= 0:
+            raise ConfigError(
+                f"--disk-writes-per-day is {self.disk_writes_per_day}; give a number above 0, such as 0.3"
+            )
+        if self.host_bytes is not None and self.host_bytes <= 0:
+            raise ConfigError(f"--host is {self.host_bytes} bytes; give a size above 0, such as 64GiB")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ the faster ones.
 
 Copies, reads and writes end within the step that begins them. In an engine they may end later, and then a
 request does not yet find a chunk, or a held chunk is ranked as the latest used at another time. The order of
-evictions also differs slightly if one step stores or loads more than `_MOST_CHUNKS` chunks into host memory
-that cannot hold the request, because a slow tier accepts only as many writes at a time.
+evictions also differs slightly if one step stores or loads more than 16 chunks into host memory that cannot
+hold the request, because a slow tier accepts only as many writes at a time.
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ from kvferry.planning.coverage import (
     chunks_to_load,
     coverage,
 )
+from kvferry.planning.retention import MAX_CHUNKS_PER_ORDER
 from kvferry.planning.select import windows_survive_load
 from kvferry.replay.content import RequestKeys
 from kvferry.replay.model import ServedModel
 from kvferry.replay.tier import SimulatedTier
-
-_MOST_CHUNKS = 16
-"""Maximum number of chunks that an engine stores with one order (`connector.tiers.storing`)."""
 
 
 class SimulatedTiers:
@@ -156,8 +154,8 @@ class SimulatedTiers:
         for group, keys, unchanged in runs:
             new = [key for key in keys[:unchanged] if not self._holds(key)]
             new += [key for key in keys[unchanged:] if key not in held]
-            for first in range(0, len(new), _MOST_CHUNKS):
-                yield group, new[first : first + _MOST_CHUNKS]
+            for first in range(0, len(new), MAX_CHUNKS_PER_ORDER):
+                yield group, new[first : first + MAX_CHUNKS_PER_ORDER]
 
     def mark_used(self, keys: Sequence[bytes]) -> None:
         """Rank the chunks of a prompt as the latest used in every tier, the first one as the very latest."""

@@ -19,6 +19,7 @@ from kvferry.planning.coverage import (
     chunks_to_load,
     coverage,
     longest_usable_prefix,
+    widest_group,
 )
 from kvferry.planning.select import LoadSpan, needed_tokens
 
@@ -413,3 +414,10 @@ def test_each_token_of_a_range_comes_from_the_tier_of_its_chunk(case: Case, data
         assert dict(enumerate(found.tokens_by_tier(number, first, last).tolist())) == {
             tier: expected[tier] for tier in range(max(expected) + 1)
         }
+
+
+def test_the_widest_group_attends_to_all_tokens_or_has_the_longest_window():
+    window, wide = group(SLIDING, 64), group(SLIDING, 1024)
+    assert widest_group([group(STATE), window, group(FULL)]) == 2
+    assert widest_group([window, wide, group(STATE)]) == 1
+    assert widest_group([group(STATE)]) == 0

@@ -36,7 +36,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "80"})
+    trace = Path("trace.jsonl").read_text() if "-" in arguments else None
+    done = CliRunner().invoke(app, arguments, input=trace, env={"COLUMNS": "80"})
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         return 1, f"{type(done.exception).__name__}: {done.exception}"
     return done.exit_code, done.output
@@ -161,6 +162,11 @@ def test_size_takes_a_described_workload(folder: Path) -> None:
             "--target-hit is 50",
         ),
         (("size", "--model", "config.json", "--users", "0"), "users is 0"),
+        (("size", "--model", "config.json", "--host", "0"), "--host is 0 bytes"),
+        (("size", "--model", "config.json", "--disk-writes-per-day", "0"), "--disk-writes-per-day is 0.0"),
+        (("replay", "-", "--model", "config.json", "--curve"), "--curve needs several passes"),
+        (("size", "--trace", "-", "--model", "config.json"), "kvferry size needs several passes"),
+        (("replay", "trace.jsonl", "--model", "config.json", "--requests", "/dev/full"), "No space left"),
     ],
 )
 def test_bad_input_gets_one_sentence(folder: Path, arguments: tuple[str, ...], message: str) -> None:

@@ -65,6 +65,6 @@ def test_it_finds_what_vllm_finds(turns, num_blocks):
         names = RequestKeys(request, BLOCK, 1).whole[0]
         found = cache.look_up(len(prompt), keys)
         note(f"{len(prompt)} + {len(answer)} tokens: {found.tokens}")
-        assert found.tokens == found.attention_tokens == BLOCK * len(pool.look_up(names, len(prompt)))
+        assert found.resumable_tokens == found.tokens == BLOCK * len(pool.look_up(names, len(prompt)))
         cache.keep(request, keys, [], 0)
         pool.serve(names, len(prompt), len(prompt) + max(len(answer) - 1, 0))

@@ -10,9 +10,9 @@ from kvferry.connector.adapters import Adapters
 from kvferry.connector.engine import Request
 from kvferry.connector.prompt_content import keys_of
 from kvferry.errors import NotYetNamed, Unnameable
-from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalForm
 from kvferry.keys.chunk import ChunkKeys
+from kvferry.planning.coverage import widest_group
 from kvferry.terminal import shown
 
 logger = logging.getLogger(__name__)
@@ -44,16 +44,8 @@ class Prompts:
 
     @property
     def widest_group(self) -> int:
-        """Index, in the storage format, of the KV cache group that needs the most chunks to load a prefix.
-
-        This is a group that attends to all tokens, if there is one. Otherwise it is the group with the
-        longest window. In a model without attention, it is a group of recurrent state.
-        """
-        groups = self._canonical.groups
-        kinds = [
-            (one.kind is not GroupKind.STATE, not one.attention_span, one.attention_span) for one in groups
-        ]
-        return kinds.index(max(kinds))
+        """Index, in the storage format, of the KV cache group that needs the most chunks to load a prefix."""
+        return widest_group(self._canonical.groups)
 
     def add(self, request: Request) -> PromptChunks | None:
         """Compute the chunk keys of a new request and return its chunks.

@@ -33,11 +33,13 @@ from kvferry.geometry import Group, GroupKind
 from kvferry.geometry.canonical import CanonicalForm
 from kvferry.geometry.canonical.length import content_alignment, snapshot_interval
 from kvferry.planning.chunk_cells import TableSlice, slice_table
-from kvferry.planning.retention import keeps_chunk, keeps_snapshot, last_prefix_ends
+from kvferry.planning.retention import (
+    MAX_CHUNKS_PER_ORDER,
+    keeps_chunk,
+    keeps_snapshot,
+    last_prefix_ends,
+)
 from kvferry.planning.select import NULL_BLOCK, first_attended
-
-_MAX_CHUNKS_PER_ORDER = 16
-"""Maximum number of chunks per store order."""
 
 _ANY_NUMBER_OF_STEPS = 1 << 62
 
@@ -239,7 +241,7 @@ class Storing:
             group: index of the KV cache group in the storage format.
         """
         blocks = sum(-(-self._chunk // self._groups[part].block_tokens) + 1 for part in self._parts[group])
-        return max(1, min(_MAX_CHUNKS_PER_ORDER, self._orders.most_pinned // blocks))
+        return max(1, min(MAX_CHUNKS_PER_ORDER, self._orders.most_pinned // blocks))
 
     def _order_stores(
         self,

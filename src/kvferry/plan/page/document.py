@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 
 from kvferry.geometry.models import ModelReading
@@ -38,6 +38,7 @@ rect{stroke:var(--bg);stroke-width:.5}
 .rule{fill:none;stroke:var(--dim);vector-effect:non-scaling-stroke}
 path[class^=r]:not(.rule){fill-opacity:.38}path:not(.rule):hover{fill-opacity:.9}
 rect:hover{opacity:.7}
+pre{overflow-x:auto}
 @media(max-width:600px){main{padding:16px}svg{height:220px}
 table,thead,tbody{display:block}thead{display:none}
 tr{display:grid;grid-template-columns:1fr 1fr;padding:10px 0;border-bottom:1px solid var(--line)}
@@ -63,11 +64,20 @@ def picture(forecast: Forecast, reading: ModelReading, *, separate: bool = False
     body = [*_heading(forecast), _table(forecast), *_notes(forecast), _legend()]
     for number, row in enumerate(forecast.rows):
         body += _section(setting, number, row)
-    title = f"{escape(forecast.model)}: KV cache hand-over"
+    return html_page(f"{forecast.model}: KV cache hand-over", body)
+
+
+def html_page(title: str, body: Sequence[str]) -> str:
+    """Return an HTML page in the style of kvferry's pages. It loads no other files and runs no scripts.
+
+    Args:
+        title: title of the page, as plain text.
+        body: HTML of the parts of the page.
+    """
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{title}</title><style>{STYLE}</style></head><body><main>\n"
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>\n"
         + "\n".join(body)
         + "\n</main></body></html>\n"
     )
