@@ -102,7 +102,8 @@ class ChunkedPrompt:
     def boundaries(self) -> Int64s:
         """End of every chunk in tokens, int64 of shape (chunks,), ascending."""
         ends = np.arange(1, self.chunks + 1, dtype=np.int64) * self.chunk_tokens
-        return np.minimum(ends, self.tokens)
+        ends[-1:] = self.tokens
+        return ends
 
 
 @dataclass(frozen=True, slots=True)

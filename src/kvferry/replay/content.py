@@ -13,6 +13,8 @@ import numpy as np
 from kvferry.replay.trace.request import Ids, TraceRequest, chunk_ids, tail_id
 
 KEY_BYTES = 8
+_KEYS = np.dtype(f"V{KEY_BYTES}")
+_PER_GROUP = np.uint64(0x9E3779B97F4A7C15)
 _MASK = (1 << 64) - 1
 
 
@@ -20,7 +22,7 @@ def group_keys(ids: Ids, groups: int) -> list[list[bytes]]:
     """Return the keys of chunks in each KV cache group.
 
     >>> [key.hex() for key in group_keys(np.array([1, 256], np.uint64), 2)[1]]
-    ['0200000000000000', '0101000000000000']
+    ['167c4a7fb979379e', '157d4a7fb979379e']
 
     Args:
         ids: identities of the chunks, uint64 of shape (chunks,).
@@ -29,8 +31,10 @@ def group_keys(ids: Ids, groups: int) -> list[list[bytes]]:
     Returns:
         A list per group, with one key of `KEY_BYTES` bytes per chunk.
     """
-    own = ids[None, :] + np.arange(groups, dtype=np.uint64)[:, None]
-    found: list[list[bytes]] = own.view(f"V{KEY_BYTES}").tolist()
+    if groups == 1:
+        return [ids.view(_KEYS).tolist()]
+    own = ids[None, :] + np.arange(groups, dtype=np.uint64)[:, None] * _PER_GROUP
+    found: list[list[bytes]] = own.view(_KEYS).tolist()
     return found
 
 
@@ -63,9 +67,18 @@ class RequestKeys:
         self._groups = groups
         self._tails: dict[int, list[bytes]] = {}
 
-    def first(self, chunks: int) -> list[list[bytes]]:
-        """Return the keys of the first chunks, one list per group."""
-        return [keys[:chunks] for keys in self.whole]
+    def rows(self, tokens: int) -> list[list[bytes]]:
+        """Return the keys of the chunks of the request's first tokens, one list per group.
+
+        Args:
+            tokens: number of tokens. If a chunk ends after them, see `tail`.
+        """
+        whole, rest = divmod(tokens, self.chunk_tokens)
+        rows = [keys[:whole] for keys in self.whole]
+        if rest:
+            for row, key in zip(rows, self.tail(tokens), strict=True):
+                row.append(key)
+        return rows
 
     def tail(self, tokens: int) -> list[bytes]:
         """Return the key, in each group, of the incomplete last chunk of the request's first tokens.
@@ -75,6 +88,6 @@ class RequestKeys:
         """
         if tokens not in self._tails:
             own = self._tail(tokens)
-            each = ((own + group) & _MASK for group in range(self._groups))
+            each = ((own + group * int(_PER_GROUP)) & _MASK for group in range(self._groups))
             self._tails[tokens] = [key.to_bytes(KEY_BYTES, "little") for key in each]
         return self._tails[tokens]

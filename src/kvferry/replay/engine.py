@@ -139,12 +139,8 @@ class SimulatedEngine:
         if found is None:
             each = (local.resumable_tokens,) * len(self.model.groups)
             return Hit(local.resumable_tokens, none, none, local.tokens, each)
-        attention = max(local.tokens, found.full_attention_tokens) if self.model.attention else 0
-        each = found.per_group if len(self.model.groups) > 1 else (max(found.tokens, local.resumable_tokens),)
-        end = found.tokens
-        if end <= begin:
-            return Hit(local.resumable_tokens, none, none, attention, each)
-        sums = found.tokens_by_tier(self.model.widest, begin, end).tolist()
-        sizes = self.tiers.load(keys, found, end)
-        tokens = (*sums, *[0] * (len(sizes) - len(sums)))
-        return Hit(begin, tokens, tuple(sizes), attention, each)
+        attention = max(local.tokens, found.attention_tokens) if self.model.attention else 0
+        if found.tokens <= begin:
+            return Hit(local.resumable_tokens, none, none, attention, found.group_tokens)
+        sizes = self.tiers.load(found.wanted)
+        return Hit(begin, found.tier_tokens, sizes, attention, found.group_tokens)

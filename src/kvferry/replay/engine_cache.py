@@ -64,6 +64,10 @@ class EngineCache:
         if not held or not tokens or (model.attention and leading and leading[0] not in held):
             return NO_PREFIX
         rows = self._rows(tokens, keys)
+        if len(rows) == 1 and model.attention:  # the rule of `coverage` for this case, without arrays
+            runs = next((number for number, key in enumerate(rows[0]) if key not in held), len(rows[0]))
+            leading_tokens = min(runs * self._run, tokens)
+            return LocalPrefix(leading_tokens, leading_tokens)
         numbers = np.array([[0 if key in held else NO_TIER for key in row] for row in rows], np.int64)
         found = coverage(model.groups, ChunkedPrompt(tokens, self._run, prompt), numbers)
         whole = found.tokens
@@ -84,7 +88,7 @@ class EngineCache:
         held = [key for key in sizes if key in self._sizes]
         self._policy.make_newest(held)
         needed = sum(self._running_blocks(group, total) for group in self._model.block_groups)
-        self._make_room(needed - sum(self._sizes[key] for key in held))
+        self._make_room(needed - sum(map(self._sizes.__getitem__, held)))
         for size, keys_of_size in groupby(sizes, sizes.__getitem__):
             new = [key for key in keys_of_size if key not in self._sizes]
             new = new[: (self._capacity - self._used) // size]
@@ -164,7 +168,7 @@ class EngineCache:
     def _make_room(self, blocks: int) -> None:
         """Evict runs until `blocks` blocks are free, or until nothing can be evicted."""
         if (missing := self._used + blocks - self._capacity) > 0:
-            self._used -= sum(self._sizes.pop(key) for key in self._policy.evict_bytes(missing))
+            self._used -= sum(map(self._sizes.pop, self._policy.evict_bytes(missing)))
 
     def _rows(self, tokens: int, keys: RequestKeys) -> list[list[bytes]]:
         """Return the keys of the runs of a request's first tokens, one list per group.
@@ -176,7 +180,5 @@ class EngineCache:
             tokens: number of tokens, at most the prompt.
             keys: keys of the request's runs.
         """
-        whole, rest = divmod(tokens, self._run)
-        if not rest or len(keys.whole[0]) > whole:
-            return keys.first(whole + (rest > 0))
-        return [[*row, key] for row, key in zip(keys.first(whole), keys.tail(tokens), strict=True)]
+        in_whole_run = len(keys.whole[0]) * self._run >= tokens
+        return keys.rows(-(-tokens // self._run) * self._run if in_whole_run else tokens)

@@ -46,12 +46,12 @@ class ServedModel:
     form: StoredForm
     block_groups: tuple[BlockGroup, ...]
 
-    @property
+    @cached_property
     def groups(self) -> tuple[CanonicalGroup, ...]:
         """KV cache groups in the form in which chunks are stored."""
         return self.form.canonical.groups
 
-    @property
+    @cached_property
     def chunk_tokens(self) -> int:
         """Number of tokens per chunk."""
         return self.form.canonical.chunk_tokens
@@ -70,6 +70,11 @@ class ServedModel:
     def attention(self) -> tuple[int, ...]:
         """Indices of the KV cache groups that attend to all tokens."""
         return tuple(n for n, group in enumerate(self.groups) if attends_to_all(group.kind))
+
+    @cached_property
+    def has_only_attention(self) -> bool:
+        """True if all layers attend to all tokens."""
+        return len(self.attention) == len(self.groups)
 
     @cached_property
     def completes_prefixes(self) -> bool:

@@ -79,16 +79,27 @@ class Simulation:
             if timed:
                 self._end_until(request.arrival)
             number = self._route.choose(request, self._queues) if len(self.engines) > 1 else 0
-            self._queues[number] += 1
-            engine = self.engines[number]
-            if self._queues[number] > 1:
-                engine.waiting.append(request)
-            else:
-                self._begin(number, request, request.arrival)
             if not timed:
-                self._end_until(request.arrival)
+                engine = self.engines[number]
+                engine.finish(self._admit(engine, request))
+            elif self._queues[number]:
+                self._queues[number] += 1
+                self.engines[number].waiting.append(request)
+            else:
+                self._queues[number] += 1
+                self._begin(number, request, request.arrival)
         self._end_until(float("inf"))
         return self.results
+
+    def _admit(self, engine: SimulatedEngine, request: TraceRequest) -> Running:
+        """Admit a request to an engine, and count what is found for it."""
+        running = engine.admit(request)
+        self._seen += 1
+        if self._seen > self.settings.skip:
+            self.results.add(request, running.hit)
+            if self._on_hit is not None:
+                self._on_hit(request, running.hit)
+        return running
 
     def _begin(self, number: int, request: TraceRequest, now: float) -> None:
         """Admit a request, and schedule the end of its prefill.
@@ -98,17 +109,10 @@ class Simulation:
             request: request to admit.
             now: seconds since the start of the trace.
         """
-        running = self.engines[number].admit(request)
-        seconds = self._seconds(running)
-        counted = self._seen >= self.settings.skip
-        self._seen += 1
-        if counted:
-            self.results.add(request, running.hit)
-            if self._on_hit is not None:
-                self._on_hit(request, running.hit)
-        if seconds:
-            self._add_waits(number, request, running, now + seconds, counted=counted)
-        heappush(self._ends, (now + seconds, self._seen, number, running))
+        running = self._admit(self.engines[number], request)
+        end = now + self._seconds(running)
+        self._add_waits(number, request, running, end, counted=self._seen > self.settings.skip)
+        heappush(self._ends, (end, self._seen, number, running))
 
     def _end_until(self, now: float) -> None:
         """Finish the requests whose prefill ends by a time, and begin those that wait for their engines."""
@@ -126,8 +130,6 @@ class Simulation:
         Tiers are read at the same time, and a part of the prompt is computed only after all loads.
         """
         rate = self.settings.prefill_tokens_per_second
-        if not rate:
-            return 0.0
         speeds = (tier.bytes_per_second for tier in self.settings.tiers)
         loading = max(size / speed for size, speed in zip(running.hit.tier_bytes, speeds, strict=True))
         prompt = running.request.prompt_tokens

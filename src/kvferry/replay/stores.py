@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical.length import content_alignment
@@ -17,7 +17,7 @@ from kvferry.planning.retention import keeps_chunk, keeps_snapshot, last_prefix_
 from kvferry.planning.select import first_attended
 from kvferry.replay.content import RequestKeys
 from kvferry.replay.model import ServedModel
-from kvferry.replay.tiers import SimulatedTiers
+from kvferry.replay.tiers import Run, SimulatedTiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +66,17 @@ def store_chunks(
         () if one.kind is GroupKind.STATE else _storable_chunks(model, group, keys, prompt.found, ends)
         for group, one in enumerate(model.groups)
     ]
-    before = 0
-    for end in _step_ends(model, prompt, keys):
-        runs = _attention_runs(model, keys, prompt, storable, (before, end))
-        if state is not None and end in kept:
-            runs.append((state, [keys.whole[state][end // size - 1]], 0))
-        tiers.store(runs)
-        before = end
+
+    def runs_of(begin: int, end: int) -> list[Run]:
+        runs = _attention_runs(model, keys, prompt, storable, (begin, end))
+        snapshots = [at for at in kept if begin < at <= end]
+        if state is not None and snapshots:
+            runs.append(Run(state, [keys.whole[state][at // size - 1] for at in snapshots], 0))
+        return runs
+
+    if not tiers.store_at_once(runs_of(0, max(keys.computed_tokens, prompt.tokens))):
+        for begin, end in pairwise((0, *_step_ends(model, prompt, keys))):
+            tiers.store(runs_of(begin, end))
     tiers.mark_used(_in_order(model, keys, prompt.tokens))
 
 
@@ -99,7 +103,7 @@ def _attention_runs(
     prompt: ComputedPrompt,
     storable: Sequence[Sequence[int]],
     step: tuple[int, int],
-) -> list[tuple[int, Sequence[bytes], int]]:
+) -> list[Run]:
     """Return the chunks that a step completes in groups of attention, for `SimulatedTiers.store`.
 
     Args:
@@ -112,14 +116,16 @@ def _attention_runs(
     size = model.chunk_tokens
     first, last = (at // size for at in step)
     unchanged = (prompt.found + 1) // size
-    tail = prompt.tokens % size and step[1] == prompt.tokens and model.state is None
-    runs: list[tuple[int, Sequence[bytes], int]] = []
+    tail = prompt.tokens % size and step[0] < prompt.tokens <= step[1] and model.state is None
+    runs: list[Run] = []
     for group, numbers in enumerate(storable):
         if some := numbers[bisect_left(numbers, first) : bisect_left(numbers, last)]:
-            names = [keys.whole[group][number] for number in some]
-            runs.append((group, names, bisect_left(some, unchanged)))
+            whole = keys.whole[group]
+            dense = some[-1] - some[0] == len(some) - 1
+            names = whole[some[0] : some[-1] + 1] if dense else [whole[number] for number in some]
+            runs.append(Run(group, names, bisect_left(some, unchanged)))
         if tail:
-            runs.append((group, [keys.tail(prompt.tokens)[group]], prompt.tokens <= prompt.found + 1))
+            runs.append(Run(group, [keys.tail(prompt.tokens)[group]], int(prompt.tokens <= prompt.found + 1)))
     return runs
 
 
@@ -144,20 +150,22 @@ def _storable_chunks(
     block = model.block_groups[group].block_tokens
     looked = max(int(first_attended(one.kind, one.attention_span, found)), 0) // block * block
     alignment = content_alignment(one.kind, one.attention_span, size)
-    storable = []
-    for number in chunks:
+
+    def needed(number: int) -> int:  # the first token of a chunk that its content depends on
         low = number * size
-        needed = int(first_attended(one.kind, one.attention_span, low + size - 1)) // alignment * alignment
-        in_blocks = not found or max(low, looked) <= max(low, needed)
-        if in_blocks and keeps_chunk(one, number, size, every, ends):
-            storable.append(number)
-    return storable
+        attended = int(first_attended(one.kind, one.attention_span, low + size - 1))
+        return max(low, attended // alignment * alignment)
+
+    in_blocks = chunks[bisect_left(chunks, looked, key=needed) if found else 0 :]
+    if every == size:
+        return in_blocks
+    return [number for number in in_blocks if keeps_chunk(one, number, size, every, ends)]
 
 
 def _in_order(model: ServedModel, keys: RequestKeys, prompt: int) -> list[bytes]:
     """Return the keys of all chunks of a request in all groups, in the order of `PromptChunks.all_keys`."""
-    found = list(chain.from_iterable(zip(*keys.whole, strict=True)))
+    found = list(chain.from_iterable(zip(*keys.whole, strict=True))) if len(keys.whole) > 1 else keys.whole[0]
     if prompt % model.chunk_tokens and model.state is None:
         at = prompt // model.chunk_tokens * len(keys.whole)
-        found[at:at] = keys.tail(prompt)
+        return [*found[:at], *keys.tail(prompt), *found[at:]]
     return found

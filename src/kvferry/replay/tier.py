@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -75,14 +76,28 @@ class SimulatedTier:
     def make_room(self, size: int) -> int:
         """Evict chunks until `size` bytes are free, or none is left to evict. Return the free bytes."""
         if (missing := self.used_bytes + size - self.capacity_bytes) > 0:
-            evicted = [0] * len(self.counts)
-            for key in self._policy.evict_bytes(missing):
-                evicted[self.held.pop(key)] += 1
-            for counts, number, each in zip(self.counts, evicted, self.chunk_bytes, strict=True):
+            evicted = Counter(map(self.held.pop, self._policy.evict_bytes(missing)))
+            for group, number in evicted.items():
+                counts, size_of_all = self.counts[group], number * self.chunk_bytes[group]
                 counts.evicted += number
-                counts.evicted_bytes += number * each
-                self.used_bytes -= number * each
+                counts.evicted_bytes += size_of_all
+                self.used_bytes -= size_of_all
         return self.capacity_bytes - self.used_bytes
+
+    def fits_beside(self, size: int, keys: Iterable[Sequence[bytes]]) -> bool:
+        """Return True if the tier surely has room for `size` bytes without the eviction of some chunks.
+
+        Args:
+            size: number of bytes to store.
+            keys: keys of the chunks that stay, as several sequences.
+        """
+        missing = self.used_bytes + size - self.capacity_bytes
+        if missing <= 0:
+            return True
+        if size > self.capacity_bytes or (oldest := self._policy.oldest(missing)) is None:
+            return False
+        evicted = frozenset(oldest)
+        return all(map(evicted.isdisjoint, keys))
 
     def store(self, runs: Iterable[tuple[int, Sequence[bytes]]]) -> list[tuple[int, Sequence[bytes]]]:
         """Store new chunks, as host memory stores the chunks that one step of an engine computes.
@@ -111,6 +126,11 @@ class SimulatedTier:
             self.admit(keys, group)
         return stored
 
+    def lacks(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Return the keys of chunks that the tier does not hold, in the same order."""
+        held = self.held
+        return [key for key in keys if key not in held]
+
     def write(self, keys: Iterable[bytes], group: int) -> list[bytes]:
         """Write new chunks of one KV cache group one after the other, as storage does. Return their keys.
 
@@ -119,7 +139,7 @@ class SimulatedTier:
                 are skipped.
             group: index of the group.
         """
-        new = [key for key in keys if key not in self.held]
+        new = self.lacks(keys)
         size = self.chunk_bytes[group]
         if new and (fitting := self.make_room(size * len(new)) // size):
             self.admit(new[-fitting:], group)
@@ -156,19 +176,15 @@ class SimulatedTier:
         Args:
             keys: keys of chunks that the tier holds.
         """
-        for key in keys:
-            self._policy.touch(key)
-        self._policy.make_newest(keys)
+        self._policy.touch_all(keys)
 
     def pin(self, keys: Iterable[bytes]) -> None:
         """Exclude chunks that the tier holds from eviction, until `unpin`."""
-        for key in keys:
-            self._policy.pin(key)
+        self._policy.pin_all(keys)
 
     def unpin(self, keys: Iterable[bytes]) -> None:
         """Allow the eviction of pinned chunks again, and rank them as the latest used, the last as newest."""
-        for key in keys:
-            self._policy.unpin(key)
+        self._policy.unpin_all(keys)
 
     def make_newest(self, keys: Sequence[bytes]) -> None:
         """Rank chunks as the latest used, the last one newest, without a use. Unknown keys are skipped."""

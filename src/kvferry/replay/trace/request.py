@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -180,13 +181,32 @@ def chunk_ids(request: TraceRequest, chunk_tokens: int, tokens: int) -> Ids:
         uint64 of shape (chunks,). A chunk that ends inside the prompt's incomplete last unit depends on the
         whole prompt.
     """
-    ends = np.arange(1, tokens // chunk_tokens + 1, dtype=np.int64) * chunk_tokens
-    units = (ends - 1) // request.unit_tokens
-    places = (units + 1) * request.unit_tokens - ends
-    whole = request.prefix_ids
-    if len(units) and units[-1] >= len(whole):
-        whole = np.append(whole, np.uint64(request.prompt_id))
-    return mixed(whole[units] + places.astype(np.uint64) * _SECOND)
+    unit, whole, chunks = request.unit_tokens, request.prefix_ids, tokens // chunk_tokens
+    units, offsets = _chunk_places(chunk_tokens, unit, 1 << chunks.bit_length())
+    inside = min(len(whole) * unit // chunk_tokens, chunks)
+    found = np.full(chunks, request.prompt_id, np.uint64) if inside < chunks else np.empty(chunks, np.uint64)
+    whole.take(units[:inside], out=found[:inside])
+    found += offsets[:chunks]
+    return found
+
+
+@lru_cache(maxsize=256)
+def _chunk_places(chunk_tokens: int, unit_tokens: int, chunks: int) -> tuple[npt.NDArray[np.int64], Ids]:
+    """Return where the first chunks of any request end.
+
+    Args:
+        chunk_tokens: number of tokens per chunk.
+        unit_tokens: number of tokens per unit.
+        chunks: number of chunks.
+
+    Returns:
+        (unit in which each chunk ends, number that distinguishes the chunks that end in one unit), arrays of
+        shape (chunks,).
+    """
+    ends = np.arange(1, chunks + 1, dtype=np.int64) * chunk_tokens
+    units = (ends - 1) // unit_tokens
+    places = (units + 1) * unit_tokens - ends
+    return units, places.astype(np.uint64) * _SECOND
 
 
 def tail_id(request: TraceRequest, chunk_tokens: int, tokens: int) -> int:

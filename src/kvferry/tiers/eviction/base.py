@@ -7,6 +7,7 @@ The tier calls these methods:
     admit(key, bytes)   add a key; a ghost of this key, if there is one, may affect its rank
     admit_all(...)      add the keys of several chunks of equal size
     touch(key)          record a use of the key
+    touch_all(keys)     record a use of several keys, and rank them as the latest used
     make_newest(keys)   rank the keys as the latest used, without counting uses
     pin / unpin         exclude the key from eviction, and allow it again
     evict()             remove and return a key to evict; it may become a ghost
@@ -117,6 +118,16 @@ class EvictionPolicy(ABC):
     def touch(self, key: bytes) -> None:
         """Record that the chunk of a key was used. Raises KeyError if the key is not admitted."""
 
+    def touch_all(self, keys: Sequence[bytes]) -> None:
+        """Record a use of each chunk, and make the keys the newest of their queues. The last is newest.
+
+        Raises:
+            KeyError: a key is not admitted.
+        """
+        for key in keys:
+            self.touch(key)
+        self.make_newest(keys)
+
     def make_newest(self, keys: Sequence[bytes]) -> None:
         """Make keys the newest of their queues, without counting uses of their chunks. The last is newest.
 
@@ -136,6 +147,16 @@ class EvictionPolicy(ABC):
         """Allow the eviction of a pinned key again. Raises KeyError if the key is not pinned."""
         self._queue_of(key).unpin(key)
 
+    def pin_all(self, keys: Iterable[bytes]) -> None:
+        """Exclude keys from eviction, as `pin` does for each."""
+        for key in keys:
+            self.pin(key)
+
+    def unpin_all(self, keys: Iterable[bytes]) -> None:
+        """Allow the eviction of pinned keys again, in this order, as `unpin` does for each."""
+        for key in keys:
+            self.unpin(key)
+
     def remove(self, key: bytes) -> None:
         """Remove a key, pinned or not. The key is not remembered as evicted.
 
@@ -147,6 +168,15 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def evict(self) -> bytes | None:
         """Choose a key to evict, remove it from the policy, and return it; None if all keys are pinned."""
+
+    def oldest(self, size: int) -> list[bytes] | None:
+        """Return the keys that `evict_bytes` would evict, and change nothing; None if the policy cannot tell.
+
+        Args:
+            size: bytes of all chunks of the keys together.
+        """
+        del size
+        return None
 
     def evict_bytes(self, size: int) -> list[bytes]:
         """Evict keys as `evict` does, until their chunks have `size` bytes together or none can be evicted.

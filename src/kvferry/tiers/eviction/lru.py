@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvferry.tiers.eviction.base import EvictionPolicy
 from kvferry.tiers.eviction.queue import ByteQueue
@@ -27,9 +27,32 @@ class LRU(EvictionPolicy):
         """
         self._queue.make_newest(key)
 
+    def touch_all(self, keys: Sequence[bytes]) -> None:
+        """Record a use of each chunk: rank the keys as the newest, the last one newest of all.
+
+        Raises:
+            KeyError: a key is not admitted.
+        """
+        for key in keys:
+            self._queue.make_newest(key)
+
     def evict(self) -> bytes | None:
         """Remove the least recently used key from the policy, and return it; None if all keys are pinned."""
         return self._queue.pop()[0] if self._queue.unpinned else None
+
+    def pin_all(self, keys: Iterable[bytes]) -> None:
+        """Exclude keys from eviction, as `pin` does for each."""
+        for key in keys:
+            self._queue.pin(key)
+
+    def unpin_all(self, keys: Iterable[bytes]) -> None:
+        """Allow the eviction of pinned keys again, in this order, as `unpin` does for each."""
+        for key in keys:
+            self._queue.unpin(key)
+
+    def oldest(self, size: int) -> list[bytes]:
+        """Return the keys that `evict_bytes` would evict, and change nothing."""
+        return self._queue.oldest(size)
 
     def evict_bytes(self, size: int) -> list[bytes]:
         """Remove the least recently used keys until their chunks have `size` bytes. Return the keys."""

@@ -76,6 +76,16 @@ class ByteQueue:
         self.total = total
         return keys
 
+    def oldest(self, size: int) -> list[bytes]:
+        """Return the keys that `pop_bytes` would remove."""
+        found, total = list[bytes](), 0
+        for key, each in self._unpinned.items():
+            if total >= size:
+                break
+            found.append(key)
+            total += each
+        return found
+
     def remove(self, key: bytes) -> int:
         """Remove a key, pinned or not. Return the size of its chunk in bytes.
 

@@ -227,7 +227,31 @@ class Comparison(RuleBasedStateMachine):
         before, expected = size_of(self.model.entries()), []
         while before - size_of(self.model.entries()) < size and (key := self.model.evict()) is not None:
             expected.append(key)
+        assert self.policy.oldest(size) in (expected, None)
         assert self.policy.evict_bytes(size) == expected
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), unique=True))
+    def touch_all(self, keys):
+        """All are used before the ranks are set."""
+        known = [key for key in keys if key in self.policy]
+        self.policy.touch_all(known)
+        for step in (self.model.touch, self.model.make_newest):
+            for key in known:
+                step(key)
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), unique=True))
+    def pin_all(self, keys):
+        free = [key for key in keys if key in self.policy and key not in self.model.pinned]
+        self.policy.pin_all(free)
+        for key in free:
+            self.model.pin(key)
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), unique=True))
+    def unpin_all(self, keys):
+        pinned = [key for key in keys if key in self.model.pinned]
+        self.policy.unpin_all(pinned)
+        for key in pinned:
+            self.model.unpin(key)
 
     @rule(data=st.data())
     def pin(self, data):
