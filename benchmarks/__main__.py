@@ -15,6 +15,7 @@ from benchmarks.offload.command import offload
 from benchmarks.overhead.command import overhead
 from benchmarks.page.command import page
 from benchmarks.redeem.command import redeem
+from benchmarks.replay.command import replay
 from benchmarks.router.command import router
 from benchmarks.safety.command import safety
 from benchmarks.scale.command import scale
@@ -52,6 +53,7 @@ for _command in (
     safety,
     redeem,
     turns,
+    replay,
     streaming,
     scale,
     gpu_check,

@@ -1,0 +1,1 @@
+"""Measure how fast `kvferry replay` simulates, and how much memory it takes."""
