@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
 from support.vllm_engine.inside import distance
-from support.vllm_engine.pair import connector, prompt
-from support.vllm_engine.process import Engine, EngineError
+from support.vllm_engine.pair import prompt
+from support.vllm_engine.process import EngineError
 from support.vllm_engine.tiered import Tiered
 
 pytestmark = pytest.mark.engine
@@ -117,39 +116,3 @@ def test_tiers_that_could_keep_nothing_or_not_rightly_are_an_error_at_start(
     running.close()
     with pytest.raises(EngineError, match=sentence):
         Tiered(family, checkpoints, tmp_path / "chunks", tmp_path / "log", options, settings)
-
-
-def test_tiers_of_a_child_of_the_multi_connector_are_used(
-    running: object, checkpoints: Path, tmp_path: Path
-) -> None:
-    running.close()
-    (tmp_path / "chunks").mkdir()
-    child = connector(tiers=[{"type": "host", "capacity": "64MiB"}, file_tier(tmp_path / "chunks")])
-    parent = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": [child]},
-    }
-    model = str(tiny_checkpoint("qwen3", checkpoints))
-    options = {"kv_cache_memory_bytes": 32 << 20, **FAMILIES["qwen3"].engine_options()}
-    engine = Engine(tmp_path / "log", model=model, kv_transfer_config=parent, **options)
-    try:
-        engine.ready()
-        (cold,) = engine.call("generate", [TEXT])
-        for forget in ("forget_host_memory", "settle_tiers"):
-            engine.call("settle_tiers")
-            assert engine.call("reset_prefix_cache")
-            engine.call(forget)
-            engine.call("admitted")
-            (warm,) = engine.call("generate", [TEXT])
-            assert [tokens for _, _, tokens in engine.call("admitted")] == [len(TEXT)]
-            assert distance(warm, cold) < 1e-4
-        engine.call("settle_tiers")
-        assert engine.call("held") == {}
-        assert engine.call("reset_all")
-        (after,) = engine.call("generate", [TEXT])
-        assert [tokens for _, _, tokens in engine.call("admitted")] == [0]
-        assert after["tokens"] == cold["tokens"]
-    finally:
-        engine.close()

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from kvferry.keys import ChunkKeys
-from kvferry.replay.engine_cache import EngineCache
 from kvferry.replay.trace.open import open_trace
 from support.kv_events import Router, endpoint, publishing
-from support.replayed import model_of_engine, replay_of
+from support.replayed import found_by_engine, found_in_replay, model_of_engine, replay_of
 from support.vllm_engine.inside import distance
 from support.vllm_engine.lengths import every_length, limit_admissions
 from support.vllm_engine.marks import engines
@@ -248,16 +247,8 @@ def test_a_replay_of_recorded_requests_finds_what_the_engine_found(family: Life)
     caching = family.engine.about["prefix_caching"]
     replay = replay_of(model, trace, ("host=64MiB", "file=1GiB"), prefix_caching=caching)
     requests = list(trace)[before - 1 :]
-    found, engine = [], replay.engines[0]
-    for number, request in enumerate(requests):
-        if number in forgotten and caching:
-            engine.cache = EngineCache(model, int(trace.header["num_blocks"]), trace.unit_tokens)
-        running = engine.admit(request)
-        engine.finish(running)
-        tiers = zip(("host", "file"), running.hit.tier_tokens, strict=True)
-        found.append((running.hit.local_tokens, {name: tokens for name, tokens in tiers if tokens}))
-    real = [(one.recorded.local_tokens, dict(one.recorded.loaded_tokens)) for one in requests]
-    assert found == real
+    real = found_by_engine(requests)
+    assert found_in_replay(replay, requests, forgotten) == real
     assert any(local for local, _ in real) == caching
     assert any(loaded for _, loaded in real)
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 from kvferry.geometry.models import read_model
 from kvferry.plan.kept import KeptSettings
 from kvferry.plan.side import EngineSide
+from kvferry.replay.engine_cache import EngineCache
 from kvferry.replay.model import ServedModel, served_model
 from kvferry.replay.recorded_engine import recorded_engine, with_blocks
 from kvferry.replay.settings import ReplaySettings, parse_tier
 from kvferry.replay.simulation import Simulation
 from kvferry.replay.trace.base import Trace
+from kvferry.replay.trace.request import TraceRequest
+
+Found = tuple[int, dict[str, int]]
+"""Tokens of a prompt that an engine had itself, and those that it loaded from each tier."""
 
 
 def model_of_engine(checkpoint: Path, trace: Trace, retention: int | None, dtype: str) -> ServedModel:
@@ -39,3 +44,29 @@ def replay_of(model: ServedModel, trace: Trace, tiers: Sequence[str], *, prefix_
     blocks = (recorded_engine(trace.name, trace.header).num_blocks or 0) if prefix_caching else 0
     settings = ReplaySettings(tiers=tuple(map(parse_tier, tiers)), engine_blocks=blocks)
     return Simulation(model, settings, trace.unit_tokens)
+
+
+def found_in_replay(
+    replay: Simulation, requests: Sequence[TraceRequest], forgotten: Container[int] = ()
+) -> list[Found]:
+    """Serve requests one after the other.
+
+    Args:
+        replay: replay for one engine. Mutated.
+        requests: requests to serve.
+        forgotten: numbers of the requests before which the engine forgets its own prefixes.
+    """
+    found, (engine,), settings = [], replay.engines, replay.settings
+    for number, request in enumerate(requests):
+        if number in forgotten and settings.engine_blocks:
+            engine.cache = EngineCache(replay.model, settings.engine_blocks, request.unit_tokens)
+        running = engine.admit(request)
+        engine.finish(running)
+        tiers = zip(settings.tiers, running.hit.tier_tokens, strict=True)
+        found.append((running.hit.local_tokens, {tier.kind: tokens for tier, tokens in tiers if tokens}))
+    return found
+
+
+def found_by_engine(requests: Sequence[TraceRequest]) -> list[Found]:
+    """Return what the engine that recorded requests found for them."""
+    return [(one.recorded.local_tokens, dict(one.recorded.loaded_tokens)) for one in requests]
