@@ -129,16 +129,18 @@ class SimulatedTiers:
         """
         each = [run.keys for run in runs]
         stores = []
-        new = [(run.group, self._new(run)) for run in runs]
+        new: dict[int, list[bytes]] = {}
+        for run in runs:
+            new.setdefault(run.group, []).extend(self._new(run))
         for tier in self.tiers:
-            lacking = new if tier is self._host else [(of, tier.lacks(keys)) for of, keys in new]
-            size = sum(tier.chunk_bytes[group] * len(keys) for group, keys in lacking)
+            lacking = new if tier is self._host else {of: tier.lacks(keys) for of, keys in new.items()}
+            size = sum(tier.chunk_bytes[group] * len(keys) for group, keys in lacking.items())
             if not tier.fits_beside(size, each):
                 return False
             stores.append((tier, size, lacking))
         for tier, size, lacking in stores:
             tier.make_room(size)
-            for group, keys in lacking:
+            for group, keys in lacking.items():
                 tier.admit(keys, group)
         return True
 

@@ -19,6 +19,11 @@ class LRU(EvictionPolicy):
         self._queue = ByteQueue()
         super().__init__(capacity_bytes, [self._queue])
 
+    @property
+    def used_bytes(self) -> int:
+        """Total bytes of the chunks whose keys are admitted, pinned or not."""
+        return self._queue.total
+
     def touch(self, key: bytes) -> None:
         """Record that the chunk of a key was used: rank the key as the newest.
 
