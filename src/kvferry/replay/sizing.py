@@ -102,10 +102,9 @@ class Sizing:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes that all chunks of the trace take, per token that is stored for the first time."""
+        """Bytes that loads take from unlimited host memory, per token that they provide; 0 without hits."""
         results = self.ceiling.results
-        stored = sum(counts.stored_bytes for counts in self.ceiling.tiers[0][0].counts)
-        return stored / max(results.prompt_tokens - results.hit_tokens, 1)
+        return sum(results.tier_bytes) / max(sum(results.tier_tokens), 1)
 
     @property
     def written_per_second(self) -> float:
