@@ -178,7 +178,9 @@ def _choices(
     if model.state is None:
         return
     yield _choice(ceiling)
-    for steps in settings_with_more_snapshots(model.form.steps)[1:]:
+    for steps in dict.fromkeys(settings_with_more_snapshots(model.form.steps)):
+        if steps == model.form.steps:
+            continue  # the ceiling has them
         other = replace(model, form=replace(model.form, steps=steps))
         yield _choice(replayed(other, "engine settings", UNLIMITED))
 

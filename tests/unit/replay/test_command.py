@@ -143,6 +143,15 @@ def test_size_counts_the_bytes_of_a_token_that_is_loaded_and_not_those_of_answer
     assert found["break_even_bytes_per_second"] == pytest.approx(1000 * found["bytes_per_token"])
 
 
+def test_size_shows_each_combination_of_engine_settings_once(folder: Path) -> None:
+    workload = ["--users", "2", "--requests-per-second", "1", "--hours", "0.002"]
+    options = ["--shared-prompt-tokens", "0", "--retention", "None", "--step-tokens", "2048", "--json"]
+    code, output = run("size", "--model", "Qwen3-Next-80B-A3B", *workload, *options)
+    assert code == 0, output
+    found = [tuple(one.values())[:2] for one in json.loads(output)["engine_settings"]]
+    assert found == [(2048, None), (544, None)]
+
+
 def test_size_takes_a_described_workload(folder: Path) -> None:
     workload = ["--users", "20", "--requests-per-second", "2", "--hours", "0.02", "--turns", "3"]
     options = ["--prefill-tokens-per-second", "10000", "--html", "size.html", "--target-hit", "0.4"]
