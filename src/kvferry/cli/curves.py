@@ -43,11 +43,23 @@ def curve_of_model(trace: Trace, model: ServedModel) -> tuple[list[CurvePoint], 
     settings = ReplaySettings(tiers=(parse_tier("host=unlimited"),))
     simulation = Simulation(model, settings, trace.unit_tokens)
     results = simulation.run(progress(trace, "unlimited memory"))
-    steps = model.form.steps
-    about = (
-        f"Replayed: {results.requests:,} requests of {trace.name} on one engine, without its own prefix "
-        f"cache. Its tiers store chunks of {model.chunk_tokens:,} tokens, with windows and snapshots at "
-        f"least {model.form.snapshot_tokens:,} tokens apart. It has a retention of {steps.retention} and "
-        f"{steps.step_tokens:,} tokens per step. A capacity is that of one engine, for all its ranks."
-    )
+    about = f"Replayed: {results.requests:,} requests of {trace.name}. {described(model)}"
     return curve_after(trace, simulation), about
+
+
+def described(model: ServedModel) -> str:
+    """Return sentences about the engine and the settings of a curve.
+
+    Settings of windows and snapshots are left out for models with full attention alone.
+    """
+    steps = model.form.steps
+    found = (
+        f"One engine without its own prefix cache stores chunks of {model.chunk_tokens:,} tokens in host "
+        "memory. A capacity is that of all its ranks together."
+    )
+    if len(model.attention) < len(model.groups):
+        found += (
+            f" Windows and snapshots are kept at least {model.form.snapshot_tokens:,} tokens apart, with a "
+            f"retention of {steps.retention} and {steps.step_tokens:,} tokens per step."
+        )
+    return found

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from kvferry.cli.curves import described
 from kvferry.cli.main import app
+from kvferry.geometry.models import read_model
+from kvferry.plan.find import find_config
+from kvferry.plan.kept import KeptSettings
+from kvferry.plan.side import EngineSide
+from kvferry.replay.model import served_model
 from kvferry.replay.simulation import Simulation
 
 MODEL = {
@@ -61,17 +67,26 @@ def test_it_is_the_curve_of_a_replay_with_the_same_settings(settings: tuple[str,
 
 
 def test_the_page_has_the_curve_and_says_what_it_shows() -> None:
-    code, out, err = run(*PLAN, "--html", "page.html", "--retention", "None", "--step-tokens", "2048")
+    code, out, err = run(*PLAN, "--html", "page.html")
     assert (code, err) == (0, "")
     assert "The picture is in page.html." in out
     page = Path("page.html").read_text()
     assert "Hit rate by capacity of host memory" in page
     assert "<polyline" in page
-    assert "200 requests of trace.jsonl on one engine" in page
-    assert "chunks of 256 tokens" in page
-    assert "a retention of None and 2,048 tokens per step" in page
+    assert "200 requests of trace.jsonl." in page
+    assert "stores chunks of 256 tokens" in page
+    assert "retention" not in page
     run("plan", "config.json", "--html", "page.html")
     assert "<polyline" not in Path("page.html").read_text()
+
+
+def test_settings_of_windows_and_snapshots_are_named_for_models_that_have_some() -> None:
+    name, config = find_config("Qwen3-Next-80B-A3B")
+    reading = read_model(config, name=name)
+    side, settings = EngineSide(layout="BLHNC"), KeptSettings(2048, None, snapshot_tokens=544)
+    assert described(served_model(reading, side, settings)).endswith(
+        "kept at least 544 tokens apart, with a retention of None and 2,048 tokens per step."
+    )
 
 
 def test_units_of_another_size_change_the_curve() -> None:
