@@ -5,17 +5,24 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.cli import plan_options as opt
 from kvferry.cli.options import without_none, write_file
+from kvferry.cli.output import print_error
 from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from kvferry.geometry.models import ModelReading
     from kvferry.plan.forecast import Forecast
-    from kvferry.plan.kept import TierForecast
+    from kvferry.plan.kept import KeptSettings, TierForecast
+    from kvferry.plan.side import EngineSide
+    from kvferry.replay.curve import CurvePoint
+    from kvferry.replay.trace.base import Trace
 
+_INTERRUPTED = 130
 _STEP_TOKENS, _PROMPT_TOKENS = 8192, 128 << 10
 
 
@@ -41,6 +48,8 @@ def plan(
     chunk_tokens: opt.ChunkTokens = None,
     snapshot_tokens: opt.SnapshotTokens = None,
     kept_tokens: opt.KeptTokens = _PROMPT_TOKENS,
+    trace: opt.TraceFile = None,
+    unit_tokens: opt.UnitTokens = None,
     as_json: opt.Json = False,
     html: opt.Html = None,
     listed: opt.Listed = False,
@@ -55,6 +64,7 @@ def plan(
         return
     reading = _read(model, dtype, mtp=mtp)
     separate = _check_options(tokens, kv)
+    opened = _open(trace, unit_tokens, shown=as_json or html is not None)
     from kvferry.plan.cost import Pricing, limit_bandwidth, parse_strategy
     from kvferry.plan.forecast import forecast
     from kvferry.plan.kept import KeptSettings, forecast_tiers
@@ -71,12 +81,15 @@ def plan(
         step_tokens, parse_retention(retention), chunk_tokens, snapshot_tokens, kept_tokens
     )
     kept = forecast_tiers(reading, source, settings)
+    curve = _Curve() if opened is None else _curve(opened, reading, source, settings)
     if html is not None:
-        _write_html(html, transfer, reading, separate=separate)
+        _write_html(html, transfer, reading, _sections(curve), separate=separate)
     if as_json:
-        _print_json(transfer, kept)
+        _print_json(transfer, kept, curve)
     else:
         _print(transfer, kept, html)
+    if not curve.complete:
+        raise SystemExit(_INTERRUPTED)
 
 
 def _read(model: str | None, dtype: str, *, mtp: bool) -> ModelReading:
@@ -108,6 +121,73 @@ def _check_options(tokens: int, kv: str) -> bool:
     return kv == "apart"
 
 
+class _Curve(NamedTuple):
+    """The hit rate by capacity of host memory.
+
+    Attributes:
+        points: points of the curve; empty without a trace, or after Ctrl-C.
+        about: sentences about the trace and the settings.
+        complete: False after Ctrl-C.
+    """
+
+    points: Sequence[CurvePoint] = ()
+    about: str = ""
+    complete: bool = True
+
+
+def _open(path: str | None, unit_tokens: int | None, *, shown: bool) -> Trace | None:
+    """Open the trace of `--trace`; return None if there is none.
+
+    Args:
+        path: path of the trace.
+        unit_tokens: number of tokens per unit, where the trace does not say it.
+        shown: True if `--html` or `--json` is given.
+
+    Raises:
+        ConfigError: the file is no trace, or can be read only once, or an option is missing.
+    """
+    if path is None:
+        if unit_tokens is not None:
+            raise ConfigError("--unit-tokens describes a trace; add --trace FILE, or leave it out")
+        return None
+    if not shown:
+        raise ConfigError("--trace adds a curve to a page or to JSON; add --html FILE or --json")
+    from kvferry.cli.replay import open_for_passes
+
+    return open_for_passes(path, unit_tokens, several="--trace")
+
+
+def _curve(trace: Trace, reading: ModelReading, side: EngineSide, settings: KeptSettings) -> _Curve:
+    """Return the hit rate by capacity of host memory, from several passes over a trace.
+
+    Args:
+        trace: trace to replay.
+        reading: description of the model's KV cache.
+        side: settings of the source engine that decide its memory layout.
+        settings: settings of the source engine and its tiers.
+    """
+    from kvferry.cli.curves import curve_of_model
+    from kvferry.cli.replay import print_notes
+    from kvferry.replay.model import served_model
+
+    try:
+        points, about = curve_of_model(trace, served_model(reading, side, settings))
+    except KeyboardInterrupt:
+        print_error("interrupted; the hit-rate curve is left out")
+        return _Curve(complete=False)
+    print_notes(trace)
+    return _Curve(points, about)
+
+
+def _sections(curve: _Curve) -> Iterable[str]:
+    """Return the HTML of a hit-rate curve; nothing without points."""
+    if not curve.points:
+        return ()
+    from kvferry.replay.page import curve_section
+
+    return curve_section(curve.points, curve.about)
+
+
 def _print_models() -> None:
     from kvferry.plan.show import show_models
     from kvferry.report import Report
@@ -127,13 +207,16 @@ def _print(transfer: Forecast, kept: TierForecast, html: Path | None) -> None:
     report.note(f"The picture is in {html}." if html else "Next: --html FILE draws this transfer.")
 
 
-def _print_json(transfer: Forecast, kept: TierForecast) -> None:
+def _print_json(transfer: Forecast, kept: TierForecast, curve: _Curve) -> None:
     from kvferry.plan.numbers import as_json, kept_as_json
 
-    print(json.dumps({**as_json(transfer), "tiers": kept_as_json(kept)}))
+    points = [{"capacity_bytes": one.capacity_bytes, "hit_rate": one.hit_rate} for one in curve.points]
+    print(json.dumps({**as_json(transfer), "tiers": kept_as_json(kept), "curve": points}))
 
 
-def _write_html(path: Path, transfer: Forecast, reading: ModelReading, *, separate: bool) -> None:
+def _write_html(
+    path: Path, transfer: Forecast, reading: ModelReading, more: Iterable[str], *, separate: bool
+) -> None:
     from kvferry.plan.page import picture
 
-    write_file(path, picture(transfer, reading, separate=separate))
+    write_file(path, picture(transfer, reading, separate=separate, more=more))

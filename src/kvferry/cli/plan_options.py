@@ -98,6 +98,17 @@ SnapshotTokens: TypeAlias = Annotated[
 KeptTokens: TypeAlias = Annotated[
     int, typer.Option(metavar="COUNT", help="For the tiers: tokens of the prompt to store.")
 ]
+TraceFile: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TRACE",
+        help="Trace as for `kvferry replay`: adds the hit rate by host memory to --html and --json.",
+    ),
+]
+UnitTokens: TypeAlias = Annotated[
+    int | None,
+    typer.Option(metavar="COUNT", help="Tokens per unit of the trace, where the trace does not say it."),
+]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")]
 Html: TypeAlias = Annotated[
     Path | None, typer.Option(metavar="FILE", help="HTML file to write, with a picture of the transfer.")

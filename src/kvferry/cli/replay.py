@@ -7,7 +7,6 @@ import os
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,13 +19,11 @@ from kvferry.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvferry.replay.curve import CurvePoint
     from kvferry.replay.engine import Hit
     from kvferry.replay.model import ServedModel
     from kvferry.replay.recorded_engine import RecordedEngine
     from kvferry.replay.report import Outcome
     from kvferry.replay.settings import ReplaySettings, TierSetting
-    from kvferry.replay.simulation import Simulation
     from kvferry.replay.trace.base import Trace
     from kvferry.replay.trace.request import TraceRequest
 
@@ -221,6 +218,7 @@ def _replay(
         requests: file to write, with what was found for each request; None for no file.
         curve: True to compute the curve.
     """
+    from kvferry.cli.curves import curve_after
     from kvferry.cli.progress import progress
     from kvferry.replay.curve import CurvePoint
     from kvferry.replay.report import outcome
@@ -231,20 +229,11 @@ def _replay(
         complete, points = False, tuple[CurvePoint, ...]()
         try:
             simulation.run(progress(trace, "replay"))
-            points = tuple(_curve(trace, simulation)) if curve else ()
+            points = tuple(curve_after(trace, simulation)) if curve else ()
             complete = True
         except KeyboardInterrupt:
             pass
     return outcome(simulation, trace.name, trace.unit_tokens, complete=complete, curve=points)
-
-
-def _curve(trace: Trace, simulation: Simulation) -> list[CurvePoint]:
-    """Return the hit rate of host memory alone by capacity, from further passes over the trace."""
-    from kvferry.cli.progress import progress
-    from kvferry.replay.capacities import hit_rate_curve
-
-    passes = (progress(trace, f"curve, pass {number}") for number in count(1))
-    return hit_rate_curve(passes, simulation)
 
 
 @contextmanager

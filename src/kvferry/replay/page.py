@@ -54,11 +54,12 @@ def _page(name: str, points: Sequence[CurvePoint], print_text: Callable[[Report]
     return html_page(name, body)
 
 
-def curve_section(points: Sequence[CurvePoint]) -> Iterator[str]:
+def curve_section(points: Sequence[CurvePoint], about: str = "") -> Iterator[str]:
     """Yield the HTML of a hit-rate curve; nothing if there are fewer than two points.
 
     Args:
         points: hit rate by capacity, ascending.
+        about: sentence about the trace and the settings, as plain text, where the page has none.
     """
     if len(points) < 2:
         return
@@ -67,6 +68,8 @@ def curve_section(points: Sequence[CurvePoint]) -> Iterator[str]:
         "<p>Share of the prompt tokens that host memory alone provides. The capacity doubles from line to "
         f"line. At {format_bytes(points[-1].capacity_bytes)} it is {points[-1].hit_rate:.1%}.</p>"
     )
+    if about:
+        yield f"<p>{escape(about)}</p>"
     yield _drawing(points)
     yield "</section>"
 

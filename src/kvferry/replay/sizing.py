@@ -102,10 +102,9 @@ class Sizing:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes that all chunks of the trace take, per token that is stored for the first time."""
+        """Bytes that loads take from unlimited host memory, per token that they provide; 0 without hits."""
         results = self.ceiling.results
-        stored = sum(counts.stored_bytes for counts in self.ceiling.tiers[0][0].counts)
-        return stored / max(results.prompt_tokens - results.hit_tokens, 1)
+        return sum(results.tier_bytes) / max(sum(results.tier_tokens), 1)
 
     @property
     def written_per_second(self) -> float:
@@ -179,7 +178,9 @@ def _choices(
     if model.state is None:
         return
     yield _choice(ceiling)
-    for steps in settings_with_more_snapshots(model.form.steps)[1:]:
+    for steps in dict.fromkeys(settings_with_more_snapshots(model.form.steps)):
+        if steps == model.form.steps:
+            continue  # the ceiling has them
         other = replace(model, form=replace(model.form, steps=steps))
         yield _choice(replayed(other, "engine settings", UNLIMITED))
 

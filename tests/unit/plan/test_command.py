@@ -88,9 +88,9 @@ def test_a_block_size_that_was_chosen_is_said(capsys):
 JSON_KEYS = {
     "model", "tokens", "source", "destination", "kv_bytes_per_token", "state_bytes", "page_bytes",
     "to_page_bytes", "pages", "descriptors", "bytes", "full_attention_bytes", "run_bytes", "block_run_bytes",
-    "strategy", "read_descriptors", "read_bytes", "seconds", "groups", "notes", "tiers",
+    "strategy", "read_descriptors", "read_bytes", "seconds", "groups", "notes", "tiers", "curve",
 }  # fmt: skip
-GROUP_KEYS = JSON_KEYS - {"model", "source", "destination", "groups", "notes", "tiers"} | {
+GROUP_KEYS = JSON_KEYS - {"model", "source", "destination", "groups", "notes", "tiers", "curve"} | {
     "kind", "attention_span", "fields", "layers", "block_tables",
 }  # fmt: skip
 

@@ -132,6 +132,26 @@ def test_size_answers_with_a_number_and_a_range(folder: Path) -> None:
     assert output.startswith("No capacity reaches 90%: with unlimited memory, 66.7%")
 
 
+def test_size_counts_the_bytes_of_a_token_that_is_loaded_and_not_those_of_answers(folder: Path) -> None:
+    workload = ["--users", "20", "--requests-per-second", "2", "--hours", "0.05", "--turns", "4"]
+    options = ["--prompt-tokens", "500", "--output-tokens", "1500", "--prefill-tokens-per-second", "1000"]
+    code, output = run("size", "--model", "config.json", *workload, *options, "--json")
+    assert code == 0, output
+    found = json.loads(output)
+    kept = 2 * 2 * 2 * 16 * 2  # K and V of 2 heads of 16 elements of 2 bytes, in 2 layers
+    assert found["bytes_per_token"] == pytest.approx(kept, rel=0.02)
+    assert found["break_even_bytes_per_second"] == pytest.approx(1000 * found["bytes_per_token"])
+
+
+def test_size_shows_each_combination_of_engine_settings_once(folder: Path) -> None:
+    workload = ["--users", "2", "--requests-per-second", "1", "--hours", "0.002"]
+    options = ["--shared-prompt-tokens", "0", "--retention", "None", "--step-tokens", "2048", "--json"]
+    code, output = run("size", "--model", "Qwen3-Next-80B-A3B", *workload, *options)
+    assert code == 0, output
+    found = [tuple(one.values())[:2] for one in json.loads(output)["engine_settings"]]
+    assert found == [(2048, None), (544, None)]
+
+
 def test_size_takes_a_described_workload(folder: Path) -> None:
     workload = ["--users", "20", "--requests-per-second", "2", "--hours", "0.02", "--turns", "3"]
     options = ["--prefill-tokens-per-second", "10000", "--html", "size.html", "--target-hit", "0.4"]

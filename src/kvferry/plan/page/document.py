@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from kvferry.geometry.models import ModelReading
@@ -50,7 +50,9 @@ td:not(:first-child)::before{content:attr(data-name);display:block;font-size:14p
 )
 
 
-def picture(forecast: Forecast, reading: ModelReading, *, separate: bool = False) -> str:
+def picture(
+    forecast: Forecast, reading: ModelReading, *, separate: bool = False, more: Iterable[str] = ()
+) -> str:
     """Return the HTML page that shows a handover forecast: a table, and pictures of the copied memory.
 
     The page loads no other files and runs no scripts.
@@ -59,11 +61,13 @@ def picture(forecast: Forecast, reading: ModelReading, *, separate: bool = False
         forecast: forecast to show.
         reading: description of the model's KV cache, from which the forecast was computed.
         separate: True if the forecast was computed with K and V on separate pages.
+        more: HTML of further parts, at the end of the page.
     """
     setting = set_up(reading, (forecast.source, forecast.destination), forecast.tokens, separate=separate)
     body = [*_heading(forecast), _table(forecast), *_notes(forecast), _legend()]
     for number, row in enumerate(forecast.rows):
         body += _section(setting, number, row)
+    body += more
     return html_page(f"{forecast.model}: KV cache hand-over", body)
 
 
