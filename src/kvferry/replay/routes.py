@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -11,6 +12,9 @@ from kvferry.replay.trace.request import TraceRequest
 
 _MOST_PREFIXES = 1 << 22
 """Maximum number of prefixes that the route `prefix` remembers. The oldest half is then forgotten."""
+_LEAST_SHARE = 0.3
+"""Share of a prompt that an engine must have served to be preferred: the default of vllm-router's policy
+``cache_aware`` (``--cache-threshold``)."""
 _MOST_AHEAD = 4
 """Requests by which the queue of a preferred engine may be longer than the shortest queue."""
 
@@ -55,21 +59,27 @@ class SessionRoute:
 class PrefixRoute:
     """Chooses the engine that served the longest prefix of the prompt before.
 
-    A prompt without a known prefix goes to the engine with the shortest queue. So does a prompt whose
-    preferred engine has a queue that is `_MOST_AHEAD` requests longer than that.
+    A prompt of which no engine served at least `_LEAST_SHARE` goes to the engine with the shortest queue, of
+    several to the one that got the fewest tokens so far. So does a prompt whose preferred engine has a queue
+    that is `_MOST_AHEAD` requests longer than that.
     """
 
     def __init__(self) -> None:
         self._owners: dict[int, int] = {}
+        self._tokens: Counter[int] = Counter()
 
     def choose(self, request: TraceRequest, queues: Sequence[int]) -> int:
         """Return the index of the engine, and remember that it serves the prompt's prefixes."""
         units = request.prompt_tokens // request.unit_tokens
         ids = request.prefix_ids[:units].tolist()
-        shortest = min(range(len(queues)), key=queues.__getitem__)
-        owner = next((self._owners[one] for one in reversed(ids) if one in self._owners), None)
-        if owner is None or queues[owner] - queues[shortest] >= _MOST_AHEAD:
+        shortest = min(range(len(queues)), key=lambda number: (queues[number], self._tokens[number]))
+        least = max(int(units * _LEAST_SHARE), 1)
+        owner = next(
+            (self._owners[one] for one in reversed(ids[least - 1 :]) if one in self._owners), shortest
+        )
+        if queues[owner] - queues[shortest] >= _MOST_AHEAD:
             owner = shortest
+        self._tokens[owner] += request.prompt_tokens
         self._owners.update(dict.fromkeys(ids, owner))
         if len(self._owners) > _MOST_PREFIXES:
             for old in list(self._owners)[: _MOST_PREFIXES // 2]:

@@ -18,6 +18,7 @@ from kvferry.replay.capacities import hit_rate_curve
 from kvferry.replay.model import ServedModel, served_model
 from kvferry.replay.page import page
 from kvferry.replay.report import as_json, outcome
+from kvferry.replay.routes import route_named
 from kvferry.replay.settings import ReplaySettings, parse_tier
 from kvferry.replay.show import show
 from kvferry.replay.simulation import Simulation
@@ -147,6 +148,15 @@ def test_routes_send_equal_prefixes_to_the_engine_that_has_them(route: str, hits
     requests = [prompt(1024, n, 9, at=float(n), session=f"s{n}") for n in range(8)]
     again = [prompt(1024, n, 9, at=10.0 + n, session=f"s{n}") for n in range(2)]
     assert simulation(engines=4, route=route).run(requests + again).hit_tokens == hits
+
+
+def test_prompts_that_share_little_are_spread_over_engines() -> None:
+    system, own = [1], [[100 * n + m for m in range(7)] for n in range(8)]
+    route = route_named("prefix", 0)
+    requests = [prompt(8 * UNIT, *system, *each) for each in own]
+    assert sorted(route.choose(one, [0] * 4) for one in requests) == [0, 0, 1, 1, 2, 2, 3, 3]
+    longer = [prompt(9 * UNIT, *system, *each, 7) for each in own]
+    assert [route.choose(one, [0] * 4) for one in longer] == [route.choose(one, [0] * 4) for one in requests]
 
 
 def test_a_load_of_a_recurrent_model_ends_at_a_snapshot() -> None:
