@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,21 @@ def parse_pairs(texts: list[str] | None) -> dict[str, str]:
     return found
 
 
+def check_folder(path: Path | None) -> None:
+    """Check that the folder of a file exists and may be written to, before the work that fills the file.
+
+    Args:
+        path: path of a file that is written later; None for no file.
+
+    Raises:
+        ConfigError: the file cannot be created.
+    """
+    if path is None or (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        return
+    number = errno.EACCES if path.parent.is_dir() else errno.ENOENT
+    raise _cannot_write(path, number)
+
+
 def write_file(path: Path, text: str) -> None:
     """Write text to a file whose path is the value of an option. Overwrites an existing file.
 
@@ -45,5 +61,8 @@ def write_file(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        raise ConfigError(f"cannot write {path}: {reason}; name a file that can be written") from error
+        raise _cannot_write(path, error.errno) from error
+
+
+def _cannot_write(path: Path, number: int | None) -> ConfigError:
+    return ConfigError(f"cannot write {path}: {os.strerror(number or 0)}; name a file that can be written")

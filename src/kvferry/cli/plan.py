@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.cli import plan_options as opt
-from kvferry.cli.options import without_none, write_file
+from kvferry.cli.options import check_folder, without_none, write_file
 from kvferry.cli.output import print_error
 from kvferry.errors import ConfigError
 
@@ -64,6 +64,7 @@ def plan(
         return
     reading = _read(model, dtype, mtp=mtp)
     separate = _check_options(tokens, kv)
+    check_folder(html)
     opened = _open(trace, unit_tokens, shown=as_json or html is not None)
     from kvferry.plan.cost import Pricing, limit_bandwidth, parse_strategy
     from kvferry.plan.forecast import forecast
@@ -210,7 +211,11 @@ def _print(transfer: Forecast, kept: TierForecast, html: Path | None) -> None:
 def _print_json(transfer: Forecast, kept: TierForecast, curve: _Curve) -> None:
     from kvferry.plan.numbers import as_json, kept_as_json
 
-    points = [{"capacity_bytes": one.capacity_bytes, "hit_rate": one.hit_rate} for one in curve.points]
+    points: list[dict[str, float]] = []
+    if curve.points:
+        from kvferry.replay.curve import curve_as_json
+
+        points = curve_as_json(curve.points)
     print(json.dumps({**as_json(transfer), "tiers": kept_as_json(kept), "curve": points}))
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvferry.cli import replay_options as opt
-from kvferry.cli.options import write_file
+from kvferry.cli.options import check_folder, write_file
 from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ def replay(
     from kvferry.replay.recorded_engine import recorded_engine
     from kvferry.replay.settings import ReplaySettings, parse_tier
 
+    check_folder(html)
     found = open_for_passes(trace, unit_tokens, several="--curve" if curve else "")
     recorded = recorded_engine(found.name, found.header)
     served = served_model_of(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvferry.cli import replay_options as opt
-from kvferry.cli.options import write_file
+from kvferry.cli.options import check_folder, write_file
 from kvferry.cli.progress import progress
 from kvferry.cli.replay import open_for_passes, print_notes, served_model_of
 
@@ -79,6 +79,7 @@ def size(
     Replays a trace, or a workload that you describe, with many capacities. Nothing is run, and no weights are
     read.
     """
+    check_folder(html)
     from kvferry.replay.recorded_engine import recorded_engine
     from kvferry.replay.sizing import SizeQuestion, size as answer
     from kvferry.tiers.sizes import parse_size

@@ -226,6 +226,10 @@ def test_the_table_is_listed_with_sources(capsys):
         (("Llama-3.1-8B", "--bandwidth", "0"), "bandwidth is 0.0 GB/s, it must be above 0"),
         (("Llama-3.1-8B", "--mtp"), "names no multi-token prediction layers"),
         (("Llama-3.1-8B", "--html", "/nowhere/x.html"), "cannot write /nowhere/x.html: No such file"),
+        (
+            ("Llama-3.1-8B", "--html", "/nowhere/x", "--trace", "missing"),
+            "cannot write /nowhere/x: No such file",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused_in_one_sentence(arguments, says):

@@ -177,6 +177,11 @@ def test_size_takes_a_described_workload(folder: Path) -> None:
             ("replay", "trace.jsonl", "--model", "config.json", "--requests", "no/file"),
             "cannot write no/file",
         ),
+        (("replay", "missing.jsonl", "--model", "config.json", "--html", "no/page"), "cannot write no/page"),
+        (
+            ("size", "--trace", "missing", "--model", "config.json", "--html", "no/page"),
+            "cannot write no/page",
+        ),
         (
             ("size", "--trace", "trace.jsonl", "--model", "config.json", "--target-hit", "50"),
             "--target-hit is 50",

@@ -1,0 +1,5 @@
+"""`python -m kvferry`: the `kvferry` command."""
+
+from kvferry.cli.entry import main
+
+main()
