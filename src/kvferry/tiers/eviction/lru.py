@@ -19,7 +19,7 @@ class LRU(EvictionPolicy):
         self._queue = ByteQueue()
         super().__init__(capacity_bytes, [self._queue])
 
-    def touch(self, key: bytes) -> None:
+    def _touch(self, key: bytes) -> None:
         """Record that the chunk of a key was used: rank the key as the newest.
 
         Raises:
@@ -27,11 +27,11 @@ class LRU(EvictionPolicy):
         """
         self._queue.make_newest(key)
 
-    def evict(self) -> bytes | None:
+    def _evict_warm(self) -> bytes | None:
         """Remove the least recently used key from the policy, and return it; None if all keys are pinned."""
         return self._queue.pop()[0] if self._queue.unpinned else None
 
-    def evict_bytes(self, size: int) -> list[bytes]:
+    def _evict_warm_bytes(self, size: int) -> list[bytes]:
         """Remove the least recently used keys until their chunks have `size` bytes. Return the keys."""
         return self._queue.pop_bytes(size)
 
