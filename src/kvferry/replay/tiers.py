@@ -13,7 +13,7 @@ hold the request, because a slow tier accepts only as many writes at a time.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate, groupby
 from operator import itemgetter
 
@@ -135,18 +135,21 @@ class SimulatedTiers:
             host.make_newest(written)
             here, wanted = [], wanted[fitting:]
 
-    def store(self, runs: Iterable[tuple[int, Sequence[bytes], int]]) -> None:
+    def store(self, runs: Iterable[tuple[int, Sequence[bytes], int]], cold: Collection[bytes] = ()) -> None:
         """Store chunks that one step of the engine completes.
 
         Args:
             runs: (index of the KV cache group, keys in the order of the prompt, number) of each run. The
                 first `number` of the chunks need not be stored where any tier has them, because the engine
                 has not computed them anew.
+            cold: keys of the chunks that host memory evicts before all others.
         """
-        stored = self._host.store(self._new(runs))
+        stored = self._host.store(self._new(runs), cold)
         for tier in self._slow:
             for group, keys in stored:
-                self._host.make_newest(tier.write(keys, group))
+                written = tier.write(keys, group)
+                self._host.pin(written)
+                self._host.unpin(written)
 
     def _new(self, runs: Iterable[tuple[int, Sequence[bytes], int]]) -> Iterator[tuple[int, Sequence[bytes]]]:
         """Yield the keys of each run that host memory lacks, in pieces as an engine orders their stores."""
@@ -157,11 +160,17 @@ class SimulatedTiers:
             for first in range(0, len(new), MAX_CHUNKS_PER_ORDER):
                 yield group, new[first : first + MAX_CHUNKS_PER_ORDER]
 
-    def mark_used(self, keys: Sequence[bytes]) -> None:
-        """Rank the chunks of a prompt as the latest used in every tier, the first one as the very latest."""
+    def mark_used(self, keys: Sequence[bytes], cold: Sequence[bytes] = ()) -> None:
+        """Rank the chunks of a prompt as the latest used in every tier, the first one as the very latest.
+
+        Args:
+            keys: keys of the chunks that were used, in the order of the prompt.
+            cold: keys of further chunks, which host memory evicts before all others.
+        """
         last_first = keys[::-1]
         for tier in self.tiers:
             tier.make_newest(last_first)
+        self._host.make_cold(cold)
 
     def _holds(self, key: bytes) -> bool:
         return any(key in tier.held for tier in self.tiers)
