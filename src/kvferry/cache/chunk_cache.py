@@ -160,7 +160,7 @@ class ChunkCache:
             slot: slot (memory of one chunk) that `reserve` returned.
             tokens: number of tokens in the chunk; 0 for a snapshot (recurrent state at one position).
             failure: reason why the ranks failed; None if they filled the slot.
-            cold: True if host memory evicts the chunk before all others, until it is used.
+            cold: True if tiers evict the chunk before all others, until it is used.
         """
         self._events += 1
         if failure is not None:
@@ -169,7 +169,7 @@ class ChunkCache:
         elif self._host.commit(slot, cold=cold):
             self.counts.stored += 1
             for writing in self.writing:
-                writing.enqueue(slot.key, self._describe_chunk(slot.group, tokens))
+                writing.enqueue(slot.key, self._describe_chunk(slot.group, tokens), cold=cold)
 
     def hold(self, key: bytes) -> Slot | None:
         """Hold a chunk in host memory, so that it is not evicted until `close`.

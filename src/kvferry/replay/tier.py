@@ -114,17 +114,22 @@ class SimulatedTier:
             self.admit(keys, group, cold)
         return stored
 
-    def write(self, keys: Iterable[bytes], group: int) -> list[bytes]:
+    def write(self, keys: Iterable[bytes], group: int, cold: Collection[bytes] = ()) -> list[bytes]:
         """Write new chunks of one KV cache group one after the other, as storage does. Return their keys.
 
         Args:
             keys: different keys, in the order in which they are written. Chunks that the tier holds already
                 are skipped.
             group: index of the group.
+            cold: keys of chunks that are evicted before all others.
         """
         new = [key for key in keys if key not in self.held]
         size = self.chunk_bytes[group]
-        if new and (fitting := self.make_room(size * len(new)) // size):
+        if any(key in cold for key in new):  # the next chunk may evict one of these
+            for key in new:
+                if self.make_room(size) >= size:
+                    self.admit([key], group, cold)
+        elif new and (fitting := self.make_room(size * len(new)) // size):
             self.admit(new[-fitting:], group)
         return new
 

@@ -142,12 +142,12 @@ class SimulatedTiers:
             runs: (index of the KV cache group, keys in the order of the prompt, number) of each run. The
                 first `number` of the chunks need not be stored where any tier has them, because the engine
                 has not computed them anew.
-            cold: keys of the chunks that host memory evicts before all others.
+            cold: keys of the chunks that tiers evict before all others.
         """
         stored = self._host.store(self._new(runs), cold)
         for tier in self._slow:
             for group, keys in stored:
-                written = tier.write(keys, group)
+                written = tier.write(keys, group, cold)
                 self._host.pin(written)
                 self._host.unpin(written)
 

@@ -14,7 +14,7 @@ Windows and snapshots are useful only where a prefix ends. With `snapshot_tokens
 multiples and at the end of a prompt. Only the chunks and snapshots needed there are kept.
 
 Prefixes are most likely to end where a prompt or an answer ends, or a prefix that was found in a cache.
-Chunks of windows that none of these needs are *cold*: host memory evicts them before all others.
+Chunks of windows that none of these needs are *cold*: tiers evict them before all others.
 """
 
 from __future__ import annotations
