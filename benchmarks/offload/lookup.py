@@ -88,7 +88,7 @@ class IndexOnlyTier(StorageTier):
         for key in keys:
             self.keys.add(key)
 
-    def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:  # noqa: ARG002 - it keeps nothing
+    def put(self, key: bytes, group: ChunkGroup, body: memoryview, cold: bool = False) -> PutOutcome:  # noqa: ARG002 - it keeps nothing
         """Reject the chunk, because the tier stores nothing."""
         return PutOutcome.FULL
 

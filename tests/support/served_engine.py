@@ -43,7 +43,7 @@ class LRUTier(FakeTier):
         super().__init__(name, (), table)
         self._policy, self._sizes, self._capacity = LRU(capacity), sizes, capacity
 
-    def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:
+    def put(self, key: bytes, group: ChunkGroup, body: memoryview, cold: bool = False) -> PutOutcome:
         if key in self._policy:
             return PutOutcome.PRESENT
         size = self._sizes[group.name]
@@ -52,7 +52,7 @@ class LRUTier(FakeTier):
             if victim is None:
                 return PutOutcome.FULL
             self.keys.discard(victim)
-        self._policy.admit(key, size)
+        self._policy.admit(key, size, cold=cold)
         self.keys.add(key)
         return PutOutcome.STORED
 
@@ -65,7 +65,7 @@ class LRUTier(FakeTier):
 
     @property
     def held(self) -> set[bytes]:
-        return set(self._policy._queue._unpinned)
+        return {*self._policy._queue._unpinned, *self._policy._cold._unpinned}
 
 
 class _AtOnce:

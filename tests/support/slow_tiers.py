@@ -38,7 +38,7 @@ class FakeTier(StorageTier):
     def paused(self) -> bool:
         return self.rests
 
-    def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:
+    def put(self, key: bytes, group: ChunkGroup, body: memoryview, cold: bool = False) -> PutOutcome:
         if not isinstance(self.next_put, PutOutcome):
             raise self.next_put
         if not self.next_put.dropped:

@@ -150,7 +150,7 @@ class ChunkCache:
         self._events += 1
         return self._host.reserve(key, group)
 
-    def filled(self, slot: Slot, tokens: int, failure: str | None) -> None:
+    def filled(self, slot: Slot, tokens: int, failure: str | None, *, cold: bool = False) -> None:
         """Make a chunk available for loads after the ranks have filled its slot.
 
         The chunk is also queued for writing to every slow tier. If the ranks failed, the slot is freed
@@ -160,15 +160,16 @@ class ChunkCache:
             slot: slot (memory of one chunk) that `reserve` returned.
             tokens: number of tokens in the chunk; 0 for a snapshot (recurrent state at one position).
             failure: reason why the ranks failed; None if they filled the slot.
+            cold: True if tiers evict the chunk before all others, until it is used.
         """
         self._events += 1
         if failure is not None:
             self.counts.failed += 1
             self._host.abort(slot)
-        elif self._host.commit(slot):
+        elif self._host.commit(slot, cold=cold):
             self.counts.stored += 1
             for writing in self.writing:
-                writing.enqueue(slot.key, self._describe_chunk(slot.group, tokens))
+                writing.enqueue(slot.key, self._describe_chunk(slot.group, tokens), cold=cold)
 
     def hold(self, key: bytes) -> Slot | None:
         """Hold a chunk in host memory, so that it is not evicted until `close`.
@@ -181,16 +182,16 @@ class ChunkCache:
         """Release a slot (memory of one chunk in host memory) after a load. The chunk can then be evicted."""
         self._host.close(slot)
 
-    def mark_used(self, keys: Sequence[bytes]) -> None:
-        """Mark all chunks of a prompt as used, so that other chunks are evicted before them.
+    def mark_used(self, keys: Sequence[bytes], cold: Sequence[bytes] = ()) -> None:
+        """Mark chunks of a prompt as used, so that other chunks are evicted before them.
 
-        Within the prompt, the last chunks are evicted first.
+        Within the prompt, the last chunks are evicted first. Keys of chunks that no tier has are allowed.
 
         Args:
-            keys: keys of all chunks of the prompt, the first chunk first. Keys of chunks that no tier has are
-                allowed.
+            keys: keys of the chunks, the first chunk of the prompt first.
+            cold: keys of further chunks, which host memory evicts before all others until they are used.
         """
-        self._host.mark_used(keys)
+        self._host.mark_used(keys, cold)
         for queue in self._queues:
             queue.mark_used(keys)
 

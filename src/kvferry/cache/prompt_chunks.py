@@ -7,7 +7,7 @@ directory can hold the chunks of all groups. A *tail* is the incomplete chunk at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
 from kvferry.planning.coverage import ChunkedPrompt, Coverage, TierNumbers, chunks_to_load, coverage
+from kvferry.planning.retention import needed_chunks
 from kvferry.planning.select import LoadSpan
 from kvferry.tiers.index.key_table import TAG_BYTES, Tags, tags_of
 
@@ -29,10 +30,13 @@ class PromptChunks:
 
     Attributes:
         keys: chunk keys of the request. The caller extends them as the request grows.
+        shared_tokens: length in tokens of the longest prefix whose full-attention chunks were all cached at
+            the last look-up. Another request has stored these chunks, so other prompts begin with them too.
     """
 
     def __init__(self, groups: Sequence[CanonicalGroup], keys: ChunkKeys) -> None:
         self.keys = keys
+        self.shared_tokens = 0
         self._groups = tuple(groups)
         self._numbers = np.arange(len(self._groups), dtype=np.uint64)[:, None] << _LAST
         self._of_any = tags_of(())
@@ -75,11 +79,41 @@ class PromptChunks:
         Args:
             prompt: number of tokens in the prompt.
         """
-        whole, rest = divmod(prompt, self.keys.chunk_tokens)
-        of_any = self.keys.chunks()
-        if rest and self.has_tail:
-            of_any.insert(whole, self.keys.at(prompt))
-        return [_group_key(key, group) for key in of_any for group in range(len(self._groups))]
+        return [key for _, _, key in self._each(prompt)]
+
+    def keys_by_need(self, prompt: int, ends: Iterable[int]) -> tuple[list[bytes], list[bytes]]:
+        """Return the keys of the chunks to mark as used when the request ends, and of those to make cold.
+
+        A chunk of the prompt may be in neither list. A prompt that needs it marks it as used.
+
+        Args:
+            prompt: number of tokens in the prompt.
+            ends: lengths in tokens of the prefixes that later prompts are likely to load.
+
+        Returns:
+            (used, cold). `used` are the chunks of `all_keys` that these prefixes need, in the same order.
+            `cold` are the chunks of generated tokens that none of them needs (`retention.needed_chunks`).
+        """
+        needed = self.needed_chunks(ends)
+        whole = prompt // self.keys.chunk_tokens
+        used: list[bytes] = []
+        cold: list[bytes] = []
+        for number, group, key in self._each(prompt):
+            some = needed[group]
+            if some is None or number in some:
+                used.append(key)
+            elif number >= whole:
+                cold.append(key)
+        return used, cold
+
+    def needed_chunks(self, ends: Iterable[int]) -> tuple[Collection[int] | None, ...]:
+        """Return the chunks that later prompts are likely to need, as `retention.needed_chunks` does.
+
+        Args:
+            ends: lengths in tokens of the prefixes that later prompts are likely to load. `shared_tokens` is
+                added to them.
+        """
+        return needed_chunks(self._groups, self.keys.chunk_tokens, (*ends, self.shared_tokens))
 
     def key_of(self, chunked: ChunkedPrompt, group: int, number: int) -> bytes:
         """Return the key of one chunk of a prompt, which may be the incomplete chunk (tail) at its end.
@@ -102,6 +136,8 @@ class PromptChunks:
     ) -> Coverage:
         """Look up the request's chunks in the tiers. Return which prefixes of the request can be loaded.
 
+        The call sets `shared_tokens`.
+
         Args:
             tokens: number of tokens of the request to look up; `keys` must cover at least these tokens.
             local_tokens: number of tokens at the start of the request whose KV the engine already has.
@@ -120,7 +156,9 @@ class PromptChunks:
             local_tokens,
         )
         tags = self._tags(chunked)
-        return coverage(self._groups, chunked, tier_numbers(tags.ravel()).reshape(tags.shape))
+        found = coverage(self._groups, chunked, tier_numbers(tags.ravel()).reshape(tags.shape))
+        self.shared_tokens = found.full_attention_tokens
+        return found
 
     def wanted_chunks(self, found: Coverage, span: LoadSpan) -> Iterator[WantedChunk]:
         """Yield the chunks that a load of the tokens in `span` needs, in the order of the prompt.
@@ -139,6 +177,16 @@ class PromptChunks:
             whole = last == (number + 1) * size
             key = self.key(group, number) if whole else self.tail(group, last)
             yield WantedChunk(group, number, key, 0 if state else last - number * size)
+
+    def _each(self, prompt: int) -> Iterator[tuple[int, int, bytes]]:
+        """Yield the chunks of `all_keys`: index in the request, index of the KV cache group, and key."""
+        whole, rest = divmod(prompt, self.keys.chunk_tokens)
+        of_any = list(enumerate(self.keys.chunks()))
+        if rest and self.has_tail:
+            of_any.insert(whole, (whole, self.keys.at(prompt)))
+        for number, key in of_any:
+            for group in range(len(self._groups)):
+                yield number, group, _group_key(key, group)
 
     def _tags(self, chunked: ChunkedPrompt) -> Tags:
         """Return the tags (last 8 bytes) of the keys of a prompt's chunks in all KV cache groups.

@@ -166,7 +166,7 @@ class TierQueue:
         self._reading.begin()
         self._reads.put(partial(self._read, key, group, into))
 
-    def write(self, key: bytes, group: ChunkGroup, body: memoryview) -> None:
+    def write(self, key: bytes, group: ChunkGroup, body: memoryview, *, cold: bool = False) -> None:
         """Queue a write of a chunk. The memory `body` must not change until `done` returns the result.
 
         Args:
@@ -174,9 +174,10 @@ class TierQueue:
             group: description of the content: KV cache group, number of tokens and layout.
             body: writable memory with the sections (parts) of the chunk, each at a multiple of 4096 bytes.
                 The tier sets the padding between the sections to zero.
+            cold: True to evict the chunk before all chunks that are not cold, until it is used.
         """
         self._writing.begin()
-        self._writes.put(partial(self._write, key, group, body))
+        self._writes.put(partial(self._write, key, group, body, cold=cold))
 
     def mark_used(self, keys: Sequence[bytes]) -> None:
         """Mark the chunks of a prompt as used. The refresh thread records the use in the tier later.
@@ -226,7 +227,7 @@ class TierQueue:
             what = GetOutcome.IO_ERROR
         self._reading.end(ReadEnded(key, what, self._clock() - began))
 
-    def _write(self, key: bytes, group: ChunkGroup, body: memoryview) -> None:
+    def _write(self, key: bytes, group: ChunkGroup, body: memoryview, *, cold: bool) -> None:
         """Write a chunk to the tier, and record the result. This runs on a writer thread.
 
         Args:
@@ -236,7 +237,7 @@ class TierQueue:
         """
         began = self._clock()
         try:
-            what = self.tier.put(key, group, body)
+            what = self.tier.put(key, group, body, cold)
         except Exception:
             logger.exception("%s tier: store of %s", self.name, key.hex())
             what = PutOutcome.IO_ERROR

@@ -51,22 +51,23 @@ class Writing:
     host: HostTier
     slot_memory: Callable[[Slot], memoryview]
     lost: int = 0
-    _queued: OrderedDict[bytes, ChunkGroup] = field(default_factory=OrderedDict)
+    _queued: OrderedDict[bytes, tuple[ChunkGroup, bool]] = field(default_factory=OrderedDict)
     _held: dict[bytes, Slot] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """Return the number of chunks that are queued or being written."""
         return len(self._queued) + len(self._held)
 
-    def enqueue(self, key: bytes, group: ChunkGroup) -> None:
+    def enqueue(self, key: bytes, group: ChunkGroup, *, cold: bool = False) -> None:
         """Queue a chunk for writing to the slow tier, unless the tier has the chunk or is writing it.
 
         Args:
             key: key of the chunk, which must be in host memory.
             group: description of the content: KV cache group, number of tokens and layout.
+            cold: True if the tier evicts the chunk before all chunks that are not cold, until it is used.
         """
         if key not in self._held and not self.slow_tier.queue.tier.contains([key])[0]:
-            self._queued[key] = group
+            self._queued[key] = group, cold
 
     @property
     def due(self) -> bool:
@@ -117,10 +118,10 @@ class Writing:
 
     def _write_next(self) -> None:
         """Start the write of the oldest queued chunk, or count it as lost if host memory has evicted it."""
-        key, group = self._queued.popitem(last=False)
+        key, (group, cold) = self._queued.popitem(last=False)
         slot = self.host.hold(key)
         if slot is None:
             self.lost += 1
             return
         self._held[key] = slot
-        self.slow_tier.queue.write(key, group, self.slot_memory(slot))
+        self.slow_tier.queue.write(key, group, self.slot_memory(slot), cold=cold)

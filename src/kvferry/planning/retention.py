@@ -4,18 +4,28 @@ Every prefix needs all of its chunks of full attention, so these are always stor
 a snapshot (recurrent state at one position) are useful only to prefixes that end near them. The setting
 `every` limits the prefixes: they end at multiples of `every` tokens and at the end of the prompt. Only the
 window chunks and snapshots that these prefixes need are stored.
+
+Of the stored window chunks, those that no likely prefix needs are *cold*: they are evicted before all other
+chunks (`needed_chunks`). A window chunk is useful only together with all full-attention chunks before it, and
+most window chunks of a prompt are never loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 from math import lcm
 
+from kvferry.geometry import GroupKind
 from kvferry.planning.coverage import GroupPattern
-from kvferry.planning.select import first_attended
+from kvferry.planning.select import attends_to_all, first_attended
 
 MAX_CHUNKS_PER_ORDER = 16
 """Maximum number of chunks that an engine stores with one order to its ranks."""
+
+_REGULAR_WINDOWS = 8
+"""Distance, in windows, of positions whose windows are never cold. A prompt that is the first one to share a
+prefix with another can continue from there."""
 
 
 def last_prefix_ends(prompt: int, chunk_tokens: int, block_tokens: int) -> tuple[int, int]:
@@ -68,12 +78,8 @@ def keeps_chunk(group: GroupPattern, number: int, chunk_tokens: int, every: int,
     """
     if every == chunk_tokens or not group.attention_span:
         return True
-    first = number * chunk_tokens
-    offered = ((first // every + 1) * every, *ends)
-    return any(
-        first < end and first_attended(group.kind, group.attention_span, end - 1) < first + chunk_tokens
-        for end in offered
-    )
+    offered = ((number * chunk_tokens // every + 1) * every, *ends)
+    return any(number in _window(group, chunk_tokens, end) for end in offered)
 
 
 def keeps_snapshot(tokens: int, chunk_tokens: int, every: int, ends: Iterable[int]) -> bool:
@@ -93,3 +99,61 @@ def keeps_snapshot(tokens: int, chunk_tokens: int, every: int, ends: Iterable[in
         ends: further lengths of expected prefixes in tokens, from `last_prefix_ends`.
     """
     return tokens % chunk_tokens == 0 and (tokens % every == 0 or tokens in ends)
+
+
+def needed_chunks(
+    groups: Sequence[GroupPattern], chunk_tokens: int, ends: Iterable[int]
+) -> tuple[Collection[int] | None, ...]:
+    """Return the chunks that likely prefixes of a request need, for each KV cache group with cold chunks.
+
+    A *cold* chunk is evicted before all chunks that are not cold. Only chunks of a group with an attention
+    window can be cold. Prefixes that end at multiples of `_REGULAR_WINDOWS` times the longest window count as
+    likely too. No chunk is cold in two kinds of models. In a model with recurrent state, the snapshots decide
+    where a prefix can end. In a model without full attention, chunks in the tiers do not tell which prefixes
+    are shared.
+
+    In this example, prefixes of 5,120 and 5,200 tokens are likely, and the one of 8 windows, 4,096 tokens:
+
+    >>> from kvferry.geometry.store import LayerCache
+    >>> full, window = LayerCache(GroupKind.FULL, 0, ()), LayerCache(GroupKind.SLIDING, 512, ())
+    >>> found = needed_chunks([full, window], 256, [5120, 5200])
+    >>> found[0], sorted(found[1])
+    (None, [14, 15, 18, 19, 20])
+
+    Args:
+        groups: attention patterns of all groups of the model.
+        chunk_tokens: number of tokens per chunk.
+        ends: lengths of the likely prefixes in tokens, at least one. The longest one is the longest prefix
+            that the request has stored.
+
+    Returns:
+        For each group, the indices of the chunks that are not cold; None if no chunk of the group is cold.
+    """
+    kinds = {group.kind for group in groups}
+    if GroupKind.STATE in kinds or not any(map(attends_to_all, kinds)):
+        return (None,) * len(groups)
+    ends = set(ends)
+    longest = max(-(-group.attention_span // chunk_tokens) * chunk_tokens for group in groups)
+    if longest:
+        distance = _REGULAR_WINDOWS * longest
+        ends.update(range(distance, max(ends) + 1, distance))
+    return tuple(
+        set(chain.from_iterable(_window(group, chunk_tokens, end) for end in ends))
+        if group.attention_span
+        else None
+        for group in groups
+    )
+
+
+def _window(group: GroupPattern, chunk_tokens: int, end: int) -> range:
+    """Return the chunks of a windowed group that hold tokens in the window at the end of a prefix.
+
+    The engine may compute the last token of the prefix again, so the window is the one of that token.
+
+    Args:
+        group: attention pattern of the group.
+        chunk_tokens: number of tokens per chunk.
+        end: length of the prefix in tokens.
+    """
+    first = max(first_attended(group.kind, group.attention_span, end - 1), 0)
+    return range(first // chunk_tokens, -(-end // chunk_tokens))

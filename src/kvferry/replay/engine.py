@@ -26,6 +26,8 @@ class Hit:
             beyond `found` were computed again because a window or a snapshot was missing.
         group_tokens: for each KV cache group, length in tokens of the longest prefix that the group alone
             could use.
+        shared_tokens: length in tokens of the longest prefix whose full-attention chunks the tiers and the
+            engine had at look-up.
     """
 
     local_tokens: int
@@ -33,6 +35,7 @@ class Hit:
     tier_bytes: tuple[int, ...]
     attention_tokens: int
     group_tokens: tuple[int, ...]
+    shared_tokens: int = 0
 
     @property
     def found(self) -> int:
@@ -92,7 +95,7 @@ class SimulatedEngine:
         """Compute the rest of an admitted prompt, store its chunks, and keep its blocks."""
         request = running.request
         found = min(running.hit.found, request.prompt_tokens - 1)  # the last token is always computed
-        prompt = ComputedPrompt(request.prompt_tokens, found, running.shared)
+        prompt = ComputedPrompt(request.prompt_tokens, found, running.shared, running.hit.shared_tokens)
         snapshots = snapshots_of(self.model, prompt)
         store_chunks(self.model, self.tiers, running.keys, prompt, snapshots)
         if self.cache is not None and running.block_keys is not None:
@@ -141,6 +144,8 @@ class SimulatedEngine:
             return Hit(local.resumable_tokens, none, none, local.tokens, each)
         attention = max(local.tokens, found.attention_tokens) if self.model.attention else 0
         if found.tokens <= begin:
-            return Hit(local.resumable_tokens, none, none, attention, found.group_tokens)
+            return Hit(
+                local.resumable_tokens, none, none, attention, found.group_tokens, found.attention_tokens
+            )
         sizes = self.tiers.load(found.wanted)
-        return Hit(begin, found.tier_tokens, sizes, attention, found.group_tokens)
+        return Hit(begin, found.tier_tokens, sizes, attention, found.group_tokens, found.attention_tokens)

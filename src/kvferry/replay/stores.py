@@ -7,13 +7,13 @@ The choice is that of the serving code: `planning.retention` for windows and sna
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical.length import content_alignment
-from kvferry.planning.retention import keeps_chunk, keeps_snapshot, last_prefix_ends
+from kvferry.planning.retention import keeps_chunk, keeps_snapshot, last_prefix_ends, needed_chunks
 from kvferry.planning.select import first_attended
 from kvferry.replay.content import RequestKeys
 from kvferry.replay.model import ServedModel
@@ -29,11 +29,14 @@ class ComputedPrompt:
         found: number of tokens at its start that the engine had or loaded, less than `tokens`.
         shared: position up to which the engine had the attention blocks, but not all other blocks, of another
             prompt; 0 if there is none.
+        shared_tokens: length in tokens of the longest prefix whose full-attention chunks the tiers and the
+            engine had at look-up.
     """
 
     tokens: int
     found: int
     shared: int
+    shared_tokens: int
 
 
 def snapshots_of(model: ServedModel, prompt: ComputedPrompt) -> list[int]:
@@ -66,6 +69,10 @@ def store_chunks(
         () if one.kind is GroupKind.STATE else _storable_chunks(model, group, keys, prompt.found, ends)
         for group, one in enumerate(model.groups)
     ]
+    likely = (*ends, prompt.found, prompt.shared_tokens)
+    generated = prompt.tokens // size  # number of the first chunk with generated tokens
+    cold = {key for key, number in _unneeded(model, keys, likely).items() if number < generated}
+    unneeded = _unneeded(model, keys, (*likely, keys.computed_tokens // size * size))
 
     def runs_of(begin: int, end: int) -> list[Run]:
         runs = _attention_runs(model, keys, prompt, storable, (begin, end))
@@ -74,10 +81,15 @@ def store_chunks(
             runs.append(Run(state, [keys.whole[state][at // size - 1] for at in snapshots], 0))
         return runs
 
-    if not tiers.store_at_once(runs_of(0, max(keys.computed_tokens, prompt.tokens))):
+    all_used = not cold and not unneeded
+    if not (all_used and tiers.store_at_once(runs_of(0, max(keys.computed_tokens, prompt.tokens)))):
         for begin, end in pairwise((0, *_step_ends(model, prompt, keys))):
-            tiers.store(runs_of(begin, end))
-    tiers.mark_used(_in_order(model, keys, prompt.tokens))
+            tiers.store(runs_of(begin, end), cold)
+    used = _in_order(model, keys, prompt.tokens)
+    tiers.mark_used(
+        [key for key in used if key not in unneeded] if unneeded else used,
+        cold=[key for key, number in unneeded.items() if number >= generated],
+    )
 
 
 def _step_ends(model: ServedModel, prompt: ComputedPrompt, keys: RequestKeys) -> Iterator[int]:
@@ -160,6 +172,27 @@ def _storable_chunks(
     if every == size:
         return in_blocks
     return [number for number in in_blocks if keeps_chunk(one, number, size, every, ends)]
+
+
+def _unneeded(model: ServedModel, keys: RequestKeys, ends: Iterable[int]) -> dict[bytes, int]:
+    """Return the whole chunks of a request that no likely prefix needs, of groups with cold chunks.
+
+    Args:
+        model: model and settings of the engine.
+        keys: keys of the request's chunks.
+        ends: lengths of the likely prefixes in tokens.
+
+    Returns:
+        The index of each chunk in the request, by key.
+    """
+    needed = needed_chunks(model.groups, model.chunk_tokens, ends)
+    return {
+        key: number
+        for whole, some in zip(keys.whole, needed, strict=True)
+        if some is not None
+        for number, key in enumerate(whole)
+        if number not in some
+    }
 
 
 def _in_order(model: ServedModel, keys: RequestKeys, prompt: int) -> list[bytes]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvferry.tiers.eviction import EvictionPolicy
@@ -99,7 +99,9 @@ class SimulatedTier:
         evicted = frozenset(oldest)
         return all(map(evicted.isdisjoint, keys))
 
-    def store(self, runs: Iterable[tuple[int, Sequence[bytes]]]) -> list[tuple[int, Sequence[bytes]]]:
+    def store(
+        self, runs: Iterable[tuple[int, Sequence[bytes]]], cold: Collection[bytes] = ()
+    ) -> list[tuple[int, Sequence[bytes]]]:
         """Store new chunks, as host memory stores the chunks that one step of an engine computes.
 
         There is room for all chunks before the first one is stored, so they do not evict each other. Those
@@ -109,6 +111,7 @@ class SimulatedTier:
         Args:
             runs: (index of the KV cache group, keys in the order of the prompt) of each run. Keys are
                 different, and the tier does not hold them. An iterator sees the evictions so far.
+            cold: keys of chunks that are evicted before all others.
 
         Returns:
             The runs without dropped chunks, each in the order in which its chunks were admitted.
@@ -123,7 +126,7 @@ class SimulatedTier:
             reserved += size * fitting
             stored.append((group, keys[:fitting][::-1]))
         for group, keys in stored:
-            self.admit(keys, group)
+            self.admit(keys, group, cold)
         return stored
 
     def lacks(self, keys: Iterable[bytes]) -> list[bytes]:
@@ -131,32 +134,42 @@ class SimulatedTier:
         held = self.held
         return [key for key in keys if key not in held]
 
-    def write(self, keys: Iterable[bytes], group: int) -> list[bytes]:
+    def write(self, keys: Iterable[bytes], group: int, cold: Collection[bytes] = ()) -> list[bytes]:
         """Write new chunks of one KV cache group one after the other, as storage does. Return their keys.
 
         Args:
             keys: different keys, in the order in which they are written. Chunks that the tier holds already
                 are skipped.
             group: index of the group.
+            cold: keys of chunks that are evicted before all others.
         """
         new = self.lacks(keys)
         size = self.chunk_bytes[group]
-        if new and (fitting := self.make_room(size * len(new)) // size):
+        if any(key in cold for key in new):  # the next chunk may evict one of these
+            for key in new:
+                if self.make_room(size) >= size:
+                    self.admit([key], group, cold)
+        elif new and (fitting := self.make_room(size * len(new)) // size):
             self.admit(new[-fitting:], group)
         return new
 
-    def admit(self, keys: Sequence[bytes], group: int) -> None:
+    def admit(self, keys: Sequence[bytes], group: int, cold: Collection[bytes] = ()) -> None:
         """Add new chunks of one KV cache group, the last one as the newest. There must be room for them.
 
         Args:
             keys: different keys that the tier does not hold.
             group: index of the group.
+            cold: keys of chunks that are evicted before all others.
         """
         if not keys:
             return
         size, counts = self.chunk_bytes[group], self.counts[group]
         total = size * len(keys)
-        self._policy.admit_all(keys, size)
+        if cold:
+            self._policy.admit_all([key for key in keys if key in cold], size, cold=True)
+            self._policy.admit_all([key for key in keys if key not in cold], size)
+        else:
+            self._policy.admit_all(keys, size)
         self.held.update(dict.fromkeys(keys, group))
         self.used_bytes += total
         counts.stored += len(keys)
@@ -189,3 +202,7 @@ class SimulatedTier:
     def make_newest(self, keys: Sequence[bytes]) -> None:
         """Rank chunks as the latest used, the last one newest, without a use. Unknown keys are skipped."""
         self._policy.make_newest(keys)
+
+    def make_cold(self, keys: Sequence[bytes]) -> None:
+        """Evict chunks before all chunks that are not cold, until they are used. Unknown keys are skipped."""
+        self._policy.make_cold(keys)

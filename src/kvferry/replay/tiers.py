@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import NamedTuple
@@ -110,12 +110,19 @@ class SimulatedTiers:
             host.make_newest(written)
             here, wanted = [], wanted[fitting:]
 
-    def store(self, runs: Iterable[Run]) -> None:
-        """Store chunks that one step of the engine completes."""
-        stored = self._host.store(self._pieces(runs))
+    def store(self, runs: Iterable[Run], cold: Collection[bytes] = ()) -> None:
+        """Store chunks that one step of the engine completes.
+
+        Args:
+            runs: chunks that the step completes.
+            cold: keys of the chunks that tiers evict before all others.
+        """
+        stored = self._host.store(self._pieces(runs), cold)
         for tier in self._slow:
             for group, keys in stored:
-                self._host.make_newest(tier.write(keys, group))
+                written = tier.write(keys, group, cold)
+                self._host.pin(written)
+                self._host.unpin(written)
 
     def store_at_once(self, runs: Sequence[Run]) -> bool:
         """Store the chunks of all steps of a prompt, if the result is that of `store` for each step.
@@ -158,8 +165,14 @@ class SimulatedTiers:
             for first in range(0, len(new), MAX_CHUNKS_PER_ORDER):
                 yield run.group, new[first : first + MAX_CHUNKS_PER_ORDER]
 
-    def mark_used(self, keys: Sequence[bytes]) -> None:
-        """Rank the chunks of a prompt as the latest used in every tier, the first one as the very latest."""
+    def mark_used(self, keys: Sequence[bytes], cold: Sequence[bytes] = ()) -> None:
+        """Rank the chunks of a prompt as the latest used in every tier, the first one as the very latest.
+
+        Args:
+            keys: keys of the chunks that were used, in the order of the prompt.
+            cold: keys of further chunks, which host memory evicts before all others.
+        """
         last_first = keys[::-1]
         for tier in self.tiers:
             tier.make_newest(last_first)
+        self._host.make_cold(cold)

@@ -63,7 +63,7 @@ class StorageTier(Protocol):
         """
         return np.zeros(len(keys), np.bool_) if self.paused else self.keys.contains(tags_of(keys))
 
-    def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:
+    def put(self, key: bytes, group: ChunkGroup, body: memoryview, cold: bool = False) -> PutOutcome:
         """Store a chunk. The call blocks. The caller may change `body` after it returns.
 
         Args:
@@ -72,6 +72,8 @@ class StorageTier(Protocol):
             body: writable memory with the sections of the chunk, each at a multiple of 4096 bytes. `put` sets
                 the padding after each section to zero. The sections must not change during the call.
                 Page-aligned memory avoids a copy.
+            cold: True to evict the chunk before all chunks that are not cold, until it is used. Object stores
+                evict nothing, and ignore this.
 
         Returns:
             STORED, PRESENT if the tier had the chunk already, or the reason why the chunk was not stored.

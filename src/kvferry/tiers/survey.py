@@ -11,6 +11,7 @@ from typing import TypeVar
 from kvferry.errors import ChunkError, OtherVersion, Unnameable
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.admin import CacheAdmin
+from kvferry.tiers.files.use_times import FIRST_USE_NS
 from kvferry.tiers.format.decode import read_header, verify
 from kvferry.tiers.paths import CacheEntry, EntryKind, chunk_identity
 
@@ -37,7 +38,8 @@ class NamespaceUsage:
             prompts, so their tokens are not added.
         total_bytes: bytes of all chunk files.
         oldest, newest: earliest and latest time at which a chunk was last used, in seconds since 1970. If the
-            cache does not record uses, the time of storing counts instead. None if there is no chunk.
+            cache does not record uses, the time of storing counts instead. Cold chunks that nothing has used
+            do not count. None if there is no other chunk.
         unreadable: number of chunks with an unreadable or invalid header.
     """
 
@@ -210,7 +212,7 @@ def _usage_of(cache: CacheAdmin, namespace: str, entries: Sequence[CacheEntry]) 
     tokens = Counter[str]()
     for content in contents:
         tokens.update(content or {})
-    used = [entry.used_ns / 1e9 for entry in chunks]
+    used = [entry.used_ns / 1e9 for entry in chunks if entry.used_ns >= FIRST_USE_NS]
     notes = (_read_note(cache, entry) for entry in entries if entry.kind is EntryKind.NOTE)
     note = next((one for one in notes if one and one.digest.hex() == namespace), None)
     return NamespaceUsage(

@@ -538,6 +538,17 @@ def test_after_a_load_with_room_for_half_of_it_the_beginning_stays():
     assert made.host.contains(prompt).tolist() == [True] * 4 + [False] * 4
 
 
+def test_cold_chunks_leave_host_memory_first_until_they_are_used():
+    made = cache([], pages=34)
+    for key, cold in zip(KEYS[:3], (False, True, True), strict=True):
+        made.cache.filled(made.cache.reserve(key, 0), CHUNK, None, cold=cold)
+    made.cache.mark_used([KEYS[2]])
+    made.cache.filled(made.cache.reserve(KEYS[3], 0), CHUNK, None)
+    made.cache.mark_used([], cold=[KEYS[3]])
+    order = [made.host._policy.evict() for _ in range(4)]
+    assert order == [KEYS[1], KEYS[3], KEYS[0], KEYS[2]]
+
+
 def test_a_chunk_that_is_read_when_its_prompt_was_used_is_ranked_when_it_is_let_go():
     made = cache([], pages=34)
     made.store(*KEYS[:3])

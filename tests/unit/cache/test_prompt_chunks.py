@@ -135,6 +135,22 @@ def test_a_prefix_whose_beginning_comes_from_elsewhere_takes_the_chunks_after_it
     assert found.tokens_after_head(12) == 0, "a chunk that is gone is needed then"
 
 
+def test_windows_are_used_that_likely_prefixes_need_and_generated_ones_are_cold_that_none_needs():
+    groups, tokens = [FULL, windowed(GroupKind.SLIDING, 6)], list(range(60))  # 27 of them the prompt
+    chunks = PromptChunks(groups, ChunkKeys(4, tokens))
+    shared = [chunks.key(group, number) for group, number in ((0, 0), (0, 1), (0, 2), (1, 0))]
+    assert chunks.look_up(27, 0, in_host(shared)).tokens == 4
+    assert chunks.shared_tokens == 12
+    used, cold = chunks.keys_by_need(27, [24, 27, 60])
+    # Token 11 sees from 6 on, chunk 1; tokens 23 and 26 from chunk 4 on; token 59 from 54 on, chunk 13.
+    numbers = {1, 2, 4, 5, 6, 13, 14}
+    expected = [chunks.key(group, n) for n in range(15) for group in (0, 1) if group == 0 or n in numbers]
+    tails = [chunks.tail(group, 27) for group in (0, 1)]
+    assert [key for key in used if key not in tails] == expected
+    assert used.index(tails[0]) == used.index(chunks.key(0, 6)) - 2
+    assert cold == [chunks.key(1, n) for n in range(7, 13)]
+
+
 def test_the_beginning_of_a_prefix_takes_chunks_of_what_sees_everything_alone():
     window = windowed(GroupKind.SLIDING, 6)
     tokens, groups = list(range(40)), [FULL, window, STATE]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.geometry import GroupKind
 from kvferry.geometry.store import LayerCache
-from kvferry.planning.retention import keeps_chunk, keeps_snapshot, last_prefix_ends
+from kvferry.planning.retention import keeps_chunk, keeps_snapshot, last_prefix_ends, needed_chunks
 
 FULL = LayerCache(GroupKind.FULL, 0, ())
 WINDOW = LayerCache(GroupKind.SLIDING, 100, ())
@@ -56,3 +56,28 @@ def test_a_prompt_of_whole_blocks_keeps_its_last_two():
 
 def test_a_snapshot_inside_a_chunk_is_not_kept():
     assert not keeps_snapshot(384, 256, 256, last_prefix_ends(500, 256, 128))
+
+
+def test_a_window_before_a_likely_end_is_needed_and_no_other():
+    # Token 319 sees from 220 on, chunk 6; token 99 from 0 on.
+    assert needed_chunks([FULL, WINDOW], 32, [320, 100, 0]) == (None, {0, 1, 2, 3, 6, 7, 8, 9})
+
+
+def test_windows_at_regular_distances_are_needed_whatever_is_likely():
+    # 8 windows of 4 chunks are 1024 tokens. Token 1023 sees from 924 on, token 2047 from 1948 on.
+    regular = {28, 29, 30, 31, 60, 61, 62, 63}
+    assert needed_chunks([FULL, WINDOW], 32, [2080]) == (None, regular | {64})
+    short = LayerCache(GroupKind.SLIDING, 20, ())
+    longest_decides = needed_chunks([FULL, WINDOW, short], 32, [2080])
+    assert longest_decides == (None, regular | {64}, {31, 63, 64})
+
+
+def test_an_attention_chunk_is_needed_from_its_beginning():
+    assert needed_chunks([ATTENTION_CHUNK, FULL], 32, [330]) == ({8, 9, 10}, None)
+
+
+def test_no_chunk_is_cold_beside_state_or_without_full_attention():
+    state = LayerCache(GroupKind.STATE, 0, ())
+    assert needed_chunks([FULL, WINDOW, state], 32, [320]) == (None, None, None)
+    assert needed_chunks([WINDOW], 32, [320]) == (None,)
+    assert needed_chunks([FULL], 32, [320]) == (None,)

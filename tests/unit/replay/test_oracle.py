@@ -89,6 +89,37 @@ def test_requests_of_many_chunks_are_stored_in_the_order_of_an_engine(name, turn
         check(pair, turns)
 
 
+@pytest.mark.parametrize("name", ["window", "short window", "chunked"])
+@given(
+    turns=conversations(most_tokens=2 * LONGEST, block_tokens=BLOCK, requests=16),
+    host=st.integers(12, 60),
+    steps=STEPS,
+    policy=POLICIES,
+)
+@settings(max_examples=20)
+def test_windows_that_no_likely_prefix_needs_leave_host_memory_first_in_both(
+    name, turns, host, steps, policy
+):
+    model, rank = of_blocks(name, steps)
+    with both(model, rank, host_bytes=host * PAGE, policy=policy, slow={}) as pair:
+        check(pair, turns)
+
+
+@pytest.mark.parametrize("name", ["window", "chunked"])
+@given(
+    turns=conversations(most_tokens=LONGEST, requests=16),
+    file=st.integers(10, 40),
+    steps=STEPS,
+    host=st.integers((LONGEST // CHUNK + 2) * 2, 40),
+)
+@settings(max_examples=20)
+def test_windows_that_no_likely_prefix_needs_leave_files_first_in_both(name, turns, file, steps, host):
+    model, rank = of_blocks(name, steps)
+    slow = {"file": file * 2 * PAGE}
+    with both(model, rank, host_bytes=host * PAGE, policy="lru", slow=slow) as pair:
+        check(pair, turns)
+
+
 @given(turns=conversations(most_tokens=LONGEST), steps=STEPS, slow=st.sampled_from(SLOW[:4:3]))
 @settings(max_examples=12)
 def test_chunks_of_several_sizes_are_kept_alike_where_host_memory_is_large(turns, steps, slow):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvferry.connector.engine import Request
@@ -21,6 +22,8 @@ class Progress:
         chunks: number of whole chunks that `take` has returned.
         tail: True if `take` has returned the shorter last chunk of the prompt, or there is none to store.
         due: number of computed tokens at which the next chunk is complete.
+        needed: for each KV cache group, the chunks that later prompts are likely to need
+            (`retention.needed_chunks`); empty before the first chunk is stored.
     """
 
     request: Request
@@ -30,6 +33,7 @@ class Progress:
     chunks: int = 0
     tail: bool = False
     due: int = 0
+    needed: tuple[Collection[int] | None, ...] = ()
 
     def step(self, tokens: int) -> bool:
         """Add the tokens that the coming step computes. Return True if the step may complete a chunk.
@@ -73,3 +77,18 @@ class Progress:
         if not self.tail:
             self.due = min(self.due, prompt)
         return whole, with_tail
+
+    def is_cold(self, group: int, number: int, chunk_tokens: int) -> bool:
+        """Return True if later prompts are unlikely to need a chunk, so that it is evicted before all others.
+
+        A chunk with generated tokens may turn out to be the last one, so it is not cold while the request
+        runs.
+
+        Args:
+            group: index of the KV cache group.
+            number: index of the chunk in the request.
+            chunk_tokens: number of tokens per chunk.
+        """
+        needed = self.needed[group]
+        of_prompt = (number + 1) * chunk_tokens <= self.request.num_prompt_tokens
+        return of_prompt and needed is not None and number not in needed

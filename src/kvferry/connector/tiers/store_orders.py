@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.connector.engine import Block, BlockPool
@@ -26,18 +27,34 @@ MOST_PINNED = 0.25
 """Maximum share of the engine's blocks that stores may pin."""
 
 
+class ChunkToStore(NamedTuple):
+    """A chunk of a request that the ranks shall copy from KV blocks to host memory.
+
+    Attributes:
+        number: index of the chunk in the request.
+        key: key of the chunk.
+        tokens: number of tokens in the chunk; 0 for a snapshot (recurrent state at one position).
+        cold: True if host memory evicts the chunk before all others, until it is used.
+    """
+
+    number: int
+    key: bytes
+    tokens: int
+    cold: bool = False
+
+
 @dataclass(slots=True)
 class _Store:
     """A store under way. A store copies chunks of a request from KV blocks to host memory.
 
     Attributes:
         request_id: id of the request that the chunks belong to.
-        slots: (slot in host memory, number of tokens) of each chunk.
+        slots: each chunk, with its slot in host memory.
         blocks: KV blocks that stay allocated (pinned) until the store ends.
     """
 
     request_id: str
-    slots: list[tuple[Slot, int]]
+    slots: list[tuple[Slot, ChunkToStore]]
     blocks: list[Block]
 
 
@@ -69,7 +86,7 @@ class StoreOrders:
         self._cache, self._pool, self._labels, self._events = cache, pool, labels, events
         self._stores: dict[str, _Store] = {}
         self._orders: list[StoreOrder] = []
-        self._ended: dict[str, list[bytes]] = {}
+        self._ended: dict[str, tuple[list[bytes], list[bytes]]] = {}
         self._pinned = 0
         self._numbers = count()
 
@@ -87,7 +104,7 @@ class StoreOrders:
         self,
         request_id: str,
         group: int,
-        chunks: Sequence[tuple[int, bytes, int]],
+        chunks: Sequence[ChunkToStore],
         table_slices: Sequence[TableSlice | None],
         available: range,
     ) -> None:
@@ -100,8 +117,7 @@ class StoreOrders:
         Args:
             request_id: id of the request that the chunks belong to.
             group: index of the KV cache group in the storage format.
-            chunks: (index in the prompt, key, number of tokens) of each chunk; 0 tokens for a snapshot
-                (recurrent state at one position).
+            chunks: chunks to store.
             table_slices: for each KV cache group of the engine, the part of the block table that holds the
                 chunks; None for groups without chunks in this order.
             available: range of prompt tokens that the blocks in `table_slices` hold.
@@ -110,13 +126,13 @@ class StoreOrders:
         if self._pinned + len(ids) > self.most_pinned:
             self.dropped["too many stores under way"] += len(chunks)
             return
-        slots: list[tuple[Slot, int]] = []
+        slots: list[tuple[Slot, ChunkToStore]] = []
         pieces = []
-        for number, key, tokens in chunks:
-            slot = self._cache.reserve(key, group)
+        for chunk in chunks:
+            slot = self._cache.reserve(chunk.key, group)
             if slot is not None:
-                slots.append((slot, tokens))
-                pieces.append(Piece(group, number, slot.offset))
+                slots.append((slot, chunk))
+                pieces.append(Piece(group, chunk.number, slot.offset))
         if not pieces:
             return
         blocks = [self._pool.blocks[block] for block in ids]
@@ -146,8 +162,8 @@ class StoreOrders:
         store = self._stores.pop(report.key, None)
         if store is None:
             return False
-        for slot, tokens in reversed(store.slots):
-            self._cache.filled(slot, tokens, report.failure)
+        for slot, chunk in reversed(store.slots):
+            self._cache.filled(slot, chunk.tokens, report.failure, cold=chunk.cold)
         self._pool.free_blocks(reversed(store.blocks))
         self._pinned -= len(store.blocks)
         self._mark_chunks_used(store.request_id)
@@ -164,17 +180,18 @@ class StoreOrders:
         )
         return True
 
-    def ended(self, request_id: str, keys: list[bytes]) -> None:
+    def ended(self, request_id: str, used: list[bytes], cold: list[bytes]) -> None:
         """Record that a request has ended. No more of its chunks will be stored.
 
-        When all stores (copies to host memory) of the request have ended, the chunks of its prompt are marked
-        as used, for the eviction policy.
+        When all stores (copies to host memory) of the request have ended, its chunks are marked as used or as
+        cold, for the eviction policy.
 
         Args:
             request_id: id of the request.
-            keys: keys of the chunks of the request's prompt, the first chunk first.
+            used: keys of chunks to mark as used, the first chunk of the request first.
+            cold: keys of chunks that host memory evicts before all others.
         """
-        self._ended[request_id] = keys
+        self._ended[request_id] = used, cold
         self._mark_chunks_used(request_id)
 
     def start_anew(self) -> None:
@@ -191,4 +208,4 @@ class StoreOrders:
         The order of marking ensures that the end of the prompt is evicted before its start.
         """
         if request_id in self._ended and all(one.request_id != request_id for one in self._stores.values()):
-            self._cache.mark_used(self._ended.pop(request_id))
+            self._cache.mark_used(*self._ended.pop(request_id))

@@ -12,6 +12,9 @@ at the end of a chunk is stored.
 
 Windows and snapshots are useful only where a prefix ends. With `snapshot_tokens`, prefixes end at its
 multiples and at the end of a prompt. Only the chunks and snapshots needed there are kept.
+
+Prefixes are most likely to end where a prompt or an answer ends, or a prefix that was found in a cache.
+Chunks of windows that none of these needs are *cold*: tiers evict them before all others.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from kvferry.connector.tiers.block_events import BlockEvents
 from kvferry.connector.tiers.progress import Progress
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.quiet_steps import QuietSteps
-from kvferry.connector.tiers.store_orders import StoreOrders
+from kvferry.connector.tiers.store_orders import ChunkToStore, StoreOrders
 from kvferry.geometry import Group, GroupKind
 from kvferry.geometry.canonical import CanonicalForm
 from kvferry.geometry.canonical.length import content_alignment, snapshot_interval
@@ -149,7 +152,9 @@ class Storing:
         if progress.end():
             self._store_complete_chunks(progress, lambda _: block_ids)
         if (chunks := self._prompts.get(request)) is not None:
-            self._orders.ended(request.request_id, chunks.all_keys(request.num_prompt_tokens))
+            ends = (*self._likely_ends(progress), progress.chunks * self._chunk)
+            used, cold = chunks.keys_by_need(request.num_prompt_tokens, ends)
+            self._orders.ended(request.request_id, used, cold)
 
     def start_anew(self) -> None:
         """Store no more chunks of the requests that are running now, because the cache was reset."""
@@ -175,6 +180,7 @@ class Storing:
             return
         tables = self._part_blocks.masked_tables(request.request_id, resolve(request.request_id))
         ends = last_prefix_ends(prompt, self._chunk, self._block)
+        progress.needed = chunks.needed_chunks(self._likely_ends(progress))
         for group, one in enumerate(self._canonical):
             if one.kind is not GroupKind.STATE:
                 kept = [n for n in numbers if keeps_chunk(one, n, self._chunk, self._every, ends)]
@@ -184,6 +190,15 @@ class Storing:
                 if with_tail:
                     tail = {prompt // self._chunk: chunks.tail(group, prompt)}
                     self._store(progress, group, tail, tables, prompt)
+
+    def _likely_ends(self, progress: Progress) -> tuple[int, ...]:
+        """Return the lengths in tokens of the prefixes of a request that later prompts are likely to load.
+
+        Args:
+            progress: the request, and the length of the prefix that was found when it was admitted.
+        """
+        prompt = progress.request.num_prompt_tokens
+        return (*last_prefix_ends(prompt, self._chunk, self._block), progress.found)
 
     def _store(
         self, progress: Progress, group: int, keys: dict[int, bytes], tables: BlockIds, until: int
@@ -267,7 +282,15 @@ class Storing:
             slice_table(tables[number], low, high, one.block_tokens) if number in self._parts[group] else None
             for number, one in enumerate(self._groups)
         ]
-        chunks = [(n, keys[n], min((n + 1) * self._chunk, high) - n * self._chunk) for n in numbers]
+        chunks = [
+            ChunkToStore(
+                number,
+                keys[number],
+                min((number + 1) * self._chunk, high) - number * self._chunk,
+                cold=progress.is_cold(group, number, self._chunk),
+            )
+            for number in numbers
+        ]
         self._orders.order(progress.request.request_id, group, chunks, table_slices, available)
 
     def _first_storable_token(
@@ -342,5 +365,9 @@ class Storing:
                 TableSlice(0, (blocks[n],)) if n in blocks else None for n in range(len(self._groups))
             ]
             self._orders.order(
-                request.request_id, self._state, [(number, key, 0)], table_slices, range(tokens)
+                request.request_id,
+                self._state,
+                [ChunkToStore(number, key, tokens=0)],
+                table_slices,
+                range(tokens),
             )

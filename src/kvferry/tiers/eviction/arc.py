@@ -36,7 +36,7 @@ class ARC(EvictionPolicy):
         self._recent_ghosts, self._frequent_ghosts = ghosts = ByteQueue(), ByteQueue()
         super().__init__(capacity_bytes, resident, ghosts)
 
-    def touch(self, key: bytes) -> None:
+    def _touch(self, key: bytes) -> None:
         """Record that the chunk of a key was used.
 
         The key becomes the newest key of the queue `frequent`.
@@ -49,7 +49,7 @@ class ARC(EvictionPolicy):
         else:
             self._frequent.make_newest(key)
 
-    def evict(self) -> bytes | None:
+    def _evict_warm(self) -> bytes | None:
         """Choose a key to evict, remove the key from the policy, and return it; None if all keys are pinned.
 
         The evicted key is remembered for a while. The ARC paper calls this operation REPLACE.

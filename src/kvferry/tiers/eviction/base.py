@@ -9,6 +9,7 @@ The tier calls these methods:
     touch(key)          record a use of the key
     touch_all(keys)     record a use of several keys, and rank them as the latest used
     make_newest(keys)   rank the keys as the latest used, without counting uses
+    make_cold(keys)     evict the keys before all others, the oldest first
     pin / unpin         exclude the key from eviction, and allow it again
     evict()             remove and return a key to evict; it may become a ghost
     evict_bytes(bytes)  evict keys until so many bytes are free
@@ -26,12 +27,16 @@ evict before you admit.
 
 All limits are in bytes, because chunks differ in size. A ghost counts with the bytes of its former chunk,
 which limits the number of ghosts. Methods take constant time; in S3-FIFO, `evict` does on average.
+
+**Cold keys.** The caller may say of a key that its chunk is probably useless, in `admit` or with `make_cold`.
+All policies evict these *cold* keys first, and keep no ghosts of them. A use makes a key warm again: `touch`
+and `make_newest` place it as a new key.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvferry.tiers.eviction.queue import ByteQueue, check_disjoint
 
@@ -41,7 +46,8 @@ class EvictionPolicy(ABC):
 
     Every admitted key is in one of the policy's *resident* queues, and `evict` chooses among these keys. The
     other queues hold *ghosts*, which are remembered keys of evicted chunks. A subclass decides which queue a
-    key enters, where the key moves on a use, and which key is evicted.
+    key enters, where the key moves on a use, and which key is evicted. Cold keys, which are evicted before
+    all others, are in a queue of this class.
 
     Attributes:
         capacity_bytes: maximum total bytes of the chunks whose keys are admitted.
@@ -58,8 +64,10 @@ class EvictionPolicy(ABC):
             ghosts: empty queues of the subclass for remembered keys of evicted chunks.
         """
         self.capacity_bytes = capacity_bytes
-        self._resident = resident
-        self._queues = (*resident, *ghosts)
+        self._cold = ByteQueue()
+        self._warm, self._ghost_queues = resident, ghosts
+        self._resident = (*resident, self._cold)
+        self._queues = (*self._resident, *ghosts)
 
     @property
     def used_bytes(self) -> int:
@@ -74,12 +82,13 @@ class EvictionPolicy(ABC):
         """Return whether the key is admitted: added by `admit`, and neither evicted nor removed since."""
         return any(key in queue for queue in self._resident)
 
-    def admit(self, key: bytes, size: int) -> None:
+    def admit(self, key: bytes, size: int, *, cold: bool = False) -> None:
         """Add the key of a chunk to the policy, initially unpinned. The policy evicts nothing to make room.
 
         Args:
             key: key of a chunk.
             size: bytes of the chunk.
+            cold: True to evict the key before all others, until it is used.
 
         Raises:
             ValueError: the key is admitted already, `size` is not positive, or the chunk does not fit into
@@ -92,14 +101,18 @@ class EvictionPolicy(ABC):
                 f"{size} bytes for key {key.hex()}, but {self.used_bytes} of {self.capacity_bytes} are used; "
                 "evict before admitting"
             )
-        self._place(key, size)
+        if cold:
+            self._place_cold((key,), size)
+        else:
+            self._place(key, size)
 
-    def admit_all(self, keys: Sequence[bytes], size: int) -> None:
+    def admit_all(self, keys: Sequence[bytes], size: int, *, cold: bool = False) -> None:
         """Add the keys of chunks of equal size, in this order, as `admit` does.
 
         Args:
             keys: different keys of chunks.
             size: bytes of each chunk.
+            cold: True to evict the keys before all others, until they are used.
 
         Raises:
             ValueError: a key is admitted already, or the chunks do not fit into the capacity beside the
@@ -112,11 +125,15 @@ class EvictionPolicy(ABC):
                 f"{len(keys)} chunks of {size} bytes, but {self.used_bytes} of {self.capacity_bytes} are used"
                 "; evict before admitting"
             )
-        self._place_all(keys, size)
+        if cold:
+            self._place_cold(keys, size)
+        else:
+            self._place_all(keys, size)
 
-    @abstractmethod
     def touch(self, key: bytes) -> None:
         """Record that the chunk of a key was used. Raises KeyError if the key is not admitted."""
+        self._make_warm((key,))
+        self._touch(key)
 
     def touch_all(self, keys: Sequence[bytes]) -> None:
         """Record a use of each chunk, and make the keys the newest of their queues. The last is newest.
@@ -131,13 +148,27 @@ class EvictionPolicy(ABC):
     def make_newest(self, keys: Sequence[bytes]) -> None:
         """Make keys the newest of their queues, without counting uses of their chunks. The last is newest.
 
-        A pinned key becomes the newest when it is unpinned. Keys that are not admitted are skipped.
+        A cold key becomes warm. A pinned key becomes the newest when it is unpinned. Keys that are not
+        admitted are skipped.
 
         Args:
             keys: keys of chunks, in any queues.
         """
-        for queue in self._resident:
+        self._make_warm(keys)
+        for queue in self._warm:
             queue.make_newest_of(keys)
+
+    def make_cold(self, keys: Iterable[bytes]) -> None:
+        """Evict these keys before all keys that are not cold, until they are used. The last is evicted last.
+
+        Keys that are cold already keep their places, and keys that are not admitted are skipped.
+
+        Args:
+            keys: keys of chunks, in any queues, pinned or not.
+        """
+        for key in keys:
+            if any(key in queue for queue in self._warm):
+                self._move(key, self._cold.push)
 
     def pin(self, key: bytes) -> None:
         """Exclude a key from eviction. Raises KeyError if the key is not admitted or already pinned."""
@@ -157,17 +188,17 @@ class EvictionPolicy(ABC):
         for key in keys:
             self.unpin(key)
 
-    def remove(self, key: bytes) -> None:
-        """Remove a key, pinned or not. The key is not remembered as evicted.
+    def remove(self, key: bytes) -> int:
+        """Remove a key, pinned or not. The key is not remembered as evicted. Return the bytes of its chunk.
 
         Raises:
             KeyError: the key is not admitted.
         """
-        self._queue_of(key).remove(key)
+        return self._queue_of(key).remove(key)
 
-    @abstractmethod
     def evict(self) -> bytes | None:
         """Choose a key to evict, remove it from the policy, and return it; None if all keys are pinned."""
+        return self._cold.pop()[0] if self._cold.unpinned else self._evict_warm()
 
     def oldest(self, size: int) -> list[bytes] | None:
         """Return the keys that `evict_bytes` would evict, and change nothing; None if the policy cannot tell.
@@ -184,10 +215,8 @@ class EvictionPolicy(ABC):
         Returns:
             The evicted keys.
         """
-        until, keys = self.used_bytes - size, list[bytes]()
-        while self.used_bytes > until and (key := self.evict()) is not None:
-            keys.append(key)
-        return keys
+        until, keys = self.used_bytes - size, self._cold.pop_bytes(size)
+        return keys + self._evict_warm_bytes(self.used_bytes - until)
 
     def check_integrity(self) -> None:
         """Check that all queues are consistent, and that the chunks fit into the capacity.
@@ -200,6 +229,21 @@ class EvictionPolicy(ABC):
         check_disjoint(self._queues)
         if self.used_bytes > self.capacity_bytes:
             raise AssertionError(f"{self.used_bytes} bytes are admitted, capacity is {self.capacity_bytes}")
+
+    @abstractmethod
+    def _touch(self, key: bytes) -> None:
+        """Record a use of the chunk of a key that is not cold. Raises KeyError if the key is not admitted."""
+
+    @abstractmethod
+    def _evict_warm(self) -> bytes | None:
+        """Evict a key that is not cold, and return it; None if all such keys are pinned."""
+
+    def _evict_warm_bytes(self, size: int) -> list[bytes]:
+        """Evict keys that are not cold until their chunks have `size` bytes together. Return the keys."""
+        until, keys = self.used_bytes - size, list[bytes]()
+        while self.used_bytes > until and (key := self._evict_warm()) is not None:
+            keys.append(key)
+        return keys
 
     @abstractmethod
     def _place(self, key: bytes, size: int) -> None:
@@ -221,6 +265,31 @@ class EvictionPolicy(ABC):
         """
         for key in keys:
             self._place(key, size)
+
+    def _place_cold(self, keys: Sequence[bytes], size: int) -> None:
+        """Make newly admitted keys cold, and forget earlier evictions of them.
+
+        Args:
+            keys: keys of chunks.
+            size: bytes of each chunk.
+        """
+        for queue in self._ghost_queues:
+            queue.remove_all(keys)
+        self._cold.push_all(keys, size)
+
+    def _make_warm(self, keys: Iterable[bytes]) -> None:
+        """Place those of the keys that are cold as new keys."""
+        if len(self._cold):
+            for key in keys:
+                if key in self._cold:
+                    self._move(key, self._place)
+
+    def _move(self, key: bytes, place: Callable[[bytes, int], None]) -> None:
+        """Take a key out of its queue and place it anew. A pinned key stays pinned."""
+        pinned = self._queue_of(key).is_pinned(key)
+        place(key, self.remove(key))
+        if pinned:
+            self.pin(key)
 
     def _queue_of(self, key: bytes) -> ByteQueue:
         """Return the queue that contains an admitted key. Raises KeyError if the key is not admitted."""

@@ -22,9 +22,9 @@ class LRU(EvictionPolicy):
     @property
     def used_bytes(self) -> int:
         """Total bytes of the chunks whose keys are admitted, pinned or not."""
-        return self._queue.total
+        return self._queue.total + self._cold.total
 
-    def touch(self, key: bytes) -> None:
+    def _touch(self, key: bytes) -> None:
         """Record that the chunk of a key was used: rank the key as the newest.
 
         Raises:
@@ -38,28 +38,21 @@ class LRU(EvictionPolicy):
         Raises:
             KeyError: a key is not admitted.
         """
+        self._make_warm(keys)
         for key in keys:
             self._queue.make_newest(key)
 
-    def evict(self) -> bytes | None:
+    def oldest(self, size: int) -> list[bytes]:
+        """Return the keys that `evict_bytes` would evict, and change nothing."""
+        keys, found = self._cold.oldest(size)
+        more, _ = self._queue.oldest(size - found)
+        return keys + more
+
+    def _evict_warm(self) -> bytes | None:
         """Remove the least recently used key from the policy, and return it; None if all keys are pinned."""
         return self._queue.pop()[0] if self._queue.unpinned else None
 
-    def pin_all(self, keys: Iterable[bytes]) -> None:
-        """Exclude keys from eviction, as `pin` does for each."""
-        for key in keys:
-            self._queue.pin(key)
-
-    def unpin_all(self, keys: Iterable[bytes]) -> None:
-        """Allow the eviction of pinned keys again, in this order, as `unpin` does for each."""
-        for key in keys:
-            self._queue.unpin(key)
-
-    def oldest(self, size: int) -> list[bytes]:
-        """Return the keys that `evict_bytes` would evict, and change nothing."""
-        return self._queue.oldest(size)
-
-    def evict_bytes(self, size: int) -> list[bytes]:
+    def _evict_warm_bytes(self, size: int) -> list[bytes]:
         """Remove the least recently used keys until their chunks have `size` bytes. Return the keys."""
         return self._queue.pop_bytes(size)
 

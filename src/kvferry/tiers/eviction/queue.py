@@ -32,6 +32,10 @@ class ByteQueue:
         """Return whether the queue has the key, pinned or not."""
         return key in self._unpinned or key in self._pinned
 
+    def is_pinned(self, key: bytes) -> bool:
+        """Return whether the queue has the key, and the key is pinned."""
+        return key in self._pinned
+
     @property
     def unpinned(self) -> int:
         """Number of keys that are not pinned."""
@@ -76,15 +80,15 @@ class ByteQueue:
         self.total = total
         return keys
 
-    def oldest(self, size: int) -> list[bytes]:
-        """Return the keys that `pop_bytes` would remove."""
+    def oldest(self, size: int) -> tuple[list[bytes], int]:
+        """Return the keys that `pop_bytes` would remove, and the total bytes of their chunks."""
         found, total = list[bytes](), 0
         for key, each in self._unpinned.items():
             if total >= size:
                 break
             found.append(key)
             total += each
-        return found
+        return found, total
 
     def remove(self, key: bytes) -> int:
         """Remove a key, pinned or not. Return the size of its chunk in bytes.
@@ -95,6 +99,12 @@ class ByteQueue:
         size = self._unpinned.pop(key) if key in self._unpinned else self._pinned.pop(key)
         self.total -= size
         return size
+
+    def remove_all(self, keys: Iterable[bytes]) -> None:
+        """Remove those of the keys that are in the queue and not pinned."""
+        for key in keys:
+            if key in self._unpinned:
+                self.remove(key)
 
     def make_newest(self, key: bytes) -> None:
         """Make a key the newest of the queue. A pinned key becomes the newest when it is unpinned."""

@@ -44,16 +44,20 @@ class S3FIFO(EvictionPolicy):
         self._uses: dict[bytes, int] = {}
         super().__init__(capacity_bytes, [self._small, self._main], [self._ghosts])
 
-    def touch(self, key: bytes) -> None:
+    def _touch(self, key: bytes) -> None:
         """Record that the chunk of a key was used. Raises KeyError if the key is not admitted."""
         self._uses[key] = min(self._uses[key] + 1, _MOST_USES)
 
-    def remove(self, key: bytes) -> None:
-        """Remove a key and its count of uses. Raises KeyError if the key is not admitted."""
-        super().remove(key)
-        del self._uses[key]
+    def remove(self, key: bytes) -> int:
+        """Remove a key and its count of uses. Return the bytes of its chunk.
 
-    def evict(self) -> bytes | None:
+        Raises:
+            KeyError: the key is not admitted.
+        """
+        self._uses.pop(key, None)  # a cold key has none
+        return super().remove(key)
+
+    def _evict_warm(self) -> bytes | None:
         """Choose a key to evict, remove the key from the policy, and return it; None if all keys are pinned.
 
         The call first moves used keys that it meets: from the small queue to the main queue, or from the
@@ -79,7 +83,8 @@ class S3FIFO(EvictionPolicy):
         super().check_integrity()
         if self._ghosts.total > self.capacity_bytes - self._small_bytes:
             raise AssertionError(f"ghosts stand for {self._ghosts.total} bytes of {self.capacity_bytes}")
-        if len(self._uses) != len(self) or any(key not in self for key in self._uses):
+        warm = len(self._small) + len(self._main)
+        if len(self._uses) != warm or any(key not in self for key in self._uses):
             raise AssertionError("uses are counted of other keys than those in the queues")
 
     def _place(self, key: bytes, size: int) -> None:

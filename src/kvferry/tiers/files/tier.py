@@ -36,7 +36,7 @@ from kvferry.tiers.files.regular_file import (
 )
 from kvferry.tiers.files.space import DirectoryFull, DirectorySpace
 from kvferry.tiers.files.usage import UsageReader
-from kvferry.tiers.files.use_times import mark_files_used
+from kvferry.tiers.files.use_times import mark_files_used, set_cold
 from kvferry.tiers.format.body import check_size
 from kvferry.tiers.format.chunk import Chunk, ChunkGroup
 from kvferry.tiers.index.key_table import KeyTable
@@ -154,7 +154,7 @@ class FileTier(StorageTier):
         """
         return self._index.refresh()
 
-    def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:
+    def put(self, key: bytes, group: ChunkGroup, body: memoryview, cold: bool = False) -> PutOutcome:
         """Store a chunk as a file. The call blocks.
 
         Args:
@@ -162,6 +162,7 @@ class FileTier(StorageTier):
             group: description of the content: KV cache group, number of tokens and sections.
             body: writable memory with the sections of the chunk, each at a multiple of 4096 bytes. The
                 padding after each section is set to zero.
+            cold: True to evict the chunk before all chunks that are not cold, until it is used.
 
         Returns:
             STORED, PRESENT if the tier had the chunk already, or the reason why the chunk was not stored.
@@ -174,7 +175,7 @@ class FileTier(StorageTier):
         check_size(chunk, body)
         detail = ""
         try:
-            done = self._put(chunk, body)
+            done = self._put(chunk, body, cold=cold)
         except LockTimeout as error:
             done, detail = PutOutcome.BUSY, str(error)
         except DirectoryFull as error:
@@ -223,7 +224,7 @@ class FileTier(StorageTier):
     def close(self) -> None:
         """Do nothing, because no file stays open between calls."""
 
-    def _put(self, chunk: Chunk, body: memoryview) -> PutOutcome:
+    def _put(self, chunk: Chunk, body: memoryview, *, cold: bool) -> PutOutcome:
         """Store a chunk as a file, unless the file exists.
 
         Returns:
@@ -244,6 +245,9 @@ class FileTier(StorageTier):
         try:
             self._write(fd, chunk, body)
             first = self._space.commit(temporary, final, chunk.file_bytes)
+            if cold and first:
+                # Not before: an old temporary file looks like a leftover to other machines.
+                set_cold(fd, self._clock)
         except BaseException:
             self._space.abandon(temporary, chunk.file_bytes)
             raise

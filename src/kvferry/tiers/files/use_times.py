@@ -10,8 +10,28 @@ from kvferry.tiers.files.regular_file import check_folders
 
 # A repeated use within this time is not recorded, because on a shared mount each record is a message.
 _USE_SECONDS = 10.0
+# Divisor of the present time that gives the time of a cold file.
+_COLD_DIVISOR = 1000
+FIRST_USE_NS = 365 * 86_400 * 10**9
+"""Earliest time of use, in nanoseconds since 1970. An earlier time is that of a cold file."""
+
 # Difference between the times of two files that were used together, so that their order is recorded.
 _APART_NS = 1000
+
+
+def set_cold(fd: int, clock: Callable[[], float]) -> None:
+    """Set the modification time of a file so that it is evicted before all files with a time of use.
+
+    The times of cold files lie in the first weeks of 1970. Those of earlier cold files are earlier. If the
+    time cannot be set, the file is evicted like others.
+
+    Args:
+        fd: descriptor of the file.
+        clock: function that returns seconds since 1970.
+    """
+    cold = int(clock() * 1e9) // _COLD_DIVISOR
+    with suppress(OSError):
+        os.utime(fd, ns=(cold, cold))
 
 
 def mark_files_used(root: str, paths: Iterable[str], clock: Callable[[], float]) -> None:

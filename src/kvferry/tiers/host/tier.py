@@ -106,13 +106,14 @@ class HostTier:
             self.counters.dropped[HostDropReason.NO_ROOM] += counted
         return slot
 
-    def commit(self, slot: Slot) -> bool:
+    def commit(self, slot: Slot, *, cold: bool = False) -> bool:
         """Make a chunk readable after its slot (memory of one chunk) was filled, and end the reservation.
 
         If `clear` was called since `reserve`, the chunk is dropped instead, and its slot is freed.
 
         Args:
             slot: slot that `reserve` returned.
+            cold: True to evict the chunk before all others, until it is used.
 
         Returns:
             Whether the chunk can be read now.
@@ -120,7 +121,7 @@ class HostTier:
         if not self._slots.commit(slot):
             return False
         size = self._slots.chunk_bytes[slot.group]
-        self._policy.admit(slot.key, size)
+        self._policy.admit(slot.key, size, cold=cold)
         self.keys.add(slot.key)
         self.counters.stored += 1
         self.counters.stored_bytes += size
@@ -176,15 +177,18 @@ class HostTier:
         if self._slots.close(slot):
             self._policy.unpin(slot.key)
 
-    def mark_used(self, keys: Sequence[bytes]) -> None:
+    def mark_used(self, keys: Sequence[bytes], cold: Sequence[bytes] = ()) -> None:
         """Rank the chunks of a prompt as the most recently used chunks of the tier.
 
-        Among these chunks, the last chunk of the prompt gets the lowest rank, so it is evicted first.
+        Among these chunks, the last chunk of the prompt gets the lowest rank, so it is evicted first. Keys
+        that the tier does not have are skipped.
 
         Args:
-            keys: keys of the chunks in the order of the prompt. Keys that the tier does not have are skipped.
+            keys: keys of the chunks in the order of the prompt.
+            cold: keys of further chunks, which are evicted before all others until they are used.
         """
         self._policy.make_newest(keys[::-1])
+        self._policy.make_cold(cold)
 
     def clear(self) -> None:
         """Remove all chunks from the tier, including those being filled.

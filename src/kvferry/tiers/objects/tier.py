@@ -137,7 +137,7 @@ class ObjectTier(StorageTier):
         """Return whether fetches are paused because earlier fetches or listings failed."""
         return self._bucket.reads_paused
 
-    def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:
+    def put(self, key: bytes, group: ChunkGroup, body: memoryview, cold: bool = False) -> PutOutcome:
         """Store a chunk, unless the tier has it already. The call blocks.
 
         The tier has a chunk if `keys` has its key, or if the store has an object with the chunk's name and
@@ -148,6 +148,7 @@ class ObjectTier(StorageTier):
             group: description of the content: KV cache group, number of tokens and sections.
             body: writable memory with the sections of the chunk, each at a multiple of 4096 bytes. The
                 padding after each section is set to zero.
+            cold: unused, because object storage evicts nothing.
 
         Returns:
             STORED, PRESENT if the tier had the chunk already, or IO_ERROR if a request failed or was refused.
@@ -156,6 +157,7 @@ class ObjectTier(StorageTier):
             ChunkError: `key` or `body` has a wrong length, or `group` has more units (parts with digests of
                 their own) than fit into the header of an object; nothing was stored.
         """
+        del cold
         chunk = Chunk(self._namespace, key, (group,))
         check_size(chunk, body)
         try:

@@ -158,7 +158,7 @@ class Engine:
         for order in self.stores.take():
             self.orders.append(order)
             slots = self.stores._stores[order.key].slots
-            self.meant[order.key] = {slot.offset: (slot.key, tokens) for slot, tokens in slots}
+            self.meant[order.key] = {slot.offset: (slot.key, chunk.tokens) for slot, chunk in slots}
 
     def ranks_store(self, order=None, failure=None):
         """Ranks carry an order out, by default the first: blocks hold what the chunks are to hold."""
@@ -275,7 +275,9 @@ def ranked(engine):
 def test_when_a_request_has_ended_its_beginning_is_what_stays_longest(in_time):
     engine = Engine(WINDOWED, blocks=600)
     one = arrived(engine, range(36), 30)
-    keys = engine.prompts.get(one).all_keys(30)
+    chunks = engine.prompts.get(one)
+    cold = [chunks.key(1, 0)]  # no window reaches that far back
+    keys = [key for key in chunks.all_keys(30) if key not in cold]
     for tokens in (16, 14, 6):
         engine.step((one, tokens))
         if in_time:
@@ -284,8 +286,52 @@ def test_when_a_request_has_ended_its_beginning_is_what_stays_longest(in_time):
     while engine.orders:  # in whichever order ranks have done
         engine.ranks_store(engine.orders[-1])
     kept = [key for key in keys if engine.host.contains([key])[0]]
-    assert len(kept) == 10
-    assert ranked(engine) == kept[::-1]
+    assert len(kept) == 9
+    assert ranked(engine) == cold + kept[::-1]
+
+
+def cold_windows(engine):
+    """Chunks of the windowed group that are evicted before all others, of the prompt range(200)."""
+    chunks = engine.prompts.chunks_of(request("other", range(200)))
+    return [n for n in range(25) if chunks.key(1, n) in engine.host._policy._cold]
+
+
+def served(engine, tokens, prompt, steps, name="a", found=0, shared=0):
+    """A request that finds so many tokens, of a prompt of whose full-attention chunks so many are cached."""
+    one = arrived(engine, range(tokens), prompt, name)
+    engine.prompts.get(one).shared_tokens = shared
+    one.num_computed_tokens = found
+    for number in steps:
+        engine.step((one, number))
+        engine.all_stored()
+    yield
+    engine.finish(one)
+    engine.all_stored()
+    yield
+
+
+def test_windows_are_cold_that_neither_the_end_nor_what_was_found_nor_a_shared_prefix_needs():
+    engine = Engine(WINDOWED, blocks=600)
+    request = served(engine, 160, 160, (100, 60), shared=120)
+    next(request)
+    # Token 119 sees from 108 on, chunk 13; token 127 from 116 on, as all multiples of 128 are likely ends;
+    # token 159 from 148 on, chunk 18.
+    assert cold_windows(engine) == [*range(13), 16, 17]
+    next(request)
+    assert cold_windows(engine) == [*range(13), 16, 17]
+    for _ in served(engine, 160, 160, (104,), name="b", found=56):  # token 55 sees from 44 on, chunk 5
+        pass
+    assert cold_windows(engine) == [*range(5), *range(7, 13), 16, 17]
+
+
+def test_windows_of_an_answer_turn_cold_at_its_end_but_for_the_last():
+    engine = Engine(WINDOWED, blocks=600)
+    request = served(engine, 80, 20, (20, *(1,) * 60))
+    next(request)
+    assert cold_windows(engine) == [], "the answer may end at every chunk"
+    next(request)
+    # Token 15 sees from 4 on, token 19 from 8 on: chunks 0 to 2. Token 79 sees from 68 on, chunk 8.
+    assert cold_windows(engine) == [3, 4, 5, 6, 7]
 
 
 def test_what_a_request_found_and_neither_loaded_nor_stored_was_used_by_it():
@@ -308,7 +354,7 @@ def test_what_a_request_found_and_neither_loaded_nor_stored_was_used_by_it():
 
 def test_after_a_reset_what_had_ended_before_is_not_ranked(monkeypatch):
     engine, used = Engine(), []
-    monkeypatch.setattr(engine.cache, "mark_used", used.append)
+    monkeypatch.setattr(engine.cache, "mark_used", lambda *keys: used.append(keys))
     one = arrived(engine, range(16))
     engine.step((one, 16))
     engine.finish(one)

@@ -22,18 +22,49 @@ def without(entries, key):
 
 
 class Model:
-    """What all models share: named lists of (key, size), oldest first, and which keys are pinned."""
+    """What all models share: named lists of (key, size), oldest first, and which keys are pinned.
+
+    The keys in the list "cold" are evicted first. No other list has any of them.
+    """
+
+    GHOSTS = ()
 
     def __init__(self, capacity):
         self.capacity = capacity
-        self.lists = {name: [] for name in self.NAMES}
+        self.lists = {name: [] for name in (*self.NAMES, "cold")}
         self.pinned = set()
 
     def home(self, key):
-        return next((name for name in self.HOMES if key in dict(self.lists[name])), None)
+        return next((name for name in (*self.HOMES, "cold") if key in dict(self.lists[name])), None)
 
     def entries(self):
-        return [entry for name in self.HOMES for entry in self.lists[name]]
+        return [entry for name in (*self.HOMES, "cold") for entry in self.lists[name]]
+
+    def admit(self, key, size, *, cold=False):
+        if cold:
+            self.take(key, self.GHOSTS)
+            self.lists["cold"].append((key, size))
+        else:
+            self.admit_warm(key, size)
+
+    def warm_up(self, key):
+        """A cold key that is used is admitted anew. It stays pinned."""
+        if (size := self.take(key, ["cold"])) is not None:
+            self.admit_warm(key, size)
+
+    def make_cold(self, key):
+        if (size := self.take(key, self.HOMES)) is not None:
+            self.lists["cold"].append((key, size))
+
+    def touch(self, key):
+        self.warm_up(key)
+        self.touch_warm(key)
+
+    def evict(self):
+        if loose := self.unpinned("cold"):
+            self.take(loose[0][0], ["cold"])
+            return loose[0][0]
+        return self.evict_warm()
 
     def take(self, key, names):
         """Remove a key from the lists of these names; its size, or None."""
@@ -53,6 +84,7 @@ class Model:
 
     def make_newest(self, key):
         """Newest in its list; one that is pinned will be when it is unpinned."""
+        self.warm_up(key)
         if (name := self.home(key)) is not None:
             size = self.take(key, [name])
             self.lists[name].append((key, size))
@@ -68,21 +100,21 @@ class Model:
         self.pinned.discard(key)
 
     def remove(self, key):
-        self.take(key, self.HOMES)
+        self.take(key, (*self.HOMES, "cold"))
         self.pinned.discard(key)
 
 
 class LRUModel(Model):
     NAMES = HOMES = ("all",)
 
-    def admit(self, key, size):
+    def admit_warm(self, key, size):
         self.lists["all"].append((key, size))
 
-    def touch(self, key):
+    def touch_warm(self, key):
         size = self.take(key, ["all"])
         self.lists["all"].append((key, size))
 
-    def evict(self):
+    def evict_warm(self):
         if not (loose := self.unpinned("all")):
             return None
         self.take(loose[0][0], ["all"])
@@ -92,9 +124,10 @@ class LRUModel(Model):
 class ARCModel(Model):
     NAMES = ("T1", "T2", "B1", "B2")
     HOMES = ("T1", "T2")
+    GHOSTS = ("B1", "B2")
     p = 0.0
 
-    def admit(self, key, size):
+    def admit_warm(self, key, size):
         b1, b2 = size_of(self.lists["B1"]), size_of(self.lists["B2"])
         to = "T2"
         if self.take(key, ["B1"]) is not None:
@@ -106,11 +139,11 @@ class ARCModel(Model):
         self.lists[to].append((key, size))
         self.bound()
 
-    def touch(self, key):
+    def touch_warm(self, key):
         size = self.take(key, self.HOMES)
         self.lists["T2"].append((key, size))
 
-    def evict(self):
+    def evict_warm(self):
         names = ["T1", "T2"] if size_of(self.lists["T1"]) > self.p else ["T2", "T1"]
         for name in names:
             if loose := self.unpinned(name):
@@ -128,20 +161,21 @@ class ARCModel(Model):
 class S3FIFOModel(Model):
     NAMES = ("S", "M", "G")
     HOMES = ("S", "M")
+    GHOSTS = ("G",)
 
     def __init__(self, capacity):
         super().__init__(capacity)
         self.uses = {}
 
-    def admit(self, key, size):
+    def admit_warm(self, key, size):
         name = "S" if self.take(key, ["G"]) is None else "M"
         self.lists[name].append((key, size))
         self.uses[key] = 0
 
-    def touch(self, key):
+    def touch_warm(self, key):
         self.uses[key] = min(3, self.uses[key] + 1)
 
-    def evict(self):
+    def evict_warm(self):
         share = self.capacity // 10
         while self.unpinned("S") or self.unpinned("M"):
             small = self.unpinned("S") and (size_of(self.lists["S"]) >= share or not self.unpinned("M"))
@@ -186,8 +220,8 @@ class Comparison(RuleBasedStateMachine):
         assert victim is None or victim not in self.model.pinned
         return victim
 
-    @rule(key=st.sampled_from(KEYS), size=st.integers(1, 20))
-    def use(self, key, size):
+    @rule(key=st.sampled_from(KEYS), size=st.integers(1, 20), cold=st.booleans())
+    def use(self, key, size, cold):
         """As a cache does: touch what is there, else make room and admit."""
         if key in self.policy:
             self.policy.touch(key)
@@ -196,19 +230,19 @@ class Comparison(RuleBasedStateMachine):
         while self.policy.used_bytes + size > self.policy.capacity_bytes:
             if self.evict_one() is None:
                 return
-        self.policy.admit(key, size)
-        self.model.admit(key, size)
+        self.policy.admit(key, size, cold=cold)
+        self.model.admit(key, size, cold=cold)
 
-    @rule(keys=st.lists(st.sampled_from(KEYS), unique=True), size=st.integers(1, 9))
-    def admit_all(self, keys, size):
+    @rule(keys=st.lists(st.sampled_from(KEYS), unique=True), size=st.integers(1, 9), cold=st.booleans())
+    def admit_all(self, keys, size, cold):
         """As many at once, as one after the other."""
         new = [key for key in keys if key not in self.policy]
         while self.policy.used_bytes + size * len(new) > self.policy.capacity_bytes:
             if self.evict_one() is None:
                 return
-        self.policy.admit_all(new, size)
+        self.policy.admit_all(new, size, cold=cold)
         for key in new:
-            self.model.admit(key, size)
+            self.model.admit(key, size, cold=cold)
 
     @rule(keys=st.lists(st.sampled_from(KEYS), unique=True))
     def make_newest(self, keys):
@@ -216,6 +250,13 @@ class Comparison(RuleBasedStateMachine):
         self.policy.make_newest(keys)
         for key in keys:
             self.model.make_newest(key)
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), unique=True))
+    def make_cold(self, keys):
+        """Those that are not there are skipped."""
+        self.policy.make_cold(keys)
+        for key in keys:
+            self.model.make_cold(key)
 
     @rule()
     def evict(self):
@@ -321,6 +362,11 @@ def test_a_long_random_run_evicts_what_the_model_evicts(name):
                 policy.make_newest(some)
                 for one in some:
                     model.make_newest(one)
+            if chance.random() < 0.05:
+                some = chance.sample(KEYS, 3)
+                policy.make_cold(some)
+                for one in some:
+                    model.make_cold(one)
             if key in policy:
                 policy.touch(key)
                 model.touch(key)
@@ -329,6 +375,7 @@ def test_a_long_random_run_evicts_what_the_model_evicts(name):
             while policy.used_bytes + size > capacity:
                 victim = policy.evict()
                 assert victim == model.evict()
-            policy.admit(key, size)
-            model.admit(key, size)
+            cold = chance.random() < 0.3
+            policy.admit(key, size, cold=cold)
+            model.admit(key, size, cold=cold)
         policy.check_integrity()

@@ -53,6 +53,34 @@ def test_arc_and_s3fifo_beat_lru_where_few_keys_are_popular():
 
 
 @pytest.mark.parametrize("name", EVICTION_POLICIES)
+def test_cold_keys_are_evicted_first_and_a_use_makes_them_warm(name):
+    policy = EVICTION_POLICIES[name](100)
+    for key in (b"a", b"b", b"c"):
+        policy.admit(key, 1)
+    policy.admit_all([b"d", b"e", b"f", b"g"], 1, cold=True)
+    policy.touch(b"d")
+    policy.make_newest([b"e"])
+    policy.make_cold([b"b"])
+    assert policy.evict_bytes(3) == [b"f", b"g", b"b"]
+    assert set(policy.evict_bytes(4)) == {b"a", b"c", b"d", b"e"}
+
+
+@pytest.mark.parametrize("name", EVICTION_POLICIES)
+def test_a_cold_key_stays_cold_while_it_is_pinned(name):
+    policy = EVICTION_POLICIES[name](100)
+    policy.admit(b"cold", 1, cold=True)
+    policy.admit(b"warm", 1)
+    policy.pin(b"cold")
+    policy.pin(b"warm")
+    policy.make_cold([b"warm"])
+    assert policy.evict() is None
+    policy.admit(b"other", 1)
+    policy.unpin(b"warm")
+    policy.unpin(b"cold")
+    assert policy.evict_bytes(2) == [b"warm", b"cold"]
+
+
+@pytest.mark.parametrize("name", EVICTION_POLICIES)
 def test_everything_that_fits_stays(name):
     assert hits(name, 100, [(key, 1) for _ in range(5) for key in range(100)]) == 400
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -53,7 +54,9 @@ def spoil(path):
 
 
 def test_ls_shows_namespaces_by_the_facts_of_their_models(cache):
-    os.utime(file_of(cache, 1), (0, 0))
+    used = time.time() - 100 * 86_400
+    os.utime(file_of(cache, 1), (used, used))
+    os.utime(file_of(cache, 2), (1e6, 1e6))  # a cold chunk, which nothing has used
     said = kvferry("ls", cache)
     assert f"{NAMESPACE.digest.hex()[:16]}  tests/small\n  dtype bfloat16, kv_dtype auto" in said
     assert "weights 0123abcd, chunks of 64 tokens\n" in said
@@ -67,7 +70,7 @@ def test_ls_shows_namespaces_by_the_facts_of_their_models(cache):
     (first,) = [one for one in json.loads(kvferry("ls", cache, "--json")) if one["name"] == "tests/small"]
     assert first["facts"] == NAMESPACE.facts
     assert (first["chunks"], first["tokens"], first["total_bytes"]) == (3, 192, 3 * FILE_BYTES)
-    assert first["oldest"] == 0
+    assert first["oldest"] == pytest.approx(used, abs=1)
 
 
 def test_ls_counts_the_tokens_of_a_prompt_once_although_each_group_stores_them(cache):

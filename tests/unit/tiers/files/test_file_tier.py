@@ -223,6 +223,19 @@ def test_the_file_used_longest_ago_goes_first(tmp_path, clock):
     assert (store.stats.evicted, store.stats.evicted_bytes) == (1, FILE_BYTES)
 
 
+def test_a_cold_file_goes_before_all_others_until_it_is_used(tmp_path, clock):
+    store = open_store(tmp_path, capacity=5 * FILE_BYTES, clock=clock)
+    for number, cold in enumerate((False, True, True, True)):
+        clock.now += 60
+        assert store.put(key(number), GROUP, body(number), cold) is PutOutcome.STORED
+    store.mark_used([key(1)])
+    for number, gone in ((4, 2), (5, 3), (6, 0)):
+        clock.now += 60
+        keep(store, number)
+        assert not store.contains([key(gone)])[0]
+    assert store.contains([key(1)])[0]
+
+
 def used_ns(root, *numbers):
     return [file_of(root, number).stat().st_mtime_ns for number in numbers]
 
