@@ -68,7 +68,7 @@ class GivenCache:
 
     local = NO_PREFIX
 
-    def keys(self, request: TraceRequest) -> None:
+    def keys(self, request: TraceRequest, chunks: object) -> None:
         return None
 
     def look_up(self, prompt: int, keys: None) -> LocalPrefix:

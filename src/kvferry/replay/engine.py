@@ -84,7 +84,7 @@ class SimulatedEngine:
         keys = RequestKeys(request, self.model.chunk_tokens, len(self.model.groups))
         block_keys, local = None, NO_PREFIX
         if self.cache is not None:
-            block_keys = self.cache.keys(request)
+            block_keys = self.cache.keys(request, keys)
             local = self.cache.look_up(prompt, block_keys)
         hit = self._find(prompt, keys, local)
         completed = self.model.completes_prefixes and any(hit.tier_tokens)

@@ -47,8 +47,15 @@ class EngineCache:
         self._policy, self._sizes, self._used = LRU(num_blocks), dict[bytes, int](), 0
         self._capacity = num_blocks - 1  # without the null block
 
-    def keys(self, request: TraceRequest) -> RequestKeys:
-        """Return the keys of a request's runs of blocks, for `look_up` and `keep`."""
+    def keys(self, request: TraceRequest, chunks: RequestKeys) -> RequestKeys:
+        """Return the keys of a request's runs of blocks, for `look_up` and `keep`.
+
+        Args:
+            request: the request.
+            chunks: keys of its chunks. They are the result if runs are as long as chunks.
+        """
+        if self._run == chunks.chunk_tokens:
+            return chunks
         return RequestKeys(request, self._run, len(self._model.groups))
 
     def look_up(self, prompt: int, keys: RequestKeys) -> LocalPrefix:
@@ -84,22 +91,24 @@ class EngineCache:
                 another prompt; 0 if there is none.
         """
         total = request.prompt_tokens + max(request.output_tokens - 1, 0)  # the last one is not computed
-        sizes = self._entries(request.prompt_tokens, keys.computed_tokens, keys, snapshots, shared)
-        held = [key for key in sizes if key in self._sizes]
+        entries = self._entries(request.prompt_tokens, keys.computed_tokens, keys, snapshots, shared)
+        each, sizes = [key for _, some in entries for key in some], self._sizes
+        held = [key for key in each if key in sizes]
         self._policy.make_newest(held)
         needed = sum(self._running_blocks(group, total) for group in self._model.block_groups)
-        self._make_room(needed - sum(map(self._sizes.__getitem__, held)))
-        for size, keys_of_size in groupby(sizes, sizes.__getitem__):
-            new = [key for key in keys_of_size if key not in self._sizes]
+        self._make_room(needed - sum(map(sizes.__getitem__, held)))
+        for size, some in entries:
+            new = [key for key in some if key not in sizes] if held else some
             new = new[: (self._capacity - self._used) // size]
-            self._policy.admit_all(new, size)
-            self._sizes.update(dict.fromkeys(new, size))
-            self._used += size * len(new)
-        self._policy.make_newest([*sizes][::-1])
+            if new:
+                self._policy.admit_all(new, size)
+                sizes.update(dict.fromkeys(new, size))
+                self._used += size * len(new)
+        self._policy.make_newest(each[::-1])
 
     def _entries(
         self, prompt: int, known: int, keys: RequestKeys, snapshots: Sequence[int], shared: int
-    ) -> dict[bytes, int]:
+    ) -> list[tuple[int, list[bytes]]]:
         """Return the runs of a request that stay in the cache, from the start of the prompt.
 
         Args:
@@ -110,7 +119,7 @@ class EngineCache:
             shared: position of a shared prefix, as for `keep`.
 
         Returns:
-            Number of blocks of each run, by key.
+            (number of blocks of each run, keys of the runs) of consecutive runs of one size.
         """
         model, run, runs = self._model, self._run, known // self._run
         last = (prompt - 1) // model.block_tokens * model.block_tokens
@@ -124,16 +133,19 @@ class EngineCache:
                 kept.append(self._window_runs(group, runs, {last, shared}))
         if len(kept) == 1:
             group = model.block_groups[0]
-            found = dict.fromkeys(keys.whole[0][:runs], run // group.block_tokens * group.tables)
+            found = [(run // group.block_tokens * group.tables, keys.whole[0][:runs])]
         else:
             order = sorted(
                 (number, n) for n, numbers in enumerate(kept) for number in numbers if number < runs
             )
             sizes = [run // group.block_tokens * group.tables for group in model.block_groups]
-            found = {keys.whole[n][number]: sizes[n] for number, n in order}
+            found = [
+                (size, [keys.whole[n][number] for number, n in some])
+                for size, some in groupby(order, lambda one: sizes[one[1]])
+            ]
         if last % run and last // run == runs:
             tail = zip(keys.tail(last), model.block_groups, strict=True)
-            found |= {key: last % run // group.block_tokens * group.tables for key, group in tail}
+            found += [(last % run // group.block_tokens * group.tables, [key]) for key, group in tail]
         return found
 
     def _window_runs(self, group: BlockGroup, runs: int, ends: set[int]) -> list[int]:

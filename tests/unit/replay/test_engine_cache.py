@@ -61,8 +61,8 @@ def test_it_finds_what_vllm_finds(turns, num_blocks):
         prompt = turn.prompt if len(turn.prompt) % BLOCK else turn.prompt[:-1] or (7,)
         answer = tuple(10**6 * (number + 1) + n for n in range(len(turn.answer)))
         request = trace_request(Turn(prompt, answer), BLOCK)
-        keys = cache.keys(request)
-        names = RequestKeys(request, BLOCK, 1).whole[0]
+        keys = cache.keys(request, RequestKeys(request, BLOCK, 1))
+        names = keys.whole[0]
         found = cache.look_up(len(prompt), keys)
         note(f"{len(prompt)} + {len(answer)} tokens: {found.tokens}")
         assert found.resumable_tokens == found.tokens == BLOCK * len(pool.look_up(names, len(prompt)))

@@ -54,7 +54,7 @@ class ByteQueue:
 
     def has_any(self, keys: Iterable[bytes]) -> bool:
         """Return whether the queue has at least one of the keys, pinned or not."""
-        return not self._unpinned.keys().isdisjoint(keys) or not self._pinned.keys().isdisjoint(keys)
+        return any(some and not some.keys().isdisjoint(keys) for some in (self._unpinned, self._pinned))
 
     def pop(self) -> tuple[bytes, int]:
         """Remove the oldest unpinned key. Return the key and the size of its chunk in bytes.
