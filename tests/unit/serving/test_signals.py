@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 
 import pytest
 
 from kvferry.serving.signals import StopRequested, StopSignals
+
+
+@pytest.fixture(autouse=True)
+def _hang_up_is_heard() -> Iterator[None]:
+    """Tests may run under nohup, which ignores SIGHUP."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def leave(done: list[str]) -> None:
