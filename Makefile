@@ -154,7 +154,8 @@ fronts: export KVFERRY_TEST_RAY := $(CURDIR)/$(VENV)/ray
 fronts: $(VENV)/.dev $(VENV)/.fronts $(VENV)/.ray ## routers of other projects in front of kvferry's engines, and Ray Serve around them
 	$(PYTHON) -m pytest -s tests/engine/test_fronts.py tests/engine/test_ray_serve.py
 
-test-engines: $(VENV)/.dev ## every family and pairing, on real engines
+test-engines: export KVFERRY_TEST_MINUTES := $(MINUTES)
+test-engines: $(VENV)/.dev ## every family and pairing, on real engines; or those that have time to begin (MINUTES=)
 	$(PYTHON) -m pytest tests/engine -m family
 
 # The tests that inspect vLLM; then a pair over NIXL with its negative control, and a tier.
