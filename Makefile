@@ -135,8 +135,8 @@ check: $(VENV)/.dev ## ruff, mypy --strict, import-linter, hadolint
 
 # Engines measure deadlines against the clock: a pair at a time, and nothing beside it.
 test: export KVFERRY_TEST_FRONTS := $(CURDIR)/$(VENV)/fronts
-test: test-unit $(VENV)/.fronts ## unit, transport and representative engine tests
-	$(PYTHON) -m pytest tests/transport tests/engine tests/faults -m "not family"
+test: test-unit $(VENV)/.fronts ## unit, transport and representative engine tests; of engines those that have time to begin (MINUTES=)
+	KVFERRY_TEST_MINUTES=$(MINUTES) $(PYTHON) -m pytest tests/transport tests/engine tests/faults -m "not family"
 
 # HYPOTHESIS_PROFILE: a few examples of each property.
 test-fast: export HYPOTHESIS_PROFILE := fast
@@ -154,9 +154,8 @@ fronts: export KVFERRY_TEST_RAY := $(CURDIR)/$(VENV)/ray
 fronts: $(VENV)/.dev $(VENV)/.fronts $(VENV)/.ray ## routers of other projects in front of kvferry's engines, and Ray Serve around them
 	$(PYTHON) -m pytest -s tests/engine/test_fronts.py tests/engine/test_ray_serve.py
 
-test-engines: export KVFERRY_TEST_MINUTES := $(MINUTES)
 test-engines: $(VENV)/.dev ## every family and pairing, on real engines; or those that have time to begin (MINUTES=)
-	$(PYTHON) -m pytest tests/engine -m family
+	KVFERRY_TEST_MINUTES=$(MINUTES) $(PYTHON) -m pytest tests/engine -m family
 
 # The tests that inspect vLLM; then a pair over NIXL with its negative control, and a tier.
 contract: $(VENV)/.dev $(if $(VLLM),$(VENV)/vllm-$(VLLM)/.installed) ## kvferry's assumptions and a pair with a tier, on another release of vLLM (VLLM=0.31.0)
