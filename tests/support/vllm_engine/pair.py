@@ -50,7 +50,7 @@ class Setup:
         label: tells setups of one family apart.
         options: of both engines, on top of the family's own.
         exact: the engine agrees with itself to the last bit, so must the pair. If it does not on this
-            processor, the pair may be as far from it as it is from itself.
+            processor, the pair may be twice as far from it as it is from itself.
         connector: settings of both connectors.
         prefill_options, decode_options: of one engine, on top of those of both.
         layouts: the connectors' ``layout``, (prefill, decode), of engines whose backend takes any layout;
@@ -136,7 +136,7 @@ class Pair:
 
     def tolerance(self) -> float:
         """How far the pair may be from a single engine."""
-        return self.gap if self.setup.exact else 2 * self.gap + 1e-5
+        return 2 * self.gap + (0.0 if self.setup.exact else 1e-5)
 
     def reference(self, prompts: list[list[int]], tokens: int = 8) -> list[dict[str, Any]]:
         """What a single engine says, from nothing cached, one prompt at a time."""
