@@ -24,7 +24,6 @@ from kvferry.replay.trace.open import open_trace
 
 READING = "read the trace only"
 PEER = "kvcache-simulator, dense: host"
-DENSE = "dense: host"
 HOST_GIB = 64
 
 
@@ -36,14 +35,14 @@ class Measured:
         requests: number of requests in the trace.
         seconds: CPU time of the run.
         peak_bytes: peak of the process's memory, with Python and all modules.
-        hit_rate: share of the tokens of all prompts that were found; of the last half of the requests for
-            `PEER`.
+        hit_rate: share of the tokens of all prompts that were found; None if the case counts none. `PEER`
+            counts the last half of the requests, and none if its cache is not full by then.
     """
 
     requests: int
     seconds: float
     peak_bytes: int
-    hit_rate: float
+    hit_rate: float | None
 
 
 def _served(name: str) -> ServedModel:
@@ -52,18 +51,18 @@ def _served(name: str) -> ServedModel:
     return served_model(reading, EngineSide(1, 1, resolve_layout("auto", reading), None), KeptSettings())
 
 
-def _read(path: Path) -> tuple[int, float]:
-    return sum(1 for _ in open_trace(str(path))), 0.0
+def _read(path: Path) -> tuple[int, float | None]:
+    return sum(1 for _ in open_trace(str(path))), None
 
 
-def _replay(model: str, tiers: tuple[str, ...], engine_blocks: int, path: Path) -> tuple[int, float]:
+def _replay(model: str, tiers: tuple[str, ...], engine_blocks: int, path: Path) -> tuple[int, float | None]:
     trace = open_trace(str(path))
     settings = ReplaySettings(tiers=tuple(map(parse_tier, tiers)), engine_blocks=engine_blocks)
     found = Simulation(_served(model), settings, trace.unit_tokens).run(trace)
     return found.requests, found.hit_rate
 
 
-def _peer(path: Path) -> tuple[int, float]:
+def _peer(path: Path) -> tuple[int, float | None]:
     with path.open(encoding="utf-8") as file:
         requests = parse_trace_lines(file)
     points = run_sweep(
@@ -74,14 +73,15 @@ def _peer(path: Path) -> tuple[int, float]:
         backend="python",
         models_data=load_models_data(),
     )["points"]
-    found = points[0]["results"]["lru"] if points else {"hitTokens": 0, "totalTokens": 1}
-    return requests.request_count, found["hitTokens"] / found["totalTokens"]
+    found = [point["results"]["lru"] for point in points]
+    rate = found[0]["hitTokens"] / found[0]["totalTokens"] if found else None
+    return requests.request_count, rate
 
 
 HOST = (f"host={HOST_GIB}GiB",)
-CASES: Mapping[str, Callable[[Path], tuple[int, float]]] = {
+CASES: Mapping[str, Callable[[Path], tuple[int, float | None]]] = {
     READING: _read,
-    DENSE: partial(_replay, "Llama-3.1-8B", HOST, 0),
+    "dense: host": partial(_replay, "Llama-3.1-8B", HOST, 0),
     "dense: engine, host, file": partial(_replay, "Llama-3.1-8B", (*HOST, "file=2TiB"), 20_000),
     "sliding window: host": partial(_replay, "gemma-3-27b-it", ("host=512GiB",), 0),
     "recurrent: host": partial(_replay, "Qwen3-Next-80B-A3B", ("host=256GiB",), 0),

@@ -7,6 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+from benchmarks.order import rotated
 from benchmarks.replay.cases import CASES, Measured, run_case
 
 
@@ -23,7 +24,7 @@ def measure(trace: Path, rounds: int, progress: Callable[[str], None]) -> Mappin
     """
     found: dict[str, list[Measured]] = {name: [] for name in CASES}
     for number in range(rounds):
-        for name in CASES:
+        for name in rotated(list(CASES), number):
             progress(f"round {number + 1} of {rounds}: {name}")
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
                 found[name].append(process.submit(run_case, name, trace).result())

@@ -31,7 +31,7 @@ def show(found: Mapping[str, Sequence[Measured]], report: Report) -> None:
         [
             [
                 name,
-                f"{runs[0].hit_rate:.1%}" if name != READING else "",
+                "" if (rate := runs[0].hit_rate) is None else f"{rate:.1%}",
                 _text(microseconds := _microseconds(runs), 0),
                 _text(_ratio(runs, reading), 1) if name != READING else "",
                 f"{microseconds.median:,.0f}",

@@ -11,18 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from support.configs import DENSE
+
 LIGHT_COMPUTER = Path(__file__).parents[1] / "support" / "light_computer.py"
 CORE = ("plan", "replay", "size", "config", "doctor", "top", "explain", "cache", "dashboard", "keygen")
 OTHERS = ("serve", "router", "demo", "bench", "bench tiers")
-CONFIG = {
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "torch_dtype": "bfloat16",
-}
 NOBODY = "http://127.0.0.1:9"
 """Address of the discard service, where no engine listens."""
 POSIX = "needs a POSIX system, and this is Windows; run it where engines run"
@@ -69,7 +62,7 @@ def test_every_command_prints_its_help() -> None:
     ],
 )
 def test_a_command_does_its_work(tmp_path: Path, command: str, code: int, expected: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
     (tmp_path / "kv.json").write_text("{}")
     done = run(*command.split(), folder=tmp_path)
     assert expected in done.stdout + done.stderr

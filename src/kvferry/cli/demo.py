@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvferry.cli.output import check_output
+from kvferry.cli.output import INTERRUPTED, check_output
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.extras import VLLM, require
 from kvferry.operating_system import require_linux
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 _FAMILIES = "gemma3,nemotronh"
 _FAILED = 1
-_INTERRUPTED = 130
 
 
 def demo(
@@ -79,7 +78,7 @@ def demo(
     except (StopRequested, KeyboardInterrupt):
         _remove_logs(folder, log_dir)
         screen.note("\nkvferry: stopped; nothing of the demo is left running")
-        raise typer.Exit(_INTERRUPTED) from None
+        raise typer.Exit(INTERRUPTED) from None
     except ConfigError:
         _remove_logs(folder, log_dir)
         raise

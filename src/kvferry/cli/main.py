@@ -15,7 +15,7 @@ from kvferry.cli.doctor import doctor
 from kvferry.cli.examples import examples
 from kvferry.cli.explain import explain
 from kvferry.cli.keygen import keygen
-from kvferry.cli.output import flushed_output, print_error
+from kvferry.cli.output import INTERRUPTED, flushed_output, print_error
 from kvferry.cli.plan import plan
 from kvferry.cli.replay import replay
 from kvferry.cli.router import router
@@ -27,7 +27,6 @@ from kvferry.errors import ConfigError, KVFerryError
 
 _FAILED = 1
 _USAGE = 2
-_INTERRUPTED = 130
 
 app = typer.Typer(
     name="kvferry",
@@ -103,7 +102,7 @@ def run(commands: typer.Typer, name: str) -> None:
         except KVFerryError as error:
             _exit_with_error(error, _FAILED)
         except KeyboardInterrupt:  # before a command that handles it has begun
-            sys.exit(_INTERRUPTED)
+            sys.exit(INTERRUPTED)
         sys.exit(code if isinstance(code, int) else 0)
 
 

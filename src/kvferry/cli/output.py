@@ -11,6 +11,9 @@ from contextlib import contextmanager, suppress
 
 from kvferry.terminal import printable
 
+INTERRUPTED = 130
+"""Exit code of a command that Ctrl-C has ended."""
+
 _FAILED = 1
 _NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.cli import plan_options as opt
 from kvferry.cli.options import check_folder, without_none, write_file
-from kvferry.cli.output import print_error
+from kvferry.cli.output import INTERRUPTED, print_error
 from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from kvferry.replay.curve import CurvePoint
     from kvferry.replay.trace.base import Trace
 
-_INTERRUPTED = 130
 _STEP_TOKENS, _PROMPT_TOKENS = 8192, 128 << 10
 
 
@@ -90,7 +89,7 @@ def plan(
     else:
         _print(transfer, kept, html)
     if not curve.complete:
-        raise SystemExit(_INTERRUPTED)
+        raise SystemExit(INTERRUPTED)
 
 
 def _read(model: str | None, dtype: str, *, mtp: bool) -> ModelReading:

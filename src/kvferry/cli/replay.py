@@ -14,6 +14,7 @@ import typer
 
 from kvferry.cli import replay_options as opt
 from kvferry.cli.options import check_folder, write_file
+from kvferry.cli.output import INTERRUPTED
 from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from kvferry.replay.trace.base import Trace
     from kvferry.replay.trace.request import TraceRequest
 
-_INTERRUPTED = 130
 _STEP_TOKENS = 8192
 
 TraceFile = Annotated[
@@ -112,7 +112,7 @@ def replay(
 
         show(outcome, Report.to_stdout())
     if not outcome.complete:
-        raise SystemExit(_INTERRUPTED)
+        raise SystemExit(INTERRUPTED)
 
 
 def served_model_of(

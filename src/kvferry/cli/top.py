@@ -10,7 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-_FAILED, _INTERRUPTED = 1, 130
+from kvferry.cli.output import INTERRUPTED
+
+_FAILED = 1
 
 
 def top(
@@ -60,7 +62,7 @@ def top(
     try:
         found = anyio.run(sample_fleet, addresses, interval)
     except KeyboardInterrupt:
-        raise typer.Exit(_INTERRUPTED) from None
+        raise typer.Exit(INTERRUPTED) from None
     if as_json:
         print(json.dumps(as_plain(asdict(found))))
     else:

@@ -185,6 +185,8 @@ def _unneeded(model: ServedModel, keys: RequestKeys, ends: Iterable[int]) -> dic
     Returns:
         The index of each chunk in the request, by key.
     """
+    if model.has_only_attention:
+        return {}  # as `needed_chunks` says of such a model, for speed
     needed = needed_chunks(model.groups, model.chunk_tokens, ends)
     return {
         key: number

@@ -19,23 +19,15 @@ from kvferry.plan.kept import KeptSettings
 from kvferry.plan.side import EngineSide
 from kvferry.replay.model import served_model
 from kvferry.replay.simulation import Simulation
+from support.configs import DENSE
 
-MODEL = {
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "torch_dtype": "bfloat16",
-}
 PLAN = ("plan", "config.json", "--trace", "trace.jsonl")
 
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("config.json").write_text(json.dumps(MODEL))
+    Path("config.json").write_text(json.dumps(DENSE))
     lines = [
         {"timestamp": 1000 * n, "input_length": 1024, "output_length": 5, "hash_ids": [n % 40, 1000 + n]}
         for n in range(200)

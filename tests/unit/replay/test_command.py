@@ -11,22 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from kvferry.cli.main import app
-
-MODEL = {
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "torch_dtype": "bfloat16",
-}
+from support.configs import DENSE
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
     lines = [
         {"timestamp": 1000 * n, "input_length": 1024, "output_length": 5, "hash_ids": [n % 4, 7]}
         for n in range(12)

@@ -24,17 +24,9 @@ from kvferry.replay.show import show
 from kvferry.replay.simulation import Simulation
 from kvferry.replay.trace.request import TraceRequest, chained
 from kvferry.report import Report
+from support.configs import DENSE
 
 UNIT, CHUNK = 512, 256
-DENSE = {
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "torch_dtype": "bfloat16",
-}
 RECURRENT = {
     "model_type": "qwen3_next",
     "hidden_size": 64,
