@@ -32,12 +32,16 @@ libc.malloc.restype = ctypes.c_void_p
 libc.free.argtypes = [ctypes.c_void_p]
 run._serve = lambda *of: asyncio.sleep(0)
 run.run_app(None, None, lambda: False)
-libc.free(libc.malloc(1 << 20))
+libc.free(libc.malloc(16 << 20))
 before = libc.mallinfo2().hblks
-libc.malloc(256 << 10)
-print(libc.mallinfo2().hblks - before)
+for _ in range(100):
+    libc.malloc(256 << 10)
+print(libc.mallinfo2().hblks > before)
 """
-"""How many pieces of memory are mapped for one that asyncio reads into, after a larger one was freed."""
+"""Says whether pieces that asyncio reads into are mapped each, after a larger piece was freed.
+
+The first pieces may fit into holes that the imports left in the heap; a hundred do not.
+"""
 
 
 def held() -> Counter[str]:
@@ -107,4 +111,4 @@ def test_what_a_socket_is_read_into_is_no_part_of_the_heap():
     done = subprocess.run(
         [sys.executable, "-c", HEAP], capture_output=True, text=True, timeout=60, check=False
     )
-    assert (done.stdout, done.stderr) == ("1\n", "")
+    assert (done.stdout, done.stderr) == ("True\n", "")
