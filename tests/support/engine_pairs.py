@@ -18,7 +18,7 @@ from kvferry.geometry.store import LayerCache
 from kvferry.keys.chunk import ChunkKeys
 from kvferry.plan.kept import StoredForm, _group
 from kvferry.plan.snapshots import SnapshotSteps
-from kvferry.replay.content import RequestKeys
+from kvferry.replay.content import RequestKeys, keys_of, keys_of_each
 from kvferry.replay.engine import Hit
 from kvferry.replay.engine_cache import NO_PREFIX
 from kvferry.replay.model import BlockGroup, ServedModel
@@ -66,12 +66,17 @@ class Turn:
 class GivenCache:
     """In place of a simulated prefix cache: it has what a test says."""
 
-    local = NO_PREFIX
+    def __init__(self, model: ServedModel) -> None:
+        self.local, self._model = NO_PREFIX, model
 
-    def keys(self, request: TraceRequest, chunks: object) -> None:
-        return None
+    def keys_of_each(self, requests: list[TraceRequest]) -> tuple[list[RequestKeys], list[RequestKeys]]:
+        keys = keys_of_each(requests, self._model.chunk_tokens, len(self._model.groups))
+        return keys, keys
 
-    def look_up(self, prompt: int, keys: None) -> LocalPrefix:
+    def keep(self, *of: object) -> None:
+        pass
+
+    def look_up(self, prompt: int, keys: RequestKeys) -> LocalPrefix:
         return self.local
 
 
@@ -80,7 +85,7 @@ class Both:
 
     def __init__(self, served: ServedEngine, simulation: Simulation, model: ServedModel, unit: int) -> None:
         self.served, self.simulation, self._model, self._unit = served, simulation, model, unit
-        self._cache = simulation.engines[0].cache = GivenCache()
+        self._cache = simulation.engines[0].cache = GivenCache(model)
         self._names: dict[bytes, bytes] = {}  # key in the simulation: key where requests are served
 
     def serve(self, turn: Turn) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -107,7 +112,7 @@ class Both:
         tokens, prompt, size = [*turn.prompt, *turn.answer], len(turn.prompt), self._model.chunk_tokens
         groups = range(len(self._model.groups))
         request = trace_request(turn, self._unit)
-        made = RequestKeys(request, size, len(groups))
+        made = keys_of(request, size, len(groups))
         real = PromptChunks(self._model.groups, ChunkKeys(size, tokens))
         for group in groups:
             names = {key: real.key(group, number) for number, key in enumerate(made.whole[group])}

@@ -6,16 +6,16 @@ made from those. As in an engine, equal keys mean equal content of one KV cache 
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
-from kvferry.replay.trace.request import Ids, TraceRequest, chunk_ids, tail_id
+from kvferry.replay.trace.request import Ids, TraceRequest, chunk_ids, tail_ids
 
 KEY_BYTES = 8
 _KEYS = np.dtype(f"V{KEY_BYTES}")
 _PER_GROUP = np.uint64(0x9E3779B97F4A7C15)
-_MASK = (1 << 64) - 1
 
 
 def group_keys(ids: Ids, groups: int) -> list[list[bytes]]:
@@ -50,22 +50,27 @@ class RequestKeys:
         whole: keys of the whole chunks, one list per group.
     """
 
-    def __init__(self, request: TraceRequest, chunk_tokens: int, groups: int) -> None:
-        """Compute the keys of a request.
+    def __init__(
+        self,
+        request: TraceRequest,
+        chunk_tokens: int,
+        whole: list[list[bytes]],
+        tails: dict[int, tuple[bytes, ...]],
+    ) -> None:
+        """Keep the keys of a request. `keys_of` and `keys_of_each` compute them.
 
         Args:
             request: request of a trace.
             chunk_tokens: number of tokens per chunk.
-            groups: number of KV cache groups.
+            whole: keys of all whole chunks with known identities, one list per group.
+            tails: known results of `tail`, by number of tokens.
         """
         self.chunk_tokens = chunk_tokens
-        self.known_tokens = max(request.prompt_tokens, len(request.prefix_ids) * request.unit_tokens)
-        generated = max(request.output_tokens - 1, 0)
-        self.computed_tokens = min(self.known_tokens, request.prompt_tokens + generated)
-        self.whole = group_keys(chunk_ids(request, chunk_tokens, self.known_tokens), groups)
-        self._tail = partial(tail_id, request, chunk_tokens)
-        self._groups = groups
-        self._tails: dict[int, list[bytes]] = {}
+        self.known_tokens = _known_tokens(request)
+        computed = request.prompt_tokens + max(request.output_tokens - 1, 0)
+        self.computed_tokens = min(self.known_tokens, computed)
+        self.whole = whole
+        self._request, self._tails = request, tails
 
     def rows(self, tokens: int) -> list[list[bytes]]:
         """Return the keys of the chunks of the request's first tokens, one list per group.
@@ -80,14 +85,90 @@ class RequestKeys:
                 row.append(key)
         return rows
 
-    def tail(self, tokens: int) -> list[bytes]:
+    def first(self, group: int, tokens: int) -> bytes:
+        """Return the key of the first chunk of the request's first tokens, in one group."""
+        return self.whole[group][0] if tokens >= self.chunk_tokens else self.tail(tokens)[group]
+
+    def row(self, tokens: int) -> list[bytes]:
+        """Return the keys of `rows` of a model with one group."""
+        whole, rest = divmod(tokens, self.chunk_tokens)
+        keys = self.whole[0][:whole]
+        if rest:
+            keys.append(self.tail(tokens)[0])
+        return keys
+
+    def in_order(self, prompt: int) -> list[bytes]:
+        """Return the keys of all chunks in all groups, in the order of `PromptChunks.all_keys`.
+
+        Args:
+            prompt: length of the prompt in tokens. If it ends inside a chunk, the keys of this chunk, from
+                `tail`, are included.
+        """
+        groups = len(self.whole)
+        found = list(chain.from_iterable(zip(*self.whole, strict=True))) if groups > 1 else self.whole[0][:]
+        if prompt % self.chunk_tokens:
+            at = prompt // self.chunk_tokens * groups
+            found[at:at] = self.tail(prompt)
+        return found
+
+    def tail(self, tokens: int) -> tuple[bytes, ...]:
         """Return the key, in each group, of the incomplete last chunk of the request's first tokens.
 
         Args:
             tokens: length of the prompt in tokens, or a shorter prefix that ends in the prompt's last unit.
         """
         if tokens not in self._tails:
-            own = self._tail(tokens)
-            each = ((own + group * int(_PER_GROUP)) & _MASK for group in range(self._groups))
-            self._tails[tokens] = [key.to_bytes(KEY_BYTES, "little") for key in each]
+            found = _tails([self._request], self.chunk_tokens, len(self.whole), [tokens])
+            self._tails[tokens] = found[0]
         return self._tails[tokens]
+
+
+def keys_of(request: TraceRequest, chunk_tokens: int, groups: int) -> RequestKeys:
+    """Compute the keys of a request. For many requests, `keys_of_each` is faster.
+
+    Args:
+        request: request of a trace.
+        chunk_tokens: number of tokens per chunk.
+        groups: number of KV cache groups.
+    """
+    return keys_of_each([request], chunk_tokens, groups)[0]
+
+
+def keys_of_each(
+    requests: Sequence[TraceRequest], chunk_tokens: int, groups: int, *ends: Sequence[int]
+) -> list[RequestKeys]:
+    """Compute the keys of requests, all in a few arrays.
+
+    Args:
+        requests: requests of one trace.
+        chunk_tokens: number of tokens per chunk.
+        groups: number of KV cache groups.
+        *ends: for each request, a number of tokens for which `RequestKeys.tail` will be called. The lengths
+            of the prompts are known to be among them.
+    """
+    if not requests:
+        return []
+    counts = np.array([_known_tokens(request) // chunk_tokens for request in requests])
+    flat = group_keys(chunk_ids(requests, chunk_tokens, counts), groups)
+    prompts = [request.prompt_tokens for request in requests]
+    tails: list[dict[int, tuple[bytes, ...]]] = [{} for _ in requests]
+    for each in (prompts, *ends):
+        computed = _tails(requests, chunk_tokens, groups, each)
+        for known, tokens, tail in zip(tails, each, computed, strict=True):
+            known[tokens] = tail
+    found, begin = [], 0
+    for request, end, known in zip(requests, counts.cumsum().tolist(), tails, strict=True):
+        found.append(RequestKeys(request, chunk_tokens, [keys[begin:end] for keys in flat], known))
+        begin = end
+    return found
+
+
+def _tails(
+    requests: Sequence[TraceRequest], chunk_tokens: int, groups: int, tokens: Sequence[int]
+) -> list[tuple[bytes, ...]]:
+    """Return the keys, in each group, of the incomplete last chunk of each request's first tokens."""
+    return list(zip(*group_keys(tail_ids(requests, chunk_tokens, np.array(tokens)), groups), strict=True))
+
+
+def _known_tokens(request: TraceRequest) -> int:
+    return max(request.prompt_tokens, len(request.prefix_ids) * request.unit_tokens)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.replay.content import RequestKeys
+from kvferry.replay.content import keys_of
 from kvferry.replay.trace.request import TraceRequest
 
 
@@ -107,7 +107,7 @@ class StackDistances:
             counted: False to move its chunks only.
         """
         prompt, size = request.prompt_tokens, self._chunk_tokens
-        names = RequestKeys(request, size, 1)
+        names = keys_of(request, size, 1)
         whole, chunks = names.whole[0][: names.computed_tokens // size], prompt // size
         keys, generated = whole[:chunks], whole[chunks:]
         if prompt % size:

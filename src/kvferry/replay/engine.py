@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvferry.connector.local_prefix import LocalPrefix, last_boundary_before
-from kvferry.replay.content import RequestKeys
+from kvferry.replay.content import RequestKeys, keys_of_each
 from kvferry.replay.engine_cache import NO_PREFIX, EngineCache
 from kvferry.replay.model import ServedModel
 from kvferry.replay.stores import ComputedPrompt, snapshots_of, store_chunks
@@ -14,8 +16,7 @@ from kvferry.replay.tiers import SimulatedTiers
 from kvferry.replay.trace.request import TraceRequest
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
+class Hit(NamedTuple):
     """The tokens of a prompt that a simulated engine did not compute.
 
     Attributes:
@@ -43,23 +44,32 @@ class Hit:
         return self.local_tokens + sum(self.tier_tokens)
 
 
-@dataclass(slots=True)
-class Running:
-    """A request that a simulated engine has admitted and not finished.
+class Arrived(NamedTuple):
+    """A request that a simulated engine has not admitted yet.
 
     Attributes:
         request: the request.
-        hit: tokens that were not computed.
-        shared: position of a prefix shared with another prompt, as in `ComputedPrompt`.
         keys: keys of the request's chunks.
         block_keys: keys of the request's runs of blocks; None if the engine has no prefix cache.
     """
 
     request: TraceRequest
-    hit: Hit
-    shared: int
     keys: RequestKeys
     block_keys: RequestKeys | None
+
+
+class Running(NamedTuple):
+    """A request that a simulated engine has admitted and not finished.
+
+    Attributes:
+        arrived: the request, with its keys.
+        hit: tokens that were not computed.
+        shared: position of a prefix shared with another prompt, as in `ComputedPrompt`.
+    """
+
+    arrived: Arrived
+    hit: Hit
+    shared: int
 
 
 @dataclass(slots=True)
@@ -70,35 +80,40 @@ class SimulatedEngine:
         model: model and settings of the engine.
         tiers: tiers of the engine.
         cache: prefix cache of the engine; None for an engine without prefix caching.
-        waiting: requests that wait for the engine, with their times of arrival in seconds.
+        waiting: requests that wait for the engine.
     """
 
     model: ServedModel
     tiers: SimulatedTiers
     cache: EngineCache | None
-    waiting: deque[TraceRequest] = field(default_factory=deque)
+    waiting: deque[Arrived] = field(default_factory=deque)
 
-    def admit(self, request: TraceRequest) -> Running:
+    def arrive(self, requests: Sequence[TraceRequest]) -> list[Arrived]:
+        """Compute the keys of requests. The result may also go to another engine with equal settings."""
+        if self.cache is None:
+            each = keys_of_each(requests, self.model.chunk_tokens, len(self.model.groups))
+            return [Arrived(*both, None) for both in zip(requests, each, strict=True)]
+        keys = self.cache.keys_of_each(requests)
+        return [Arrived(*all_of) for all_of in zip(requests, *keys, strict=True)]
+
+    def admit(self, arrived: Arrived) -> Running:
         """Look a prompt up in the engine's prefix cache and in its tiers, and load what helps."""
-        prompt = request.prompt_tokens
-        keys = RequestKeys(request, self.model.chunk_tokens, len(self.model.groups))
-        block_keys, local = None, NO_PREFIX
-        if self.cache is not None:
-            block_keys = self.cache.keys(request, keys)
-            local = self.cache.look_up(prompt, block_keys)
-        hit = self._find(prompt, keys, local)
+        prompt, local = arrived.request.prompt_tokens, NO_PREFIX
+        if self.cache is not None and arrived.block_keys is not None:
+            local = self.cache.look_up(prompt, arrived.block_keys)
+        hit = self._find(prompt, arrived.keys, local)
         completed = self.model.completes_prefixes and any(hit.tier_tokens)
         shared = local.tokens if local.needs_load and not completed else 0
-        return Running(request, hit, shared, keys, block_keys)
+        return Running(arrived, hit, shared)
 
     def finish(self, running: Running) -> None:
         """Compute the rest of an admitted prompt, store its chunks, and keep its blocks."""
-        request = running.request
+        request, keys, block_keys = running.arrived
         found = min(running.hit.found, request.prompt_tokens - 1)  # the last token is always computed
         prompt = ComputedPrompt(request.prompt_tokens, found, running.shared, running.hit.shared_tokens)
         snapshots = snapshots_of(self.model, prompt)
-        store_chunks(self.model, self.tiers, running.keys, prompt, snapshots)
-        if self.cache is not None and running.block_keys is not None:
+        store_chunks(self.model, self.tiers, keys, prompt, snapshots)
+        if self.cache is not None and block_keys is not None:
             steps, loaded = self.model.form.steps, any(running.hit.tier_tokens)
             if (
                 loaded
@@ -107,7 +122,7 @@ class SimulatedEngine:
                 and steps.retains(found)
             ):
                 snapshots.insert(0, found)  # a loaded snapshot is cached like a computed one
-            self.cache.keep(request, running.block_keys, snapshots, running.shared)
+            self.cache.keep(request, block_keys, snapshots, running.shared)
 
     def _find(self, prompt: int, keys: RequestKeys, local: LocalPrefix) -> Hit:
         """Load the longest usable prefix of a prompt, as `connector.admission` chooses it.

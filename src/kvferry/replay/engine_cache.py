@@ -16,7 +16,7 @@ from kvferry.connector.local_prefix import LocalPrefix
 from kvferry.geometry import GroupKind
 from kvferry.planning.coverage import NO_TIER, ChunkedPrompt, coverage
 from kvferry.planning.select import attends_to_all, first_attended
-from kvferry.replay.content import RequestKeys
+from kvferry.replay.content import RequestKeys, keys_of_each
 from kvferry.replay.model import BlockGroup, ServedModel
 from kvferry.replay.trace.request import TraceRequest
 from kvferry.tiers.eviction.lru import LRU
@@ -47,16 +47,16 @@ class EngineCache:
         self._policy, self._sizes, self._used = LRU(num_blocks), dict[bytes, int](), 0
         self._capacity = num_blocks - 1  # without the null block
 
-    def keys(self, request: TraceRequest, chunks: RequestKeys) -> RequestKeys:
-        """Return the keys of a request's runs of blocks, for `look_up` and `keep`.
+    def keys_of_each(self, requests: Sequence[TraceRequest]) -> tuple[list[RequestKeys], list[RequestKeys]]:
+        """Return the keys of the chunks of each request, and those of its runs of blocks.
 
         Args:
-            request: the request.
-            chunks: keys of its chunks. They are the result if runs are as long as chunks.
+            requests: requests of one trace.
         """
-        if self._run == chunks.chunk_tokens:
-            return chunks
-        return RequestKeys(request, self._run, len(self._model.groups))
+        chunk_tokens, groups = self._model.chunk_tokens, len(self._model.groups)
+        ends = [self._whole_blocks(request.prompt_tokens) for request in requests]
+        runs = keys_of_each(requests, self._run, groups, ends)
+        return runs if self._run == chunk_tokens else keys_of_each(requests, chunk_tokens, groups), runs
 
     def look_up(self, prompt: int, keys: RequestKeys) -> LocalPrefix:
         """Return the prefix of a prompt that the engine has. The last token is never part of it.
@@ -66,7 +66,7 @@ class EngineCache:
             keys: keys of the request's runs.
         """
         model, held = self._model, self._sizes
-        tokens = self._model.block_tokens * ((prompt - 1) // self._model.block_tokens)
+        tokens = self._whole_blocks(prompt)
         leading = keys.whole[model.widest]
         if not held or not tokens or (model.attention and leading and leading[0] not in held):
             return NO_PREFIX
@@ -122,7 +122,7 @@ class EngineCache:
             (number of blocks of each run, keys of the runs) of consecutive runs of one size.
         """
         model, run, runs = self._model, self._run, known // self._run
-        last = (prompt - 1) // model.block_tokens * model.block_tokens
+        last = self._whole_blocks(prompt)
         kept: list[Sequence[int]] = []
         for group in model.block_groups:
             if group.kind is GroupKind.STATE:
@@ -168,6 +168,10 @@ class EngineCache:
             )
         }
         return sorted(found)
+
+    def _whole_blocks(self, prompt: int) -> int:
+        """Return the number of tokens of a prompt that the engine may find, which the last one is not."""
+        return (prompt - 1) // self._model.block_tokens * self._model.block_tokens
 
     def _running_blocks(self, group: BlockGroup, tokens: int) -> int:
         """Return the number of blocks that a running request of `tokens` tokens needs in a group's tables."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice, takewhile
 from typing import NamedTuple
 
@@ -23,17 +23,17 @@ from kvferry.replay.tier import SimulatedTier
 
 
 class Wanted(NamedTuple):
-    """A chunk that a load needs.
+    """The chunks that a load needs, in the order of the prompt. All lists have one element per chunk.
 
     Attributes:
-        key: key of the chunk.
-        group: index of its KV cache group.
-        tier: number of the fastest tier that holds it.
+        keys: keys of the chunks.
+        groups: indices of their KV cache groups.
+        tiers: numbers of the fastest tiers that hold them.
     """
 
-    key: bytes
-    group: int
-    tier: int
+    keys: Sequence[bytes] = ()
+    groups: Sequence[int] = ()
+    tiers: Sequence[int] = ()
 
 
 class Found(NamedTuple):
@@ -46,14 +46,14 @@ class Found(NamedTuple):
         group_tokens: for each KV cache group, length in tokens of the longest prefix that the group alone
             could use.
         tier_tokens: number of tokens that each tier provides in a load of the longest prefix.
-        wanted: chunks of this load, in the order of the prompt.
+        wanted: chunks of this load.
     """
 
     tokens: int
     attention_tokens: int
     group_tokens: tuple[int, ...]
     tier_tokens: tuple[int, ...]
-    wanted: list[Wanted]
+    wanted: Wanted
 
 
 def look_up(
@@ -71,48 +71,55 @@ def look_up(
     Returns:
         None if the prompt has no chunk, or no tier holds the first one.
     """
-    size, in_full = (
-        keys.chunk_tokens,
-        model.has_only_attention or windows_survive_load(model.block_groups, prompt),
-    )
+    size = keys.chunk_tokens
+    in_full = model.has_only_attention or windows_survive_load(model.block_groups, prompt)
     tokens = prompt if in_full else prompt - 1
     if not (in_full and model.state is None):
         tokens -= tokens % size
     if not tokens:
         return None
-    rows = keys.rows(tokens)
-    if model.attention and local < size and not _is_held(rows[model.attention[0]][0], tiers):
+    if model.has_one_row:
+        return _leading_chunks(tiers, keys.row(tokens), tokens, size, local)
+    if model.attention and local < size and not _is_held(keys.first(model.attention[0], tokens), tiers):
         return None
-    chunked = ChunkedPrompt(tokens, size, prompt, local)
-    if len(rows) == 1 and model.attention:
-        return _leading_chunks(tiers, chunked, rows[0])
-    covered = coverage(model.groups, chunked, _tier_numbers(tiers, rows))
+    rows = keys.rows(tokens)
+    covered = coverage(model.groups, ChunkedPrompt(tokens, size, prompt, local), _tier_numbers(tiers, rows))
     return _found(model, covered, rows, len(tiers))
 
 
-def _leading_chunks(tiers: Sequence[SimulatedTier], chunked: ChunkedPrompt, row: Sequence[bytes]) -> Found:
-    """Return what `coverage` finds for a model with one KV cache group, which attends to all tokens.
+def _leading_chunks(
+    tiers: Sequence[SimulatedTier], row: Sequence[bytes], tokens: int, size: int, local: int
+) -> Found | None:
+    """Return what `look_up` returns for a model with one KV cache group, which attends to all tokens.
 
-    Such a model needs all chunks from the first one, so no arrays are needed to find the last one.
+    Such a model needs all chunks from the first one. So this gives the result of `coverage` without arrays.
 
     Args:
         tiers: the tiers, the fastest first.
-        chunked: the prompt, divided into chunks.
         row: keys of the chunks.
+        tokens: number of tokens in the chunks.
+        size: number of tokens per chunk.
+        local: number of tokens at the start of the prompt that the engine itself has.
     """
-    local, size = chunked.local_tokens, chunked.chunk_tokens
-    first, held = local // size, [tier.held for tier in tiers]
-    numbers = list(takewhile(NO_TIER.__ne__, _fastest(held, islice(row, first, None))))
-    wanted = [Wanted(key, 0, number) for key, number in zip(islice(row, first, None), numbers, strict=False)]
-    end = min((first + len(wanted)) * size, chunked.tokens)
-    tokens = [0] * len(tiers)
+    first = local // size
+    held = list(takewhile(tiers[0].held.__contains__, islice(row, first, None)))
+    numbers = [0] * len(held)
+    if len(tiers) > 1 and first + len(held) < len(row):
+        more = list(takewhile(NO_TIER.__ne__, _fastest(tiers, islice(row, first + len(held), None))))
+        numbers += more
+        held = row[first : first + len(numbers)]
+    if not (held or first):
+        return None
+    provided = [0] * len(tiers)
+    end = min((first + len(held)) * size, tokens)
     if end <= local:
-        return Found(local, local, (local,), tuple(tokens), [])
-    for one in wanted:
-        tokens[one.tier] += size
-    tokens[wanted[0].tier] -= local - first * size
-    tokens[wanted[-1].tier] -= (first + len(wanted)) * size - end
-    return Found(end, end, (end,), tuple(tokens), wanted)
+        return Found(local, local, (local,), tuple(provided), Wanted())
+    for tier in range(1, len(tiers)):
+        provided[tier] = numbers.count(tier) * size
+    provided[0] = len(held) * size - sum(provided)
+    provided[numbers[0]] -= local - first * size
+    provided[numbers[-1]] -= (first + len(held)) * size - end
+    return Found(end, end, (end,), tuple(provided), Wanted(held, [0] * len(held), numbers))
 
 
 def _found(model: ServedModel, covered: Coverage, rows: Sequence[Sequence[bytes]], tiers: int) -> Found:
@@ -125,19 +132,23 @@ def _found(model: ServedModel, covered: Coverage, rows: Sequence[Sequence[bytes]
         tiers: number of tiers.
     """
     end, slowest = covered.longest()
-    local, wanted, tokens = covered.chunked.local_tokens, list[tuple[int, int, int]](), [0] * tiers
+    local, chunks, tokens = covered.chunked.local_tokens, list[tuple[int, int, int]](), [0] * tiers
     if end > local:
         for group, of in enumerate(chunks_to_load(model.groups, covered.chunked, end)):
             numbers = covered.tier_numbers[group, of].tolist()
-            wanted += zip(of.tolist(), [group] * len(numbers), numbers, strict=True)
+            chunks += zip(of.tolist(), [group] * len(numbers), numbers, strict=True)
         if len(rows) > 1:
-            wanted.sort()
+            chunks.sort()
         tokens[0] = end - local
         if slowest:
             sums = covered.tokens_by_tier(model.widest, local, end).tolist()
             tokens[: len(sums)] = sums
-    named = [Wanted(rows[group][chunk], group, tier) for chunk, group, tier in wanted]
-    return Found(end, covered.full_attention_tokens, covered.per_group, tuple(tokens), named)
+    wanted = Wanted(
+        [rows[group][chunk] for chunk, group, _ in chunks],
+        [group for _, group, _ in chunks],
+        [tier for _, _, tier in chunks],
+    )
+    return Found(end, covered.full_attention_tokens, covered.per_group, tuple(tokens), wanted)
 
 
 def _tier_numbers(tiers: Sequence[SimulatedTier], rows: Iterable[Sequence[bytes]]) -> TierNumbers:
@@ -151,19 +162,16 @@ def _tier_numbers(tiers: Sequence[SimulatedTier], rows: Iterable[Sequence[bytes]
     return numbers.reshape(len(table), -1)
 
 
-def _fastest(held: Sequence[Mapping[bytes, int]], keys: Iterable[bytes]) -> Iterator[int]:
+def _fastest(tiers: Iterable[SimulatedTier], keys: Iterable[bytes]) -> Iterator[int]:
     """Yield the number of the fastest tier that holds each chunk."""
-    host, others = held[0], list(enumerate(held))[1:]
+    held = [tier.held for tier in tiers]
     for key in keys:
-        if key in host:
-            yield 0
+        for number, each in enumerate(held):
+            if key in each:
+                yield number
+                break
         else:
-            for number, each in others:
-                if key in each:
-                    yield number
-                    break
-            else:
-                yield NO_TIER
+            yield NO_TIER
 
 
 def _is_held(key: bytes, tiers: Iterable[SimulatedTier]) -> bool:

@@ -12,6 +12,7 @@ from kvferry.geometry.models import ModelReading
 from kvferry.plan.kept import KeptSettings, StoredForm, stored_form
 from kvferry.plan.side import EngineSide, shape
 from kvferry.planning.coverage import widest_group
+from kvferry.planning.retention import needed_chunks
 from kvferry.planning.select import attends_to_all
 
 
@@ -75,6 +76,16 @@ class ServedModel:
     def has_only_attention(self) -> bool:
         """True if all layers attend to all tokens."""
         return len(self.attention) == len(self.groups)
+
+    @cached_property
+    def has_one_row(self) -> bool:
+        """True if the model has one KV cache group, which attends to all tokens."""
+        return len(self.groups) == 1 and self.has_only_attention
+
+    @cached_property
+    def has_cold_chunks(self) -> bool:
+        """True if tiers evict some chunks of this model before others."""
+        return any(some is not None for some in needed_chunks(self.groups, self.chunk_tokens, [1]))
 
     @cached_property
     def completes_prefixes(self) -> bool:

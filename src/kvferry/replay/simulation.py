@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 
-from kvferry.replay.engine import Hit, Running, SimulatedEngine
+from kvferry.replay.engine import Arrived, Hit, Running, SimulatedEngine
 from kvferry.replay.engine_cache import EngineCache
 from kvferry.replay.model import ServedModel
 from kvferry.replay.results import Results
@@ -20,6 +20,7 @@ from kvferry.replay.routes import route_named
 from kvferry.replay.settings import ReplaySettings, TierSetting
 from kvferry.replay.tier import SimulatedTier
 from kvferry.replay.tiers import SimulatedTiers
+from kvferry.replay.trace.base import batches
 from kvferry.replay.trace.request import TraceRequest
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.names import HOST
@@ -75,43 +76,54 @@ class Simulation:
             requests: requests in the order of their arrival.
         """
         timed = self.settings.prefill_tokens_per_second > 0
-        for request in requests:
-            if timed:
-                self._end_until(request.arrival)
-            number = self._route.choose(request, self._queues) if len(self.engines) > 1 else 0
-            if not timed:
-                engine = self.engines[number]
-                engine.finish(self._admit(engine, request))
-            elif self._queues[number]:
-                self._queues[number] += 1
-                self.engines[number].waiting.append(request)
-            else:
-                self._queues[number] += 1
-                self._begin(number, request, request.arrival)
+        for batch in batches(requests, lambda request: len(request.prefix_ids)):
+            for arrived in self.engines[0].arrive(batch):
+                request = arrived.request
+                if timed:
+                    self._end_until(request.arrival)
+                number = self._route.choose(request, self._queues) if len(self.engines) > 1 else 0
+                if timed:
+                    self._queue(number, arrived)
+                else:
+                    engine = self.engines[number]
+                    engine.finish(self._admit(engine, arrived))
         self._end_until(float("inf"))
         return self.results
 
-    def _admit(self, engine: SimulatedEngine, request: TraceRequest) -> Running:
+    def _admit(self, engine: SimulatedEngine, arrived: Arrived) -> Running:
         """Admit a request to an engine, and count what is found for it."""
-        running = engine.admit(request)
+        running = engine.admit(arrived)
         self._seen += 1
         if self._seen > self.settings.skip:
-            self.results.add(request, running.hit)
+            self.results.add(arrived.request, running.hit)
             if self._on_hit is not None:
-                self._on_hit(request, running.hit)
+                self._on_hit(arrived.request, running.hit)
         return running
 
-    def _begin(self, number: int, request: TraceRequest, now: float) -> None:
+    def _queue(self, number: int, arrived: Arrived) -> None:
+        """Begin a request when it arrives, or let it wait for those that its engine has.
+
+        Args:
+            number: index of the engine.
+            arrived: the request.
+        """
+        self._queues[number] += 1
+        if self._queues[number] > 1:
+            self.engines[number].waiting.append(arrived)
+        else:
+            self._begin(number, arrived, arrived.request.arrival)
+
+    def _begin(self, number: int, arrived: Arrived, now: float) -> None:
         """Admit a request, and schedule the end of its prefill.
 
         Args:
             number: index of the engine.
-            request: request to admit.
+            arrived: request to admit.
             now: seconds since the start of the trace.
         """
-        running = self._admit(self.engines[number], request)
+        running = self._admit(self.engines[number], arrived)
         end = now + self._seconds(running)
-        self._add_waits(number, request, running, end, counted=self._seen > self.settings.skip)
+        self._add_waits(number, arrived.request, running, end, counted=self._seen > self.settings.skip)
         heappush(self._ends, (end, self._seen, number, running))
 
     def _end_until(self, now: float) -> None:
@@ -132,7 +144,7 @@ class Simulation:
         rate = self.settings.prefill_tokens_per_second
         speeds = (tier.bytes_per_second for tier in self.settings.tiers)
         loading = max(size / speed for size, speed in zip(running.hit.tier_bytes, speeds, strict=True))
-        prompt = running.request.prompt_tokens
+        prompt = running.arrived.request.prompt_tokens
         return loading + max(prompt - running.hit.found, 1) / rate
 
     def _add_waits(

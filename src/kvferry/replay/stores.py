@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
+from typing import NamedTuple
 
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical.length import content_alignment
@@ -20,8 +20,7 @@ from kvferry.replay.model import ServedModel
 from kvferry.replay.tiers import Run, SimulatedTiers
 
 
-@dataclass(frozen=True, slots=True)
-class ComputedPrompt:
+class ComputedPrompt(NamedTuple):
     """A prompt that an engine has computed, and where it began.
 
     Attributes:
@@ -63,33 +62,51 @@ def store_chunks(
         snapshots: positions at which the engine has retained snapshots.
     """
     size, state = model.chunk_tokens, model.state
+    used = keys.in_order(prompt.tokens if state is None else 0)
+    if model.has_one_row and tiers.store_at_once([_only_run(keys, prompt, used)]):
+        tiers.mark_used(used)
+        return
     ends = last_prefix_ends(prompt.tokens, size, 0 if state is None else model.block_tokens)
     kept = [at for at in snapshots if keeps_snapshot(at, size, model.form.snapshot_tokens, ends)]
     storable = [
         () if one.kind is GroupKind.STATE else _storable_chunks(model, group, keys, prompt.found, ends)
         for group, one in enumerate(model.groups)
     ]
-    likely = (*ends, prompt.found, prompt.shared_tokens)
-    generated = prompt.tokens // size  # number of the first chunk with generated tokens
-    cold = {key for key, number in _unneeded(model, keys, likely).items() if number < generated}
-    unneeded = _unneeded(model, keys, (*likely, keys.computed_tokens // size * size))
 
     def runs_of(begin: int, end: int) -> list[Run]:
         runs = _attention_runs(model, keys, prompt, storable, (begin, end))
-        snapshots = [at for at in kept if begin < at <= end]
-        if state is not None and snapshots:
+        if state is not None and (snapshots := [at for at in kept if begin < at <= end]):
             runs.append(Run(state, [keys.whole[state][at // size - 1] for at in snapshots], 0))
         return runs
 
-    all_used = not cold and not unneeded
-    if not (all_used and tiers.store_at_once(runs_of(0, max(keys.computed_tokens, prompt.tokens)))):
+    cold, unneeded = set[bytes](), dict[bytes, int]()
+    generated = prompt.tokens // size  # number of the first chunk with generated tokens
+    if model.has_cold_chunks:
+        likely = (*ends, prompt.found, prompt.shared_tokens)
+        cold = {key for key, number in _unneeded(model, keys, likely).items() if number < generated}
+        unneeded = _unneeded(model, keys, (*likely, keys.computed_tokens // size * size))
+    at_once = not (cold or unneeded or model.has_one_row)
+    if not (at_once and tiers.store_at_once(runs_of(0, max(keys.computed_tokens, prompt.tokens)))):
         for begin, end in pairwise((0, *_step_ends(model, prompt, keys))):
             tiers.store(runs_of(begin, end), cold)
-    used = _in_order(model, keys, prompt.tokens)
     tiers.mark_used(
         [key for key in used if key not in unneeded] if unneeded else used,
         cold=[key for key, number in unneeded.items() if number >= generated],
     )
+
+
+def _only_run(keys: RequestKeys, prompt: ComputedPrompt, used: Sequence[bytes]) -> Run:
+    """Return all chunks of a request of a model with one KV cache group, which attends to all tokens.
+
+    Args:
+        keys: keys of the request's chunks.
+        prompt: the request's prompt.
+        used: the same keys in the order of the request, with that of the prompt's incomplete last chunk.
+    """
+    size = keys.chunk_tokens
+    tail = prompt.tokens % size > 0
+    unchanged = (prompt.found + 1) // size + (tail and prompt.found + 1 >= prompt.tokens)
+    return Run(0, used[: keys.computed_tokens // size + tail], unchanged)
 
 
 def _step_ends(model: ServedModel, prompt: ComputedPrompt, keys: RequestKeys) -> Iterator[int]:
@@ -185,8 +202,6 @@ def _unneeded(model: ServedModel, keys: RequestKeys, ends: Iterable[int]) -> dic
     Returns:
         The index of each chunk in the request, by key.
     """
-    if model.has_only_attention:
-        return {}  # as `needed_chunks` says of such a model, for speed
     needed = needed_chunks(model.groups, model.chunk_tokens, ends)
     return {
         key: number
@@ -195,12 +210,3 @@ def _unneeded(model: ServedModel, keys: RequestKeys, ends: Iterable[int]) -> dic
         for number, key in enumerate(whole)
         if number not in some
     }
-
-
-def _in_order(model: ServedModel, keys: RequestKeys, prompt: int) -> list[bytes]:
-    """Return the keys of all chunks of a request in all groups, in the order of `PromptChunks.all_keys`."""
-    found = list(chain.from_iterable(zip(*keys.whole, strict=True))) if len(keys.whole) > 1 else keys.whole[0]
-    if prompt % model.chunk_tokens and model.state is None:
-        at = prompt // model.chunk_tokens * len(keys.whole)
-        return [*found[:at], *keys.tail(prompt), *found[at:]]
-    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -76,9 +75,10 @@ class SimulatedTier:
     def make_room(self, size: int) -> int:
         """Evict chunks until `size` bytes are free, or none is left to evict. Return the free bytes."""
         if (missing := self.used_bytes + size - self.capacity_bytes) > 0:
-            evicted = Counter(map(self.held.pop, self._policy.evict_bytes(missing)))
-            for group, number in evicted.items():
-                counts, size_of_all = self.counts[group], number * self.chunk_bytes[group]
+            evicted = list(map(self.held.pop, self._policy.evict_bytes(missing)))
+            for group in set(evicted):
+                number, counts = evicted.count(group), self.counts[group]
+                size_of_all = number * self.chunk_bytes[group]
                 counts.evicted += number
                 counts.evicted_bytes += size_of_all
                 self.used_bytes -= size_of_all

@@ -13,7 +13,6 @@ hold the request, because a slow tier accepts only as many writes at a time.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate, groupby
 from operator import itemgetter
@@ -62,25 +61,26 @@ class SimulatedTiers:
         """Look a prompt up, as `lookup.look_up` does."""
         return look_up(self._model, self.tiers, prompt, keys, local_tokens)
 
-    def load(self, wanted: Sequence[Wanted]) -> tuple[int, ...]:
+    def load(self, wanted: Wanted) -> tuple[int, ...]:
         """Load a prefix: count the reads, and copy chunks of slow tiers into host memory.
 
         Args:
-            wanted: chunks of the load, in the order of the prompt.
+            wanted: chunks of the load.
 
         Returns:
             Number of bytes that each tier provides.
         """
-        here = [one.key for one in reversed(wanted) if not one.tier]
-        self._host.use(here)
-        sizes = [0] * len(self.tiers)
-        for (group, tier), count in Counter(map(itemgetter(1, 2), wanted)).items():
-            sizes[tier] += self.tiers[tier].count_reads(count, group)
-        if len(here) < len(wanted):
-            self._fetch(here, [one for one in wanted if one.tier])
+        keys, groups, tiers = wanted
+        here = keys if not any(tiers) else [key for key, tier in zip(keys, tiers, strict=True) if not tier]
+        self._host.use(here[::-1])
+        sizes, sources = [0] * len(self.tiers), list(zip(groups, tiers, strict=True))
+        for group, tier in set(sources):
+            sizes[tier] += self.tiers[tier].count_reads(sources.count((group, tier)), group)
+        if len(here) < len(keys):
+            self._fetch(here[::-1], [one for one in zip(keys, groups, tiers, strict=True) if one[2]])
         return tuple(sizes)
 
-    def _fetch(self, here: list[bytes], wanted: list[Wanted]) -> None:
+    def _fetch(self, here: Sequence[bytes], wanted: list[tuple[bytes, int, int]]) -> None:
         """Copy the chunks of a load from slow tiers into host memory, and into all faster slow tiers.
 
         If host memory has no room for all, the ranks copy the chunks that it has room for to the engine's
@@ -88,24 +88,24 @@ class SimulatedTiers:
 
         Args:
             here: keys of chunks that the load reads from host memory.
-            wanted: the other chunks, in the order of the prompt.
+            wanted: (key, KV cache group, tier) of the other chunks, in the order of the prompt.
         """
         host = self._host
         host.pin(here)
         while wanted or here:
-            ends = list(accumulate([host.chunk_bytes[one.group] for one in wanted]))
+            ends = list(accumulate([host.chunk_bytes[group] for _, group, _ in wanted]))
             fitting = bisect_right(ends, host.make_room(ends[-1])) if wanted else 0
             if not (fitting or here):
                 return
             written: list[bytes] = []
             arriving = sorted(wanted[:fitting], key=itemgetter(2))
             for (tier, group), each in groupby(arriving, itemgetter(2, 1)):
-                names = [one.key for one in each]
+                names = [key for key, _, _ in each]
                 host.admit(names, group)
                 host.pin(names)
                 for faster in self.tiers[1:tier]:
                     written += faster.write(names, group)
-            host.unpin([one.key for one in reversed(arriving)])
+            host.unpin([key for key, _, _ in reversed(arriving)])
             host.unpin(here)
             host.make_newest(written)
             here, wanted = [], wanted[fitting:]
@@ -134,26 +134,28 @@ class SimulatedTiers:
         Returns:
             True if the chunks are stored; False if nothing was changed.
         """
-        each = [run.keys for run in runs]
+        new, kept = list(map(self._new, runs)), [run.keys for run in runs]
         stores = []
-        new: dict[int, list[bytes]] = {}
-        for run in runs:
-            new.setdefault(run.group, []).extend(self._new(run))
         for tier in self.tiers:
-            lacking = new if tier is self._host else {of: tier.lacks(keys) for of, keys in new.items()}
-            size = sum(tier.chunk_bytes[group] * len(keys) for group, keys in lacking.items())
-            if not tier.fits_beside(size, each):
+            lacking = new if tier is self._host else list(map(tier.lacks, new))
+            size = sum(
+                [tier.chunk_bytes[run.group] * len(keys) for run, keys in zip(runs, lacking, strict=True)]
+            )
+            if not tier.fits_beside(size, kept):
                 return False
             stores.append((tier, size, lacking))
         for tier, size, lacking in stores:
             tier.make_room(size)
-            for group, keys in lacking.items():
-                tier.admit(keys, group)
+            for run, keys in zip(runs, lacking, strict=True):
+                tier.admit(keys, run.group)
         return True
 
     def _new(self, run: Run) -> list[bytes]:
         """Return the keys of a run that must be stored in host memory."""
-        unchanged = run.keys[: run.unchanged]
+        new = self._host.lacks(run.keys)
+        if not self._slow or not new:
+            return new
+        unchanged: Sequence[bytes] = run.keys[: run.unchanged]
         for tier in self.tiers:
             unchanged = tier.lacks(unchanged)
         return [*unchanged, *self._host.lacks(run.keys[run.unchanged :])]
@@ -175,4 +177,5 @@ class SimulatedTiers:
         last_first = keys[::-1]
         for tier in self.tiers:
             tier.make_newest(last_first)
-        self._host.make_cold(cold)
+        if cold:
+            self._host.make_cold(cold)

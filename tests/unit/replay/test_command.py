@@ -97,10 +97,10 @@ def test_ctrl_c_prints_what_was_found_so_far(folder: Path, monkeypatch: pytest.M
 
     admit = engine.SimulatedEngine.admit
 
-    def interrupted(self, request):
-        if request.arrival >= 6:
+    def interrupted(self, arrived):
+        if arrived.request.arrival >= 6:
             raise KeyboardInterrupt
-        return admit(self, request)
+        return admit(self, arrived)
 
     monkeypatch.setattr(engine.SimulatedEngine, "admit", interrupted)
     code, output = run("replay", "trace.jsonl", "--model", "config.json")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from hypothesis import given, settings, strategies as st
 
-from kvferry.replay.content import RequestKeys
+from kvferry.replay.content import keys_of
 from kvferry.replay.curve import StackDistances
 from kvferry.replay.settings import ReplaySettings, TierSetting
 from kvferry.replay.simulation import Simulation
@@ -28,7 +28,7 @@ class PlainLRU:
 
     def serve(self, request: TraceRequest) -> int:
         """Return how many tokens of the prompt are found."""
-        names, prompt = RequestKeys(request, CHUNK, 1), request.prompt_tokens
+        names, prompt = keys_of(request, CHUNK, 1), request.prompt_tokens
         whole, tail = prompt // CHUNK, names.tail(prompt) if prompt % CHUNK else []
         keys = [*names.whole[0][:whole], *tail]
         found = next((n for n, key in enumerate(keys) if key not in self._chunks), len(keys))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hypothesis import given, note, strategies as st
 
-from kvferry.replay.content import RequestKeys
 from kvferry.replay.engine_cache import EngineCache
 from support.engine_pairs import Turn, conversations, small_model, trace_request
 from support.models import attention
@@ -61,7 +60,7 @@ def test_it_finds_what_vllm_finds(turns, num_blocks):
         prompt = turn.prompt if len(turn.prompt) % BLOCK else turn.prompt[:-1] or (7,)
         answer = tuple(10**6 * (number + 1) + n for n in range(len(turn.answer)))
         request = trace_request(Turn(prompt, answer), BLOCK)
-        keys = cache.keys(request, RequestKeys(request, BLOCK, 1))
+        _, (keys,) = cache.keys_of_each([request])
         names = keys.whole[0]
         found = cache.look_up(len(prompt), keys)
         note(f"{len(prompt)} + {len(answer)} tokens: {found.tokens}")

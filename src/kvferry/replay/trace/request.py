@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -20,7 +19,8 @@ _GOLDEN, _FIRST, _SECOND = (
     np.uint64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
-_MASK = (1 << 64) - 1
+_BEYOND = 1 << 62
+"""Number of a unit that no request has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +95,6 @@ def mixed(values: Ids) -> Ids:
     return found ^ (found >> _SHIFTS[2])
 
 
-def mixed_number(value: int) -> int:
-    """Return what `mixed` returns for one value, of which the low 64 bits count. Faster than an array of one.
-
-    >>> mixed_number(7) == int(mixed(np.array([7], np.uint64))[0])
-    True
-    """
-    found = (value + int(_GOLDEN)) & _MASK
-    found = (found ^ (found >> int(_SHIFTS[0]))) * int(_FIRST) & _MASK
-    found = (found ^ (found >> int(_SHIFTS[1]))) * int(_SECOND) & _MASK
-    return found ^ (found >> int(_SHIFTS[2]))
-
-
 def chained(ids: npt.ArrayLike) -> Ids:
     """Return identities of prefixes from identities of the units of a request.
 
@@ -165,59 +153,64 @@ def places_within(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.arange(counts.sum(), dtype=np.int64) - np.repeat(starts, counts)
 
 
-def chunk_ids(request: TraceRequest, chunk_tokens: int, tokens: int) -> Ids:
-    """Return the identities of the whole chunks of a request's first tokens.
+def chunk_ids(requests: Sequence[TraceRequest], chunk_tokens: int, counts: npt.NDArray[np.int64]) -> Ids:
+    """Return the identities of the first whole chunks of each request, in one array.
 
     A chunk's identity covers all tokens up to the end of the unit in which the chunk ends. So two equal
     chunks may have different identities if their prompts differ later in that unit, and the replay then
     counts too few hits. If units divide chunks, this does not happen.
 
     Args:
-        request: request of a trace.
+        requests: requests of one trace.
         chunk_tokens: number of tokens per chunk.
-        tokens: number of tokens to divide into chunks; at most the tokens with known identities.
+        counts: number of chunks of each request, int64 of shape (requests,).
 
     Returns:
-        uint64 of shape (chunks,). A chunk that ends inside the prompt's incomplete last unit depends on the
-        whole prompt.
+        uint64 of shape (chunks of all requests,). A chunk that ends inside the prompt's incomplete last unit
+        depends on the whole prompt.
     """
-    unit, whole, chunks = request.unit_tokens, request.prefix_ids, tokens // chunk_tokens
-    units, offsets = _chunk_places(chunk_tokens, unit, 1 << chunks.bit_length())
-    inside = min(len(whole) * unit // chunk_tokens, chunks)
-    found = np.full(chunks, request.prompt_id, np.uint64) if inside < chunks else np.empty(chunks, np.uint64)
-    whole.take(units[:inside], out=found[:inside])
-    found += offsets[:chunks]
+    unit = requests[0].unit_tokens
+    ends = (places_within(counts) + 1) * chunk_tokens
+    units = (ends - 1) // unit
+    found = _prefix_ids(requests, np.arange(len(requests)).repeat(counts), units)
+    found += ((units + 1) * unit - ends).astype(np.uint64) * _SECOND
     return found
 
 
-@lru_cache(maxsize=256)
-def _chunk_places(chunk_tokens: int, unit_tokens: int, chunks: int) -> tuple[npt.NDArray[np.int64], Ids]:
-    """Return where the first chunks of any request end.
+def tail_ids(requests: Sequence[TraceRequest], chunk_tokens: int, tokens: npt.NDArray[np.int64]) -> Ids:
+    """Return the identity of the incomplete last chunk of each request's first tokens.
 
     Args:
+        requests: requests of one trace.
         chunk_tokens: number of tokens per chunk.
-        unit_tokens: number of tokens per unit.
-        chunks: number of chunks.
+        tokens: number of tokens from the start of each request, int64 of shape (requests,); at most its
+            prompt. An identity means nothing where this is a multiple of `chunk_tokens`.
 
     Returns:
-        (unit in which each chunk ends, number that distinguishes the chunks that end in one unit), arrays of
-        shape (chunks,).
+        uint64 of shape (requests,).
     """
-    ends = np.arange(1, chunks + 1, dtype=np.int64) * chunk_tokens
-    units = (ends - 1) // unit_tokens
-    places = (units + 1) * unit_tokens - ends
-    return units, places.astype(np.uint64) * _SECOND
+    unit = requests[0].unit_tokens
+    units = (tokens - 1) // unit
+    whole = np.array([request.prompt_tokens // unit for request in requests])
+    units[units >= whole] = _BEYOND
+    known = _prefix_ids(requests, np.arange(len(requests)), units)
+    found: Ids = mixed(mixed(known ^ (tokens % chunk_tokens).astype(np.uint64)) + tokens.astype(np.uint64))
+    return found
 
 
-def tail_id(request: TraceRequest, chunk_tokens: int, tokens: int) -> int:
-    """Return the identity of the incomplete last chunk of a request's first tokens.
+def _prefix_ids(
+    requests: Sequence[TraceRequest], owners: npt.NDArray[np.int64], units: npt.NDArray[np.int64]
+) -> Ids:
+    """Return the identity of each prefix that ends at a unit; of the whole prompt if the unit is unknown.
 
     Args:
-        request: request of a trace.
-        chunk_tokens: number of tokens per chunk.
-        tokens: number of tokens from the start; not a multiple of `chunk_tokens`, and at most the prompt.
+        requests: requests of one trace.
+        owners: index of the request of each prefix, int64 of shape (prefixes,).
+        units: number of the unit at whose end each prefix ends, int64 of shape (prefixes,).
     """
-    unit = (tokens - 1) // request.unit_tokens
-    whole = unit < request.prompt_tokens // request.unit_tokens
-    known = int(request.prefix_ids[unit]) if whole else request.prompt_id
-    return mixed_number(mixed_number(known ^ tokens % chunk_tokens) + tokens)
+    each = [request.prefix_ids for request in requests]
+    prompts = np.array([request.prompt_id for request in requests], np.uint64)
+    known = np.array([len(ids) for ids in each])
+    places = np.where(units < known[owners], (known.cumsum() - known)[owners] + units, known.sum() + owners)
+    found: Ids = np.concatenate([*each, prompts])[places]
+    return found

@@ -118,8 +118,9 @@ class EvictionPolicy(ABC):
             ValueError: a key is admitted already, or the chunks do not fit into the capacity beside the
                 chunks of the admitted keys. Nothing has changed then.
         """
-        if any(queue.has_any(keys) for queue in self._resident):
-            raise ValueError(f"one of {len(keys)} keys is admitted already")
+        for queue in self._resident:
+            if queue.has_any(keys):
+                raise ValueError(f"one of {len(keys)} keys is admitted already")
         if size * len(keys) > self.capacity_bytes - self.used_bytes:
             raise ValueError(
                 f"{len(keys)} chunks of {size} bytes, but {self.used_bytes} of {self.capacity_bytes} are used"

@@ -54,7 +54,8 @@ class ByteQueue:
 
     def has_any(self, keys: Iterable[bytes]) -> bool:
         """Return whether the queue has at least one of the keys, pinned or not."""
-        return any(some and not some.keys().isdisjoint(keys) for some in (self._unpinned, self._pinned))
+        unpinned, pinned = self._unpinned.keys(), self._pinned.keys()
+        return bool((unpinned and not unpinned.isdisjoint(keys)) or (pinned and not pinned.isdisjoint(keys)))
 
     def pop(self) -> tuple[bytes, int]:
         """Remove the oldest unpinned key. Return the key and the size of its chunk in bytes.
