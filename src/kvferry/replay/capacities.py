@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import ceil, log2
 
+from kvferry.replay.content import in_batches, keys_of_each
 from kvferry.replay.curve import CurvePoint, StackDistances
 from kvferry.replay.simulation import Simulation
 from kvferry.replay.tier import UNLIMITED
@@ -33,8 +34,11 @@ def hit_rate_curve(passes: Iterator[Iterable[TraceRequest]], replayed: Simulatio
     if settings.policy == "lru" and len(model.groups) == 1:
         capacities = capacities_up_to(largest, least)
         distances = StackDistances(model.groups[0].chunk_bytes, model.chunk_tokens, capacities)
-        for number, request in enumerate(next(passes)):
-            distances.add(request, counted=number >= settings.skip)
+        seen = 0
+        for batch in in_batches(next(passes)):
+            for request, keys in zip(batch, keys_of_each(batch, model.chunk_tokens, 1), strict=True):
+                distances.add(request, keys, counted=seen >= settings.skip)
+                seen += 1
         return distances.points()
     found = []
     for capacity in capacities_up_to(largest, least, _PASSES):

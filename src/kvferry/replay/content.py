@@ -6,11 +6,12 @@ made from those. As in an engine, equal keys mean equal content of one KV cache 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 import numpy as np
 
+from kvferry.replay.trace.base import batches
 from kvferry.replay.trace.request import Ids, TraceRequest, chunk_ids, tail_ids
 
 KEY_BYTES = 8
@@ -134,6 +135,11 @@ def keys_of(request: TraceRequest, chunk_tokens: int, groups: int) -> RequestKey
     return keys_of_each([request], chunk_tokens, groups)[0]
 
 
+def in_batches(requests: Iterable[TraceRequest]) -> Iterator[list[TraceRequest]]:
+    """Group consecutive requests for `keys_of_each`, so that its arrays are neither short nor large."""
+    return batches(requests, lambda request: len(request.prefix_ids))
+
+
 def keys_of_each(
     requests: Sequence[TraceRequest], chunk_tokens: int, groups: int, *ends: Sequence[int]
 ) -> list[RequestKeys]:
@@ -143,8 +149,8 @@ def keys_of_each(
         requests: requests of one trace.
         chunk_tokens: number of tokens per chunk.
         groups: number of KV cache groups.
-        *ends: for each request, a number of tokens for which `RequestKeys.tail` will be called. The lengths
-            of the prompts are known to be among them.
+        *ends: each has a number of tokens for every request, for which `RequestKeys.tail` will be called. The
+            lengths of the prompts need not be given.
     """
     if not requests:
         return []

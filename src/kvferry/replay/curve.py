@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.replay.content import keys_of
+from kvferry.replay.content import RequestKeys
 from kvferry.replay.trace.request import TraceRequest
 
 
@@ -99,15 +99,15 @@ class StackDistances:
         self._left: dict[int, int] = {}  # number of chunks left in each run
         self._sums, self._count = _Sums(), 0
 
-    def add(self, request: TraceRequest, *, counted: bool = True) -> None:
+    def add(self, request: TraceRequest, names: RequestKeys, *, counted: bool = True) -> None:
         """Pass a request: count its hits at each capacity, and put its chunks on top of the stack.
 
         Args:
             request: the request.
+            names: keys of its chunks, in one group.
             counted: False to move its chunks only.
         """
         prompt, size = request.prompt_tokens, self._chunk_tokens
-        names = keys_of(request, size, 1)
         whole, chunks = names.whole[0][: names.computed_tokens // size], prompt // size
         keys, generated = whole[:chunks], whole[chunks:]
         if prompt % size:

@@ -102,7 +102,7 @@ def _leading_chunks(
         local: number of tokens at the start of the prompt that the engine itself has.
     """
     first = local // size
-    held = list(takewhile(tiers[0].held.__contains__, islice(row, first, None)))
+    held: Sequence[bytes] = list(takewhile(tiers[0].held.__contains__, islice(row, first, None)))
     numbers = [0] * len(held)
     if len(tiers) > 1 and first + len(held) < len(row):
         more = list(takewhile(NO_TIER.__ne__, _fastest(tiers, islice(row, first + len(held), None))))
@@ -148,7 +148,9 @@ def _found(model: ServedModel, covered: Coverage, rows: Sequence[Sequence[bytes]
         [group for _, group, _ in chunks],
         [tier for _, _, tier in chunks],
     )
-    return Found(end, covered.full_attention_tokens, covered.per_group, tuple(tokens), wanted)
+    each = covered.per_group
+    attention = min([each[group] for group in model.attention], default=local)
+    return Found(end, attention, each, tuple(tokens), wanted)
 
 
 def _tier_numbers(tiers: Sequence[SimulatedTier], rows: Iterable[Sequence[bytes]]) -> TierNumbers:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 
+from kvferry.replay.content import in_batches
 from kvferry.replay.engine import Arrived, Hit, Running, SimulatedEngine
 from kvferry.replay.engine_cache import EngineCache
 from kvferry.replay.model import ServedModel
@@ -20,7 +21,6 @@ from kvferry.replay.routes import route_named
 from kvferry.replay.settings import ReplaySettings, TierSetting
 from kvferry.replay.tier import SimulatedTier
 from kvferry.replay.tiers import SimulatedTiers
-from kvferry.replay.trace.base import batches
 from kvferry.replay.trace.request import TraceRequest
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.names import HOST
@@ -76,7 +76,7 @@ class Simulation:
             requests: requests in the order of their arrival.
         """
         timed = self.settings.prefill_tokens_per_second > 0
-        for batch in batches(requests, lambda request: len(request.prefix_ids)):
+        for batch in in_batches(requests):
             for arrived in self.engines[0].arrive(batch):
                 request = arrived.request
                 if timed:

@@ -46,7 +46,8 @@ def rates(turns: Iterable[Turn], capacities: list[int], unit: int, skip: int = 0
         GROUP.chunk_bytes, CHUNK, [chunks * GROUP.chunk_bytes for chunks in capacities]
     )
     for number, turn in enumerate(turns):
-        distances.add(trace_request(turn, unit), counted=number >= skip)
+        request = trace_request(turn, unit)
+        distances.add(request, keys_of(request, CHUNK, 1), counted=number >= skip)
     return [point.hit_rate for point in distances.points()]
 
 
