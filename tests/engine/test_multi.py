@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,6 +144,31 @@ def test_a_reset_is_told_to_both(two: Two) -> None:
     after = two.say(text)
     assert after["loaded"] == []
     assert distance(after, cold) < 1e-4
+
+
+def test_a_child_that_is_slow_to_answer_holds_up_no_request(two: Two) -> None:
+    """Neither one of which the other child has some, nor one that is computed sooner than it answers."""
+    late, text = 6.0, prompt(700, 12)
+    longer, new = text + prompt(200, 13), prompt(600, 14)
+    two.say(text)
+    answers = []
+    two.engine.call("slow_answers", late, of=1)
+    try:
+        for asked, loaded in ((longer, [("memory", 640)]), (new, [])):
+            before, began = two.engine.call("metrics", "kvferry_multi_misses"), time.monotonic()
+            answers.append(two.say(asked))
+            took = time.monotonic() - began
+            after = two.engine.call("metrics", "kvferry_multi_misses")
+            assert answers[-1]["loaded"] == loaded
+            assert took < late / 2, "it was waited for"
+            name = "kvferry_multi_misses_total disk"
+            assert after[name] == before[name] + 1, "it was not looking"
+    finally:
+        two.engine.call("slow_answers", 0.0, of=1)
+    assert two.engine.call("reset_all")
+    cold = two.say(longer)
+    assert cold["loaded"] == []
+    assert distance(answers[0], cold) < 1e-4
 
 
 @pytest.mark.family

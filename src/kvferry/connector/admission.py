@@ -28,6 +28,7 @@ import numpy as np
 
 from kvferry.connector.admission_events import OTHER_PART, AdmissionEvents
 from kvferry.connector.bids import Bid, Bidding
+from kvferry.connector.choosing import BidChooser
 from kvferry.connector.engine import Block, BlockPool, CacheGroup, PrefixCache, Request, RequestBlocks
 from kvferry.connector.headroom import Headroom
 from kvferry.connector.load import Load
@@ -37,7 +38,6 @@ from kvferry.connector.messages import Report, StepOrders, StepReports
 from kvferry.connector.must_compute import must_compute
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.pins import Pins
-from kvferry.connector.policies import BidChooser
 from kvferry.connector.request_phases import AdmitAction, RequestPhase, RequestPhases, RequestState
 from kvferry.connector.source import Source
 from kvferry.connector.stream import EventStream
@@ -200,6 +200,18 @@ class Admission:
             self._events.not_asked(request, known.sources, prefix.resumable_tokens, *why)
             return 0
         return self._best(known, request, prefix)
+
+    def awaited(self, request_id: str) -> Bid | None:
+        """Return the bid that a request waits for; None if `matched` has not put it off for a bid.
+
+        A bid is a source's offer to load tokens. Its source is still looking up its KV, or too few blocks are
+        free.
+
+        Args:
+            request_id: id of the request.
+        """
+        known = self._known.get(request_id)
+        return None if known is None else known.awaited
 
     def allocated(self, request: Request, blocks: RequestBlocks, load_tokens: int) -> None:
         """Begin the loads of a request for which the engine has just allocated blocks.

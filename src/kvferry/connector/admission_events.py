@@ -114,6 +114,7 @@ class AdmissionEvents:
             return
         missing_tokens = request.num_tokens - local_tokens
         bids = tuple(self._value_bid(source, bid, bidding, missing_tokens) for source, bid in offers)
+        compute_value = self._policy.value(None, request.num_tokens - prefix.resumable_tokens)
         silent = [source for source in sources if not any(of is source for of, _ in offers)]
         event = SourcesAsked(
             request.request_id,
@@ -121,10 +122,10 @@ class AdmissionEvents:
             local_tokens=prefix.tokens,
             resumable_tokens=prefix.resumable_tokens,
             bids=bids,
-            compute_value=self._policy.value(None, request.num_tokens - prefix.resumable_tokens),
+            compute_value=compute_value,
             misses=tuple(source.why_no_bid(request, local_tokens) for source in silent),
             chosen=best,
-            why=_why(bids, bidding, best),
+            why=_why(bids, bidding, best, compute_value),
         )
         self._asked[request.request_id] = now, event
         self._events.emit(event)
@@ -307,18 +308,25 @@ class AdmissionEvents:
         )
 
 
-def _why(bids: Sequence[ValuedBid], bidding: Bidding, best: Bid | None) -> DecisionReason:
+def _why(
+    bids: Sequence[ValuedBid], bidding: Bidding, best: Bid | None, compute_value: float
+) -> DecisionReason:
     """Return the reason why admission chose a bid (a source's offer), or why the engine computes the prompt.
 
     Args:
         bids: all bids with their values.
         bidding: excluded sources and remaining attempts of the request.
         best: chosen bid; None if the engine computes the prompt.
+        compute_value: value, under the policy, of computing all tokens that are not in the prefix cache.
     """
+    if best is not None and best.looking:
+        return DecisionReason.LOOKING
+    least = max((one.value for one in bids if one.bid is best), default=compute_value)
+    passed_over = any(one.bid.looking and one.value > least for one in bids)
     if best is not None:
-        return DecisionReason.LOOKING if best.looking else DecisionReason.BEST
+        return DecisionReason.ANSWERED if passed_over else DecisionReason.BEST
     if bids and bidding.spent:
         return DecisionReason.ATTEMPTS
     if any(not one.excluded and not one.bid.looking for one in bids):
         return DecisionReason.COMPUTING
-    return DecisionReason.NOTHING
+    return DecisionReason.UNANSWERED if passed_over else DecisionReason.NOTHING

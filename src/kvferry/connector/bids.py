@@ -44,8 +44,11 @@ class Bid:
         parts: number of offered tokens from each place, including the tokens of `head`.
         looking: True while the source is still looking up how much KV it has. The numbers in `parts` are then
             upper bounds.
+        promised: True if the source is still looking, but the request came with a peer's ticket for the
+            tokens. The numbers in `parts` are then what the ticket says.
         head: bid of another source for the start of the prefix, if two sources load one prefix together.
             `parts` begins with the parts of that bid. None if `source` loads everything.
+        tail: bid of `source` for the rest of the prefix, if there is a `head`; else None.
         growing: True if the place still computes some of the tokens. The time of the load then tells nothing
             about the speed of the place.
     """
@@ -53,7 +56,9 @@ class Bid:
     source: str
     parts: tuple[PlaceTokens, ...]
     looking: bool = False
+    promised: bool = False
     head: Bid | None = None
+    tail: Bid | None = None
     growing: bool = False
 
     @classmethod
@@ -64,7 +69,15 @@ class Bid:
             head: bid of the source that loads the start of the prefix.
             tail: bid of the source that loads the rest.
         """
-        return cls(tail.source, head.parts + tail.parts, head.looking or tail.looking, head)
+        looking = [bid for bid in (head, tail) if bid.looking]
+        return cls(
+            tail.source,
+            head.parts + tail.parts,
+            looking=bool(looking),
+            promised=bool(looking) and all(bid.promised for bid in looking),
+            head=head,
+            tail=tail,
+        )
 
     @property
     def tokens(self) -> int:
@@ -88,6 +101,19 @@ class Bid:
     def sources(self) -> tuple[str, ...]:
         """Names of the sources that make this bid. The source that loads the prompt's start comes first."""
         return (self.source,) if self.head is None else (*self.head.sources, self.source)
+
+    @property
+    def unanswered(self) -> frozenset[str]:
+        """Names of the answers that this bid waits for; empty if its sources have answered.
+
+        A peer that still computes the prompt has another name than one that has computed it, because its
+        answer takes much longer.
+        """
+        if self.head is not None and self.tail is not None:
+            return self.head.unanswered | self.tail.unanswered
+        if not self.looking:
+            return frozenset()
+        return frozenset((f"{self.source}, computing" if self.growing else self.source,))
 
     def has_same_sources(self, other: Bid | None) -> bool:
         """Return whether another bid is made by the same sources and loads from the same places.

@@ -8,6 +8,7 @@ from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.admission import Admission
 from kvferry.connector.block_runs import DescribeBlocks
+from kvferry.connector.choosing import BidChooser
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import Block, BlockPool, EngineFacts, PrefixCache
 from kvferry.connector.headroom import Headroom
@@ -16,7 +17,7 @@ from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.peers.turn_finder import TurnFinder
 from kvferry.connector.peers.turn_names import TurnNames
 from kvferry.connector.pins import Pins
-from kvferry.connector.policies import BidChooser, policy_named
+from kvferry.connector.policies import policy_named
 from kvferry.connector.refusals import Refusals
 from kvferry.connector.source import Source
 from kvferry.connector.speeds import Speeds

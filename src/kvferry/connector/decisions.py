@@ -37,7 +37,9 @@ class DecisionReason(StrEnum):
     """The reason why admission took a source's bid (offer to load tokens), or took no bid."""
 
     BEST = "the best bid"
+    ANSWERED = "the best bid of a source that has answered"
     LOOKING = "a source that is still looking may have more"
+    UNANSWERED = "no source has answered in time"
     NOTHING = "no source has more"
     COMPUTING = "computing is better"
     SKIPPED = "it reads no cache"

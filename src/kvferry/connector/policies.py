@@ -1,4 +1,4 @@
-"""Policies that choose a request's bid, or choose to compute its prompt.
+"""Policies that assign a value to each bid, to choose between them and computing the prompt (`choosing`).
 
 - ``first``: the bid of the first source that has one.
 - ``weight``: the bid with the largest sum of tokens times the weight of their place. A place is ``peer`` or a
@@ -6,16 +6,11 @@
 - ``cost``: the bid with the least expected time to the first token, from measured speeds (`speeds`): until
   the slowest place has delivered its tokens and the rest of the prompt is computed. Computing the whole
   prompt competes as one of the bids.
-
-If the best bid belongs to a source that is still looking, the request waits for it, but not beyond its
-patience. The bid chosen before stays chosen until another one is better by a margin. So requests that wait
-for free blocks do not switch back and forth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Literal, Protocol, TypeAlias
 
 from kvferry.connector.bids import Bid
@@ -23,9 +18,6 @@ from kvferry.connector.speeds import Speeds
 
 PolicyName: TypeAlias = Literal["weight", "cost", "first"]
 """The values of ``source_policy``."""
-
-MARGIN = 1.1
-"""Factor by which the value of another bid must exceed the value of the bid chosen before."""
 
 
 class Policy(Protocol):
@@ -41,8 +33,37 @@ class Policy(Protocol):
             missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
         """
 
+    def saved_seconds(
+        self, bid: Bid, instead: Bid | None, missing_tokens: int, computed_tokens: int
+    ) -> float | None:
+        """Return the expected seconds by which a bid gives the first token sooner than another bid.
 
-class FirstPolicy:
+        Return None if this policy estimates no times.
+
+        Args:
+            bid: the bid (a source's offer to load tokens).
+            instead: the other bid; None for computing.
+            missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
+            computed_tokens: number of tokens that the engine computes if no bid is taken.
+        """
+
+
+class _TimelessPolicy:
+    """Base of policies that estimate no times."""
+
+    def saved_seconds(self, bid: Bid, instead: Bid | None, missing_tokens: int, computed_tokens: int) -> None:
+        """Return None: this policy estimates no times.
+
+        Args:
+            bid: the bid (a source's offer to load tokens); ignored.
+            instead: another bid; ignored.
+            missing_tokens: number of the request's tokens that are not in the engine's prefix cache; ignored.
+            computed_tokens: number of tokens that the engine computes if no bid is taken; ignored.
+        """
+        del bid, instead, missing_tokens, computed_tokens
+
+
+class FirstPolicy(_TimelessPolicy):
     """Policy that gives all bids the same value, so that the bid of the first source is chosen."""
 
     def value(self, bid: Bid | None, missing_tokens: int) -> float:
@@ -56,7 +77,7 @@ class FirstPolicy:
         return 0.0 if bid is None else 1.0
 
 
-class WeightPolicy:
+class WeightPolicy(_TimelessPolicy):
     """Policy that values a bid (a source's offer) by its tokens; the place of each token sets its weight."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
@@ -107,11 +128,26 @@ class CostPolicy:
             bid: the bid (a source's offer to load tokens); None for computing all tokens.
             missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
         """
+        return 1 / max(self._seconds(bid, missing_tokens), 1e-9)
+
+    def saved_seconds(
+        self, bid: Bid, instead: Bid | None, missing_tokens: int, computed_tokens: int
+    ) -> float | None:
+        """Return the expected seconds by which a bid gives the first token sooner than another bid.
+
+        Args:
+            bid: the bid (a source's offer to load tokens).
+            instead: the other bid; None for computing.
+            missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
+            computed_tokens: number of tokens that the engine computes if no bid is taken.
+        """
+        other = self._seconds(instead, computed_tokens if instead is None else missing_tokens)
+        return other - self._seconds(bid, missing_tokens)
+
+    def _seconds(self, bid: Bid | None, missing_tokens: int) -> float:
         parts = () if bid is None else bid.parts
         loading = max((self._speeds.load_seconds(part.place, part.tokens) for part in parts), default=0.0)
-        left = missing_tokens - sum(part.tokens for part in parts)
-        seconds = loading + self._speeds.compute_seconds(left)
-        return 1 / max(seconds, 1e-9)
+        return loading + self._speeds.compute_seconds(missing_tokens - sum(part.tokens for part in parts))
 
 
 def policy_named(name: PolicyName, weights: Mapping[str, float], speeds: Speeds) -> Policy:
@@ -129,88 +165,3 @@ def policy_named(name: PolicyName, weights: Mapping[str, float], speeds: Speeds)
         "first": FirstPolicy(),
     }
     return policies[name]
-
-
-@dataclass(frozen=True, slots=True)
-class BidChooser:
-    """Chooses between sources' offers by a policy, and limits how long a request waits for an offer.
-
-    Attributes:
-        policy: policy that assigns a value to each offer.
-        speeds: record of measured speeds. The admission adds the time of each load to it.
-        patience_seconds: maximum seconds that a request waits for free blocks, or for a source that is still
-            looking up its KV.
-    """
-
-    policy: Policy
-    speeds: Speeds
-    patience_seconds: float
-
-    def choose(
-        self,
-        bids: Sequence[Bid],
-        missing_tokens: int,
-        *,
-        waited: float,
-        before: Bid | None,
-        computed_tokens: int | None = None,
-    ) -> Bid | None:
-        """Return the bid (a source's offer to load tokens) to take; None if the engine computes the prompt.
-
-        If the source of the returned bid is still looking up its KV, the request waits for this source.
-
-        Args:
-            bids: bids in the order of their sources, each of at least one token.
-            missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
-            waited: seconds that the request has waited so far.
-            before: bid that was chosen for this request last time; None if there is none. A bid of the same
-                sources and places wins unless another bid has more than `MARGIN` times its value.
-            computed_tokens: number of tokens that the engine computes if no bid is taken; None for
-                `missing_tokens`.
-        """
-        return choose(
-            self.policy,
-            bids,
-            missing_tokens,
-            waits=waited < self.patience_seconds,
-            before=before,
-            computed_tokens=computed_tokens,
-        )
-
-
-def choose(
-    policy: Policy,
-    bids: Sequence[Bid],
-    missing_tokens: int,
-    *,
-    waits: bool,
-    before: Bid | None = None,
-    computed_tokens: int | None = None,
-) -> Bid | None:
-    """Return the bid (a source's offer to load tokens) to take; None if the engine computes the prompt.
-
-    If the source of the returned bid is still looking up its KV, the request waits for this source.
-
-    >>> from kvferry.connector.bids import PlaceTokens
-    >>> disk, host = Bid("a", (PlaceTokens("file", 300),)), Bid("b", (PlaceTokens("host", 256),))
-    >>> choose(WeightPolicy({"file": 0.5}), [disk, host], 400, waits=False).source  # 300 * 0.5 < 256
-    'b'
-
-    Args:
-        policy: policy that assigns a value to each bid.
-        bids: bids in the order of their sources, each of at least one token.
-        missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
-        waits: True if the request may wait for a source that is still looking up its KV. Otherwise the bids
-            of such sources are ignored.
-        before: bid that was chosen for this request last time; None if there is none. A bid of the same
-            sources and places wins unless another bid has more than `MARGIN` times its value.
-        computed_tokens: number of tokens that the engine computes if no bid is taken; None for
-            `missing_tokens`. It is larger if the engine can use a part of its prefix cache only with a load.
-    """
-    values = [(policy.value(bid, missing_tokens), bid) for bid in bids if waits or not bid.looking]
-    most, best = max(values, key=lambda one: one[0], default=(0.0, None))
-    for value, bid in values:
-        if bid.has_same_sources(before) and value * MARGIN >= most:
-            most, best = value, bid
-    computed_tokens = missing_tokens if computed_tokens is None else computed_tokens
-    return best if most > policy.value(None, computed_tokens) else None

@@ -13,7 +13,7 @@ for the failed load. If the request needed more blocks than are left, neither it
 on. So it lets the others pass once. If the next plan does not find enough blocks at once, the prompt is
 computed, for which vLLM reserves nothing. A load also waits if it would leave too few free blocks to waiting
 requests (`headroom`), or if its source may hold no more blocks. When the request has waited for longer than
-its patience, the prompt is computed.
+its patience, the prompt is computed. `choosing` decides how long a request waits for a source's answer.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar
 
+from kvferry.connector.answer_times import AwaitedAnswers
 from kvferry.connector.bids import Bid, Bidding
+from kvferry.connector.choosing import BidChooser
 from kvferry.connector.engine import Request
 from kvferry.connector.headroom import Headroom
-from kvferry.connector.policies import BidChooser
 from kvferry.connector.waiting import Waiting
 
 
@@ -82,6 +83,9 @@ class RequestState(Generic[PlanT]):
         failed: True if the last attempt has failed.
         waiting: stopwatch for the time that the request waits for free blocks, or for sources that are still
             looking up their KV.
+        awaited: bid that the request waits for, because its sources are still looking up their KV or too few
+            blocks are free; None if the request does not wait.
+        unanswered: answers of sources that the request has asked for and not received, to measure their time.
     """
 
     bidding: Bidding
@@ -90,6 +94,8 @@ class RequestState(Generic[PlanT]):
     crowded: bool = False
     failed: bool = False
     waiting: Waiting = field(default_factory=Waiting)
+    awaited: Bid | None = None
+    unanswered: AwaitedAnswers = field(default_factory=AwaitedAnswers)
 
 
 class RequestPhases:
@@ -145,6 +151,7 @@ class RequestPhases:
         """Return the plan to take; None if the engine computes the prompt.
 
         If a source of the returned plan is still looking up its KV, the request waits for this source.
+        Mutates `state`: the answers that are missing are noted there, and the wait so far is added up.
 
         Args:
             state: state of the request.
@@ -155,8 +162,11 @@ class RequestPhases:
                 all of them.
         """
         missing_tokens = request.num_tokens - local_tokens
+        bids = state.bidding.eligible_bids((plan.bid for plan in plans), missing_tokens)
+        for bid in bids:
+            state.unanswered.note(bid.unanswered)
         best = self._chooser.choose(
-            state.bidding.eligible_bids((plan.bid for plan in plans), missing_tokens),
+            bids,
             missing_tokens,
             waited=state.waiting.until(self._clock()),
             before=None if state.taken is None else state.taken[0].bid,
@@ -174,7 +184,7 @@ class RequestPhases:
         """Return the number of tokens to load for a plan, beyond `local_tokens`; 0 to compute the prompt.
 
         Return None while the request waits for free blocks, or for a source that is still looking up its KV.
-        Mutates `state`: the plan is kept there for `admit`.
+        Mutates `state`: the plan is kept there for `admit`. Records how long answers took that have arrived.
 
         Args:
             state: state of the request.
@@ -183,6 +193,8 @@ class RequestPhases:
             has_room: function that returns whether the loads of a plan may begin now and leave enough free
                 blocks for other requests.
         """
+        state.unanswered.settle(self._chooser.answer_times, self._clock())
+        state.awaited = None
         if plan is None:
             state.taken = None
             return 0
@@ -192,6 +204,7 @@ class RequestPhases:
                 return plan.bid.tokens
             if state.waiting.seconds >= self._chooser.patience_seconds:
                 return 0
+        state.awaited = plan.bid
         state.waiting.begin(self._clock())
         return None
 
@@ -206,6 +219,7 @@ class RequestPhases:
             (plan, local_tokens): the plan to begin, and the number of the request's tokens that were in the
             engine's prefix cache when the plan was proposed. None to load nothing.
         """
+        state.unanswered.give_up(self._chooser.answer_times, self._clock())
         taken, state.taken, state.failed = state.taken, None, False
         state.phase = RequestPhase.SERVED
         if not load_tokens or taken is None:

@@ -124,6 +124,11 @@ class Speeds:
             newest = tokens / seconds
             self._rate = 1 / (NEWEST / newest + (1 - NEWEST) / self._rate) if self._rate else newest
 
+    @property
+    def computing_is_known(self) -> bool:
+        """True if the speed of computing has been measured."""
+        return self._rate > 0
+
     def load_seconds(self, place: str, tokens: int) -> float:
         """Return the expected seconds to load tokens from a place; 0 if its speed is unknown.
 

@@ -20,6 +20,7 @@ from support.vllm_engine.multi_inside import (  # noqa: F401 - called by name
     ferries,
     forget_speeds,
     metrics,
+    slow_answers,
     spoil_child,
     still_known,
     story_of_last,

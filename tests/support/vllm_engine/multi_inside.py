@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 
@@ -34,6 +35,21 @@ def chosen(engine: Any) -> list[tuple[str, int]]:
         admission._admit = admit
     seen, engine.chosen = engine.chosen, []
     return seen
+
+
+def slow_answers(engine: Any, seconds: float, of: int) -> None:
+    """Let that child be looking for so long, from the first time that it is asked about a request."""
+    child = _multi(engine)._connectors[of]
+    if not hasattr(child, "answer_seconds"):
+        inner, first = child.get_num_new_matched_tokens, dict[str, float]()
+
+        def late(request: Any, local_tokens: int) -> tuple[int | None, bool]:
+            answer, now = inner(request, local_tokens), time.monotonic()
+            asked = first.setdefault(request.request_id, now)
+            return (None, False) if now < asked + child.answer_seconds else answer
+
+        child.get_num_new_matched_tokens = late
+    child.answer_seconds = seconds
 
 
 def story_of_last(engine: Any, of: int = 0) -> list[str]:

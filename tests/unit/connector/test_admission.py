@@ -14,6 +14,7 @@ from kvferry.connector import admission
 from kvferry.connector.admission import Admission
 from kvferry.connector.admission_events import AdmissionEvents
 from kvferry.connector.bids import Bid, PlaceTokens
+from kvferry.connector.choosing import BidChooser
 from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.events import LateBlocks, LoadEnded, Scheduled, SourcesAsked
@@ -22,7 +23,7 @@ from kvferry.connector.load_results import GroupBytes, LoadFigures, LoadOutcome
 from kvferry.connector.messages import Report, StepOrders, StepReports
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.pins import Pins
-from kvferry.connector.policies import BidChooser, FirstPolicy, WeightPolicy
+from kvferry.connector.policies import FirstPolicy, WeightPolicy
 from kvferry.connector.speeds import Speeds
 from kvferry.connector.stream import EventStream
 from kvferry.geometry import Group, GroupKind
@@ -40,8 +41,8 @@ CACHE_GROUPS = (
 GROUPS = Group(GroupKind.FULL, BLOCK, 0, ()), Group(GroupKind.SLIDING, BLOCK, 6, ())
 
 
-def offer(name, tokens, looking=False):
-    return Bid(name, (PlaceTokens(name, tokens),), looking)
+def offer(name, tokens, looking=False, promised=False):
+    return Bid(name, (PlaceTokens(name, tokens),), looking, looking and promised)
 
 
 @dataclass
@@ -51,6 +52,7 @@ class Stand:
     name: str
     total: int = 0
     looking: bool = False
+    promised: bool = False
     serves: bool = True
     strikes: bool = True
     alignment_tokens: int = BLOCK
@@ -76,16 +78,16 @@ class Stand:
         return MissReason.DEADLINE if report.late else MissReason.FAILED
 
     def bids(self, request, local_tokens):
-        return (
-            [offer(self.name, self.total - local_tokens, self.looking)] if self.total > local_tokens else []
-        )
+        tokens = self.total - local_tokens
+        return [offer(self.name, tokens, self.looking, self.promised)] if tokens > 0 else []
 
     def head(self, request, local_tokens, alignment_tokens):
         tokens = self.head_until // alignment_tokens * alignment_tokens - local_tokens
         return offer(self.name, tokens) if tokens > 0 else None
 
     def tail(self, request, local_tokens, first):
-        return offer(self.name, self.total - first, self.looking) if self.total > first else None
+        tokens = self.total - first
+        return offer(self.name, tokens, self.looking, self.promised) if tokens > 0 else None
 
     def has_room(self, bid, blocks):
         self.heard_of = bid.source, blocks
@@ -225,21 +227,38 @@ def test_the_most_tokens_win_and_the_first_of_equals():
     assert (few.heard, many.heard, same.heard) == ([], [("begin", 0, 16)], [])
 
 
-def test_a_source_that_might_bring_most_is_waited_for_while_it_looks():
+def test_a_source_that_looks_holds_up_no_request_of_which_another_source_has_some():
     ready, looking = Stand("ready", 8), Stand("looking", 16, looking=True)
     engine = Engine(ready, looking)
+    assert engine.admit(engine.arrive()) == 8
+    assert (ready.heard, looking.heard) == ([("begin", 0, 8)], [])
+
+
+def test_a_source_that_looks_is_waited_for_where_no_other_has_anything():
+    empty, looking = Stand("empty"), Stand("looking", 16, looking=True)
+    engine = Engine(empty, looking)
     one = engine.arrive()
     assert engine.admit(one) is None
-    looking.total = 0
-    assert engine.admit(one) == 8
-    assert ready.heard == [("begin", 0, 8)]
+    assert engine.admission.awaited("a").source == "looking"
+    empty.total = 8
+    assert engine.admit(one) == 8, "it has something by now"
+    assert engine.admission.awaited("a") is None
 
 
-def test_a_source_that_looks_for_too_long_is_waited_for_no_more(monkeypatch):
+def test_a_ticket_that_brings_more_is_waited_for_while_its_peer_does_not_answer():
+    ready, peer = Stand("ready", 8), Stand("peer", 16, looking=True, promised=True)
+    engine = Engine(ready, peer)
+    one = engine.arrive()
+    assert engine.admit(one) is None
+    peer.looking = False
+    assert engine.admit(one) == 16
+
+
+def test_a_ticket_whose_peer_says_nothing_is_not_waited_for_longer_than_there_is_patience(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(admission.time, "monotonic", lambda: now[0])
-    ready, looking = Stand("ready", 8), Stand("looking", 16, looking=True)
-    engine = Engine(ready, looking, patience=5.0)
+    ready, peer = Stand("ready", 8), Stand("peer", 16, looking=True, promised=True)
+    engine = Engine(ready, peer, patience=5.0)
     one = engine.arrive()
     assert engine.admit(one) is None
     now[0] += 4.9
@@ -251,6 +270,40 @@ def test_a_source_that_looks_for_too_long_is_waited_for_no_more(monkeypatch):
     assert engine.admit(other) is None, "everyone has patience of their own"
     now[0] += 5.0
     assert engine.admit(other) == 0, "it is computed"
+
+
+def test_a_request_waits_no_longer_than_its_prompt_takes_to_compute(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(admission.time, "monotonic", lambda: now[0])
+    engine = Engine(Stand("peer", 16, looking=True), Stand("empty"), patience=5.0)
+    engine.admission._chooser.speeds.record_computation(PROMPT, 2.0)
+    one = engine.arrive()
+    assert engine.admit(one) is None
+    now[0] += 1.9
+    assert engine.admit(one) is None
+    now[0] += 0.2
+    assert engine.admit(one) == 0
+
+
+def test_how_long_answers_take_is_measured(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(admission.time, "monotonic", lambda: now[0])
+    source = Stand("peer", 16, looking=True)
+    engine = Engine(source, patience=5.0)
+    times = engine.admission._chooser.answer_times
+    one = engine.arrive()
+    for _ in range(3):
+        assert engine.admit(one) is None
+        now[0] += 1.0
+    source.looking = False
+    assert engine.admit(one) == 16
+    assert times.seconds("peer") == 3.0
+    source.looking = True
+    other = engine.arrive("b")
+    assert engine.admit(other) is None
+    now[0] += 13.0
+    assert engine.admit(other) == 0
+    assert times.seconds("peer") == pytest.approx(0.7 * 3.0 + 0.3 * 13.0), "it had not answered by then"
 
 
 def test_a_load_waits_for_those_that_it_would_leave_no_room_and_not_for_long(monkeypatch):
@@ -897,7 +950,7 @@ def test_one_source_that_has_all_is_preferred_to_two():
 def test_an_end_that_is_looked_for_is_waited_for(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(admission.time, "monotonic", lambda: now[0])
-    near, far = Stand("near", 12, head_until=16), Stand("far", 39, looking=True)
+    near, far = Stand("near", 12, head_until=16), Stand("far", 39, looking=True, promised=True)
     engine = Engine(near, far, patience=5.0)
     one = engine.arrive()
     assert engine.admit(one) is None
@@ -1079,11 +1132,23 @@ def test_why_nothing_is_loaded_is_told(monkeypatch):
     engine.compute(one)
     assert [event.why for event in engine.told if isinstance(event, SourcesAsked)] == [
         DecisionReason.LOOKING,
-        DecisionReason.NOTHING,
+        DecisionReason.UNANSWERED,
     ]
     assert {name: n for name, n in said(engine)[1].items() if name.startswith("misses")} == {
         "misses peer looking ": 1, "misses tiers evicted 0 full_attention": 1,
     }  # fmt: skip
+
+
+def test_of_a_source_that_is_not_waited_for_that_is_told():
+    looking, ready = Stand("peer", 16, looking=True), Stand("tiers", 8)
+    engine = Engine(looking, ready, workers=1)
+    one = engine.arrive()
+    assert engine.admit(one) == 8
+    engine.report(ready.load, None)
+    engine.compute(one, 8)
+    (asked,) = [event for event in engine.told if isinstance(event, SourcesAsked)]
+    assert (asked.chosen.source, asked.why) == ("tiers", DecisionReason.ANSWERED)
+    assert said(engine)[1]["misses peer looking "] == 1
 
 
 def test_an_offer_that_is_withdrawn_for_want_of_room_is_a_miss_of_that_name():
@@ -1290,7 +1355,7 @@ def test_beside_others_a_bid_that_would_fill_a_block_in_part_is_not_taken():
     assert alone.admit(alone.arrive()) == 24
     engine = Engine(fine, coarse, whole=True)
     assert engine.admit(engine.arrive()) == 16
-    fine.looking = True
+    fine.looking = fine.promised = True
     assert engine.admit(engine.arrive("c")) is None, "what it will turn out to be is not known"
     fine.looking, fine.alignment_tokens = False, BLOCK
     assert engine.admit(engine.arrive("d")) == 24

@@ -1,4 +1,4 @@
-"""The choice between bids: nothing better is left lying, nobody waits too long, nothing goes to and fro."""
+"""Policies: nothing better is left lying, and nothing goes to and fro."""
 
 from __future__ import annotations
 
@@ -6,66 +6,24 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvferry.connector.bids import Bid, PlaceTokens
-from kvferry.connector.policies import (
-    MARGIN,
-    BidChooser,
-    CostPolicy,
-    FirstPolicy,
-    WeightPolicy,
-    choose,
-    policy_named,
-)
+from kvferry.connector.choosing import MARGIN, choose
+from kvferry.connector.policies import CostPolicy, FirstPolicy, WeightPolicy, policy_named
 from kvferry.connector.speeds import LATELY_SECONDS, Speeds
 from support.clock import Clock
+from support.offers import PARTS, POLICIES, PROMPT, WEIGHTS, bid, speeds
 
-PLACES = ("peer", "host", "file", "object")
-PROMPT = 400
-PARTS = st.lists(
-    st.builds(PlaceTokens, st.sampled_from(PLACES), st.integers(1, 100)),
-    min_size=1,
-    max_size=3,
-    unique_by=lambda part: part.place,
-).map(tuple)
-BIDS = st.lists(st.builds(Bid, st.sampled_from("abc"), PARTS, st.booleans()), max_size=5)
-RATES = st.dictionaries(st.sampled_from([*PLACES, "computed"]), st.floats(1, 1e6))
-WEIGHTS = st.dictionaries(st.sampled_from(PLACES), st.floats(0, 10))
+BIDS = st.lists(st.builds(Bid, st.sampled_from("abc"), PARTS), max_size=5)
 
 
-def speeds(rates):
-    found = Speeds(Clock())
-    for what, rate in rates.items():
-        for tokens in (10, 1000):
-            if what == "computed":
-                found.record_computation(tokens, tokens / rate)
-            else:
-                found.record_load((PlaceTokens(what, tokens),), tokens / rate)
-    return found
-
-
-def bid(source="a", looking=False, **parts):
-    return Bid(source, tuple(PlaceTokens(place, tokens) for place, tokens in parts.items()), looking)
-
-
-POLICIES = st.one_of(
-    st.builds(FirstPolicy), st.builds(WeightPolicy, WEIGHTS), RATES.map(lambda r: CostPolicy(speeds(r)))
-)
-
-
-@given(
-    policy=POLICIES,
-    bids=BIDS,
-    waits=st.booleans(),
-    before=st.none() | st.builds(Bid, st.sampled_from("abc"), PARTS),
-)
-def test_no_bid_that_may_be_taken_is_better_by_the_margin(policy, bids, waits, before):
-    found = choose(policy, bids, PROMPT, waits=waits, before=before)
-    values = [policy.value(one, PROMPT) for one in bids if waits or not one.looking]
+@given(policy=POLICIES, bids=BIDS, before=st.none() | st.builds(Bid, st.sampled_from("abc"), PARTS))
+def test_no_other_bid_is_better_by_the_margin(policy, bids, before):
+    found = choose(policy, bids, PROMPT, before=before)
+    values = [policy.value(one, PROMPT) for one in bids]
     computing = policy.value(None, PROMPT)
     if found is None:
         assert all(value <= computing for value in values)
         return
     assert found in bids
-    assert waits or not found.looking
     margin = MARGIN if found.has_same_sources(before) else 1
     assert policy.value(found, PROMPT) * margin >= max(values)
     assert max(values) > computing
@@ -74,36 +32,26 @@ def test_no_bid_that_may_be_taken_is_better_by_the_margin(policy, bids, waits, b
 @given(bids=BIDS, weights=WEIGHTS, more=st.integers(1, 50))
 def test_whoever_offers_more_from_the_same_places_is_preferred(bids, weights, more):
     for policy in (WeightPolicy(weights), CostPolicy(speeds({"computed": 10.0}))):
-        found = choose(policy, bids, PROMPT, waits=True)
+        found = choose(policy, bids, PROMPT)
         if found is None:
             continue
         parts = (PlaceTokens(found.parts[0].place, found.parts[0].tokens + more), *found.parts[1:])
         better = Bid("better", parts)
         if policy.value(better, PROMPT) > policy.value(found, PROMPT):
-            assert choose(policy, [*bids, better], PROMPT, waits=True) is better
-
-
-@given(policy=POLICIES, bids=BIDS, patience=st.floats(0.1, 10), waited=st.floats(0, 20))
-def test_nobody_waits_longer_than_there_is_patience(policy, bids, patience, waited):
-    found = BidChooser(policy, Speeds(), patience).choose(bids, PROMPT, waited=waited, before=None)
-    assert found is None or not found.looking or waited < patience
+            assert choose(policy, [*bids, better], PROMPT) is better
 
 
 def test_the_first_source_that_has_anything_wins_under_first():
-    assert choose(FirstPolicy(), [bid("a", file=1), bid("b", host=300)], PROMPT, waits=True).source == "a"
-    assert choose(FirstPolicy(), [], PROMPT, waits=True) is None
+    assert choose(FirstPolicy(), [bid("a", file=1), bid("b", host=300)], PROMPT).source == "a"
+    assert choose(FirstPolicy(), [], PROMPT) is None
 
 
 def test_weights_decide_between_much_from_afar_and_less_from_near():
     peer, host = bid("peer", peer=300), bid("tiers", host=200)
-    assert choose(WeightPolicy({}), [peer, host], PROMPT, waits=True) is peer
-    assert choose(WeightPolicy({"host": 2.0}), [peer, host], PROMPT, waits=True) is host
-    assert choose(WeightPolicy({"peer": 0.0}), [peer], PROMPT, waits=True) is None, (
-        "a weight of 0 is never taken"
-    )
-    assert choose(WeightPolicy({}), [host, bid("other", file=200)], PROMPT, waits=True) is host, (
-        "the first of equals"
-    )
+    assert choose(WeightPolicy({}), [peer, host], PROMPT) is peer
+    assert choose(WeightPolicy({"host": 2.0}), [peer, host], PROMPT) is host
+    assert choose(WeightPolicy({"peer": 0.0}), [peer], PROMPT) is None, "a weight of 0 is never taken"
+    assert choose(WeightPolicy({}), [host, bid("other", file=200)], PROMPT) is host, "the first of equals"
 
 
 @pytest.mark.parametrize(
@@ -125,15 +73,15 @@ def test_weights_decide_between_much_from_afar_and_less_from_near():
 )
 def test_cost_takes_what_brings_the_first_token_soonest(rates, chosen):
     bids = [bid(host=300, file=90), bid(host=300)]
-    found = choose(CostPolicy(speeds(rates)), bids, PROMPT, waits=True)
+    found = choose(CostPolicy(speeds(rates)), bids, PROMPT)
     assert (found and found.tokens) == chosen
 
 
 def test_what_was_chosen_stays_chosen_until_another_is_better_by_a_margin():
     one, other = bid("a", host=100), bid("b", file=105)
-    assert choose(WeightPolicy({}), [one, other], PROMPT, waits=True) is other
-    assert choose(WeightPolicy({}), [one, other], PROMPT, waits=True, before=one) is one
-    assert choose(WeightPolicy({}), [one, bid("b", file=120)], PROMPT, waits=True, before=one).source == "b"
+    assert choose(WeightPolicy({}), [one, other], PROMPT) is other
+    assert choose(WeightPolicy({}), [one, other], PROMPT, before=one) is one
+    assert choose(WeightPolicy({}), [one, bid("b", file=120)], PROMPT, before=one).source == "b"
 
 
 # -- speeds
@@ -158,11 +106,9 @@ def test_a_small_load_says_little_of_a_large_one():
     found = Speeds(Clock())
     found.record_computation(1000, 0.25)
     found.record_load((PlaceTokens("file", 64),), 0.02)
-    assert choose(CostPolicy(found), [bid(file=64)], PROMPT, waits=True) is None, (
-        "64 tokens are computed in 16 ms"
-    )
+    assert choose(CostPolicy(found), [bid(file=64)], PROMPT) is None, "64 tokens are computed in 16 ms"
     large = bid(file=350)
-    assert choose(CostPolicy(found), [large], PROMPT, waits=True) is large
+    assert choose(CostPolicy(found), [large], PROMPT) is large
     found.record_load((PlaceTokens("file", 1000),), 0.04)
     assert found.load_seconds("file", 532) == pytest.approx(0.03)
     assert found.load_seconds("file", 2000) == pytest.approx(0.0614, rel=1e-2)
@@ -213,14 +159,14 @@ def test_what_was_not_measured_lately_is_tried_anew():
 def test_what_weighs_nothing_is_not_taken_together_with_something_either():
     near, far = bid("near", host=16), bid("far", peer=23)
     both, own = Bid.composed(near, far), bid("near", host=8)
-    assert choose(WeightPolicy({"peer": 0}), [own, both], PROMPT, waits=True) is own
-    assert choose(WeightPolicy({"peer": 0.1}), [own, both], PROMPT, waits=True) is both
+    assert choose(WeightPolicy({"peer": 0}), [own, both], PROMPT) is own
+    assert choose(WeightPolicy({"peer": 0.1}), [own, both], PROMPT) is both
     tiers = bid("tiers", host=16, object=8)
-    assert choose(WeightPolicy({"object": 0}), [own, tiers], PROMPT, waits=True) is tiers
+    assert choose(WeightPolicy({"object": 0}), [own, tiers], PROMPT) is tiers
 
 
 @pytest.mark.parametrize(("name", "taken"), [("weight", "many"), ("cost", "fast"), ("first", "first")])
 def test_each_configured_name_is_a_policy_of_its_own(name, taken):
     policy = policy_named(name, {"host": 3.0}, speeds({"peer": 10.0, "host": 10.0, "computed": 20.0}))
     bids = [bid("first", peer=100), bid("many", host=60), bid("fast", file=150)]
-    assert choose(policy, bids, PROMPT, waits=False).source == taken
+    assert choose(policy, bids, PROMPT).source == taken

@@ -186,7 +186,8 @@ class PeerSource:
         """Return this source's offer (bid) to load tokens of a request's prompt; empty if it has no offer.
 
         The bid covers the tokens that a peer offers after the first `local_tokens` tokens. Until the peer has
-        answered, the bid is an upper bound, marked by its attribute `looking`.
+        answered, the bid is an upper bound, marked by its attribute `looking`. If the request came with a
+        ticket, the ticket says the number of tokens, and the bid is marked as `promised` as well.
 
         Args:
             request: request that waits to be scheduled.
@@ -570,9 +571,8 @@ class PeerSource:
             self._exclude_peer(request.request_id, peer.reason)
             return None
         looking = isinstance(peer, Pending)
-        return Bid(
-            pull.peer, (PlaceTokens(PEER, tokens),), looking, growing=not looking and not pull.is_whole
-        )
+        growing = pull.foreseen if looking else not pull.is_whole
+        return Bid(pull.peer, (PlaceTokens(PEER, tokens),), looking, promised=looking, growing=growing)
 
     def _refusal(self, pull: Pull, peer: PeerInfo) -> str | None:
         """Return the reason why KV cannot be read from a peer; None if it can be read.

@@ -173,7 +173,7 @@ def test_a_ticket_is_redeemed_at_arrival_and_bid_once_it_is_granted_and_its_peer
     one = engine.arrive(offered())
     assert engine.client.claimed == ["theirs"]
     assert engine.client.asked == [(40, content_of(one, 40, Adapters()))]
-    looking = (Bid(UNREDEEMED, (PlaceTokens("peer", 32),), looking=True),)
+    looking = (Bid(UNREDEEMED, (PlaceTokens("peer", 32),), looking=True, promised=True),)
     assert engine.source.bids(one, 8) == looking
     assert engine.client.waits == [], "nobody waits for a peer that is being met"
     engine.client.answer = KNOWN
@@ -287,7 +287,8 @@ def test_a_peer_that_was_restarted_before_it_granted_a_ticket_is_met_anew(monkey
     monkeypatch.setattr(Client, "look_up", look_up)
     engine = Engine(PeerInfo(facts("engine", 10), cards()))
     one = engine.arrive(offered())
-    assert engine.source.bids(one, 8) == (Bid(PEER, (PlaceTokens("peer", 32),), looking=True),)
+    looking = Bid(PEER, (PlaceTokens("peer", 32),), looking=True, promised=True)
+    assert engine.source.bids(one, 8) == (looking,)
     engine.client.answer = KNOWN
     assert engine.source.bids(one, 8) == (Bid(PEER, (PlaceTokens("peer", 32),)),)
     assert (engine.refused(), engine.client.claimed) == ([], ["theirs"])
@@ -517,6 +518,7 @@ def test_a_request_without_an_offer_gets_that_of_an_earlier_turn_once_peers_have
     one = engine.arrive(request("a", [*TOKENS, 99]))
     (bid,) = engine.source.bids(one, 8)
     assert (bid.looking, bid.tokens) == (True, 32)
+    assert not bid.promised, "nobody has said that there is such a turn"
     engine.turns.answer = TURN
     assert engine.source.bids(one, 8) == (Bid(PEER, (PlaceTokens("peer", 32),)),)
     assert engine.client.held == ["earlier"]
@@ -660,7 +662,8 @@ def test_an_offer_without_a_number_of_tokens_is_of_all_but_the_last():
     engine = Engine(redeemed=Pending())
     one = engine.arrive(offered(remote_num_tokens=None))
     assert engine.client.asked == [(40, content_of(one, 40, Adapters()))]
-    assert engine.source.bids(one, 0) == (Bid(UNREDEEMED, (PlaceTokens("peer", 40),), looking=True),)
+    looking = Bid(UNREDEEMED, (PlaceTokens("peer", 40),), looking=True, promised=True, growing=True)
+    assert engine.source.bids(one, 0) == (looking,)
     engine.client.redeemed = some_of_it(16)
     assert engine.source.bids(one, 0) == (Bid(PEER, (PlaceTokens("peer", 40),), growing=True),)
     engine.client.redeemed = some_of_it(40)

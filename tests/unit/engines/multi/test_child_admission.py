@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 from hypothesis import given, strategies as st
 
-from kvferry.connector.bids import PlaceTokens
+from kvferry.connector.bids import Bid, PlaceTokens
+from kvferry.connector.choosing import BidChooser
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.headroom import Headroom
-from kvferry.connector.policies import BidChooser, CostPolicy, FirstPolicy, WeightPolicy
+from kvferry.connector.policies import CostPolicy, FirstPolicy, WeightPolicy
 from kvferry.connector.speeds import Speeds
 from kvferry.engines.vllm.multi.child_admission import ChildAdmission
 from kvferry.geometry import GroupKind
@@ -39,12 +40,12 @@ def blocks(*ids: int) -> SimpleNamespace:
     return SimpleNamespace(get_block_ids=lambda: (list(ids),))
 
 
-def admission_of(*answers: tuple[int | None, bool], policy=None, attempts: int = 2) -> tuple:
+def admission_of(*answers: tuple[int | None, bool], policy=None, attempts: int = 2, **more) -> tuple:
     clock = Clock()
     children = [Child(answer) for answer in answers]
     names = [f"c{n}" for n in range(len(children))]
     chooser = BidChooser(policy or WeightPolicy({}), Speeds(clock), PATIENCE)
-    return ChildAdmission(names, children, chooser, attempts, clock), children, clock
+    return ChildAdmission(names, children, chooser, attempts, clock, **more), children, clock
 
 
 def test_the_best_bid_is_loaded_and_the_others_are_told_of_the_blocks() -> None:
@@ -109,15 +110,39 @@ def test_by_cost_computing_begins_where_all_groups_can_continue() -> None:
     assert ours.matched(request("b", 1000), 800) == (199, True)
 
 
-def test_a_child_that_is_looking_is_waited_for_as_long_as_there_is_patience() -> None:
-    ours, children, clock = admission_of((None, False), (300, True))
-    assert ours.matched(request(), 0) == (None, False)
-    clock.now += PATIENCE / 2
-    assert ours.matched(request(), 0) == (None, False)
-    clock.now += PATIENCE / 2
+def test_a_child_that_is_looking_holds_up_no_request_of_which_another_has_some() -> None:
+    ours, children, _ = admission_of((None, False), (300, True))
     assert ours.matched(request(), 0) == (300, True)
     children[0].answer = (900, True)
-    assert ours.matched(request(), 0) == (900, True), "it has found what it was looking for"
+    assert ours.matched(request(), 0) == (900, True), "it has answered before the load began"
+
+
+def test_where_no_child_has_answered_a_request_waits_and_no_longer_than_computing_takes() -> None:
+    ours, children, clock = admission_of((None, False), (0, False))
+    for name, seconds in (("a", PATIENCE), ("b", 2.0)):
+        assert ours.matched(request(name), 0) == (None, False)
+        clock.now += seconds * 0.9
+        assert ours.matched(request(name), 0) == (None, False)
+        clock.now += seconds * 0.2
+        assert ours.matched(request(name), 0) == (0, False)
+        ours._chooser.speeds.record_computation(REST, 2.0)
+    children[0].answer = (900, True)
+    assert ours.matched(request("b"), 0) == (900, True), "it has answered after all"
+
+
+def test_a_child_that_says_what_it_waits_for_bids_no_more_than_that() -> None:
+    known = {}
+    ours, *_ = admission_of((None, False), (300, True), awaited=lambda child, name: known[name])
+    for name, tokens, promised, taken in (
+        ("a", 900, True, None),
+        ("b", 900, False, 300),
+        ("c", 200, True, 300),
+        ("d", 5 * REST, True, None),
+    ):
+        known[name] = Bid("peer", (PlaceTokens("peer", tokens),), looking=True, promised=promised)
+        assert ours.matched(request(name), 0) == (taken, taken is not None), name
+    most = Bid("c0", (PlaceTokens("c0", REST - 1),), looking=True, promised=True)
+    assert ours._states["d"].awaited == most
 
 
 def test_a_load_between_steps_waits_for_those_that_it_would_leave_no_room() -> None:
@@ -145,13 +170,9 @@ def test_a_load_between_steps_waits_for_those_that_it_would_leave_no_room() -> N
     assert ours.matched(request("d"), 0) == (640, False), "within the step that uses it"
 
 
-def test_a_child_that_is_looking_holds_up_nobody_whose_bid_is_better_anyway() -> None:
-    ours, *_ = admission_of((REST, True), (None, False))
-    assert ours.matched(request(), 0) == (REST, True)
-    weighed, *_ = admission_of((None, False), (300, True), policy=WeightPolicy({"c0": 0.1}))
-    assert weighed.matched(request(), 0) == (300, True)
-    alone, *_ = admission_of((None, False), (0, False))
-    assert alone.matched(request(), REST - 1) == (0, False), "nothing is left to be found"
+def test_where_one_token_is_left_no_child_that_is_looking_is_waited_for() -> None:
+    ours, *_ = admission_of((None, False), (0, False))
+    assert ours.matched(request(), REST - 1) == (0, False), "nothing is left to be found"
 
 
 def test_what_was_chosen_stays_chosen_until_another_is_clearly_better() -> None:

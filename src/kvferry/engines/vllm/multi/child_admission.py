@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.connector.bids import Bid, Bidding, PlaceTokens
+from kvferry.connector.choosing import BidChooser
 from kvferry.connector.engine import PrefixCache
 from kvferry.connector.headroom import Headroom
 from kvferry.connector.local_prefix import LocalPrefix
-from kvferry.connector.policies import BidChooser
 from kvferry.connector.request_phases import AdmitAction, RequestPhase, RequestPhases, RequestState
 from kvferry.engines.vllm.multi.counts import Counts
 from kvferry.engines.vllm.requests import VLLMRequest
@@ -101,6 +101,7 @@ class ChildAdmission:
         chooser: BidChooser,
         attempts: int,
         clock: Callable[[], float] = time.monotonic,
+        awaited: Callable[[Any, str], Bid | None] = lambda *_: None,
     ) -> None:
         """Store the child connectors and the policy that chooses between them.
 
@@ -110,11 +111,14 @@ class ChildAdmission:
             chooser: policy that chooses between the children's offers. It identifies a child by its name.
             attempts: maximum number of loads for one request.
             clock: function that returns the time in seconds.
+            awaited: function that returns what is known of the KV that a child still looks for: an offer of
+                at most so many tokens. It is called with the child and the id of a request. None if nothing
+                is known.
         """
         self.counts, self.phases = Counts(), RequestPhases(chooser, Headroom(), clock)
         self.prefix_cache: PrefixCache | None = None
         self._names, self._children = tuple(names), tuple(children)
-        self._chooser, self._attempts, self._clock = chooser, attempts, clock
+        self._chooser, self._attempts, self._clock, self._awaited = chooser, attempts, clock, awaited
         self._states: dict[str, _RequestState] = {}
         self._loads: dict[str, _Load] = {}
         self._new: dict[str, int] = {}
@@ -145,7 +149,7 @@ class ChildAdmission:
         prefix = LocalPrefix.of(self.prefix_cache, VLLMRequest(request), local_tokens)
         best = self.phases.best(
             state,
-            self._plans(request.num_tokens - local_tokens, answers),
+            self._plans(request, local_tokens, answers),
             request,
             local_tokens,
             resumable_tokens=prefix.resumable_tokens,
@@ -155,32 +159,47 @@ class ChildAdmission:
         )
         return tokens, best is not None and best.asynchronous and bool(tokens)
 
-    def _plans(self, missing_tokens: int, answers: Sequence[tuple[int | None, bool]]) -> list[_Plan]:
+    def _plans(
+        self, request: Any, local_tokens: int, answers: Sequence[tuple[int | None, bool]]
+    ) -> list[_Plan]:
         """Return the possible load of each child connector, in the order of the children.
 
-        A child that is still looking for KV is assumed to find all missing tokens except the last one, which
-        is always computed.
-
         Args:
-            missing_tokens: number of the request's tokens that are not in the engine's own prefix cache.
+            request: vLLM's request.
+            local_tokens: number of prompt tokens that the engine's own prefix cache has.
             answers: for each child, the number of tokens that it can load, and True if its load is
                 asynchronous. The number is None if the child is still looking for KV.
         """
         return [
-            # A child that is still looking may find every token except the last one. That one is computed.
             _Plan(
                 child_index,
-                Bid(
-                    name,
-                    (PlaceTokens(name, missing_tokens - 1 if tokens is None else tokens),),
-                    looking=tokens is None,
-                ),
+                self._bid_of_looking(child_index, request, local_tokens)
+                if tokens is None
+                else Bid(self._names[child_index], (PlaceTokens(self._names[child_index], tokens),)),
                 asynchronous,
             )
-            for child_index, (name, (tokens, asynchronous)) in enumerate(
-                zip(self._names, answers, strict=True)
-            )
+            for child_index, (tokens, asynchronous) in enumerate(answers)
         ]
+
+    def _bid_of_looking(self, child_index: int, request: Any, local_tokens: int) -> Bid:
+        """Return the offer of a child connector that is still looking for KV: an upper bound.
+
+        Without further knowledge, the child may find every missing token except the last one, which is always
+        computed.
+
+        Args:
+            child_index: index of the child.
+            request: vLLM's request.
+            local_tokens: number of prompt tokens that the engine's own prefix cache has.
+        """
+        name, most = self._names[child_index], request.num_tokens - local_tokens - 1
+        known = self._awaited(self._children[child_index], request.request_id)
+        if known is None:
+            return Bid(name, (PlaceTokens(name, most),), looking=True)
+        tokens = min(known.tokens, most)
+        return Bid(
+            name, (PlaceTokens(name, tokens),), looking=True, promised=known.promised, growing=known.growing
+        )
 
     def _has_room(self, plan: _Plan, request: Any, local_tokens: int) -> bool:
         """Return True if a load may start without taking blocks that waiting requests need.

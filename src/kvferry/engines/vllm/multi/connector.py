@@ -14,8 +14,10 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from kvferry.connector.bids import Bid
+from kvferry.connector.choosing import BidChooser
 from kvferry.connector.headroom import Headroom
-from kvferry.connector.policies import BidChooser, policy_named
+from kvferry.connector.policies import policy_named
 from kvferry.connector.speeds import Speeds
 from kvferry.connector.step_times import StepTimes
 from kvferry.engines.vllm.compat.arrivals import guard_arrivals
@@ -82,7 +84,9 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
         weights = {child.name: child.load_weight for child in children}
         policy = policy_named(settings.source_policy, weights, self._speeds)
         chooser = BidChooser(policy, self._speeds, settings.patience_seconds)
-        self._admission = ChildAdmission(self._names, self._connectors, chooser, settings.attempts)
+        self._admission = ChildAdmission(
+            self._names, self._connectors, chooser, settings.attempts, awaited=_awaited
+        )
         self._block_holders = BlockHolders(self._names)
 
     @property
@@ -274,6 +278,18 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
                 failed.append(error)
         if failed:
             raise failed[0]
+
+
+def _awaited(child: Any, request_id: str) -> Bid | None:
+    """Return the offer that a child connector waits for; None if the child is not kvferry's, or does not say.
+
+    Args:
+        child: the child connector.
+        request_id: id of the request.
+    """
+    if not isinstance(child, KVFerryConnector):
+        return None
+    return child.scheduler.half.admission.awaited(request_id)
 
 
 def _of_child(metadata: dict[Any, Any], child_index: int) -> dict[Any, Any]:

@@ -1,0 +1,149 @@
+"""The choice between the bids for a request, computing its prompt, and waiting for a source's answer.
+
+Sources that have answered are used at once. A request waits for a source that is still looking only if
+
+- no source that has answered has a bid that is better than computing, or
+- the policy estimates times, and the answer is expected to save more time than it takes, or
+- the request came with a ticket for more tokens than the best answer has (`Bid.promised`).
+
+A wait ends when it has taken as long as what it could save: no request waits longer than the engine would
+take to compute its prompt, once the speed of computing is known, and none beyond its patience. Waiting for a
+ticket may take `PROMISE_SECONDS` in any case.
+
+The bid chosen before stays chosen until another one is better by a margin. So requests that wait for free
+blocks do not switch back and forth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvferry.connector.answer_times import AnswerTimes
+from kvferry.connector.bids import Bid
+from kvferry.connector.policies import Policy
+from kvferry.connector.speeds import Speeds
+
+MARGIN = 1.1
+"""Factor by which the value of another bid must exceed the value of the bid chosen before."""
+
+PROMISE_SECONDS = 0.5
+"""Seconds that a request may wait for a ticket's peer, even if the engine would compute the tokens sooner.
+
+Another engine has computed these tokens for this request. They are not computed again because a message is
+late by some milliseconds, or because two engines meet for the first time.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class BidChooser:
+    """Chooses between sources' offers by a policy, and limits how long a request waits for an offer.
+
+    Attributes:
+        policy: policy that assigns a value to each offer.
+        speeds: record of measured speeds. The admission adds the time of each load to it.
+        patience_seconds: maximum seconds that a request waits for free blocks, or for a source that is still
+            looking up its KV.
+        answer_times: record of the times until sources answer. The admission adds the time of each answer.
+    """
+
+    policy: Policy
+    speeds: Speeds
+    patience_seconds: float
+    answer_times: AnswerTimes = field(default_factory=AnswerTimes)
+
+    def choose(
+        self,
+        bids: Sequence[Bid],
+        missing_tokens: int,
+        *,
+        waited: float,
+        before: Bid | None,
+        computed_tokens: int | None = None,
+    ) -> Bid | None:
+        """Return the bid (a source's offer to load tokens) to take; None if the engine computes the prompt.
+
+        If the source of the returned bid is still looking up its KV, the request waits for this source.
+
+        Args:
+            bids: bids in the order of their sources, each of at least one token.
+            missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
+            waited: seconds that the request has waited so far.
+            before: bid that was chosen for this request last time; None if there is none. A bid of the same
+                sources and places wins unless another bid has more than `MARGIN` times its value.
+            computed_tokens: number of tokens that the engine computes if no bid is taken; None for
+                `missing_tokens`. It is larger if the engine can use a part of its prefix cache only with a
+                load.
+        """
+        computed = missing_tokens if computed_tokens is None else computed_tokens
+        answered = choose(
+            self.policy,
+            [bid for bid in bids if not bid.looking],
+            missing_tokens,
+            before=before,
+            computed_tokens=computed,
+        )
+        rivals = [
+            bid
+            for bid in bids
+            if bid is answered
+            or (bid.looking and waited < self.wait_seconds(bid, answered, missing_tokens, computed))
+        ]
+        return choose(self.policy, rivals, missing_tokens, before=before, computed_tokens=computed)
+
+    def wait_seconds(
+        self, bid: Bid, answered: Bid | None, missing_tokens: int, computed_tokens: int
+    ) -> float:
+        """Return how long a request may wait, in all, for a bid whose sources are still looking.
+
+        Args:
+            bid: bid whose sources are still looking. Its number of tokens is an upper bound.
+            answered: best bid of the sources that have answered; None if computing is better.
+            missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
+            computed_tokens: number of tokens that the engine computes if no bid is taken.
+        """
+        saved = self.policy.saved_seconds(bid, answered, missing_tokens, computed_tokens)
+        if saved is not None:
+            expected = max(map(self.answer_times.seconds, bid.unanswered), default=0.0)
+            return min(saved, self.patience_seconds) if expected < saved else 0.0
+        more_tokens = computed_tokens if answered is None else bid.tokens - answered.tokens
+        if more_tokens <= 0 or not (answered is None or bid.promised):
+            return 0.0
+        if not self.speeds.computing_is_known:
+            return self.patience_seconds
+        seconds = self.speeds.compute_seconds(more_tokens)
+        return min(max(seconds, PROMISE_SECONDS) if bid.promised else seconds, self.patience_seconds)
+
+
+def choose(
+    policy: Policy,
+    bids: Sequence[Bid],
+    missing_tokens: int,
+    *,
+    before: Bid | None = None,
+    computed_tokens: int | None = None,
+) -> Bid | None:
+    """Return the bid (a source's offer to load tokens) of the highest value; None if computing is better.
+
+    >>> from kvferry.connector.bids import PlaceTokens
+    >>> from kvferry.connector.policies import WeightPolicy
+    >>> disk, host = Bid("a", (PlaceTokens("file", 300),)), Bid("b", (PlaceTokens("host", 256),))
+    >>> choose(WeightPolicy({"file": 0.5}), [disk, host], 400).source  # 300 * 0.5 < 256
+    'b'
+
+    Args:
+        policy: policy that assigns a value to each bid.
+        bids: bids in the order of their sources, each of at least one token.
+        missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
+        before: bid that was chosen for this request last time; None if there is none. A bid of the same
+            sources and places wins unless another bid has more than `MARGIN` times its value.
+        computed_tokens: number of tokens that the engine computes if no bid is taken; None for
+            `missing_tokens`. It is larger if the engine can use a part of its prefix cache only with a load.
+    """
+    values = [(policy.value(bid, missing_tokens), bid) for bid in bids]
+    most, best = max(values, key=lambda one: one[0], default=(0.0, None))
+    for value, bid in values:
+        if bid.has_same_sources(before) and value * MARGIN >= most:
+            most, best = value, bid
+    computed_tokens = missing_tokens if computed_tokens is None else computed_tokens
+    return best if most > policy.value(None, computed_tokens) else None

@@ -1,0 +1,47 @@
+"""Bids, speeds and policies for tests of the choice between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hypothesis import strategies as st
+
+from kvferry.connector.bids import Bid, PlaceTokens
+from kvferry.connector.policies import CostPolicy, FirstPolicy, WeightPolicy
+from kvferry.connector.speeds import Speeds
+from support.clock import Clock
+
+PLACES = ("peer", "host", "file", "object")
+PROMPT = 400
+PARTS = st.lists(
+    st.builds(PlaceTokens, st.sampled_from(PLACES), st.integers(1, 100)),
+    min_size=1,
+    max_size=3,
+    unique_by=lambda part: part.place,
+).map(tuple)
+RATES = st.dictionaries(st.sampled_from([*PLACES, "computed"]), st.floats(1, 1e6))
+WEIGHTS = st.dictionaries(st.sampled_from(PLACES), st.floats(0, 10))
+
+
+def speeds(rates: Mapping[str, float]) -> Speeds:
+    """Speeds with these tokens per second, by place; those of computing are named ``computed``."""
+    found = Speeds(Clock())
+    for what, rate in rates.items():
+        for tokens in (10, 1000):
+            if what == "computed":
+                found.record_computation(tokens, tokens / rate)
+            else:
+                found.record_load((PlaceTokens(what, tokens),), tokens / rate)
+    return found
+
+
+def bid(source: str = "a", looking: bool = False, promised: bool = False, **parts: int) -> Bid:
+    """A bid of so many tokens from each place."""
+    return Bid(
+        source, tuple(PlaceTokens(place, tokens) for place, tokens in parts.items()), looking, promised
+    )
+
+
+POLICIES = st.one_of(
+    st.builds(FirstPolicy), st.builds(WeightPolicy, WEIGHTS), RATES.map(lambda r: CostPolicy(speeds(r)))
+)

@@ -1,0 +1,208 @@
+"""How long a request waits for sources that are still looking: never longer than that can pay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, strategies as st
+
+from kvferry.connector.answer_times import AnswerTimes
+from kvferry.connector.bids import Bid
+from kvferry.connector.choosing import PROMISE_SECONDS, BidChooser, choose
+from kvferry.connector.policies import CostPolicy, FirstPolicy, WeightPolicy, policy_named
+from kvferry.connector.speeds import Speeds
+from support.clock import Clock
+from support.offers import PARTS, PROMPT, RATES, WEIGHTS, bid, speeds
+
+NAMES = "abc"
+SINGLE = st.builds(
+    lambda source, parts, state: Bid(source, parts, state > 0, state > 1),
+    st.sampled_from(NAMES),
+    PARTS,
+    st.integers(0, 2),
+)
+COMPOSED = st.builds(Bid.composed, SINGLE, SINGLE)
+BIDS = st.lists(SINGLE | COMPOSED, max_size=5)
+NAMED = st.tuples(st.sampled_from(["weight", "first", "cost"]), WEIGHTS, RATES)
+ANSWERS = st.dictionaries(st.sampled_from(NAMES), st.floats(0, 100))
+
+
+def chooser(name, weights, rates, patience=10.0, answers=None):
+    measured, times = speeds(rates), AnswerTimes(Clock())
+    for answer, seconds in (answers or {}).items():
+        times.record(answer, seconds)
+    return BidChooser(policy_named(name, weights, measured), measured, patience, times)
+
+
+def wait(ours, bids, missing=PROMPT, computed=None, step=0.01, until=30.0):
+    """Ask again and again although no source answers; how long the request waits, and what it then takes."""
+    waited = 0.0
+    while True:
+        found = ours.choose(bids, missing, waited=waited, before=None, computed_tokens=computed)
+        if found is None or not found.looking:
+            return waited, found
+        waited += step
+        assert waited < until
+
+
+@given(
+    named=NAMED,
+    bids=BIDS,
+    patience=st.floats(0.1, 5),
+    answers=ANSWERS,
+    more=st.integers(0, 100),
+    step=st.sampled_from([0.02, 0.3]),
+)
+def test_no_wait_is_longer_than_patience_or_computing(named, bids, patience, answers, more, step):
+    name, _, rates = named
+    waited, _ = wait(chooser(*named, patience, answers), bids, computed=PROMPT + more, step=step)
+    limit = patience
+    if "computed" in rates:
+        compute = (PROMPT + more) / rates["computed"] * (1 + 1e-6)
+        grace = PROMISE_SECONDS if name != "cost" and any(one.promised for one in bids) else 0.0
+        limit = min(patience, max(compute, grace))
+    assert waited < limit + step, "the last question that is answered with a wait comes before the limit"
+
+
+@given(named=NAMED, bids=BIDS, waited=st.floats(0, 5), answers=ANSWERS)
+def test_who_has_answered_is_used_at_once_under_weight_and_first(named, bids, waited, answers):
+    assume(named[0] != "cost")
+    ours = chooser(*named, answers=answers)
+    bids = [replace(one, promised=False) for one in bids]
+    answered = choose(ours.policy, [one for one in bids if not one.looking], PROMPT)
+    found = ours.choose(bids, PROMPT, waited=waited, before=None)
+    assert found is answered or (answered is None and found.looking)
+
+
+@given(named=NAMED, bids=BIDS, answers=ANSWERS)
+def test_a_request_without_an_answer_waits_as_long_as_computing_takes(named, bids, answers):
+    name, _, rates = named
+    assume(name != "cost")
+    ours = chooser(*named, answers=answers)
+    bids = [replace(one, looking=True, promised=False) for one in bids]
+    assume(choose(ours.policy, bids, PROMPT) is not None)
+    limit = min(10.0, PROMPT / rates["computed"]) if "computed" in rates else 10.0
+    assert ours.choose(bids, PROMPT, waited=limit * 0.99, before=None) is not None
+    assert ours.choose(bids, PROMPT, waited=limit * 1.01, before=None) is None
+
+
+@given(named=NAMED, bids=BIDS, waited=st.floats(0, 5), answers=ANSWERS)
+def test_by_cost_a_wait_is_worth_more_than_it_takes(named, bids, waited, answers):
+    """Against the times to the first token, by the same speeds: what is saved, and what is waited."""
+    _, weights, rates = named
+    measured = speeds(rates)
+    ours = chooser("cost", weights, rates, answers=answers)
+
+    def seconds(one):
+        loading = max((measured.load_seconds(p.place, p.tokens) for p in one.parts), default=0.0)
+        return loading + measured.compute_seconds(PROMPT - one.tokens)
+
+    best = min([measured.compute_seconds(PROMPT), *(seconds(one) for one in bids if not one.looking)])
+
+    def pays(one):
+        names = {part.source for part in (one.head, one.tail) if part and part.looking} or {one.source}
+        expected = max(answers.get(name, 0.0) for name in names)
+        return max(waited, expected) < best - seconds(one)
+
+    found = ours.choose(bids, PROMPT, waited=waited, before=None)
+    if found is not None and found.looking:
+        assert pays(found)
+        assert seconds(found) <= min(seconds(one) for one in bids if one.looking and pays(one)) + 1e-9
+    else:
+        assert not any(pays(one) and best - seconds(one) > 1e-6 for one in bids if one.looking)
+
+
+TOKENS, COMPUTING = 10_000, {"computed": 5_000.0, "tiers": 1e6, "peer": 1e6}
+PENDING = bid("peer", looking=True, peer=TOKENS - 1)
+
+
+@pytest.mark.parametrize("sibling", [5_000, 9_000, TOKENS])
+@pytest.mark.parametrize("name", ["weight", "first"])
+def test_a_pending_sibling_holds_up_no_request_that_has_an_answer(name, sibling):
+    ready = bid("tiers", tiers=sibling)
+    assert wait(chooser(name, {}, COMPUTING), [PENDING, ready], TOKENS) == (0.0, ready)
+
+
+def test_by_cost_a_request_waits_for_what_a_sibling_lacks_and_not_the_whole_patience():
+    ready = bid("tiers", tiers=5_000)
+    waited, found = wait(chooser("cost", {}, COMPUTING), [PENDING, ready], TOKENS)
+    assert (round(waited, 1), found) == (1.0, ready), "5,000 tokens are computed in 1 s"
+    slow = chooser("cost", {}, COMPUTING, answers={"peer": 1.5})
+    assert wait(slow, [PENDING, ready], TOKENS) == (0.0, ready), "its answers take longer than that"
+    soon = chooser("cost", {}, COMPUTING, answers={"peer": 0.5})
+    assert wait(soon, [PENDING, ready], TOKENS)[0] == pytest.approx(1.0, abs=0.02)
+    whole = bid("tiers", tiers=TOKENS)
+    assert wait(chooser("cost", {}, COMPUTING), [PENDING, whole], TOKENS) == (0.0, whole)
+
+
+@pytest.mark.parametrize("name", ["weight", "first", "cost"])
+def test_where_nobody_has_answered_a_request_waits_as_long_as_computing_takes(name):
+    waited, found = wait(chooser(name, {}, COMPUTING), [PENDING], TOKENS)
+    assert (round(waited, 1), found) == (2.0, None)
+    unknown, found = wait(chooser(name, {}, {}), [PENDING], TOKENS)
+    assert (round(unknown, 1), found) == (10.0, None), "the speed of computing is not known yet"
+
+
+def test_a_source_that_has_nothing_is_no_answer_and_one_of_weight_0_neither():
+    never = bid("tiers", file=TOKENS)
+    waited, found = wait(chooser("weight", {"file": 0.0}, COMPUTING), [never, PENDING], TOKENS)
+    assert (round(waited, 1), found) == (2.0, None)
+
+
+@pytest.mark.parametrize(
+    ("rates", "tokens", "seconds"),
+    [
+        (COMPUTING, 5_000, 1.0),
+        (COMPUTING, 9_900, PROMISE_SECONDS),
+        (COMPUTING, 9_999, 0.0),
+        ({}, 9_000, 10.0),
+    ],
+    ids=["half", "nearly all", "all", "the speed of computing is not known"],
+)
+@pytest.mark.parametrize("name", ["weight", "first"])
+def test_a_ticket_is_waited_for_as_long_as_computing_what_it_has_more(name, rates, tokens, seconds):
+    ticket, ready = replace(PENDING, promised=True), bid("tiers", tiers=tokens)
+    waited, found = wait(chooser(name, {}, rates), [ticket, ready], TOKENS)
+    assert (round(waited, 1), found) == (seconds, ready)
+
+
+def test_first_waits_for_no_ticket_whose_source_comes_later():
+    ticket, ready = replace(PENDING, promised=True), bid("tiers", tiers=5_000)
+    assert wait(chooser("first", {}, COMPUTING), [ready, ticket], TOKENS) == (0.0, ready)
+
+
+def test_the_rest_of_a_prefix_that_a_ticket_promises_is_waited_for_like_the_ticket():
+    head, tail = bid("tiers", tiers=5_000), bid("peer", looking=True, promised=True, peer=4_999)
+    both = Bid.composed(head, tail)
+    assert (both.looking, both.promised) == (True, True)
+    assert not Bid.composed(bid("tiers", looking=True, tiers=5_000), tail).promised
+    ours = chooser("weight", {}, COMPUTING)
+    assert ours.choose([head, both], TOKENS, waited=0.9, before=None) is both
+    assert ours.choose([head, both], TOKENS, waited=1.1, before=None) is head
+
+
+def test_a_choice_that_waits_for_blocks_is_left_for_a_ticket_that_is_better_by_the_margin():
+    measured = speeds(COMPUTING)
+    ours = BidChooser(WeightPolicy({}), measured, 10.0)
+    ready = bid("tiers", tiers=9_500)
+    ticket = replace(PENDING, promised=True)
+    assert ours.choose([ticket, ready], TOKENS, waited=0.0, before=None) is ticket
+    assert ours.choose([ticket, ready], TOKENS, waited=0.0, before=ready) is ready
+
+
+def test_an_answer_that_takes_longer_of_one_that_computes_says_nothing_of_one_that_has_computed():
+    whole, computing = bid("peer", looking=True, promised=True, peer=10), replace(PENDING, growing=True)
+    assert whole.unanswered == {"peer"}
+    assert computing.unanswered == {"peer, computing"}
+    assert Bid.composed(bid("host", host=5), computing).unanswered == {"peer, computing"}
+    assert Bid.composed(bid("host", looking=True, host=5), computing).unanswered == {
+        "host",
+        "peer, computing",
+    }
+    assert bid("host", host=5).unanswered == frozenset()
+
+
+@pytest.mark.parametrize("policy", [FirstPolicy(), WeightPolicy({}), CostPolicy(Speeds())])
+def test_nothing_is_chosen_where_nothing_is_bid(policy):
+    assert BidChooser(policy, Speeds(), 10.0).choose([], PROMPT, waited=0.0, before=None) is None
