@@ -130,7 +130,15 @@ class Composition:
         """
         # Only a policy that estimates times can prefer a shorter prefix from faster tiers.
         bid_per_tier = self.config.source_policy == "cost"
-        return TierSource(cache, prompts, self._groups, canonical, self._refusals, bid_per_tier=bid_per_tier)
+        return TierSource(
+            cache,
+            prompts,
+            self._groups,
+            canonical,
+            self._refusals,
+            most_loads=self.config.tier_loads,
+            bid_per_tier=bid_per_tier,
+        )
 
     def block_events(self, table: KeyTable, tiers: Mapping[int, str]) -> BlockEvents | None:
         """Create the source of events about blocks in tiers; None if the engine publishes no such events.

@@ -91,6 +91,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             blocks and snapshots of recurrent state.
         snapshot_tokens: distance in tokens between positions at which attention windows and snapshots of
             recurrent state are kept, a multiple of `chunk_tokens`; None for the end of every chunk.
+        tier_loads: maximum number of loads from tiers at a time. While so many are under way, the tiers offer
+            nothing to further requests, which are loaded from another source or computed.
         source_policy: name of the policy that chooses between sources: ``weight`` for the most tokens, each
             times the weight of its place; ``cost`` for the least expected time to the first token; ``first``
             for the first source that has any.
@@ -132,6 +134,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer: bool | None = None
     chunk_tokens: int | None = None
     snapshot_tokens: int | None = None
+    tier_loads: int = 32
     source_policy: PolicyName = "weight"
     load_weight: float = 1.0
     turn_seconds: float = 0.0
@@ -194,6 +197,7 @@ _RANGES = {
     "lanes": (1, 16),
     "chunk_tokens": (1, 1 << 20),
     "snapshot_tokens": (1, 1 << 20),
+    "tier_loads": (1, 10_000),
     "explain_requests": (0, 100_000),
 }
 

@@ -38,6 +38,7 @@ def test_a_wait_in_vain_raises_the_expected_time_and_never_lowers_it(measured, w
     times.record("peer", measured)
     times.record_unanswered("peer", waited)
     assert (times.seconds("peer") > measured) == (waited > measured)
+    assert times.seconds("peer") >= measured
     assert times.seconds("peer") <= max(measured, waited) + 1e-9
 
 

@@ -229,6 +229,7 @@ class Engine:
             case.rank.groups,
             case.canonical,
             Refusals(),
+            most_loads=32,
         )
         turns: set[str] = set()
         pins = SimpleNamespace(late_blocks=lambda _: 0)

@@ -86,6 +86,7 @@ def test_a_key_like_no_other_is_refused_with_all_known_ones():
         ({"handshake_seconds": -1}, "handshake_seconds is -1.0, it must be above 0"),
         ({"load_timeout_seconds": math.inf}, "load_timeout_seconds is inf, it must be above 0"),
         ({"load_timeout_seconds": math.nan}, "load_timeout_seconds is nan, it must be above 0"),
+        ({"tier_loads": 0}, "tier_loads is 0, it must be 1 to 10000"),
         ({"attempts": 0}, "attempts is 0, it must be 1 to 16"),
         ({"attempts": 17}, "attempts is 17, it must be 1 to 16"),
         ({"late_blocks": 0}, "late_blocks is 0.0, it must be above 0 and at most 1"),

@@ -52,8 +52,6 @@ _MISSES = {
     GetOutcome.CORRUPT: MissReason.CHECKSUM,
     GetOutcome.OTHER_SHAPE: MissReason.CHECKSUM,
 }
-MOST_LOADS = 32
-"""Maximum number of concurrent loads. A further load would wait for these, so its prompt is computed."""
 
 
 @dataclass(slots=True)
@@ -65,8 +63,8 @@ class _TierRequest:
         excluded_tiers: names of the tiers that are not used again for this request, because a read from them
             failed or missed its deadline.
         coverage: result of the last look-up of the request's chunks; None before the first look-up.
-        declined: True if the tiers had chunks to offer at the last look-up, but made no offer because too
-            many loads were under way.
+        declined: True if the tiers might have had chunks to offer when they were last asked, but made no
+            offer because too many loads were under way.
     """
 
     bidding: Bidding
@@ -121,6 +119,7 @@ class TierSource:
         canonical: CanonicalForm,
         refusals: Refusals,
         *,
+        most_loads: int,
         bid_per_tier: bool = False,
     ) -> None:
         """Create the source. It has no requests yet.
@@ -131,6 +130,8 @@ class TierSource:
             groups: the engine's KV cache groups, as one rank describes them.
             canonical: format in which chunks are stored.
             refusals: log of the requests that a tier cannot serve.
+            most_loads: maximum number of concurrent loads. A further load would have to wait for these, so
+                the source then makes no offer.
             bid_per_tier: True to make further bids for shorter prefixes that need no chunk of the slowest
                 tiers, so that the source policy can choose a shorter but faster load.
         """
@@ -140,7 +141,7 @@ class TierSource:
         self._alignments = tuple(
             content_alignment(one.kind, one.attention_span, chunk_tokens) for one in groups
         )
-        self._refusals, self._bid_per_tier = refusals, bid_per_tier
+        self._refusals, self._bid_per_tier, self._most_loads = refusals, bid_per_tier, most_loads
         self._widest_group = prompts.widest_group
         self._requests: dict[str, _TierRequest] = {}
         self._loading: dict[str, _Loading] = {}
@@ -185,15 +186,18 @@ class TierSource:
         was created with `bid_per_tier`, further bids are for shorter prefixes without chunks of the slowest
         tiers.
 
+        There is no bid while as many loads are under way as there may be, not even one that is `looking`: the
+        request is not to wait for the tiers.
+
         Args:
             request: request that waits to be scheduled.
             local_tokens: number of tokens that the engine has already, from the start of the prompt.
         """
         chunks = self._prompts.get(request)
         state = self._requests[request.request_id]
-        state.declined, state.coverage = False, None
+        state.coverage = None
         if chunks is None:
-            return self._bid_before_naming(request, local_tokens)
+            return self._unless_busy(state, self._bid_before_naming(request, local_tokens))
         state.coverage = found = chunks.look_up(
             request.num_tokens,
             local_tokens,
@@ -206,10 +210,21 @@ class TierSource:
             ends, slowest = found.longest(slowest)
             if ends > local_tokens:
                 bids.append(Bid(TIERS, self._parts(found, local_tokens, ends)))
-        if bids and len(self._loading) >= MOST_LOADS:
-            state.declined = True
-            return ()
-        return bids
+        return self._unless_busy(state, bids)
+
+    def _unless_busy(self, state: _TierRequest, bids: Sequence[Bid]) -> Sequence[Bid]:
+        """Return the bids, or none if too many loads are under way.
+
+        Args:
+            state: state of the request. Its field `declined` is set if there are bids, but none is returned.
+            bids: offers of the tiers to load tokens of the request's prompt.
+        """
+        state.declined = bool(bids) and self._is_busy
+        return () if state.declined else bids
+
+    @property
+    def _is_busy(self) -> bool:
+        return len(self._loading) >= self._most_loads
 
     def _bid_before_naming(self, request: Request, local_tokens: int) -> Sequence[Bid]:
         """Return a placeholder bid for a request whose chunk keys are not known yet.
@@ -269,7 +284,8 @@ class TierSource:
         """
         state, chunks = self._requests[request.request_id], self._prompts.get(request)
         if state.declined:
-            return SourceMiss(TIERS, MissReason.BUSY, detail=f"{len(self._loading)} loads are under way")
+            detail = f"loads under way: {len(self._loading)}, as many as tier_loads allows"
+            return SourceMiss(TIERS, MissReason.BUSY, detail=detail)
         if chunks is None or state.coverage is None:
             return SourceMiss(TIERS, MissReason.UNNAMED, detail=self._prompts.why_unnamed(request.request_id))
         return miss_of(chunks, state.coverage, self._labels, self._cache)
@@ -425,7 +441,7 @@ class TierSource:
             self._end(loading, "the cache was reset")
 
     def _bid_for(self, found: Coverage, first: int, last: int) -> Bid | None:
-        if first >= last or len(self._loading) >= MOST_LOADS:
+        if first >= last or self._is_busy:
             return None
         return Bid(TIERS, self._parts(found, first, last))
 

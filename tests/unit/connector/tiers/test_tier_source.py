@@ -13,7 +13,6 @@ from kvferry.connector.decisions import MissReason, SourceMiss
 from kvferry.connector.load_results import GroupBytes
 from kvferry.connector.messages import Report, StepOrders
 from kvferry.connector.refusals import Refusals
-from kvferry.connector.tiers import source as tier_source
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
 from kvferry.connector.worker.orders import MergedCopyReport
@@ -43,7 +42,7 @@ LATE = Report("its deadline passed", late=True)
 class Engine:
     """One request of 28 tokens: three chunks and a tail, in tiers or host memory."""
 
-    def __init__(self, *kept, chunks=99):
+    def __init__(self, *kept, chunks=99, most_loads=32):
         self.clock, self.loads = Clock(), 0
         self.prompts = Prompts(CANONICAL, Adapters())
         self.one = request("a", range(PROMPT))
@@ -58,7 +57,9 @@ class Engine:
             CANONICAL.groups,
             [SlowTier(queue) for queue in self.queues],
         )
-        self.source = TierSource(self.cache, self.prompts, RANKS[0].groups, CANONICAL, Refusals())
+        self.source = TierSource(
+            self.cache, self.prompts, RANKS[0].groups, CANONICAL, Refusals(), most_loads=most_loads
+        )
         self.bidding = Bidding(2)
         assert self.source.arrived(self.one, self.bidding)
 
@@ -287,15 +288,44 @@ def test_a_stuck_tier_is_not_offered():
     assert engine.bid() is None
 
 
-def test_only_so_many_loads_are_under_way_at_once(monkeypatch):
-    monkeypatch.setattr(tier_source, "MOST_LOADS", 1)
-    engine = Engine([0])
+def test_only_so_many_loads_are_under_way_at_once():
+    engine = Engine([0], most_loads=1)
+    assert engine.bid().tokens == 8
     engine.begin()
     assert engine.bid() is None
-    assert engine.source.why_no_bid(engine.one, 0).reason is MissReason.BUSY
+    assert engine.source.head(engine.one, 0, 4) is None
+    assert engine.source.tail(engine.one, 0, 4) is None
+    why = engine.source.why_no_bid(engine.one, 0)
+    assert (why.reason, why.detail) == (
+        MissReason.BUSY, "loads under way: 1, as many as tier_loads allows",
+    )  # fmt: skip
     engine.answer(0, GetOutcome.HIT)
     engine.step()
     assert engine.bid().tokens == 8
+    assert Engine([0], most_loads=2).bid().tokens == 8
+
+
+def test_of_a_prompt_whose_names_are_awaited_nothing_is_bid_either_while_too_many_loads_are_under_way(
+    monkeypatch,
+):
+    engine = Engine([0], most_loads=1)
+    engine.begin()
+    monkeypatch.setattr(engine.prompts, "get", lambda request: None)
+    monkeypatch.setattr(engine.prompts, "are_pending", lambda name: True)
+    assert engine.bid() is None, "it would wait for loads that it does not get"
+    assert engine.source.why_no_bid(engine.one, 0).reason is MissReason.BUSY
+    monkeypatch.setattr(engine.source, "_most_loads", 2)
+    assert engine.bid().looking
+
+
+def test_where_nothing_is_stored_that_is_said_however_many_loads_are_under_way():
+    engine = Engine([0], most_loads=1)
+    engine.begin()
+    engine.source.finished("a")
+    other = request("b", range(100, 100 + PROMPT))
+    assert engine.source.arrived(other, Bidding(2))
+    assert engine.source.bids(other, 0) == []
+    assert engine.source.why_no_bid(other, 0).reason is not MissReason.BUSY
 
 
 @pytest.mark.parametrize("more", [{"prompt_embeds": object()}, {"prompt_token_ids": None}])
@@ -311,7 +341,9 @@ def test_an_order_that_is_no_part_of_a_load_is_somebody_elses():
 def test_content_of_chunks_begins_where_their_writers_count_on_it():
     engine = Engine()
     groups = [Group(GroupKind.SLIDING, 4, attention_span, ()) for attention_span in (CHUNK, CHUNK - 1)]
-    source = TierSource(engine.cache, engine.prompts, (*RANKS[0].groups, *groups), CANONICAL, Refusals())
+    source = TierSource(
+        engine.cache, engine.prompts, (*RANKS[0].groups, *groups), CANONICAL, Refusals(), most_loads=1
+    )
     assert source.alignments("a") == (CHUNK, CHUNK, WINDOW_ALIGNMENT_TOKENS)
 
 
@@ -360,7 +392,13 @@ def test_an_end_of_which_the_beginning_is_gone_is_fetched_alone():
 def test_bids_with_fewer_tiers_are_made_where_they_are_asked_for():
     engine = Engine([0, 1], [0, 1, 2, 3])
     engine.source = TierSource(
-        engine.cache, engine.prompts, RANKS[0].groups, CANONICAL, Refusals(), bid_per_tier=True
+        engine.cache,
+        engine.prompts,
+        RANKS[0].groups,
+        CANONICAL,
+        Refusals(),
+        most_loads=1,
+        bid_per_tier=True,
     )
     engine.source.arrived(engine.one, engine.bidding)
     assert parts(engine.source.bids(engine.one, 0)) == [{"file": 16, "object": 12}, {"file": 16}]
