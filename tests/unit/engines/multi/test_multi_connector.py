@@ -15,7 +15,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
 
+from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.engines.vllm.config import read_settings
+from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.multi.children import children_of
 from kvferry.engines.vllm.multi.connector import FerryMultiConnector
 from kvferry.engines.vllm.multi.meta import MultiEvents, MultiMeta, MultiWorkerMeta
@@ -429,3 +431,29 @@ def test_what_two_children_say_of_a_directory_that_they_share_is_not_added_up() 
         "file": (610, 1000),
     }
     assert levels.pending_loads == {"tiers": 4}, "these are their own"
+
+
+class Waits(KVFerryConnector):
+    """One of kvferry's own that waits for a bid."""
+
+    def __init__(self, bid: Bid) -> None:
+        admission = SimpleNamespace(awaited={"a": bid, "b": None}.get)
+        self._said = SimpleNamespace(half=SimpleNamespace(admission=admission))
+
+    @property
+    def scheduler(self) -> Any:
+        return self._said
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return None, False
+
+
+def test_of_kvferrys_own_it_is_known_what_they_wait_for_and_of_others_not() -> None:
+    ours = multi(entry(), entry(name="other"))
+    bid = Bid("peer", (PlaceTokens("peer", 70),), looking=True, promised=True)
+    ours._admission._children = (Waits(bid), SimpleNamespace(get_num_new_matched_tokens=lambda *_: (None, 0)))
+    for name, tokens, promised in (("a", 70, True), ("b", 98, False)):
+        asked = SimpleNamespace(request_id=name, num_tokens=100)
+        assert ours.get_num_new_matched_tokens(asked, 1)[0] is None
+        plans = ours._admission._plans(asked, 1, [(None, False)] * 2)
+        assert [(plan.bid.tokens, plan.bid.promised) for plan in plans] == [(tokens, promised), (98, False)]
