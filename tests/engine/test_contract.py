@@ -181,6 +181,28 @@ def test_the_scheduler_still_does_what_the_design_leans_on() -> None:
     )
 
 
+def test_a_request_has_a_position_at_which_the_scheduler_ends_a_step_and_keeps_the_state() -> None:
+    from vllm import SamplingParams
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SingleTypeKVCacheManager
+    from vllm.v1.request import Request
+
+    from kvferry.engines.vllm.compat.requests import snapshot_at, take_snapshot_at
+
+    request = Request("r", [1, 2, 3], SamplingParams(max_tokens=8), None)
+    assert snapshot_at(request) == 0
+    take_snapshot_at(request, 2)
+    assert snapshot_at(request) == request.shared_prefix_boundary == 2
+    position = "request.shared_prefix_boundary"
+    for reader in (Scheduler._mamba_block_aligned_split, SingleTypeKVCacheManager.cache_blocks):
+        assert position in inspect.getsource(reader)
+    assert "super().cache_blocks(" in inspect.getsource(MambaManager.cache_blocks)
+    admits = inspect.getsource(Scheduler.schedule)
+    assert admits.index(position) < admits.index("self.connector.get_num_new_matched_tokens("), (
+        "vLLM must set the position before it asks the connector, which changes it"
+    )
+
+
 def test_every_member_of_vllms_connector_is_handed_on_to_children_or_left_for_a_reason() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 

@@ -37,6 +37,7 @@ def small_model(
     step_tokens: int,
     retention: int | None = None,
     snapshot_tokens: int | None = None,
+    first_snapshot_tokens: int = 0,
 ) -> tuple[ServedModel, RankGeometry]:
     """A model with one layer for each of these caches, as the simulation and as a rank describe it."""
     shape = EngineShape(1, (len(stores),), block_tokens, "LBHNC", BLOCKS)
@@ -49,6 +50,7 @@ def small_model(
         steps=SnapshotSteps(block_tokens, step_tokens, retention),
         snapshot_tokens=snapshot_tokens or chunk_tokens,
         first_tokens=chunk_tokens,
+        requested_first=first_snapshot_tokens,
     )
     groups = (BlockGroup(one.kind, one.attention_span, block_tokens, 1) for one in canonical.groups)
     return ServedModel("small", form, tuple(groups)), rank

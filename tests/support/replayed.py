@@ -35,7 +35,13 @@ def model_of_engine(checkpoint: Path, trace: Trace, retention: int | None, dtype
     assert block
     assert engine.step_tokens
     reading = read_model(json.loads((checkpoint / "config.json").read_text()), dtype)
-    kept = KeptSettings(engine.step_tokens, retention, engine.chunk_tokens, engine.snapshot_tokens)
+    kept = KeptSettings(
+        engine.step_tokens,
+        retention,
+        engine.chunk_tokens,
+        engine.snapshot_tokens,
+        first_snapshot_tokens=engine.first_snapshot_tokens,
+    )
     return with_blocks(served_model(reading, EngineSide(1, 1, "LBHNC", block), kept), block)
 
 

@@ -176,11 +176,14 @@ class ServedEngine:
         )
         blocks = Blocks(self._rank.groups, self._pool)
         self.half.on_new_request(request)
+        shared = local.tokens if local.resumable_tokens < local.tokens else 0
+        if not self._completes:
+            request.snapshot_at = shared
         found = self._load(request, blocks)
         # vLLM forgets the prefix that it shares with another prompt if a load completes it.
-        is_shared = local.resumable_tokens < local.tokens and not (self._completes and any(found.tier_tokens))
-        shared = local.tokens if is_shared else 0
-        for end, snapshot in self._prefill(len(prompt), request.num_computed_tokens, shared):
+        if self._completes and shared and not any(found.tier_tokens):
+            request.snapshot_at = shared
+        for end, snapshot in self._prefill(request):
             self._compute(request, blocks, end, snapshot=snapshot)
         for token in answer[:-1]:
             request.answer_token_ids.append(token)
@@ -196,6 +199,7 @@ class ServedEngine:
     def _load(self, request: PlainRequest, blocks: Blocks) -> Found:
         while (tokens := self.half.admission.matched(request, self._local.tokens)) is None:
             self._step(PlainStep(tokens={}))
+        self.half.place_snapshots(request, self._local.tokens + tokens)
         local = self._local.tokens if tokens else self._local.resumable_tokens
         total = local + tokens
         blocks.cover(total, total)
@@ -211,14 +215,18 @@ class ServedEngine:
         request.num_computed_tokens = min(total, request.num_prompt_tokens - 1)
         return Found(local, tuple(parts.values()))
 
-    def _prefill(self, prompt: int, start: int, shared: int) -> Iterator[tuple[int, bool]]:
+    def _prefill(self, request: PlainRequest) -> Iterator[tuple[int, bool]]:
         """End of every step that computes the prompt, and whether the engine takes a snapshot there."""
-        steps, size = self._model.form.steps, self._model.form.steps.step_tokens
+        steps, prompt = self._model.form.steps, request.num_prompt_tokens
         if self._model.state is None:
-            yield from ((end, False) for end in (*range(start + size, prompt, size), prompt))
+            size = steps.step_tokens
+            ends = (*range(request.num_computed_tokens + size, prompt, size), prompt)
+            yield from ((end, False) for end in ends)
             return
-        positions = set(steps.positions(prompt, start, shared))
-        yield from ((end, end in positions) for end in steps.step_ends(prompt, start, shared))
+        while (start := request.num_computed_tokens) < prompt:
+            at = request.snapshot_at  # read anew for each step, as vLLM does
+            end = next(steps.step_ends(prompt, start, at))
+            yield end, end in set(steps.positions(prompt, start, at))
 
     def _compute(self, request: PlainRequest, blocks: Blocks, end: int, *, snapshot: bool = False) -> None:
         name = request.request_id
@@ -283,6 +291,7 @@ def served_engine(
             "tiers": [{"type": "host", "capacity": host_bytes, "eviction_policy": policy}],
             "chunk_tokens": model.chunk_tokens,
             "snapshot_tokens": model.form.snapshot_tokens,
+            "first_snapshot_tokens": model.form.requested_first,
         }
     )
     groups = tuple(

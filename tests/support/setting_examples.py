@@ -36,6 +36,7 @@ EXAMPLES: dict[type[msgspec.Struct], dict[str, Any]] = {
         "transfer": True,
         "chunk_tokens": 512,
         "snapshot_tokens": 2048,
+        "first_snapshot_tokens": 4096,
         "tier_loads": 128,
         "source_policy": "cost",
         "load_weight": 0.5,

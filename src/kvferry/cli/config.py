@@ -47,6 +47,7 @@ SETTINGS: Mapping[str, tuple[Any, str | None, str]] = {
     ),
     "chunk_tokens": (int, "COUNT", "Tokens per chunk in the tiers."),
     "snapshot_tokens": (int, "COUNT", "Tokens between kept windows and state snapshots."),
+    "first_snapshot_tokens": (int, "COUNT", "First position of a snapshot for shared prefixes; 0 for none."),
     "tier_loads": (int, "COUNT", "Number of loads from tiers at a time."),
     "source_policy": (str, "NAME", "Policy for choosing a source: weight, cost or first."),
     "load_weight": (float, "WEIGHT", "Weight of tokens that peers offer (source policy weight)."),

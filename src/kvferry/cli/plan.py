@@ -46,6 +46,7 @@ def plan(
     retention: opt.Retention = "0",
     chunk_tokens: opt.ChunkTokens = None,
     snapshot_tokens: opt.SnapshotTokens = None,
+    first_snapshot_tokens: opt.FirstSnapshot = None,
     kept_tokens: opt.KeptTokens = _PROMPT_TOKENS,
     trace: opt.TraceFile = None,
     unit_tokens: opt.UnitTokens = None,
@@ -78,7 +79,12 @@ def plan(
     pricing = Pricing(limit_bandwidth(load_costs(costs), bandwidth), parse_strategy(strategy))
     transfer = forecast(reading, (source, destination), tokens, pricing, separate=separate)
     settings = KeptSettings(
-        step_tokens, parse_retention(retention), chunk_tokens, snapshot_tokens, kept_tokens
+        step_tokens,
+        parse_retention(retention),
+        chunk_tokens,
+        snapshot_tokens,
+        kept_tokens,
+        first_snapshot_tokens,
     )
     kept = forecast_tiers(reading, source, settings)
     curve = _Curve() if opened is None else _curve(opened, reading, source, settings)

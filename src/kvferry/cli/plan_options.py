@@ -95,6 +95,14 @@ SnapshotTokens: TypeAlias = Annotated[
         metavar="COUNT", help="For the tiers: tokens between snapshots; by default as many as in a chunk."
     ),
 ]
+FirstSnapshot: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--first-snapshot-tokens",
+        metavar="COUNT",
+        help="First position of a snapshot for shared prefixes, 0 for none; by default the connector's.",
+    ),
+]
 KeptTokens: TypeAlias = Annotated[
     int, typer.Option(metavar="COUNT", help="For the tiers: tokens of the prompt to store.")
 ]

@@ -55,6 +55,7 @@ def replay(
     retention: opt.Retention = "0",
     chunk_tokens: opt.ChunkTokens = None,
     snapshot_tokens: opt.SnapshotTokens = None,
+    first_snapshot_tokens: opt.FirstSnapshot = None,
     unit_tokens: opt.UnitTokens = None,
     skip: opt.Skip = 0,
     seed: opt.Seed = 0,
@@ -84,6 +85,7 @@ def replay(
         retention=retention,
         chunk_tokens=chunk_tokens,
         snapshot_tokens=snapshot_tokens,
+        first_snapshot_tokens=first_snapshot_tokens,
     )
     tiers = with_bandwidth([parse_tier(one) for one in tier or ["host=unlimited"]], bandwidth)
     settings = ReplaySettings(
@@ -126,6 +128,7 @@ def served_model_of(
     retention: str,
     chunk_tokens: int | None,
     snapshot_tokens: int | None,
+    first_snapshot_tokens: int | None,
 ) -> ServedModel:
     """Return the model and the engine settings of a replay, from the values of the options.
 
@@ -150,6 +153,9 @@ def served_model_of(
         parse_retention(retention),
         chunk_tokens or recorded.chunk_tokens,
         snapshot_tokens or (None if chunk_tokens else recorded.snapshot_tokens),
+        first_snapshot_tokens=(
+            recorded.first_snapshot_tokens if first_snapshot_tokens is None else first_snapshot_tokens
+        ),
     )
     served = served_model(reading, side, kept)
     known = None if block_size else recorded.common_block

@@ -69,6 +69,7 @@ def size(
     retention: opt.Retention = "0",
     chunk_tokens: opt.ChunkTokens = None,
     snapshot_tokens: opt.SnapshotTokens = None,
+    first_snapshot_tokens: opt.FirstSnapshot = None,
     unit_tokens: opt.UnitTokens = None,
     seed: opt.Seed = 0,
     as_json: opt.Json = False,
@@ -120,6 +121,7 @@ def size(
         retention=retention,
         chunk_tokens=chunk_tokens,
         snapshot_tokens=snapshot_tokens,
+        first_snapshot_tokens=first_snapshot_tokens,
     )
     found = answer(requests, served, question, unit)
     if opened is not None:

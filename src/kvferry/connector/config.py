@@ -91,6 +91,10 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             blocks and snapshots of recurrent state.
         snapshot_tokens: distance in tokens between positions at which attention windows and snapshots of
             recurrent state are kept, a multiple of `chunk_tokens`; None for the end of every chunk.
+        first_snapshot_tokens: position in a prompt at which tiers keep a snapshot of recurrent state for
+            prompts that share its beginning, rounded up to blocks and chunks. More are kept at the doubles of
+            this position, and where a prompt departs from those in the tiers. None for 1024, or more if
+            snapshots are large; 0 for only the snapshots that the engine takes by itself.
         tier_loads: maximum number of loads from tiers at a time. While so many are under way, the tiers offer
             nothing to further requests, which are loaded from another source or computed.
         source_policy: name of the policy that chooses between sources: ``weight`` for the most tokens, each
@@ -134,6 +138,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer: bool | None = None
     chunk_tokens: int | None = None
     snapshot_tokens: int | None = None
+    first_snapshot_tokens: int | None = None
     tier_loads: int = 32
     source_policy: PolicyName = "weight"
     load_weight: float = 1.0
@@ -197,6 +202,7 @@ _RANGES = {
     "lanes": (1, 16),
     "chunk_tokens": (1, 1 << 20),
     "snapshot_tokens": (1, 1 << 20),
+    "first_snapshot_tokens": (0, 1 << 20),
     "tier_loads": (1, 10_000),
     "explain_requests": (0, 100_000),
 }

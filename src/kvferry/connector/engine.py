@@ -13,6 +13,7 @@ whenever it is called.
     tokens > 0: run steps without the request until `WorkerHalf.ended` names it in `received`
         also in `failed`: free its blocks, and ask `matched` again
 
+After `matched`, an engine with recurrent state calls `half.place_snapshots(request, local_tokens + tokens)`.
 If `matched` returns 0, an engine with a `PrefixCache` takes the prefix of `PrefixCache.resumable_tokens`.
 A load fills the blocks from position `local_tokens` on. A group with a window needs blocks only from
 `planning.select.first_attended` of the next computed token on, and has null blocks before. The engine always
@@ -195,6 +196,8 @@ class Request(Protocol):
         needs_blocks: True if the request waits and has no blocks.
         was_rejected: True if the request was refused before it reached the scheduler, so that its prompt is
             unknown.
+        snapshot_at: position in tokens at which the engine will end a step and take a snapshot of recurrent
+            state, for other prompts; 0 if there is none.
         cache_refusal: reason, as text, why the request must not use cached KV; None if it may.
     """
 
@@ -233,7 +236,18 @@ class Request(Protocol):
     @property
     def was_rejected(self) -> bool: ...
     @property
+    def snapshot_at(self) -> int: ...
+    @property
     def cache_refusal(self) -> str | None: ...
+
+    def take_snapshot_at(self, tokens: int) -> None:
+        """Have the engine end a step at a position and keep the recurrent state there. Mutates its request.
+
+        An engine that cannot do this ignores the call.
+
+        Args:
+            tokens: position in tokens, at the end of a block. It replaces the last one.
+        """
 
     def trim_prompt(self) -> bool:
         """Drop the last prompt token, and limit the answer to one token. Mutates the engine's request.

@@ -322,6 +322,19 @@ class TierChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotsPlaced:
+    """Event: the tiers of a model with recurrent state have started. A snapshot is the state at one position.
+
+    Attributes:
+        first_tokens: first position in a prompt of a snapshot for shared prefixes; 0 for none.
+        state_bytes: size of a snapshot in bytes.
+    """
+
+    first_tokens: int
+    state_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class LateBlocks:
     """Event: the number of blocks that late loads hold has changed.
 
@@ -382,5 +395,5 @@ RequestEvent: TypeAlias = (
     | LeaseExtended
     | LeaseEnded
 )
-TierEvent: TypeAlias = TierChanged | LateBlocks | BlocksStored | BlocksRemoved
+TierEvent: TypeAlias = TierChanged | SnapshotsPlaced | LateBlocks | BlocksStored | BlocksRemoved
 Event: TypeAlias = RequestEvent | TierEvent

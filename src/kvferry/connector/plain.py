@@ -33,6 +33,7 @@ class PlainRequest:
     is_complete: bool = False
     needs_blocks: bool = False
     was_rejected: bool = False
+    snapshot_at: int = 0
     cache_refusal: str | None = None
 
     @property
@@ -49,6 +50,10 @@ class PlainRequest:
     def num_tokens(self) -> int:
         """Number of tokens of prompt and answer."""
         return self.num_prompt_tokens + len(self.answer_token_ids)
+
+    def take_snapshot_at(self, tokens: int) -> None:
+        """Set `snapshot_at`."""
+        self.snapshot_at = tokens
 
     def trim_prompt(self) -> bool:
         """Drop the last prompt token if there are two or more; return whether it was dropped."""

@@ -218,9 +218,9 @@ class SchedulerHalf:
         return self._admission
 
     @property
-    def chunking(self) -> tuple[int, int] | None:
-        """Number of tokens per chunk of the tiers, and between kept snapshots; None without tiers."""
-        return None if self._tiering is None else (self._tiering.chunk_tokens, self._tiering.snapshot_tokens)
+    def chunking(self) -> tuple[int, int, int | None] | None:
+        """Tokens per chunk, between kept snapshots, and before the first one; None without tiers."""
+        return None if self._tiering is None else self._tiering.chunking
 
     @property
     def parts(self) -> PartBlocks:
@@ -249,6 +249,18 @@ class SchedulerHalf:
         self.admission.on_new_request(request)
         if self._tiering is not None:
             self._tiering.on_new_request(request)
+
+    def place_snapshots(self, request: Request, start: int) -> None:
+        """Have an engine with recurrent state take snapshots of a request, for prompts that begin like it.
+
+        The engine calls it when it is about to admit the request.
+
+        Args:
+            request: the request.
+            start: position in tokens at which the engine begins to compute.
+        """
+        if self._tiering is not None:
+            self._tiering.place_snapshots(request, start)
 
     def finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         """End a request: store its last chunks, and offer or keep its KV for peers.

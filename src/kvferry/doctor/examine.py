@@ -11,7 +11,18 @@ from urllib.parse import urlsplit
 
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.tier_config import read_tiers
-from kvferry.doctor import costs, listening, machine, nixl, pairs, reads, settings, software, storage
+from kvferry.doctor import (
+    costs,
+    listening,
+    machine,
+    nixl,
+    pairs,
+    reads,
+    settings,
+    snapshots,
+    software,
+    storage,
+)
 from kvferry.doctor.engines import Target, examine_engines
 from kvferry.doctor.finding import Finding, ReportSection, note
 from kvferry.doctor.limits import run_check
@@ -176,6 +187,7 @@ def _check_config(configs: tuple[ConnectorConfig, ...], timed: ReadTimings | Non
             found.append(costs.check(config.costs, timed))
         if (tiers := read_tiers(config.tiers)) is not None:
             found += storage.check(tiers)
+            found += snapshots.of_config(config)
     return found
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import anyio
 import msgspec
 
+from kvferry.doctor import snapshots
 from kvferry.doctor.finding import Finding, bad, note, ok
 from kvferry.engines.vllm.version import is_supported, supported_text
 from kvferry.errors import ProtocolError
@@ -144,6 +145,7 @@ async def _examine(url: str, seconds: float, headers: Mapping[str, str]) -> UrlF
             if _is_engine(await ask("/version"), seen):
                 engines = _check_metrics(await ask("/metrics"), seen)
                 await _request_kv(ask, seen, engines)
+                seen.findings += snapshots.of_metrics((await ask("/metrics")).text)
         except ProtocolError as error:
             seen.findings.append(
                 bad(

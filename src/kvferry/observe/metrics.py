@@ -80,6 +80,8 @@ _ALL = (
     _counter("tier_evicted_chunks", "Chunks evicted from a tier to make room.", "tier"),
     _histogram("tier_fetch_seconds", "Time to fetch one chunk from a tier.", "tier"),
     _histogram("tier_store_seconds", "Time to store one chunk to a tier.", "tier"),
+    _gauge("first_snapshot_tokens", "First position of a snapshot for shared prefixes; 0 for none."),
+    _gauge("snapshot_bytes", "Bytes of a snapshot of recurrent state in the tiers."),
     _gauge("leases", "Leases that keep blocks for other engines to read."),
     _counter("leases_granted", "Leases granted."),
     _counter("leases_ended", "Leases that have ended.", "outcome"),

@@ -96,6 +96,7 @@ class MetricsListener:
             events.LeaseGranted: self._lease_granted,
             events.LeaseEnded: self._lease_ended,
             events.TierChanged: self._tier_changed,
+            events.SnapshotsPlaced: self._snapshots_placed,
             events.LateBlocks: self._late_blocks,
         }
 
@@ -227,6 +228,10 @@ class MetricsListener:
         self._leases.discard(event.request_id)
         self._counted.count("leases_ended", "expired" if event.expired else "released")
         self._counted.set("leases", to=len(self._leases))
+
+    def _snapshots_placed(self, event: events.SnapshotsPlaced) -> None:
+        self._counted.set("first_snapshot_tokens", to=event.first_tokens)
+        self._counted.set("snapshot_bytes", to=event.state_bytes)
 
     def _tier_changed(self, event: events.TierChanged) -> None:
         tier, counted = event.tier, self._counted

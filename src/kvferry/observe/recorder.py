@@ -68,17 +68,18 @@ class _Known:
 
 
 def recording_header(
-    engine: EngineFacts, *, labels: Sequence[str], chunking: tuple[int, int] | None, model: str
+    engine: EngineFacts, *, labels: Sequence[str], chunking: tuple[int, int, int | None] | None, model: str
 ) -> dict[str, Any]:
     """Return the first line of a recording: facts about the engine, made of JSON types.
 
     Args:
         engine: facts about the engine.
         labels: label of each KV cache group.
-        chunking: number of tokens per chunk of the tiers, and between kept snapshots; None without tiers.
+        chunking: number of tokens per chunk of the tiers, between kept snapshots, and before the first
+            snapshot for shared prefixes (0 for none); None without tiers.
         model: name of the model.
     """
-    chunk, snapshot = chunking or (None, None)
+    chunk, snapshot, first = chunking or (None, None, None)
     blocks = [group.block_tokens for group in engine.groups]
     return {
         "kvferry_trace": 1,
@@ -89,6 +90,7 @@ def recording_header(
         "num_blocks": engine.num_blocks,
         "groups": list(labels),
         "snapshot_tokens": snapshot,
+        "first_snapshot_tokens": first,
         "model": model,
     }
 

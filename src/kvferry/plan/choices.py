@@ -52,11 +52,32 @@ class StoredPrompt:
         canonical: format in which chunks are stored.
         file_bytes: size in bytes of a chunk's file, for each KV cache group.
         tokens: length of the prompt in tokens.
+        placed: positions in tokens at which kvferry has the engine take snapshots, for shared prefixes.
     """
 
     canonical: CanonicalForm
     file_bytes: tuple[int, ...]
     tokens: int
+    placed: tuple[int, ...] = ()
+
+    @property
+    def without_placed(self) -> StoredPrompt:
+        """The same prompt with only the snapshots that the engine takes by itself."""
+        return replace(self, placed=())
+
+    @property
+    def has_state(self) -> bool:
+        """True if the model has recurrent state."""
+        return any(group.kind is GroupKind.STATE for group in self.canonical.groups)
+
+    def loadable_prefixes(self, steps: SnapshotSteps, every: int) -> list[int]:
+        """Return the lengths, in tokens, of the prompt's loadable prefixes, ascending.
+
+        Args:
+            steps: settings of the engine that decide at which positions it takes snapshots.
+            every: number of tokens between the positions at which sliding windows and snapshots are stored.
+        """
+        return [*self._loadable_prefixes(self._kept_chunks(steps, every))]
 
     def choices(self, steps: SnapshotSteps, every: int) -> tuple[StorageChoice, ...]:
         """Return the storage that the prompt takes under the given settings and under alternative settings.
@@ -75,16 +96,12 @@ class StoredPrompt:
         """
         settings = (
             [(one, every) for one in settings_with_more_snapshots(steps)]
-            if self._has_state
+            if self.has_state
             else self._with_fewer_windows(steps, every)
         )
         found = [self._choice(*each) for each in settings]
         sizes = [(one.bytes, one.gap_tokens) for one in found]
         return tuple(one for n, one in enumerate(found) if n == 0 or sizes[n] != sizes[n - 1])
-
-    @property
-    def _has_state(self) -> bool:
-        return any(group.kind is GroupKind.STATE for group in self.canonical.groups)
 
     def _with_fewer_windows(self, steps: SnapshotSteps, every: int) -> Iterator[tuple[SnapshotSteps, int]]:
         """Yield the given settings, then settings under which sliding windows are stored at fewer positions.
@@ -105,7 +122,7 @@ class StoredPrompt:
     def _choice(self, steps: SnapshotSteps, every: int) -> StorageChoice:
         kept_chunks = self._kept_chunks(steps, every)
         kept = kept_chunks.sum(axis=1).tolist()
-        tail = 0 if self._has_state or self.tokens % self.canonical.chunk_tokens == 0 else 1
+        tail = 0 if self.has_state or self.tokens % self.canonical.chunk_tokens == 0 else 1
         total = sum((count + tail) * each for count, each in zip(kept, self.file_bytes, strict=True))
         state = [group.kind is GroupKind.STATE for group in self.canonical.groups]
         snapshots = sum(count for count, is_state in zip(kept, state, strict=True) if is_state)
@@ -124,11 +141,12 @@ class StoredPrompt:
                 Snapshots at other positions are not stored.
         """
         chunk = self.canonical.chunk_tokens
-        ends = last_prefix_ends(self.tokens, chunk, steps.block_tokens if self._has_state else 0)
+        ends = last_prefix_ends(self.tokens, chunk, steps.block_tokens if self.has_state else 0)
         found = np.zeros((len(self.canonical.groups), self.tokens // chunk), np.bool_)
         for row, group in zip(found, self.canonical.groups, strict=True):
             if group.kind is GroupKind.STATE:
-                left = (n for n in steps.positions(self.tokens) if keeps_snapshot(n, chunk, every, ends))
+                taken = steps.positions(self.tokens, placed=self.placed)
+                left = (n for n in taken if keeps_snapshot(n, chunk, every, ends))
                 row[[n // chunk - 1 for n in left]] = True
             else:
                 row[:] = [keeps_chunk(group, n, chunk, every, ends) for n in range(len(row))]

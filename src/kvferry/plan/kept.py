@@ -16,8 +16,15 @@ from kvferry.geometry.canonical.length import check_windows, chunk_length, first
 from kvferry.geometry.layout import lay_out
 from kvferry.geometry.models import ModelReading
 from kvferry.plan.choices import StorageChoice, StoredPrompt
+from kvferry.plan.shared_prefix import SharedPrefix, shared_prefixes
 from kvferry.plan.side import EngineSide, block_tokens, shape
 from kvferry.plan.snapshots import LAST_ONLY, STEP_TOKENS, SnapshotSteps
+from kvferry.planning.snapshots import (
+    bytes_of_snapshots,
+    first_snapshot,
+    snapshot_interval_of,
+    snapshot_positions,
+)
 from kvferry.tiers.format.body import chunk_group
 from kvferry.tiers.format.chunk import NAMESPACE_BYTES, Chunk
 
@@ -38,6 +45,8 @@ class KeptSettings:
         snapshot_tokens: number of tokens between the positions at which sliding windows and snapshots are
             stored; None to store them at the end of every chunk.
         prompt: length in tokens of the prompt that is stored.
+        first_snapshot_tokens: first position of a snapshot for shared prefixes; 0 for none, None for the
+            connector's default.
     """
 
     step_tokens: int = STEP_TOKENS
@@ -45,8 +54,11 @@ class KeptSettings:
     chunk_tokens: int | None = None
     snapshot_tokens: int | None = None
     prompt: int = PROMPT_TOKENS
+    first_snapshot_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        if (first := self.first_snapshot_tokens) is not None and first < 0:
+            raise ConfigError(f"--first-snapshot-tokens is {first}, it must be at least 0")
         for name in ("chunk_tokens", "snapshot_tokens", "prompt"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -89,6 +101,9 @@ class TierForecast:
             stored.
         choices: storage under the requested settings, followed by the storage under alternative settings;
             empty if this model's KV cannot be stored.
+        shared: tokens that prompts load of a shared prefix, by its length; empty for a model without
+            recurrent state.
+        first_snapshot_tokens: first position of a snapshot for shared prefixes, in tokens; 0 for none.
         why_not: reason why the KV cannot be stored, or why no prefix of the prompt can be loaded; empty if a
             prefix can be loaded.
     """
@@ -98,6 +113,8 @@ class TierForecast:
     first_tokens: int
     groups: tuple[KeptGroup, ...]
     choices: tuple[StorageChoice, ...]
+    shared: tuple[SharedPrefix, ...] = ()
+    first_snapshot_tokens: int = 0
     why_not: str = ""
 
 
@@ -111,6 +128,8 @@ class StoredForm:
         steps: settings of the engine that decide at which positions it takes snapshots (recurrent states).
         snapshot_tokens: number of tokens between the positions at which windows and snapshots are stored.
         first_tokens: length in tokens of the shortest prefix that can be loaded.
+        requested_first: requested first position of a snapshot for shared prefixes, in tokens; None for the
+            connector's default.
     """
 
     canonical: CanonicalForm
@@ -118,6 +137,25 @@ class StoredForm:
     steps: SnapshotSteps
     snapshot_tokens: int
     first_tokens: int
+    requested_first: int | None = None
+
+    @property
+    def first_snapshot_tokens(self) -> int:
+        """First position of a snapshot for shared prefixes, in tokens; 0 for none."""
+        state_bytes, token_bytes = bytes_of_snapshots(self.canonical)
+        interval = snapshot_interval_of(self.steps.block_tokens, self.snapshot_tokens)
+        return first_snapshot(self.requested_first, interval, state_bytes, token_bytes) if state_bytes else 0
+
+    def placed(self, prompt: int, start: int = 0, shared: int = 0) -> tuple[int, ...]:
+        """Return the positions at which kvferry has the engine take snapshots, as `snapshot_positions` does.
+
+        Args:
+            prompt: length of the prompt in tokens.
+            start: position in tokens at which the engine begins to compute.
+            shared: length in tokens of the longest prefix whose attention KV the tiers have.
+        """
+        interval = snapshot_interval_of(self.steps.block_tokens, self.snapshot_tokens)
+        return snapshot_positions(prompt, start, shared, self.first_snapshot_tokens, interval)
 
 
 def stored_form(reading: ModelReading, side: EngineSide, settings: KeptSettings) -> StoredForm:
@@ -147,6 +185,7 @@ def stored_form(reading: ModelReading, side: EngineSide, settings: KeptSettings)
         steps=steps,
         snapshot_tokens=every,
         first_tokens=first_prefix(chunk, interval),
+        requested_first=settings.first_snapshot_tokens,
     )
 
 
@@ -169,7 +208,8 @@ def forecast_tiers(reading: ModelReading, side: EngineSide, settings: KeptSettin
         return TierForecast(
             prompt=settings.prompt, chunk_tokens=0, first_tokens=0, groups=(), choices=(), why_not=str(error)
         )
-    prompt = StoredPrompt(form.canonical, tuple(group.file_bytes for group in form.groups), settings.prompt)
+    sizes = tuple(group.file_bytes for group in form.groups)
+    prompt = StoredPrompt(form.canonical, sizes, settings.prompt, form.placed(settings.prompt))
     first, why = form.first_tokens, ""
     if first > settings.prompt:
         why = f"the shortest loadable prefix has {first:,} tokens, the prompt has {settings.prompt:,}"
@@ -179,8 +219,16 @@ def forecast_tiers(reading: ModelReading, side: EngineSide, settings: KeptSettin
         first_tokens=first,
         groups=form.groups,
         choices=prompt.choices(form.steps, form.snapshot_tokens),
+        shared=_shared(prompt, form),
+        first_snapshot_tokens=form.first_snapshot_tokens,
         why_not=why,
     )
+
+
+def _shared(prompt: StoredPrompt, form: StoredForm) -> tuple[SharedPrefix, ...]:
+    if not prompt.has_state:
+        return ()
+    return tuple(shared_prefixes(prompt, form.steps, form.snapshot_tokens, form.placed))
 
 
 def _check_retention(kinds: Iterable[GroupKind], retention: int | None) -> None:

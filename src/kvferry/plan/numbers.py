@@ -7,6 +7,7 @@ from typing import Any
 from kvferry.plan.choices import StorageChoice
 from kvferry.plan.forecast import Forecast, LayerForecast
 from kvferry.plan.kept import KeptGroup, TierForecast
+from kvferry.plan.shared_prefix import SharedPrefix
 from kvferry.plan.side import EngineSide
 from kvferry.plan.totals import TransferEstimate
 
@@ -22,6 +23,8 @@ def kept_as_json(kept: TierForecast) -> dict[str, Any]:
         "first_tokens": kept.first_tokens,
         "groups": [_group(one) for one in kept.groups],
         "settings": [_choice(one) for one in kept.choices],
+        "first_snapshot_tokens": kept.first_snapshot_tokens,
+        "shared_prefixes": [_shared(one) for one in kept.shared],
         "why_not": kept.why_not,
     }
 
@@ -34,6 +37,15 @@ def _group(one: KeptGroup) -> dict[str, Any]:
         "chunk_bytes": one.group.chunk_bytes,
         "file_bytes": one.file_bytes,
         "snapshot": one.is_state,
+    }
+
+
+def _shared(one: SharedPrefix) -> dict[str, int]:
+    return {
+        "tokens": one.tokens,
+        "second_prompt_tokens": one.second,
+        "third_prompt_tokens": one.third,
+        "without_setting_tokens": one.without,
     }
 
 

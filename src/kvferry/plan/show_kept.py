@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from kvferry.plan.choices import StorageChoice
 from kvferry.plan.kept import KeptGroup, TierForecast
+from kvferry.plan.shared_prefix import SharedPrefix
 from kvferry.plan.show import named
 from kvferry.report import Report
 from kvferry.table import Column
@@ -32,6 +33,10 @@ def show_kept(kept: TierForecast, report: Report) -> None:
     report.text()
     report.heading(f"Storage for a prompt of {kept.prompt:,} tokens, by settings")
     report.table(*_choices(kept))
+    if kept.shared:
+        report.text()
+        report.heading("Tokens that prompts load of a prefix that they share, if all is stored")
+        report.table(_SHARED_COLUMNS, [[*_shared(one, kept)] for one in kept.shared])
     if kept.why_not:
         report.text(f"No prefix can be loaded: {kept.why_not}.")
 
@@ -39,6 +44,20 @@ def show_kept(kept: TierForecast, report: Report) -> None:
 def _first(kept: TierForecast) -> str:
     alone = kept.first_tokens == kept.chunk_tokens
     return "" if alone else f", snapshots at least {kept.first_tokens:,} tokens apart"
+
+
+_SHARED_COLUMNS = (
+    Column("shared"),
+    Column("second prompt"),
+    Column("third prompt"),
+    Column("first snapshot at", rank=2),
+    Column("without first_snapshot_tokens", rank=1),
+)
+
+
+def _shared(one: SharedPrefix, kept: TierForecast) -> Iterator[str]:
+    for tokens in (one.tokens, one.second, one.third, kept.first_snapshot_tokens, one.without):
+        yield f"{tokens:,}"
 
 
 _GROUP_COLUMNS = (

@@ -12,7 +12,7 @@ contains fewer tokens of this request and ends elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from kvferry.errors import ConfigError
@@ -70,7 +70,9 @@ class SnapshotSteps:
         """
         return max(self.step_tokens // self.block_tokens, 1) * self.block_tokens
 
-    def positions(self, prompt: int, start: int = 0, shared: int = 0) -> Iterator[int]:
+    def positions(
+        self, prompt: int, start: int = 0, shared: int = 0, placed: Collection[int] = ()
+    ) -> Iterator[int]:
         """Yield, in ascending order, the positions in a prompt at which vLLM takes and retains a snapshot.
 
         Args:
@@ -79,33 +81,36 @@ class SnapshotSteps:
             shared: position in tokens, at the end of a block, up to which the engine has the attention blocks
                 of another prompt but no snapshot; 0 if there is none. vLLM ends a step there and retains the
                 snapshot, for further prompts with this prefix.
+            placed: ends of blocks at which kvferry has vLLM do the same (`planning.snapshots`).
         """
         last = self.last_boundary(prompt)
-        for end in self.step_ends(prompt, start, shared):
+        for end in self.step_ends(prompt, start, shared, placed):
             if end == prompt:
                 if prompt % self.block_tokens == 0 and self.retains(prompt):
                     yield prompt
-            elif end % self.block_tokens == 0 and (end in (last, shared) or self.retains(end)):
+            elif end % self.block_tokens == 0 and (end in (last, shared, *placed) or self.retains(end)):
                 yield end
 
     def last_boundary(self, prompt: int) -> int:
         """Return the position of the last end of a block that leaves a token of the prompt to compute."""
         return (prompt - 1) // self.block_tokens * self.block_tokens
 
-    def step_ends(self, prompt: int, start: int = 0, shared: int = 0) -> Iterator[int]:
+    def step_ends(
+        self, prompt: int, start: int = 0, shared: int = 0, placed: Collection[int] = ()
+    ) -> Iterator[int]:
         """Yield the positions at which the prefill steps of a prompt end; the last one is its length.
 
         Args:
             prompt: length of the prompt in tokens.
             start: position in tokens at which the first step begins.
-            shared: further position at which a step ends, as for `positions`; 0 if there is none.
+            shared, placed: further positions at which steps end, as for `positions`.
         """
         last = self.last_boundary(prompt)
         while start < prompt:
             end = start - start % self.block_tokens + self.aligned_step_tokens
             if start % self.block_tokens:
                 end = start - start % self.block_tokens + self.block_tokens
-            start = min([end, prompt, *(stop for stop in (last, shared) if start < stop)])
+            start = min([end, prompt, *(stop for stop in (last, shared, *placed) if start < stop)])
             yield start
 
     def retains(self, tokens: int) -> bool:

@@ -13,6 +13,7 @@ common divisor of both block sizes. A *route* is a set of layers that are copied
   chunks to load for it, and the chunks that are missing for a longer prefix.
 - `chunk_cells`: selects the cells of stored or loaded chunks.
 - `retention`: decides which chunks of a prompt to store.
+- `snapshots`: decides at which positions an engine takes snapshots of recurrent state for other prompts.
 - `strategy`: chooses between direct, over-read and staged transfers by expected cost.
 - `packed_image`: computes the layout of cells that are packed for over-read and staged transfers.
 - `prepared_lists`: computes the descriptors of one request as indices, without a Python loop over them.

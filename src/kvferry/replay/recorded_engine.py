@@ -19,6 +19,8 @@ class RecordedEngine(msgspec.Struct, frozen=True):
         step_tokens: maximum number of tokens per step.
         chunk_tokens: number of tokens per chunk; None also for an engine without tiers.
         snapshot_tokens: distance in tokens between kept windows and snapshots; None as for `chunk_tokens`.
+        first_snapshot_tokens: first position of a snapshot for shared prefixes; 0 for none; None as for
+            `chunk_tokens`.
         num_blocks: number of blocks in the engine's pool.
     """
 
@@ -26,6 +28,7 @@ class RecordedEngine(msgspec.Struct, frozen=True):
     step_tokens: int | None = None
     chunk_tokens: int | None = None
     snapshot_tokens: int | None = None
+    first_snapshot_tokens: int | None = None
     num_blocks: int | None = None
 
     @property

@@ -42,7 +42,15 @@ def snapshots_of(model: ServedModel, prompt: ComputedPrompt) -> list[int]:
     """Return the positions at which the engine takes and retains snapshots; none without recurrent state."""
     if model.state is None:
         return []
-    return list(model.form.steps.positions(prompt.tokens, prompt.found, prompt.shared))
+    placed = _placed(model, prompt)
+    return list(model.form.steps.positions(prompt.tokens, prompt.found, prompt.shared, placed))
+
+
+def _placed(model: ServedModel, prompt: ComputedPrompt) -> tuple[int, ...]:
+    """Return the positions at which the connector has the engine take snapshots, for shared prefixes."""
+    # The engine tells the connector the attention blocks that it has, and then uses fewer of them.
+    start = max(prompt.found, prompt.shared) if model.completes_prefixes else prompt.found
+    return model.form.placed(prompt.tokens, start, prompt.shared_tokens)
 
 
 def store_chunks(
@@ -122,7 +130,7 @@ def _step_ends(model: ServedModel, prompt: ComputedPrompt, keys: RequestKeys) ->
         yield from range(prompt.found + steps.step_tokens, prompt.tokens, steps.step_tokens)
         yield prompt.tokens
     else:
-        yield from steps.step_ends(prompt.tokens, prompt.found, prompt.shared)
+        yield from steps.step_ends(prompt.tokens, prompt.found, prompt.shared, _placed(model, prompt))
     yield from range((prompt.tokens // size + 1) * size, keys.computed_tokens + 1, size)
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain, repeat
 
 import pytest
 from msgspec import structs
@@ -261,11 +262,21 @@ def test_a_router_leads_to_its_engines(control):
     ],
 )
 def test_an_engine_that_has_tiers_only_is_well_unless_it_is_one_of_a_pair(role, state, words):
-    pages = iter([KVFERRY_METRICS, KVFERRY_METRICS, TIER_METRICS])  # a tier is shown after a step
+    pages = chain([KVFERRY_METRICS] * 2, repeat(TIER_METRICS))  # a tier is shown after a step
     with http(engine(None) | {"/metrics": lambda _: next(pages)}) as url:
         (section,), _ = examine_engines([parse_target(url, role)], KEYS)
     found = said(section)["connector"]
     assert (found.state, words in found.found) == (state, True)
+
+
+@pytest.mark.parametrize(("first", "state"), [(0, State.NOTE), (1088, State.OK)])
+def test_an_engine_with_recurrent_state_is_asked_which_snapshots_it_keeps(first, state):
+    gauges = (
+        f'kvferry_first_snapshot_tokens{{engine="0"}} {first}\nkvferry_snapshot_bytes{{engine="0"}} 4096\n'
+    )
+    with http(engine(None) | {"/metrics": TIER_METRICS + gauges}) as url:
+        (section,), _ = examine_engines([parse_target(url)], KEYS)
+    assert said(section)["shared prefixes"].state is state
 
 
 def test_engines_of_a_router_without_prefill_engines_serve_alone():

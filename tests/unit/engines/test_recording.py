@@ -99,6 +99,7 @@ def test_a_request_that_has_ended_is_a_line(
         "num_blocks": 8,
         "groups": ["0 full_attention"],
         "snapshot_tokens": chunks[1],
+        "first_snapshot_tokens": None,
         "model": "tiny",
     }
     assert [(line["prompt_tokens"], line["output_tokens"]) for line in lines] == [(PROMPT, ANSWER)] * 2

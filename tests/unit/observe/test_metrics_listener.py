@@ -21,6 +21,7 @@ from kvferry.connector.events import (
     LoadBegan,
     LoadEnded,
     Scheduled,
+    SnapshotsPlaced,
     SourcesAsked,
     StoreBegan,
     StoreEnded,
@@ -279,10 +280,12 @@ def test_tiers_and_leases_and_late_blocks() -> None:
         LeaseEnded("a", 0.0, expired=True),
         LeaseEnded("a", 0.0, expired=False),
         LateBlocks(0.0, 7),
+        SnapshotsPlaced(1088, 4096),
     )
     assert {" ".join([name, *of]): n for (name, of), n in found.gauges.items()} == {
         "tier_used_bytes host": 10, "tier_capacity_bytes host": 100, "tier_owed_chunks file": 0,
         "tier_used_bytes file": 20, "tier_capacity_bytes file": 200, "leases": 1, "late_blocks": 7,
+        "first_snapshot_tokens": 1088, "snapshot_bytes": 4096,
     }  # fmt: skip
     assert {" ".join([name, *of]): n for (name, of), n in found.counters.items()} == {
         "tier_fetched_chunks file": 1, "tier_stored_chunks file": 2, "tier_stored_bytes file": 30,

@@ -34,7 +34,7 @@ UNIT, PROMPT = 16, 40
 TEXT = list(range(1000, 1000 + PROMPT))
 
 
-def header(*blocks: int, chunking: tuple[int, int] | None = None) -> dict[str, Any]:
+def header(*blocks: int, chunking: tuple[int, int, int | None] | None = None) -> dict[str, Any]:
     groups = tuple(
         CacheGroup(kind=GroupKind.FULL, attention_span=0, block_tokens=block) for block in blocks or (UNIT,)
     )
@@ -91,7 +91,7 @@ def digests(line: dict[str, Any]) -> list[bytes]:
 
 
 def test_a_header_says_what_a_replay_needs_of_the_engine() -> None:
-    assert header(48, 32, chunking=(96, 192)) == {
+    assert header(48, 32, chunking=(96, 192, 1056)) == {
         "kvferry_trace": 1,
         "unit_tokens": 16,
         "chunk_tokens": 96,
@@ -100,6 +100,7 @@ def test_a_header_says_what_a_replay_needs_of_the_engine() -> None:
         "num_blocks": 77,
         "groups": ["0 full_attention", "1 full_attention"],
         "snapshot_tokens": 192,
+        "first_snapshot_tokens": 1056,
         "model": "tiny",
     }
     assert (header()["chunk_tokens"], header()["snapshot_tokens"]) == (None, None)
@@ -119,7 +120,7 @@ def test_a_header_says_what_a_replay_needs_of_the_engine() -> None:
 def test_units_divide_blocks_and_chunks_but_have_at_least_16_tokens(
     blocks: tuple[int, ...], chunk: int | None, unit: int
 ) -> None:
-    assert header(*blocks, chunking=chunk and (chunk, chunk))["unit_tokens"] == unit
+    assert header(*blocks, chunking=chunk and (chunk, chunk, None))["unit_tokens"] == unit
 
 
 def test_a_request_is_one_line(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

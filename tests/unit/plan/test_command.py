@@ -98,6 +98,7 @@ TIER_KEYS = {
     "prompt_tokens", "chunk_tokens", "first_tokens", "groups", "settings", "why_not", "label", "layers",
     "content_bytes", "chunk_bytes", "file_bytes", "snapshot", "prefix_cache_retention_interval",
     "max_num_batched_tokens", "snapshot_tokens", "snapshots", "bytes", "gap_tokens",
+    "first_snapshot_tokens", "shared_prefixes",
 }  # fmt: skip
 
 
@@ -131,9 +132,27 @@ def test_json_has_what_the_tiers_keep(capsys):
     assert (tiers["chunk_tokens"], tiers["first_tokens"], tiers["why_not"]) == (136, 544, "")
     # 60 chunks of 136 tokens of 24 KiB and snapshots of 37.69 MiB, each with a page of header.
     attention, state = 60 * (136 * 24576 + 4096), 39518208 + 4096
+    # At 1,088, 2,176, 4,352 and 8,160; with steps of 1,632 also at 3,808, 5,984 and 7,616.
     assert [(s["snapshots"], s["bytes"]) for s in tiers["settings"]] == [
-        (count, attention + count * state) for count in (1, 5, 15)
+        (count, attention + count * state) for count in (4, 7, 15)
     ]
+
+
+def test_what_prompts_load_of_a_prefix_that_they_share_is_a_table_and_in_the_json(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    qwen = ("Qwen3-Next-80B-A3B", "--tp", "4")
+    table = printed(capsys, *qwen).partition("of a prefix that they share, if all is stored\n")[2]
+    assert [line.split() for line in table.splitlines()[2:5]] == [
+        ["2,048", "1,088", "1,088", "1,088", "0"],
+        ["8,192", "4,352", "8,160", "1,088", "0"],
+        ["32,768", "17,408", "32,640", "1,088", "0"],
+    ]
+    tiers = json.loads(printed(capsys, *qwen, "--json", "--first-snapshot-tokens", "0"))["tiers"]
+    assert tiers["first_snapshot_tokens"] == 0
+    assert [[*one.values()] for one in tiers["shared_prefixes"]] == [
+        [2048, 0, 0, 0], [8192, 0, 0, 0], [32_768, 0, 0, 0]
+    ]  # fmt: skip
+    assert "prefix that they share" not in printed(capsys, "Llama-3.1-8B")
 
 
 def test_the_tiers_are_a_table_of_settings(capsys, monkeypatch):
@@ -141,8 +160,8 @@ def test_the_tiers_are_a_table_of_settings(capsys, monkeypatch):
     out = printed(capsys, "Qwen3-Next-80B-A3B", "--retention", "none", "--step-tokens", "1632")
     assert "Tiers: chunks of 136 tokens, snapshots at least 544 tokens apart\n" in out
     said = [line.split() for line in out.partition("prompt of 131,072 tokens, by settings\n")[2].splitlines()]
-    assert said[-4:-2] == [
-        ["None", "1,632", "80", "5.95", "GiB", "1,632"],
+    assert said[-11:-9] == [
+        ["None", "1,632", "84", "6.09", "GiB", "1,632"],
         ["None", "544", "240", "11.84", "GiB", "544"],
     ]
 

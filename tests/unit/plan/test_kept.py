@@ -92,6 +92,25 @@ def test_thinned_snapshots_are_kept_at_multiples_and_at_the_end():
     assert first == (None, 80, 400, 3, 12 * 6 * PAGE + 3 * 11 * PAGE, 400)
 
 
+def test_snapshots_for_shared_prefixes_lie_at_doubles_and_where_prompts_depart():
+    # Blocks of 80 tokens; a snapshot weighs 160 tokens, so the first one is at the least of 1,024 tokens.
+    found = kept(HYBRID, prompt=9000)
+    assert found.first_snapshot_tokens == 1040
+    assert found.choices[0].snapshots == 5  # at 1040, 2080, 4160, 8320 and, by vLLM itself, 8960
+    assert [(one.tokens, one.second, one.third, one.without) for one in found.shared] == [
+        (2048, 1040, 1040, 0),
+        (8192, 4160, 8160, 0),
+    ]
+    found = kept(HYBRID, prompt=9000, first_snapshot_tokens=500)
+    assert (found.first_snapshot_tokens, found.choices[0].snapshots) == (560, 5)  # the last is 8960
+    assert [(one.second, one.third) for one in found.shared] == [(1120, 2000), (4480, 8160)]
+
+
+def test_a_model_without_states_has_no_snapshots_for_shared_prefixes():
+    found = kept(WINDOWED, prompt=9000)
+    assert (found.first_snapshot_tokens, found.shared) == (0, ())
+
+
 def test_windows_can_be_thinned():
     full, window = 65536 + PAGE, 5 * 65536 + PAGE
     # 39 chunks and a tail; windows before 4096, 8192, and at the end, where the tail is kept too.
@@ -123,6 +142,7 @@ def test_what_has_no_canonical_form_is_said(monkeypatch):
     ("config", "asked", "said"),
     [
         (DENSE, {"retention": 512}, "vLLM takes 0 or None for a model without windows"),
+        (HYBRID, {"first_snapshot_tokens": -1}, "--first-snapshot-tokens is -1, it must be at least 0"),
         (HYBRID, {"retention": 100}, "--retention is 100; vLLM takes 0, None or multiples of a block"),
         (DENSE, {"snapshot_tokens": 300}, "--snapshot-tokens is 300; it must be a multiple of a chunk's 256"),
         (DENSE, {"chunk_tokens": 0}, "--chunk-tokens is 0, it must be at least 1"),

@@ -8,8 +8,12 @@ import pytest
 from hypothesis import given, strategies as st
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from kvferry.connector.plain import PlainStep
+from kvferry.connector.tiers.snapshot_places import SnapshotPlaces
+from kvferry.engines.vllm.requests import VLLMRequest
 from kvferry.errors import ConfigError
 from kvferry.plan.snapshots import SnapshotSteps, parse_retention
+from kvferry.planning.snapshots import snapshot_positions
 
 
 @pytest.mark.parametrize(
@@ -64,8 +68,10 @@ def test_what_is_no_interval_is_refused(text):
         parse_retention(text)
 
 
-def vllm_step_ends(block: int, step: int, prompt: int, start: int, shared: int) -> list[int]:
-    """Ends of the steps in which vLLM's scheduler computes a prompt."""
+def vllm_step_ends(
+    block: int, step: int, prompt: int, start: int, shared: int, places: SnapshotPlaces | None = None
+) -> list[int]:
+    """Ends of the steps in which vLLM's scheduler computes a prompt, for which positions may be placed."""
     scheduler = SimpleNamespace(
         cache_config=SimpleNamespace(block_size=block),
         scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
@@ -79,12 +85,21 @@ def vllm_step_ends(block: int, step: int, prompt: int, start: int, shared: int) 
         mamba_prefill_checkpoint_alignment=None,
     )
     request = SimpleNamespace(
-        num_computed_tokens=start, num_prompt_tokens=prompt, num_tokens=prompt, shared_prefix_boundary=shared
+        request_id="r",
+        num_computed_tokens=start,
+        num_prompt_tokens=prompt,
+        num_tokens=prompt,
+        shared_prefix_boundary=shared,
     )
+    if places is not None:
+        places.admit(VLLMRequest(request), start, 0)
     ends = []
     while request.num_computed_tokens < prompt:
         new = min(step, prompt - request.num_computed_tokens)
-        request.num_computed_tokens += Scheduler._mamba_block_aligned_split(scheduler, request, new)
+        new = Scheduler._mamba_block_aligned_split(scheduler, request, new)
+        if places is not None:
+            places.schedule(PlainStep(tokens={"r": new}))
+        request.num_computed_tokens += new
         ends.append(request.num_computed_tokens)
     return ends
 
@@ -101,3 +116,21 @@ def test_steps_end_where_those_of_vllm_end(block, step_blocks, prompt, start, sh
     boundary = int(shared * prompt) // block * block
     found = list(SnapshotSteps(block, step).step_ends(prompt, begin, boundary))
     assert found == vllm_step_ends(block, step, prompt, begin, boundary)
+
+
+@given(
+    block=st.sampled_from([16, 128]),
+    step_blocks=st.floats(1, 9),
+    prompt=st.integers(1, 2500),
+    start=st.floats(0, 1),
+    first_blocks=st.integers(0, 5),
+    own=st.floats(0, 1),
+)
+def test_steps_end_at_the_positions_that_the_connector_places(
+    block, step_blocks, prompt, start, first_blocks, own
+):
+    step, begin, first = int(step_blocks * block), int(start * (prompt - 1)), first_blocks * block
+    boundary = int(own * prompt) // block * block
+    placed = snapshot_positions(prompt, begin, 0, first, block)
+    found = list(SnapshotSteps(block, step).step_ends(prompt, begin, boundary, placed))
+    assert found == vllm_step_ends(block, step, prompt, begin, boundary, SnapshotPlaces(first, block))

@@ -44,6 +44,7 @@ STEPS = st.fixed_dictionaries(
         "step_tokens": st.sampled_from([1000, 1000, 40, 24, 16]),
         "retention": st.sampled_from([0, None, 16]),
         "snapshot_tokens": st.sampled_from([CHUNK, CHUNK, 2 * CHUNK, 4 * CHUNK]),
+        "first_snapshot_tokens": st.sampled_from([0, CHUNK, 2 * CHUNK, 20]),
     }
 )
 UNITS = st.sampled_from([1, 2, 4, CHUNK])

@@ -19,6 +19,7 @@ from kvferry.connector.tier_config import Tiers
 from kvferry.connector.tiers.opening import open_tiers
 from kvferry.connector.tiers.pinned import PinnedChunks
 from kvferry.connector.tiers.prompts import Prompts
+from kvferry.connector.tiers.snapshot_places import SnapshotPlaces, snapshot_rule
 from kvferry.connector.tiers.stats import TierEvents
 from kvferry.connector.tiers.store_orders import StoreOrders
 from kvferry.connector.tiers.storing import Storing
@@ -66,6 +67,8 @@ class Tiering:
         chunk_tokens: number of tokens per chunk.
         snapshot_tokens: distance in tokens between positions at which attention windows and snapshots of
             recurrent state are kept.
+        chunking: number of tokens per chunk, `snapshot_tokens`, and the first position of a snapshot for
+            shared prefixes in tokens (0 for none; None for a model without recurrent state).
     """
 
     def __init__(
@@ -111,6 +114,9 @@ class Tiering:
         self.source = composition.tier_source(self._cache, self._prompts, canonical)
         self._stores = StoreOrders(self._cache, composition.pool, canonical.labels, events)
         self.chunk_tokens, self.snapshot_tokens = canonical.chunk_tokens, _snapshot_tokens(config, canonical)
+        rule = snapshot_rule(config, engine, canonical, self.snapshot_tokens)
+        self.chunking = (self.chunk_tokens, self.snapshot_tokens, rule.first if rule.usual else None)
+        self._places = SnapshotPlaces(rule.first, rule.interval)
         self._bits = bits = {
             host.keys.bit: HOST,
             **{one.queue.tier.keys.bit: one.queue.name for one in behind},
@@ -135,6 +141,7 @@ class Tiering:
             canonical.chunk_tokens, self._arena.region.length / 2**30,
             "".join(f", {one.queue.name}" for one in behind),
         )  # fmt: skip
+        rule.announce(events)
 
     @property
     def busy(self) -> bool:
@@ -160,6 +167,16 @@ class Tiering:
         if self._prompts.get(request) is not None or self._prompts.are_pending(request.request_id):
             self._storing.on_new_request(request)
 
+    def place_snapshots(self, request: Request, start: int) -> None:
+        """Have the engine take snapshots of a request that it is about to admit, for other prompts.
+
+        Args:
+            request: the request.
+            start: position in tokens at which the engine begins to compute.
+        """
+        if (chunks := self._prompts.get(request)) is not None:
+            self._places.admit(request, start, chunks.shared_tokens)
+
     def schedule(self, step: Step, orders: StepOrders) -> None:
         """Collect finished reads and writes, and tell the ranks which chunks to store in the coming step.
 
@@ -171,6 +188,7 @@ class Tiering:
         self._cache.poll()
         orders.chunks.arena, self._card = self._card, None
         self._storing.schedule(step)
+        self._places.schedule(step)
         orders.chunks.stores = self._stores.take()
 
     def take_reports(self, reports: StepReports) -> None:
@@ -212,6 +230,7 @@ class Tiering:
             block_ids: block table of the request for each KV cache group, up to the last computed token.
         """
         self._storing.finished(request, block_ids)
+        self._places.forget(request.request_id)
         self._prompts.remove(request.request_id)
 
     def start_anew(self) -> None:

@@ -15,6 +15,8 @@ from kvferry.engines.vllm.compat.requests import (
     cache_refusal,
     ended_normally,
     own_hit,
+    snapshot_at,
+    take_snapshot_at,
     trim_prompt,
     waits_for_blocks,
     was_rejected,
@@ -173,6 +175,19 @@ class VLLMRequest:
     def cache_refusal(self) -> str | None:
         """Reason why the request must not use cached KV; None if it may."""
         return cache_refusal(self.raw)
+
+    @property
+    def snapshot_at(self) -> int:
+        """Position at which vLLM will end a step and keep the recurrent state for others; 0 for none."""
+        return snapshot_at(self.raw)
+
+    def take_snapshot_at(self, tokens: int) -> None:
+        """Have vLLM end a step at a position and keep the recurrent state there, for other prompts.
+
+        Args:
+            tokens: position in tokens, at the end of a block.
+        """
+        take_snapshot_at(self.raw, tokens)
 
     def trim_prompt(self) -> bool:
         """Drop the last prompt token, because another engine continues the request and computes this token.

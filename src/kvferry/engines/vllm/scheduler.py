@@ -158,7 +158,11 @@ class VLLMScheduler:
             local_tokens: number of prompt tokens that the engine's own prefix cache has. The loaded tokens
                 follow these tokens.
         """
-        return self.half.admission.matched(self._requests.wrap(request), local_tokens)
+        wrapped = self._requests.wrap(request)
+        tokens = self.half.admission.matched(wrapped, local_tokens)
+        if tokens is not None:
+            self.half.place_snapshots(wrapped, local_tokens + tokens)
+        return tokens
 
     def allocated(self, request: Any, blocks: Any, load_tokens: int) -> None:
         """Start the load of a request's KV into its new blocks.

@@ -48,6 +48,28 @@ def cache_refusal(request: Any) -> str | None:
     return "it asks to read no cache (skip_reading_prefix_cache)"
 
 
+def snapshot_at(request: Any) -> int:
+    """Return the position in tokens at which vLLM ends a step and keeps the recurrent state; 0 for none.
+
+    vLLM sets it before it asks the connector: to the position where the request departs from another prompt
+    in its own prefix cache. In the cache mode `align`, `Scheduler._mamba_block_aligned_split` ends a step
+    there, and `MambaManager.reachable_block_mask` has the prefix cache retain the snapshot.
+    """
+    return int(request.shared_prefix_boundary)
+
+
+def take_snapshot_at(request: Any, tokens: int) -> None:
+    """Set the position of `snapshot_at`. Mutates `request`.
+
+    vLLM reads it when it schedules a step, so a step's call takes effect in the next one.
+
+    Args:
+        request: vLLM's request.
+        tokens: position in tokens, at the end of a block.
+    """
+    request.shared_prefix_boundary = tokens
+
+
 def trim_prompt(request: Any, hash_block_tokens: int | None, sampled_below: int = 0) -> bool:
     """Drop the last prompt token of a request that computes a prompt for another engine; mutates `request`.
 
