@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
-
 import pytest
 
 from support.vllm_engine.inside import distance
@@ -33,12 +31,7 @@ pytestmark = [
 def way(request: pytest.FixtureRequest, pair: Pair) -> Pair:
     """The pair, or the same engines in each other's place."""
     assert (pair.about["block_size"], pair.about_decode["block_size"]) == BLOCKS
-    if request.param == "800-to-1568":
-        return pair
-    turned = copy(pair)
-    turned.prefill, turned.decode = pair.decode, pair.prefill
-    turned.about, turned.about_decode = pair.about_decode, pair.about
-    return turned
+    return pair if request.param == "800-to-1568" else pair.turned()
 
 
 @pytest.mark.parametrize("length", LENGTHS)

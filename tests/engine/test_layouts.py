@@ -15,17 +15,33 @@ DENSE = {"family": "qwen3", "options": STEPS}
 CODES = {"family": "qwen3", "options": {**STEPS, "kv_cache_dtype": "fp8"}}
 WINDOWS = {"family": "gemma3", "options": STEPS}
 LATENTS = {"family": "dsv3"}
+SPLIT = {"kernel_tokens": 32}
+"""vLLM makes each of its blocks of several kernel blocks of so many tokens."""
+SMALLEST = {"block_size": 16}
 STATES = {"family": "lfm2", "options": STEPS}
 MAMBA = {"family": "nemotronh", "options": STEPS}
 # vLLM's Mamba2 for CPUs caches prefixes if no step of prefill goes past the end of a block.
 SNAPSHOTS = {**MAMBA, "options": {"enable_prefix_caching": True, "max_num_batched_tokens": 128}}
 WHOLE = {"block_size": 256, "max_num_batched_tokens": 256}
 # vLLM makes blocks of attention as large as a state: of 128 tokens it makes 256 here, and of 16 it makes 160.
-DELTA = {"family": "qwen3next", "options": STEPS}
+# A state takes as much room on every processor if its dtype is named.
+DELTA = {"family": "qwen3next", "options": {**STEPS, "mamba_ssm_cache_dtype": "float32"}}
 
 REPRESENTATIVE = (
-    Setup(**DENSE, label="auto", layouts=("auto", "engine"), prefill_options=SMALL, decode_options=LARGE),
-    Setup(**WINDOWS, label="auto", layouts=("engine", "auto"), prefill_options=LARGE, decode_options=SMALL),
+    Setup(
+        **DENSE,
+        label="auto",
+        layouts=("auto", "engine"),
+        prefill_options=SMALL,
+        decode_options=LARGE | SPLIT,
+    ),
+    Setup(
+        **WINDOWS,
+        label="auto",
+        layouts=("engine", "auto"),
+        prefill_options=LARGE | SPLIT,
+        decode_options=SMALL,
+    ),
 )
 ALL = (
     *(
@@ -38,11 +54,21 @@ ALL = (
     Setup(**DENSE, label="BHLNC-to-LHBNC", layouts=("BHLNC", "LHBNC")),
     Setup(**DENSE, label="LHBNC-to-BHLNC", layouts=("LHBNC", "BHLNC")),
     Setup(**DENSE, label="BHLNC-to-BHLNC", layouts=("auto", "auto")),
+    *(
+        Setup(family, "64-to-128", STEPS, prefill_options=SMALL, decode_options=LARGE)
+        for family in ("gemma4", "gptoss", "llama4")
+    ),
     Setup(**WINDOWS, label="64-to-128", prefill_options=SMALL, decode_options=LARGE),
     Setup(**WINDOWS, label="BLHNC-to-LBHNC", layouts=("BLHNC", "LBHNC")),
     Setup(**WINDOWS, label="BLHNC-to-BLHNC", layouts=("auto", "auto")),
-    # vLLM's MLA kernel for CPUs takes blocks of 16 tokens that lie side by side, and no other.
-    Setup(**LATENTS, label="LHBNC", layouts=("auto", "LHBNC")),
+    Setup(**LATENTS, label="BHLNC-to-LBNHC", layouts=("auto", "engine")),
+    Setup(**LATENTS, label="LBNHC-to-BLHNC", layouts=("engine", "BLHNC")),
+    Setup(
+        **LATENTS,
+        label="16-to-64",
+        prefill_options={"kernel_tokens": 16},
+        decode_options={"kernel_tokens": 16, "block_size": 64},
+    ),
     Setup(**STATES, label="64-to-128", prefill_options=SMALL, decode_options=LARGE),
     Setup(**STATES, label="128-to-64", prefill_options=LARGE, decode_options=SMALL),
     Setup(**STATES, label="LBHNC-to-BLHNC", layouts=("LBHNC", "BLHNC")),
@@ -50,11 +76,11 @@ ALL = (
     Setup(**STATES, label="BLHNC-to-BLHNC", layouts=("auto", "auto")),
     Setup(**MAMBA, label="128-to-256", layouts=("LBHNC", "BLHNC"), decode_options={"block_size": 256}),
     Setup(**SNAPSHOTS, label="256-to-128", layouts=("BLHNC", "LBHNC"), prefill_options=WHOLE),
-    Setup(**DELTA, label="160-to-256", layouts=("LBHNC", "BLHNC"), prefill_options={"block_size": 16}),
-    Setup(**DELTA, label="256-to-160", layouts=("BLHNC", "LBHNC"), decode_options={"block_size": 16}),
+    Setup(**DELTA, label="160-to-256", layouts=("LBHNC", "BLHNC"), prefill_options=SMALLEST | SPLIT),
+    Setup(**DELTA, label="256-to-160", layouts=("BLHNC", "LBHNC"), decode_options=SMALLEST | SPLIT),
 )
 pytestmark = engines("pair", REPRESENTATIVE, ALL)
-CHOSEN = {"auto": {"qwen3": "BHLNC", "dsv3": "LBNHC"}, "engine": {}}
+CHOSEN = {"auto": {"qwen3": "BHLNC", "dsv3": "BHLNC"}, "engine": {"dsv3": "LBNHC"}}
 """What settings that name no layout come to; BLHNC and LBHNC for other families."""
 
 
@@ -65,6 +91,13 @@ def test_the_engines_have_the_layouts_and_blocks_that_the_settings_say(pair: Pai
         assert about["layout"] == CHOSEN.get(setting, {}).get(pair.setup.family, usual)
     if labelled := re.findall(r"\d{2,}", pair.setup.label):
         assert [str(about["block_size"]) for about in (pair.about, pair.about_decode)] == labelled
+
+
+def test_blocks_are_made_of_the_kernel_blocks_that_the_settings_say(pair: Pair) -> None:
+    abouts = {"prefill": pair.about, "decode": pair.about_decode}
+    for role, about in abouts.items():
+        options = {**pair.setup.options, **getattr(pair.setup, f"{role}_options")}
+        assert about["kernel_tokens"] == {options.get("kernel_tokens", about["block_size"])}
 
 
 def test_content_is_the_producers_and_the_answer_is_a_single_engines(pair: Pair) -> None:

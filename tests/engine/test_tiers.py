@@ -68,7 +68,7 @@ ALL = (
     Family(
         "qwen3next",
         512,
-        {EVERY: 256, **ASYNC},
+        {EVERY: 256, "mamba_ssm_cache_dtype": "float32", **ASYNC},
         other={"block_size": 16, EVERY: 160},
         settings={"chunk_tokens": 32},
         other_ends=480,

@@ -13,7 +13,7 @@ from kvferry.planning.select import LoadSpan
 from kvferry.serving.router.bodies import ASK_FOR_KV
 from kvferry.tiers.names import TIERS
 from kvferry.transport.redeem import Grant, Redeemed
-from support.vllm_engine import any_layout, copied, overlapped, pages
+from support.vllm_engine import any_layout, copied, kernel_blocks, overlapped, pages
 from support.vllm_engine.agree_inside import facts, restart_other  # noqa: F401 - called by name
 from support.vllm_engine.multi_inside import (  # noqa: F401 - called by name
     chosen,
@@ -66,6 +66,8 @@ def start(settings: dict[str, Any]) -> Any:
         _make_test_device()
     if settings.pop("any_layout", False):
         any_layout.declare()
+    if tokens := settings.pop("kernel_tokens", 0):
+        kernel_blocks.declare(tokens)
     if asynchronous := settings.get("async_scheduling", False):
         overlapped.declare()
     if settings.get("tensor_parallel_size", 1) > 1:
@@ -136,6 +138,7 @@ def about(engine: Any) -> dict[str, Any]:
         ],
         "num_blocks": core.scheduler.kv_cache_config.num_blocks,
         "layout": worker.layout if worker else None,
+        "kernel_tokens": pages.kernel_tokens(worker) if worker else None,
         "addresses": {region.address for region in worker._geometry.regions} if worker else set(),
     }
 

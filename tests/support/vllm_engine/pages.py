@@ -48,6 +48,12 @@ def _by_head(field: Field) -> Iterator[tuple[int, Field]]:
         yield head, replace(field, offset=field.offset + offset, axes=others)
 
 
+def kernel_tokens(worker: Any) -> set[int]:
+    """Tokens in the blocks that attention kernels address, of which vLLM's may be made."""
+    groups = [group for group in worker._geometry.groups if group.kind is not GroupKind.STATE]
+    return {worker._caches[layer.name].shape[2] for group in groups for layer in group.layers}
+
+
 def negate(worker: Any, layer: Layer, block: int) -> None:
     """Flip the sign of every element of a page; where elements are unknown, of every second byte."""
     page = _page(worker, layer, block)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,14 @@ class Pair:
             self.close()
             raise
         self._gap: float | None = None
+
+    def turned(self) -> Pair:
+        """The same engines in each other's place."""
+        turned = copy(self)
+        turned.prefill, turned.decode = self.decode, self.prefill
+        turned.about, turned.about_decode = self.about_decode, self.about
+        turned._gap = None
+        return turned
 
     @property
     def prefix_caching(self) -> bool:
