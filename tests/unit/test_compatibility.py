@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "compatibility.md"
+README = (ROOT / "README.md").read_text()
 DATA = tomllib.loads((ROOT / "docs" / "compatibility.toml").read_text())
 COLUMNS = ("transfer", "other TP", "other block size", "tiers", "speculative")
 SAID = {
@@ -85,6 +87,14 @@ def test_every_test_that_proves_something_exists(proof):
 def test_everything_else_that_may_differ_is_shown_by_engines():
     proofs = [DATA["proofs"][proof] for _, proof in DATA["engines"].values()]
     assert all(proof.startswith("tests/engine/") for proof in proofs)
+
+
+def test_readme_names_all_families_that_engines_handed_over_and_no_other():
+    (named,) = re.findall(r"handed over between real vLLM engines,(.*?)\. The two", README, re.DOTALL)
+    models = [name for names in re.findall(r"\(([^)]*)\)", named) for name in names.split(", ")]
+    shown = [family for family, (transfer, *_) in DATA["families"].items() if transfer.startswith("engine:")]
+    assert all(any(model in family for family in shown) for model in models)
+    assert {re.split(r",| \(", family)[0] for family in shown} <= {*models}
 
 
 @pytest.mark.parametrize("family", DATA["families"])
