@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from kvferry.connector.worker.stale import MOVED
 from support.processor import HAS_AVX512
 from support.vllm_engine.inside import distance
 from support.vllm_engine.marks import engines
@@ -80,6 +81,8 @@ ALL = (
     Setup(**DELTA, label="256-to-160", layouts=("BLHNC", "LBHNC"), decode_options=SMALLEST | SPLIT),
 )
 pytestmark = engines("pair", REPRESENTATIVE, ALL)
+LEFT = re.compile(f"{MOVED}: layer .*: the layer computes in .*; expected .*: start it anew")
+CHOSEN = {"auto": {"qwen3": "BHLNC", "dsv3": "LBNHC"}, "engine": {}}
 CHOSEN = {"auto": {"qwen3": "BHLNC", "dsv3": "BHLNC"}, "engine": {"dsv3": "LBNHC"}}
 """What settings that name no layout come to; BLHNC and LBHNC for other families."""
 
@@ -132,3 +135,21 @@ def test_a_spoiled_block_of_any_group_changes_the_answer(pair: Pair) -> None:
         assert distance(pair.spoiled(text, group), sound) > 1e-4, (
             f"group {group}: the answer does not depend on what was moved"
         )
+
+
+def test_nobody_reads_memory_that_the_engine_has_left(pair: Pair) -> None:
+    """The last test of a pair: its prefill engine offers nothing from here on."""
+    pair.prefill.call("register_again")
+    text, said = pair.own_words(prompt(200, 31))
+    assert pair.through([text])[0]["moved"], "registering the same tensors again changes nothing"
+    pair.forget()
+    pair.prefill.call("move_cache", "shift")
+    for offered in (True, False):  # at first, its scheduler does not know yet
+        (answer,) = pair.through([text])
+        assert bool(answer["offer"].get("remote_num_tokens")) is offered
+        assert not answer["moved"]
+        assert answer["tokens"] == said["tokens"]
+        assert distance(answer, said) < 1e-4
+        pair.forget()
+    assert len(LEFT.findall(pair.prefill.log.read_text())) == 1
+    assert not LEFT.findall(pair.decode.log.read_text())

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from engine.test_refusals import other_weights
+from kvferry.connector.worker.stale import MOVED
 from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
 from support.vllm_engine.inside import distance
 from support.vllm_engine.pair import SOON, connector, prompt
@@ -20,7 +21,7 @@ from support.vllm_engine.process import Engine, EngineError
 
 pytestmark = pytest.mark.engine
 
-KEPT, OFFERED, PULLED = (prompt(500, seed) for seed in (1, 2, 3))
+KEPT, OFFERED, PULLED, MOVED_PROMPT = (prompt(500, seed) for seed in (1, 2, 3, 5))
 EARLY = prompt(200, 4)
 """One step computes it."""
 
@@ -118,3 +119,34 @@ def test_a_running_engine_gives_up_no_memory_whoever_asks(trained: Trained) -> N
     for of_worker in (True, False):
         with pytest.raises(EngineError, match="does not sleep: kvferry and its peers"):
             trained.engine.call("give_up_memory", of_worker=of_worker)
+
+
+def test_tiers_fill_no_memory_that_the_engine_has_left(trained: Trained) -> None:
+    """The last test of the second engine: it uses its tiers no more from here on."""
+
+    def loads() -> list[str]:
+        return [source for source, *_ in trained.engine.call("other", "new_loads")]
+
+    def generate() -> dict[str, Any]:
+        answer: dict[str, Any] = trained.engine.call("other", "generate", [MOVED_PROMPT])[0]
+        return answer
+
+    def say() -> dict[str, Any]:
+        trained.engine.call("other", "step", SOON)
+        assert trained.engine.call("other", "reset_prefix_cache")
+        return generate()
+
+    first = say()
+    loads()
+    assert distance(say(), first) < 1e-4
+    assert loads() == ["tiers"]
+    trained.engine.call("other", "step", SOON)
+    assert trained.engine.call("other", "reset_prefix_cache")
+    trained.engine.call("other", "move_cache", "clone")
+    assert distance(generate(), first) < 1e-4, "the load of the step in which it is noticed is not used"
+    assert loads() == ["tiers"]
+    for _ in range(2):
+        assert distance(say(), first) < 1e-4
+        assert loads() == []
+        assert trained.engine.call("other", "reset_all")
+    assert trained.engine.log.read_text().count(f"{MOVED}: layer") == 1

@@ -171,6 +171,7 @@ class StepReports:
             by lease name. A lease word is an integer in registered memory that reading peers check.
         stale: number of the last epoch in which the weights changed; None if they have not changed. An epoch
             is the time between two cache resets, numbered from 0.
+        moved: True if the KV cache of a worker has moved to memory that is not registered.
     """
 
     reports: dict[str, Report] = field(default_factory=dict)
@@ -179,6 +180,7 @@ class StepReports:
     copies: dict[str, MergedCopyReport] = field(default_factory=dict)
     raised: dict[str, int] = field(default_factory=dict)
     stale: int | None = None
+    moved: bool = False
 
     def add(self, other: StepReports) -> None:
         """Merge reports of other workers into this object. Mutates this object.
@@ -199,10 +201,12 @@ class StepReports:
                 mine[key] = mine.get(key, 0) + count
         if other.stale is not None:
             self.stale = max(other.stale, -1 if self.stale is None else self.stale)
+        self.moved |= other.moved
 
     def __bool__(self) -> bool:
         """Return whether there is anything to report."""
-        return bool(self.reports or self.released or self.copies or self.raised or self.stale is not None)
+        stale = self.moved or self.stale is not None
+        return bool(self.reports or self.released or self.copies or self.raised or stale)
 
 
 @dataclass(frozen=True, slots=True)

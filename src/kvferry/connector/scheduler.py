@@ -28,11 +28,11 @@ from kvferry.connector.peers.turn_names import TurnNames
 from kvferry.connector.refusals import Refusals
 from kvferry.connector.source import Source
 from kvferry.connector.speeds import Speeds
+from kvferry.connector.stale_kv import StaleKV
 from kvferry.connector.step_times import StepTimes
 from kvferry.connector.stream import EventStream
 from kvferry.connector.tier_config import read_tiers
 from kvferry.connector.tiers.tiering import NamespaceOf, Tiering
-from kvferry.connector.worker.stale import CHANGED
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, ProducerCard
 from kvferry.transport.lease import new_incarnation
@@ -44,8 +44,6 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_CALM_SECONDS = 1.0
 """Maximum seconds between two looks at all parts, for what depends on time alone."""
-
-RESET = "tiers are not used before POST /reset_prefix_cache?reset_external=true"
 
 
 class SchedulerHalf:
@@ -103,7 +101,8 @@ class SchedulerHalf:
         self._calls: AdminCalls | None = None
         self._admin: AdminServer | None = None
         self._draining = False
-        self._epoch, self._changed = 0, False
+        self._stale: StaleKV | None = None
+        self._epoch = 0
         self._scheduled = self._done = 0  # numbers of the last step scheduled, and of the last one done
         self._calm, self._look_again = False, 0.0
         self._quiet_orders = StepOrders(computes=True, quiet=True)
@@ -162,6 +161,7 @@ class SchedulerHalf:
         if self._tiers is not None:
             self._tiering = Tiering(self._tiers, composition, namespace=namespace, ranks=geometries)
             sources.append(self._tiering.source)
+        self._stale = StaleKV(self._producer, self._peers, self._tiering)
         weights = self._tiering.weights if self._tiering is not None else {}
         self._admission = composition.admission(sources, weights)
         if self._config.admin is not None and self._keys is not None:
@@ -332,8 +332,8 @@ class SchedulerHalf:
     def take_reports(self, reports: StepReports) -> None:
         """Process the workers' reports of the last step."""
         self._calm = False
-        if reports.stale is not None:
-            self._weights_changed(reports.stale)
+        if self._stale is not None:
+            self._stale.take_reports(reports, self._epoch)
         if self._tiering is not None:
             self._tiering.take_reports(reports)
         self.admission.take_reports(reports)
@@ -375,26 +375,6 @@ class SchedulerHalf:
             "loads": self.admission.loads,
         }
 
-    def _weights_changed(self, stale: int) -> None:
-        """Stop exchanging KV with peers for good, and stop using tiers until the next cache reset.
-
-        Args:
-            stale: number of the last epoch (time between two cache resets) in which the weights changed. If
-                the cache was reset since, tiers stay in use.
-        """
-        if not self._changed:
-            self._changed = True
-            logger.warning(
-                "%s: no KV is exchanged with other engines any more, since they compared other weights; "
-                "start this engine anew to exchange again", CHANGED,
-            )  # fmt: skip
-            self._producer.stop_offering()
-            if self._peers is not None:
-                self._peers.stop_reading(CHANGED)
-        if self._tiering is not None and stale >= self._epoch:
-            logger.warning("%s, and its cache was not reset: %s", CHANGED, RESET)
-            self._tiering.suspend(f"{CHANGED}, and its cache was not reset: {RESET}")
-
     def reset(self) -> None:
         """Invalidate all KV that was kept, offered or stored so far, because the engine's cache is reset."""
         self._calm = False
@@ -405,6 +385,8 @@ class SchedulerHalf:
             self._peers.start_anew()
         if self._tiering is not None:
             self._tiering.start_anew()
+        if self._stale is not None:
+            self._stale.on_reset()
 
     def shutdown(self) -> None:
         """Close the control channel and the tiers, and end all threads."""

@@ -397,6 +397,31 @@ def give_up_memory(engine: Any, *, of_worker: bool) -> None:
         engine.sleep(level=1)
 
 
+def move_cache(engine: Any, how: str) -> None:
+    """Have the layers compute in other memory than vLLM has registered with the connector.
+
+    Args:
+        engine: vLLM's LLM.
+        how: "clone" for new memory with the same content, "shift" for the same memory, a block further on.
+    """
+    config = engine.llm_engine.vllm_config
+    for layer in config.compilation_config.static_forward_context.values():
+        cache = layer.kv_cache
+        layer.kv_cache = cache.clone() if how == "clone" else cache[1:]
+
+
+def register_again(engine: Any) -> None:
+    """Register the caches of the layers with the connector again, as vLLM does after it has allocated."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from kvferry.engines.vllm.compat.connectors import as_current_config
+
+    config = engine.llm_engine.vllm_config
+    layers = config.compilation_config.static_forward_context
+    with as_current_config(config):
+        get_kv_transfer_group().register_kv_caches({name: one.kv_cache for name, one in layers.items()})
+
+
 def reset_prefix_cache(engine: Any) -> bool:
     """Forget all cached prefixes."""
     return bool(engine.reset_prefix_cache())

@@ -23,9 +23,13 @@ class Half:
 
     def __init__(self, vllm_config: Any, caches: Any) -> None:
         self.engine_id = vllm_config.kv_transfer_config.engine_id
+        self.again: list[Any] = []
 
     def start(self, kv_cache_config: Any) -> Any:
         return kv_cache_config
+
+    def register_again(self, caches: Any) -> None:
+        self.again.append(caches)
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +67,20 @@ def test_a_worker_has_each_layers_own_spec_and_a_second_engine_the_schedulers(
 def test_a_worker_in_a_process_of_its_own_has_its_own_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = config_of("of ranks")
     assert registered(KVFerryConnector(engine, WORKER, "its own"), engine, monkeypatch) == "its own"
+
+
+def test_caches_that_are_registered_again_are_compared_and_start_no_second_half(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = config_of("registers twice")
+    worker = KVFerryConnector(engine, WORKER, "specs by layer")
+    KVFerryConnector(engine, SCHEDULER, "one spec for all")
+    registered(worker, engine, monkeypatch)
+    half = worker._workers["registers twice"]
+    worker.register_kv_caches({"layer": "elsewhere"})
+    assert half.again == [{"layer": "elsewhere"}]
+    worker.get_handshake_metadata()
+    assert worker._workers == {"registers twice": half}
 
 
 @pytest.mark.parametrize("role", [SCHEDULER, WORKER])

@@ -32,7 +32,7 @@ from kvferry.connector.worker.load_reads import LoadReads
 from kvferry.connector.worker.loads import AttemptResults, Loads
 from kvferry.connector.worker.mover import ChunkMover
 from kvferry.connector.worker.orders import MergedCopyReport
-from kvferry.connector.worker.stale import CHANGED, StaleEpochs
+from kvferry.connector.worker.stale import StaleEpochs
 from kvferry.errors import KVFerryError
 from kvferry.geometry import Group, RankGeometry
 from kvferry.memory.device_stream import DeviceEvent
@@ -161,9 +161,21 @@ class WorkerHalf:
         """
         self._stale.on_weights_changed()
         self._reports.stale = self._stale.last
+        self._invalidate()
+
+    def on_cache_moved(self) -> None:
+        """Fail all loads ordered so far and from now on, because the KV cache has left the registered memory.
+
+        Also refuse stores from now on, and invalidate all lease words for good, so that peers reject the KV
+        that they read from this rank.
+        """
+        self._stale.moved = self._reports.moved = True
+        self._invalidate()
+
+    def _invalidate(self) -> None:
         self._void.update(self._orders)
         for key in self._orders:
-            self._loads.give_up(key, CHANGED)
+            self._loads.give_up(key, self._stale.reason)
         if self._transfers is not None:
             self._transfers.words.invalidate_all()
 
@@ -198,7 +210,7 @@ class WorkerHalf:
             self._loads.begin(load.key, load.timeout_seconds)
             self._orders[load.key] = load
             if orders.epoch in self._stale:
-                self._loads.give_up(load.key, CHANGED)
+                self._loads.give_up(load.key, self._stale.reason)
                 self._void.add(load.key)  # it may end before it is given up
         if self._transfers is not None:
             self._begin_transfers(self._transfers, orders)
@@ -218,8 +230,8 @@ class WorkerHalf:
         self._reads.begin({read.load for read in orders.reads} & {load.key for load in orders.loads})
         begun = []
         for read in orders.reads:
-            if self._stale.last is not None:
-                self._reads.fail(read.load, CHANGED)
+            if self._stale:
+                self._reads.fail(read.load, self._stale.reason)
             if (order := self._reads.add(read)) is not None:
                 begun.append(order)
             if read.failure is None and read.load in self._orders:
@@ -243,7 +255,7 @@ class WorkerHalf:
                 self._mirror.save(self._described().groups, self._needed(span, _arrays(tables)))
         if self._mover is not None and orders.chunks.stores:
             if orders.epoch in self._stale:
-                self._mover.refuse(orders.chunks, CHANGED)
+                self._mover.refuse(orders.chunks, self._stale.reason)
             else:
                 self._mover.store(orders.chunks, mark())
 
@@ -265,7 +277,7 @@ class WorkerHalf:
             self._reads.fail(key, settled.reported[key] or "")  # reported before its transfers have ended
         received, failed = set(), set()
         for key, outcome in settled.reported.items():
-            load, failure = self._orders[key], outcome or (CHANGED if key in self._void else None)
+            load, failure = self._orders[key], outcome or (self._stale.reason if key in self._void else None)
             if failure is None and self._mirror is not None:
                 self._mirror.load(self._described().groups, self._needed(load.span, load.tables))
             whole = self._attempt_results.add(load.attempt, load.loads, failure)

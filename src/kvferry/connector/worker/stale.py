@@ -9,6 +9,9 @@ between two resets. Each step belongs to one. The reset may come before the chan
 
 Engines compare weights only at the handshake. So after a change no peer may read from this engine, and this
 engine reads from no peer.
+
+If the engine's KV cache has moved to other memory, all epochs are stale for good, also those that begin
+later: transfers and stores know only the memory that was registered.
 """
 
 from __future__ import annotations
@@ -16,29 +19,43 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 CHANGED = "the weights of this engine have changed since it was started"
+MOVED = "the KV cache of this engine is no longer in the memory that was registered for transfers"
 
 
 @dataclass(slots=True)
 class StaleEpochs:
-    """Record of the epochs (times between two cache resets) in which the model weights have changed.
+    """Record of the epochs (times between two cache resets) whose KV must not be used any more.
 
     KV of these epochs must not be stored or loaded. Only the engine's thread calls this class.
 
     Attributes:
         last: number of the last epoch in which the weights changed; None if they have not changed since the
             start.
+        moved: True if the KV cache has moved to memory that is not registered.
     """
 
     last: int | None = None
+    moved: bool = False
     _current: int = 0
 
     def __contains__(self, epoch: int) -> bool:
-        """Return whether KV of an epoch is stale: the weights have changed in this epoch or in a later one.
+        """Return whether KV of an epoch is stale.
+
+        The weights have changed in this epoch or in a later one, or the KV cache has moved.
 
         Args:
             epoch: number of the epoch (time between two cache resets), counted from 0.
         """
-        return self.last is not None and epoch <= self.last
+        return self.moved or (self.last is not None and epoch <= self.last)
+
+    def __bool__(self) -> bool:
+        """Return whether any epoch is stale, so that no KV may be exchanged with peers."""
+        return self.moved or self.last is not None
+
+    @property
+    def reason(self) -> str:
+        """Reason why KV of stale epochs is not used."""
+        return MOVED if self.moved else CHANGED
 
     def on_step(self, epoch: int) -> None:
         """Record the epoch of a step that computes tokens or begins a load.

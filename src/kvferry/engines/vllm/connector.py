@@ -186,7 +186,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if _engine_id(arriving) == _engine_id(self._vllm_config):
             # As the child of another connector, only this instance's own copy has its settings.
             arriving = self._vllm_config
-        self._arriving = VLLMWorker(arriving, kv_caches)
+        if (running := self._workers.get(_engine_id(arriving))) is not None:
+            running.register_again(kv_caches)
+            self._arriving = running
+        else:
+            self._arriving = VLLMWorker(arriving, kv_caches)
 
     def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
         assert self._arriving is not None

@@ -6,8 +6,10 @@ import logging
 from typing import Any
 
 from kvferry.connector.worker.half import WorkerHalf
+from kvferry.connector.worker.stale import MOVED
 from kvferry.engines.vllm import layout
 from kvferry.engines.vllm.built import built_of
+from kvferry.engines.vllm.cache_guard import CacheGuard
 from kvferry.engines.vllm.compat.contract import KVConnectorTransferResults
 from kvferry.engines.vllm.compat.memory import keep_memory
 from kvferry.engines.vllm.compat.process import tensor_and_pipeline_rank
@@ -52,6 +54,8 @@ class VLLMWorker:
         self.layout = "unknown"
         self.half = WorkerHalf()
         self._copy: CopyBlocks | None = None
+        self._guard: CacheGuard | None = None
+        self._card: WorkerCard | None = None
         hook_weight_changes(vllm_config, self.half.on_weights_changed)
         keep_memory(vllm_config)
 
@@ -62,13 +66,17 @@ class VLLMWorker:
     def start(self, kv_cache_config: Any) -> WorkerCard:
         """Describe and register the KV cache, start the transfers, and return the worker's handshake.
 
+        A further call changes nothing and returns the same handshake.
+
         Args:
             kv_cache_config: vLLM's configuration of the KV cache.
 
         Raises:
-            ConfigError: kvferry cannot move this cache, a setting is invalid, or NIXL is missing or cannot
-                start.
+            ConfigError: kvferry cannot move this cache, the engine computes in other memory than it handed
+                over, a setting is invalid, or NIXL is missing or cannot start.
         """
+        if self._card is not None:
+            return self._card
         caches, settings = self._caches, read_settings(self._vllm_config)
         tp_rank, pp_rank = tensor_and_pipeline_rank()
         self.layout = layout.read_back(kv_cache_config, caches)
@@ -80,9 +88,22 @@ class VLLMWorker:
             mirror = HostBuffer(caches, kv_cache_config.num_blocks, self._copy)
             caches = mirror.caches
         geometry = describe_cache(self._vllm_config, kv_cache_config, caches, tp_rank, pp_rank)
+        self._guard = CacheGuard(self._vllm_config, geometry, caches, self._caches)
         reads = self._vllm_config.kv_transfer_config.kv_role != "kv_producer"
         info = self.half.start(self.engine_id, geometry, settings, mirror=mirror, reads=reads)
-        return WorkerCard(info, self._built)
+        self._card = WorkerCard(info, self._built)
+        return self._card
+
+    def register_again(self, caches: dict[str, Any]) -> None:
+        """Compare caches that vLLM hands over after `start` with the registered ones.
+
+        If they are elsewhere, no load and no store uses the registered memory any more.
+
+        Args:
+            caches: cache tensor of each layer, by layer name.
+        """
+        if self._guard is not None:
+            self._on_moved(self._guard.find_other(caches))
 
     def raise_words(self, meta: SchedulerMeta) -> None:
         """Tell peers which blocks the coming step may write. Call this before the step writes to the cache.
@@ -93,11 +114,16 @@ class VLLMWorker:
         self.half.raise_words(meta.orders)
 
     def begin(self, meta: SchedulerMeta) -> None:
-        """Start the work that a step's message asks for, except stores. Call this before the forward pass.
+        """Start the work that a step's message asks for, except stores.
+
+        vLLM calls this in every step, after the forward pass, and before anything of the step is reported. So
+        this is where the guard looks whether the forward pass has used the registered memory.
 
         Args:
             meta: message of the scheduler half for the step.
         """
+        if self._guard is not None:
+            self._on_moved(self._guard.find_move(thorough=not meta.orders.quiet))
         self.half.begin(meta.orders)
 
     def save(self, meta: SchedulerMeta) -> None:
@@ -116,6 +142,15 @@ class VLLMWorker:
         """
         ended = self.half.ended()
         return KVConnectorTransferResults(set(ended.sent), set(ended.received), set(ended.failed))
+
+    def _on_moved(self, found: str) -> None:
+        if found:
+            self._guard = None
+            logger.error(
+                "%s: %s; it computes every prompt from now on, and uses no peers and no tiers: start it anew",
+                MOVED, found,
+            )  # fmt: skip
+            self.half.on_cache_moved()
 
     def take_meta(self) -> WorkerMeta | None:
         """Return and clear the reports that have been recorded for the scheduler half.

@@ -5,16 +5,18 @@ from __future__ import annotations
 from operator import methodcaller
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from kvferry.connector.messages import StepOrders, StepReports
+from kvferry.connector.worker.half import WorkerHalf
 from kvferry.connector.worker.mover import ChunkMover
 from kvferry.connector.worker.orders import ChunkOrders, StoreOrder
-from kvferry.connector.worker.stale import StaleEpochs
+from kvferry.connector.worker.stale import CHANGED, MOVED, StaleEpochs
 from kvferry.engines.vllm.compat import weights
 from kvferry.planning.select import LoadSpan
-from support.loads import made_up_load
+from support.loads import made_up_load, only_read
 
 
 def test_no_epoch_is_stale_while_weights_stay() -> None:
@@ -49,6 +51,23 @@ def test_the_first_epoch_is_stale_even_if_nothing_was_computed() -> None:
     assert 0 in epochs
 
 
+def test_all_epochs_are_stale_once_the_cache_has_moved() -> None:
+    epochs = StaleEpochs()
+    assert not epochs
+    epochs.on_step(1)
+    epochs.moved = True
+    assert epochs
+    assert 1 in epochs
+    assert 1 << 60 in epochs
+    assert epochs.reason == MOVED
+    epochs.on_weights_changed()
+    assert epochs.reason == MOVED
+    others = StaleEpochs()
+    others.on_weights_changed()
+    assert others
+    assert others.reason == CHANGED
+
+
 def test_steps_that_bring_kv_into_the_cache_are_told_from_those_that_do_not() -> None:
     assert not StepOrders().writes_cache
     assert StepOrders(computes=True).writes_cache
@@ -65,6 +84,41 @@ def test_the_last_stale_epoch_of_any_worker_counts() -> None:
     none = StepReports()
     none.add(StepReports(stale=0))
     assert none.stale == 0
+
+
+def test_a_cache_that_has_moved_on_any_worker_is_reported() -> None:
+    all_workers = StepReports()
+    all_workers.add(StepReports())
+    assert not all_workers
+    all_workers.add(StepReports(moved=True))
+    all_workers.add(StepReports())
+    assert all_workers.moved
+    assert all_workers
+
+
+def test_a_worker_whose_cache_has_moved_loads_and_stores_nothing_whatever_the_epoch() -> None:
+    half = WorkerHalf()
+    half._mover = mover = mock.Mock()
+    mover.take_copy_reports.return_value, mover.take_ended_loads.return_value = [], []
+    words = mock.Mock()
+    half._transfers = transfers = mock.Mock(words=words)
+    transfers.results.return_value = []
+    before, after = (made_up_load(name, LoadSpan(0, 8, 9), []) for name in ("before", "after"))
+    half.begin(StepOrders(loads=[before]))
+    half.on_cache_moved()
+    words.invalidate_all.assert_called_once_with()
+    assert half.take_reports().moved
+    half.begin(StepOrders(epoch=7, computes=True, loads=[after]))
+    chunks = ChunkOrders(stores=[StoreOrder("one", (), (), range(0))])
+    half.save(StepOrders(epoch=7, chunks=chunks), lambda: None)
+    mover.refuse.assert_called_once_with(chunks, MOVED)
+    mover.store.assert_not_called()
+    half.begin(StepOrders(epoch=7, reads=[only_read("after")]))
+    transfers.submit.assert_called_with()
+    mover.take_ended_loads.return_value = [SimpleNamespace(key="before", failure=None)]
+    half.ended()
+    reports = half.take_reports().reports
+    assert {name: report.failure for name, report in reports.items()} == {"before": MOVED, "after": MOVED}
 
 
 def test_a_store_that_is_refused_is_said_to_have_failed() -> None:

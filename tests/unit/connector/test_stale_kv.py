@@ -1,0 +1,67 @@
+"""What the scheduler half stops using when weights change, and when the KV cache moves."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from kvferry.connector.messages import StepReports
+from kvferry.connector.stale_kv import StaleKV
+from kvferry.connector.worker.stale import CHANGED, MOVED
+
+
+class Parts:
+    """Producer, peers and tiers that remember what they are told, and their reaction."""
+
+    def __init__(self) -> None:
+        self.producer, self.peers, self.tiering = mock.Mock(), mock.Mock(), mock.Mock()
+        self.stale = StaleKV(self.producer, self.peers, self.tiering)
+
+    def suspended(self) -> list[str]:
+        return [call.args[0] for call in self.tiering.suspend.call_args_list]
+
+
+@pytest.fixture
+def parts() -> Parts:
+    return Parts()
+
+
+def test_nothing_stops_while_nothing_is_stale(parts: Parts) -> None:
+    parts.stale.take_reports(StepReports(), 0)
+    parts.stale.on_reset()
+    for part in (parts.producer, parts.peers, parts.tiering):
+        assert part.mock_calls == []
+
+
+def test_a_cache_that_has_moved_ends_peers_and_tiers_once_and_for_good(parts: Parts) -> None:
+    for _ in range(2):
+        parts.stale.take_reports(StepReports(moved=True), 0)
+    parts.producer.stop_offering.assert_called_once_with()
+    parts.peers.stop_reading.assert_called_once_with(MOVED)
+    assert parts.suspended() == [MOVED]
+    parts.stale.on_reset()
+    assert parts.suspended() == [MOVED, MOVED], "a reset makes tiers usable, so they are suspended again"
+    parts.stale.take_reports(StepReports(stale=0), 0)
+    assert parts.suspended() == [MOVED, MOVED], "the reason stays"
+
+
+@pytest.mark.parametrize("absent", ["peers", "tiering"])
+def test_what_an_engine_lacks_is_not_stopped(parts: Parts, absent: str) -> None:
+    given: dict[str, Any] = {"producer": parts.producer, "peers": parts.peers, "tiering": parts.tiering}
+    stale = StaleKV(**{**given, absent: None})
+    stale.take_reports(StepReports(moved=True, stale=0), 0)
+    stale.on_reset()
+    StaleKV(**{**given, absent: None}).take_reports(StepReports(stale=0), 0)
+
+
+def test_weights_that_change_end_peers_for_good_and_tiers_until_a_reset(parts: Parts) -> None:
+    for epoch in (0, 1, 1):
+        parts.stale.take_reports(StepReports(stale=epoch), 1)
+    parts.producer.stop_offering.assert_called_once_with()
+    parts.peers.stop_reading.assert_called_once_with(CHANGED)
+    assert len(parts.suspended()) == 2, "not for the epoch before the reset"
+    assert all(why.startswith(f"{CHANGED}, and its cache was not reset: ") for why in parts.suspended())
+    parts.stale.on_reset()
+    assert len(parts.suspended()) == 2
