@@ -10,19 +10,21 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvferry.cli import plan_options as opt
 from kvferry.cli.options import check_folder, without_none, write_file
 from kvferry.cli.output import INTERRUPTED, print_error
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, Incompatible
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvferry.geometry.models import ModelReading
-    from kvferry.plan.forecast import Forecast
+    from kvferry.plan.forecast import Forecast, RefusedTransfer
     from kvferry.plan.kept import KeptSettings, TierForecast
     from kvferry.plan.side import EngineSide
     from kvferry.replay.curve import CurvePoint
     from kvferry.replay.trace.base import Trace
 
 _STEP_TOKENS, _PROMPT_TOKENS = 8192, 128 << 10
+_REFUSED = 1
+"""Exit code if the connector refuses the transfer."""
 
 
 def plan(
@@ -36,6 +38,8 @@ def plan(
     to_block_size: opt.ToBlockSize = None,
     layout: opt.Layout = "auto",
     to_layout: opt.ToLayout = None,
+    backend: opt.Backend = None,
+    to_backend: opt.ToBackend = None,
     dtype: opt.Dtype = "auto",
     kv: opt.Planes = "packed",
     mtp: opt.Mtp = False,
@@ -67,17 +71,23 @@ def plan(
     check_folder(html)
     opened = _open(trace, unit_tokens, shown=as_json or html is not None)
     from kvferry.plan.cost import Pricing, limit_bandwidth, parse_strategy
-    from kvferry.plan.forecast import forecast
+    from kvferry.plan.forecast import RefusedTransfer, forecast, refusal
     from kvferry.plan.kept import KeptSettings, forecast_tiers
     from kvferry.plan.side import EngineSide, resolve_layout
     from kvferry.plan.snapshots import parse_retention
     from kvferry.transport.costs_file import load_costs
 
-    source = EngineSide(tp, pp, resolve_layout(layout, reading), block_size)
+    source = EngineSide(tp, pp, resolve_layout(layout, reading), block_size, backend)
     to = resolve_layout(to_layout, reading) if to_layout else None
-    destination = replace(source, **without_none(tp=to_tp, pp=to_pp, layout=to, block_tokens=to_block_size))
+    destination = replace(
+        source, **without_none(tp=to_tp, pp=to_pp, layout=to, block_tokens=to_block_size, backend=to_backend)
+    )
     pricing = Pricing(limit_bandwidth(load_costs(costs), bandwidth), parse_strategy(strategy))
-    transfer = forecast(reading, (source, destination), tokens, pricing, separate=separate)
+    transfer: Forecast | RefusedTransfer
+    try:
+        transfer = forecast(reading, (source, destination), tokens, pricing, separate=separate)
+    except Incompatible as error:
+        transfer = refusal(reading, (source, destination), tokens, error.differences)
     settings = KeptSettings(
         step_tokens,
         parse_retention(retention),
@@ -88,7 +98,8 @@ def plan(
     )
     kept = forecast_tiers(reading, source, settings)
     curve = _Curve() if opened is None else _curve(opened, reading, source, settings)
-    if html is not None:
+    refused = isinstance(transfer, RefusedTransfer)
+    if html is not None and not isinstance(transfer, RefusedTransfer):
         _write_html(html, transfer, reading, _sections(curve), separate=separate)
     if as_json:
         _print_json(transfer, kept, curve)
@@ -96,6 +107,8 @@ def plan(
         _print(transfer, kept, html)
     if not curve.complete:
         raise SystemExit(INTERRUPTED)
+    if refused:
+        raise SystemExit(_REFUSED)
 
 
 def _read(model: str | None, dtype: str, *, mtp: bool) -> ModelReading:
@@ -201,27 +214,34 @@ def _print_models() -> None:
     show_models(Report.to_stdout())
 
 
-def _print(transfer: Forecast, kept: TierForecast, html: Path | None) -> None:
-    from kvferry.plan.show import show
+def _print(transfer: Forecast | RefusedTransfer, kept: TierForecast, html: Path | None) -> None:
+    from kvferry.plan.forecast import Forecast
+    from kvferry.plan.show import show, show_refused
     from kvferry.plan.show_kept import show_kept
     from kvferry.report import Report
 
     report = Report.to_stdout()
+    if not isinstance(transfer, Forecast):
+        show_refused(transfer, report)
+        show_kept(kept, report)
+        return
     show(transfer, report)
     show_kept(kept, report)
     report.text()
     report.note(f"The picture is in {html}." if html else "Next: --html FILE draws this transfer.")
 
 
-def _print_json(transfer: Forecast, kept: TierForecast, curve: _Curve) -> None:
-    from kvferry.plan.numbers import as_json, kept_as_json
+def _print_json(transfer: Forecast | RefusedTransfer, kept: TierForecast, curve: _Curve) -> None:
+    from kvferry.plan.forecast import Forecast
+    from kvferry.plan.numbers import as_json, kept_as_json, refused_as_json
 
     points: list[dict[str, float]] = []
     if curve.points:
         from kvferry.replay.curve import curve_as_json
 
         points = curve_as_json(curve.points)
-    print(json.dumps({**as_json(transfer), "tiers": kept_as_json(kept), "curve": points}))
+    moved = as_json(transfer) if isinstance(transfer, Forecast) else refused_as_json(transfer)
+    print(json.dumps({**moved, "tiers": kept_as_json(kept), "curve": points}))
 
 
 def _write_html(

@@ -50,6 +50,17 @@ Layout: TypeAlias = Annotated[
 ToLayout: TypeAlias = Annotated[
     str | None, typer.Option(metavar="NAME", help="Layout of the receiving engine; by default as --layout.")
 ]
+Backend: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Attention backend of the sending engine, e.g. FLASHINFER; by default vLLM's choice on CUDA.",
+    ),
+]
+ToBackend: TypeAlias = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Attention backend of the receiving engine; by default as --backend."),
+]
 Dtype: TypeAlias = Annotated[
     str, typer.Option(metavar="NAME", help="Element type of the KV cache: auto, float32, bfloat16, fp8, ...")
 ]

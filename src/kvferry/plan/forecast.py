@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.geometry.models import ModelReading, per_layer
 from kvferry.geometry.store import LayerCache
+from kvferry.plan.contents import layer_pages, notes_of
 from kvferry.plan.cost import Pricing
 from kvferry.plan.setting import PlannedTransfer, set_up
 from kvferry.plan.side import EngineSide, block_tokens
@@ -30,6 +31,7 @@ class LayerForecast:
             transferred state.
         page_bytes, to_page_bytes: size in bytes of the largest page (one block in one layer on one rank) at
             the source and at the destination, without padding.
+        whole: True if pages of these layers have unknown content and move whole.
         estimate: expected transfer of all these layers together.
     """
 
@@ -39,6 +41,7 @@ class LayerForecast:
     tokens: int
     page_bytes: int
     to_page_bytes: int
+    whole: bool
     estimate: TransferEstimate
 
     @property
@@ -84,6 +87,28 @@ class Forecast:
         return sum(row.layers * row.cache.whole_bytes for row in self.rows if row.is_state)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedTransfer:
+    """A handover that kvferry's connector refuses, so that the destination computes the prompt.
+
+    Attributes:
+        model: name of the model.
+        source, destination: settings of the engine that has the KV, and of the engine that reads it.
+        blocks: number of tokens per block at the source, and at the destination.
+        tokens: length of the prompt in tokens.
+        reasons: what prevents the transfer, one sentence each.
+        notes: assumptions, one sentence each.
+    """
+
+    model: str
+    source: EngineSide
+    destination: EngineSide
+    blocks: tuple[int, int]
+    tokens: int
+    reasons: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
 def forecast(
     reading: ModelReading,
     sides: tuple[EngineSide, EngineSide],
@@ -102,7 +127,8 @@ def forecast(
         separate: True if K and V are on separate pages in both engines, False if a page holds both.
 
     Raises:
-        KVFerryError: an engine cannot have these settings, or the engines cannot exchange this model's KV.
+        Incompatible: the engines cannot exchange this model's KV.
+        KVFerryError: an engine cannot have these settings.
     """
     setting = set_up(reading, sides, tokens, separate=separate)
     sums = [TransferTotals() for _ in setting.kinds]
@@ -119,19 +145,49 @@ def forecast(
         for number, kind in enumerate(setting.kinds)
     )
     whole = TransferTotals.of(sums).estimate(None if None in full_bytes else sum(filter(None, full_bytes)))
-    sizes = [block_tokens(reading, side) for side in sides]
-    notes = dict.fromkeys([*reading.notes, *(why for _, why in sizes if why)])
-    blocks = (sizes[0][0], sizes[1][0])
     return Forecast(
         model=reading.cache.name,
         source=sides[0],
         destination=sides[1],
-        blocks=blocks,
+        blocks=_block_tokens(reading, sides),
         tokens=tokens,
         rows=rows,
         whole=whole,
-        notes=tuple(notes),
+        notes=_notes(reading, sides),
     )
+
+
+def refusal(
+    reading: ModelReading, sides: tuple[EngineSide, EngineSide], tokens: int, reasons: Sequence[str]
+) -> RefusedTransfer:
+    """Return a description of a handover that kvferry's connector refuses.
+
+    Args:
+        reading: description of the model's KV cache.
+        sides: settings of the source engine and of the destination engine.
+        tokens: length of the prompt in tokens.
+        reasons: what prevents the transfer, one sentence each.
+    """
+    return RefusedTransfer(
+        model=reading.cache.name,
+        source=sides[0],
+        destination=sides[1],
+        blocks=_block_tokens(reading, sides),
+        tokens=tokens,
+        reasons=tuple(reasons),
+        notes=_notes(reading, sides),
+    )
+
+
+def _block_tokens(reading: ModelReading, sides: tuple[EngineSide, EngineSide]) -> tuple[int, int]:
+    return block_tokens(reading, sides[0])[0], block_tokens(reading, sides[1])[0]
+
+
+def _notes(reading: ModelReading, sides: tuple[EngineSide, EngineSide]) -> tuple[str, ...]:
+    """Return the assumptions of a forecast, one sentence each: of the model, of blocks, and of pages."""
+    blocks = [why for side in sides if (why := block_tokens(reading, side)[1])]
+    pages = [note for side in sides for note in notes_of(layer_pages(reading, side))]
+    return tuple(dict.fromkeys([*reading.notes, *blocks, *pages]))
 
 
 def _row(setting: PlannedTransfer, number: int, layers: int, estimate: TransferEstimate) -> LayerForecast:
@@ -147,6 +203,7 @@ def _row(setting: PlannedTransfer, number: int, layers: int, estimate: TransferE
         tokens=high - low,
         page_bytes=_page_bytes(setting.srcs, here),
         to_page_bytes=_page_bytes(setting.dsts, there),
+        whole=_moves_whole(setting.dsts, there),
         estimate=estimate,
     )
 
@@ -166,6 +223,18 @@ def _page_bytes(ranks: Sequence[RankGeometry], groups: Sequence[int]) -> int:
     """
     pages = [layer.page for rank in ranks for number in groups for layer in rank.groups[number].layers[:1]]
     return max((page.content_bytes for page in pages), default=0)
+
+
+def _moves_whole(ranks: Sequence[RankGeometry], groups: Sequence[int]) -> bool:
+    """Return True if some pages of several groups have unknown content, so that they move whole.
+
+    Args:
+        ranks: memory geometry of all ranks of an engine.
+        groups: indices of the KV cache groups.
+    """
+    return any(
+        layer.page.opaque for rank in ranks for number in groups for layer in rank.groups[number].layers
+    )
 
 
 def _full_bytes(

@@ -13,9 +13,9 @@ from kvferry.errors import ConfigError, GeometryError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalForm, CanonicalGroup, canonical_form_of
 from kvferry.geometry.canonical.length import check_windows, chunk_length, first_prefix, snapshot_interval
-from kvferry.geometry.layout import lay_out
 from kvferry.geometry.models import ModelReading
 from kvferry.plan.choices import StorageChoice, StoredPrompt
+from kvferry.plan.engine_memory import lay_out_engine
 from kvferry.plan.shared_prefix import SharedPrefix, shared_prefixes
 from kvferry.plan.side import EngineSide, block_tokens, shape
 from kvferry.plan.snapshots import LAST_ONLY, STEP_TOKENS, SnapshotSteps
@@ -178,7 +178,7 @@ def stored_form(reading: ModelReading, side: EngineSide, settings: KeptSettings)
     chunk = chunk_length(settings.chunk_tokens, interval, block)
     check_windows(chunk, block)
     every = _snapshot_tokens(settings.snapshot_tokens, chunk)
-    canonical = canonical_form_of(lay_out(reading.cache, shape(reading, side, num_blocks=1)), chunk)
+    canonical = canonical_form_of(lay_out_engine(reading, side, num_blocks=1), chunk)
     return StoredForm(
         canonical=canonical,
         groups=tuple(_group(group) for group in canonical.groups),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvferry.plan.choices import StorageChoice
-from kvferry.plan.forecast import Forecast, LayerForecast
+from kvferry.plan.forecast import Forecast, LayerForecast, RefusedTransfer
 from kvferry.plan.kept import KeptGroup, TierForecast
 from kvferry.plan.shared_prefix import SharedPrefix
 from kvferry.plan.side import EngineSide
@@ -79,12 +79,33 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
         "to_page_bytes": max(row.to_page_bytes for row in rows),
         **_estimate(forecast.whole),
         "groups": [_row(row) for row in rows],
+        "refused": [],
         "notes": list(forecast.notes),
     }
 
 
+def refused_as_json(refused: RefusedTransfer) -> dict[str, Any]:
+    """Return a refused handover as values that can be written as JSON: the engines and the reasons."""
+    sides = zip((refused.source, refused.destination), refused.blocks, strict=True)
+    source, destination = (_side(side, tokens) for side, tokens in sides)
+    return {
+        "model": refused.model,
+        "tokens": refused.tokens,
+        "source": source,
+        "destination": destination,
+        "refused": list(refused.reasons),
+        "notes": list(refused.notes),
+    }
+
+
 def _side(side: EngineSide, block_tokens: int) -> dict[str, Any]:
-    return {"tp": side.tp, "pp": side.pp, "block_size": block_tokens, "layout": side.layout}
+    return {
+        "tp": side.tp,
+        "pp": side.pp,
+        "block_size": block_tokens,
+        "layout": side.layout,
+        "backend": side.backend,
+    }
 
 
 def _row(row: LayerForecast) -> dict[str, Any]:
@@ -100,6 +121,7 @@ def _row(row: LayerForecast) -> dict[str, Any]:
         "state_bytes": kept if row.is_state else 0,
         "page_bytes": row.page_bytes,
         "to_page_bytes": row.to_page_bytes,
+        "moves_as": "whole pages" if row.whole else "fields",
         **_estimate(row.estimate),
     }
 

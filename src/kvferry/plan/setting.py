@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvferry.geometry import GroupKind, RankGeometry
-from kvferry.geometry.layout import lay_out
 from kvferry.geometry.models import ModelReading, per_layer
 from kvferry.geometry.store import LayerCache
+from kvferry.plan.engine_memory import lay_out_engine
 from kvferry.plan.side import EngineSide, shape
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import Cells, LoadSpan, select_cells
@@ -183,7 +183,10 @@ def set_up(
         shape(laid, side, t.num_blocks) for side, t in zip(sides, (src_tables, dst_tables), strict=True)
     ]
     rows = [tuple(row_of[group.layers[0]] for group in each.groups) for each in shapes]
-    srcs, dsts = (lay_out(laid.cache, each) for each in shapes)
+    srcs, dsts = (
+        lay_out_engine(laid, side, tables.num_blocks)
+        for side, tables in zip(sides, (src_tables, dst_tables), strict=True)
+    )
     return PlannedTransfer(
         kinds=kinds,
         src_rows=rows[0],

@@ -9,7 +9,7 @@ from kvferry.geometry import GroupKind
 from kvferry.geometry.models import read_model
 from kvferry.geometry.store import LayerCache
 from kvferry.plan.find import entries
-from kvferry.plan.forecast import Forecast
+from kvferry.plan.forecast import Forecast, RefusedTransfer
 from kvferry.plan.side import EngineSide
 from kvferry.plan.totals import TransferEstimate
 from kvferry.report import Report
@@ -53,6 +53,19 @@ def show(forecast: Forecast, report: Report) -> None:
         report.note(f"Note: {note}.")
 
 
+def show_refused(refused: RefusedTransfer, report: Report) -> None:
+    """Print a handover that kvferry's connector refuses: both engines, the reasons, and notes."""
+    report.heading(f"{refused.model}, a prompt of {refused.tokens:,} tokens")
+    report.text("refused: the destination computes the prompt itself")
+    for line in _engines(refused):
+        report.text(line)
+    report.text()
+    for reason in refused.reasons:
+        report.text(f"Refused: {reason}")
+    for note in refused.notes:
+        report.note(f"Note: {note}.")
+
+
 def describe(cache: LayerCache) -> str:
     """Return a short name for a kind of layer, such as ``full attention``, ``window 1,024`` or ``latent``.
 
@@ -79,13 +92,17 @@ def heading(forecast: Forecast) -> Iterator[str]:
     """Yield lines about a forecast: the model, the result, both engines, and the size of the KV cache."""
     yield f"{forecast.model}, a prompt of {forecast.tokens:,} tokens"
     yield result(forecast)
-    sides = zip((forecast.source, forecast.destination), forecast.blocks, strict=True)
-    here, there = (engine(side, tokens) for side, tokens in sides)
-    yield f"from {here}"
-    yield f"to {'an engine with the same settings' if here == there else there}"
+    yield from _engines(forecast)
     kept = [f"{format_bytes(forecast.token_bytes)} per token"] if forecast.token_bytes else []
     kept += [f"{format_bytes(forecast.state_bytes)} of state per sequence"] if forecast.state_bytes else []
     yield f"KV cache: {' and '.join(kept)}"
+
+
+def _engines(transfer: Forecast | RefusedTransfer) -> Iterator[str]:
+    sides = zip((transfer.source, transfer.destination), transfer.blocks, strict=True)
+    here, there = (engine(side, tokens) for side, tokens in sides)
+    yield f"from {here}"
+    yield f"to {'an engine with the same settings' if here == there else there}"
 
 
 def result(forecast: Forecast) -> str:
@@ -114,7 +131,9 @@ def table_cells(forecast: Forecast) -> Iterator[tuple[str, ...]]:
     """
     for row in forecast.rows:
         kept = format_bytes(row.layers * row.cache.bytes_of(1))
-        yield f"{row.layers} {describe(row.cache)}", kept, *_estimate_cells(row.estimate)
+        *cells, method, seconds = _estimate_cells(row.estimate)
+        method = f"{method}, whole" if row.whole else method
+        yield f"{row.layers} {describe(row.cache)}", kept, *cells, method, seconds
     if len(forecast.rows) > 1:
         yield _ALL, "", *_estimate_cells(forecast.whole)
 

@@ -29,12 +29,14 @@ class EngineSide:
         tp, pp: number of tensor-parallel ranks, and of pipeline ranks.
         layout: name of the memory layout (order of the axes in memory): one of `LAYOUTS`, NHD or HND.
         block_tokens: number of tokens per block; None for vLLM's choice.
+        backend: name of the attention backend; None for vLLM's choice.
     """
 
     tp: int = 1
     pp: int = 1
     layout: str = "LBNHC"
     block_tokens: int | None = None
+    backend: str | None = None
 
     def __post_init__(self) -> None:
         known = _ALIASES.get(self.layout.upper(), self.layout.upper())
@@ -50,7 +52,8 @@ class EngineSide:
     def label(self) -> str:
         """Short description of the engine, such as ``TP2, layout LBNHC``, without the block size."""
         pipeline = f", PP{self.pp}" if self.pp > 1 else ""
-        return f"TP{self.tp}{pipeline}, layout {self.layout}"
+        backend = f", {self.backend}" if self.backend else ""
+        return f"TP{self.tp}{pipeline}, layout {self.layout}{backend}"
 
 
 def resolve_layout(name: str, reading: ModelReading) -> str:

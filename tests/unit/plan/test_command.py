@@ -88,10 +88,12 @@ def test_a_block_size_that_was_chosen_is_said(capsys):
 JSON_KEYS = {
     "model", "tokens", "source", "destination", "kv_bytes_per_token", "state_bytes", "page_bytes",
     "to_page_bytes", "pages", "descriptors", "bytes", "full_attention_bytes", "run_bytes", "block_run_bytes",
-    "strategy", "read_descriptors", "read_bytes", "seconds", "groups", "notes", "tiers", "curve",
+    "strategy", "read_descriptors", "read_bytes", "seconds", "groups", "refused", "notes", "tiers",
+    "curve",
 }  # fmt: skip
-GROUP_KEYS = JSON_KEYS - {"model", "source", "destination", "groups", "notes", "tiers", "curve"} | {
-    "kind", "attention_span", "fields", "layers", "block_tables",
+OF_THE_WHOLE = {"model", "source", "destination", "groups", "refused", "notes", "tiers", "curve"}
+GROUP_KEYS = JSON_KEYS - OF_THE_WHOLE | {
+    "kind", "attention_span", "fields", "layers", "block_tables", "moves_as",
 }  # fmt: skip
 
 TIER_KEYS = {
@@ -109,7 +111,7 @@ def test_json_has_every_number_for_the_whole_and_for_each_group(capsys, config):
     assert said.keys() == JSON_KEYS
     (group,) = said["groups"]
     assert group.keys() == GROUP_KEYS
-    assert said["source"] == {"tp": 1, "pp": 1, "block_size": 16, "layout": "LBNHC"}
+    assert said["source"] == {"tp": 1, "pp": 1, "block_size": 16, "layout": "LBNHC", "backend": None}
     expected = {
         "kv_bytes_per_token": 1024, "state_bytes": 0, "page_bytes": 4096, "to_page_bytes": 4096, "pages": 40,
         "descriptors": 40, "bytes": 163840, "full_attention_bytes": 163840, "run_bytes": 4096,
@@ -183,8 +185,9 @@ def test_flags_of_the_side_that_gets_it_follow_those_of_the_other(capsys, config
             "--layout", "bhlnc", "--to-tp", "4",
         )
     )  # fmt: skip
-    assert said["source"] == {"tp": 2, "pp": 2, "block_size": 32, "layout": "BHLNC"}
-    assert said["destination"] == {"tp": 4, "pp": 2, "block_size": 32, "layout": "BHLNC"}
+    alike = {"pp": 2, "block_size": 32, "layout": "BHLNC", "backend": None}
+    assert said["source"] == {"tp": 2, **alike}
+    assert said["destination"] == {"tp": 4, **alike}
 
 
 @pytest.mark.parametrize(

@@ -29,11 +29,13 @@ class ModelReading:
             for each of them.
         kept: number of entries in `cache.layers` for each layer of the model; 0 for a layer without a cache.
         notes: assumptions about the model that were made to derive the cache, one sentence each.
+        cache_dtype: element type of the KV cache, one of `dtypes.CACHE_DTYPES`.
     """
 
     cache: ModelCache
     kept: tuple[int, ...]
     notes: tuple[str, ...]
+    cache_dtype: str = "auto"
 
 
 def per_layer(reading: ModelReading) -> Iterator[tuple[LayerCache, ...]]:
@@ -90,7 +92,7 @@ def read_model(
     cache = ModelCache(name or model_type, tuple(store for layer in stores for store in layer), heads)
     if not cache.layers:
         raise ConfigError("config.json: no layer keeps anything, so there is nothing to move")
-    return ModelReading(cache, tuple(len(layer) for layer in stores), tuple(notes))
+    return ModelReading(cache, tuple(len(layer) for layer in stores), tuple(notes), cache_dtype)
 
 
 _ATTENTION_KEYS = ("num_key_value_heads", "head_dim", "attention_head_dim", "kv_channels", "sliding_window")

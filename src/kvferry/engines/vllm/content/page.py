@@ -13,7 +13,8 @@ from kvferry.engines.vllm.content import cells, probe
 from kvferry.engines.vllm.content.adapters import ADAPTERS, fields_of
 from kvferry.engines.vllm.content.strides import Shard, strides_of
 from kvferry.engines.vllm.content.values import element_types
-from kvferry.geometry import Field, PageFormat, opaque_page
+from kvferry.geometry import Field, PageFormat
+from kvferry.geometry.whole_page import whole_page as whole_page_of
 
 logger = logging.getLogger(__name__)
 
@@ -116,12 +117,15 @@ def whole_page(
     )  # fmt: skip
     ranks = 1 if is_replicated(spec) else shard.ranks
     item = tensor.element_size()
-    strides = ", ".join(str(stride * item) for stride in tensor.stride()[1:])
-    run, loops = _runs(tensor, num_blocks)
-    return opaque_page(
-        f"{content} {tuple(tensor.shape[1:])} at strides of {strides} bytes", block_tokens, run_bytes=run,
-        rank=shard.rank if ranks > 1 else 0, ranks=ranks, loops=loops,
-    )  # fmt: skip
+    return whole_page_of(
+        content,
+        block_tokens,
+        (tensor.shape[0] // num_blocks, *tensor.shape[1:]),
+        [stride * item for stride in tensor.stride()],
+        item_bytes=item,
+        rank=shard.rank if ranks > 1 else 0,
+        ranks=ranks,
+    )
 
 
 def _proved(
@@ -177,29 +181,3 @@ def _with_element_name(element: torch.dtype, fields: tuple[Field, ...]) -> tuple
     """
     kind = str(element).removeprefix("torch.")
     return tuple(replace(field, name=f"{field.name} in {kind}") for field in fields)
-
-
-def _runs(tensor: torch.Tensor, num_blocks: int) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Return the contiguous byte ranges (runs) that one block occupies in a layer's cache tensor.
-
-    All runs have the same length. Their positions are given by nested loops, each with a count and a stride.
-
-    Args:
-        tensor: cache tensor of the layer.
-        num_blocks: number of blocks in the cache, as vLLM's block tables count them.
-
-    Returns:
-        Number of bytes per run, and (count, stride in bytes) of each loop, outermost loop first. There are no
-        loops if the block is contiguous.
-    """
-    item = tensor.element_size()
-    extents = (tensor.shape[0] // num_blocks, *tensor.shape[1:])
-    run, loops = item, list[tuple[int, int]]()
-    for stride, count in sorted(zip((s * item for s in tensor.stride()), extents, strict=True)):
-        if count == 1:
-            continue
-        if not loops and stride == run:
-            run *= count
-        else:
-            loops.insert(0, (count, stride))
-    return run, tuple(loops)
