@@ -17,7 +17,7 @@ from support.oracle import Memory, copy, expand_cells, expect, fill, visible
 from support.packed import move, way_of
 from support.ready import source_of
 
-EXAMPLES = 3 * settings.default.max_examples // 4
+EXAMPLES = settings.default.max_examples
 WAYS = ("direct", "direct", "over-read", "staged", "staged, landed")
 
 

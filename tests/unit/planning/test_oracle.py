@@ -18,7 +18,7 @@ GAPS = st.sampled_from((0, 5, 64, 1 << 20))
 """Bytes that are read along; the widest joins a whole rank's memory into one stretch."""
 
 
-@settings(max_examples=2 * settings.default.max_examples)
+@settings(max_examples=5 * settings.default.max_examples)
 @given(transfers(), st.sampled_from(("direct", "over-read", "staged", "staged, landed")), GAPS)
 def test_every_destination_byte_is_the_right_one_or_untouched(transfer: Transfer, how: str, gap: int):
     try:
@@ -28,7 +28,7 @@ def test_every_destination_byte_is_the_right_one_or_untouched(transfer: Transfer
         raise
 
 
-@settings(max_examples=settings.default.max_examples // 8)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(
     transfers(UNLIKE, tokens=1700, layers=2),
     st.sampled_from(("direct", "over-read", "staged", "staged, landed")),
