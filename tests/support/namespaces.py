@@ -94,6 +94,26 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
                 _ip("netns", "delete", host.name)
 
 
+@contextmanager
+def host_alone() -> Iterator[str]:
+    """Give the name of a namespace with nothing but a loopback device, gone when the block is left.
+
+    Raises:
+        NotPermitted: it cannot be made here.
+    """
+    _sweep()
+    name = f"{_PREFIX}{os.getpid()}-alone"
+    try:
+        _ip("netns", "add", name)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise NotPermitted(f"network namespaces cannot be made here: {_said(error)}") from error
+    try:
+        _ip("-n", name, "link", "set", "lo", "up")
+        yield name
+    finally:
+        _ip("netns", "delete", name)
+
+
 def enter(name: str) -> None:
     """Move this process, and those it starts, into a namespace, with a /sys that shows its devices to UCX."""
     with Path("/run/netns", name).open() as there:

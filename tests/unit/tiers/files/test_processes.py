@@ -17,42 +17,15 @@ from kvferry.tiers.files import direct_io, ledger as ledgers
 from kvferry.tiers.files.ledger import Ledger, read_ledger
 from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from support.chunk_files import verify_file
-from support.stores import FILE_BYTES, fetch, keep, open_store, temporaries, total
+from support.sharing import work
+from support.stores import FILE_BYTES, keep, open_store, temporaries, total
 
 _SPAWN = get_context("spawn")
 _CAPACITY = 20 * FILE_BYTES
-_NUMBERS = 60
 _SECONDS = 10.0
 _KILLS = 20
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(120)]
-
-
-def work(path: Path, seed: int, report: Path, fetching: bool = True) -> None:
-    """Store and fetch until killed or told to stop; report what became of it."""
-    draw = random.Random(seed)
-    store = open_store(path, lock_seconds=25)
-    write = os.pwritev
-
-    def in_steps(fd, pieces, at):
-        # Slow enough to be caught in the middle.
-        time.sleep(draw.random() * 0.002)
-        return write(fd, pieces[:1], at)
-
-    direct_io.os.pwritev = in_steps
-    report.with_suffix(".begun").touch()
-    wrong = 0
-    while not report.with_suffix(".stop").exists():
-        number = draw.randrange(_NUMBERS)
-        if fetching and draw.random() < 0.5:
-            done, right = fetch(store, number)
-            wrong += done is GetOutcome.HIT and not right
-        else:
-            keep(store, number)
-    stats = store.stats
-    report.write_text(
-        json.dumps({"puts": stats.puts, "gets": stats.gets, "wrong": wrong, "swept": stats.swept})
-    )
 
 
 def watch(path: Path, report: Path) -> None:
