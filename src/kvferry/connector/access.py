@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.messages import WorkerInfo
 from kvferry.errors import ConfigError
+from kvferry.tiers.paths import boot_id
 from kvferry.transport.address import is_loopback
 from kvferry.transport.allowed_peers import AllowedPeers, parse_allowed_peers
 from kvferry.transport.key_file import key_location, read_keys
@@ -73,4 +74,23 @@ def check_rank_keys(keys: Keys, workers: Iterable[WorkerInfo]) -> None:
                 f"rank TP{geometry.tp_rank} PP{geometry.pp_rank} has a key with fingerprint {worker.key}, "
                 f"the engine's scheduler one with {keys.fingerprint}: its machine has a key of its own; set "
                 "secret_file to the same secret on all machines of the engine (kvferry keygen FILE makes one)"
+            )
+
+
+def check_one_machine(workers: Iterable[WorkerInfo]) -> None:
+    """Check that all ranks of an engine with tiers run on the machine of its scheduler.
+
+    Args:
+        workers: descriptions of all workers.
+
+    Raises:
+        ConfigError: a rank runs on another machine, where it cannot use the scheduler's host memory.
+    """
+    for worker in workers:
+        if worker.machine != boot_id():
+            geometry = worker.geometry
+            raise ConfigError(
+                f"rank TP{geometry.tp_rank} PP{geometry.pp_rank} runs on another machine than the engine's "
+                "scheduler, but the ranks of an engine with tiers share host memory; leave tiers out, or "
+                "start the engine on one machine"
             )

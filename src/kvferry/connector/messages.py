@@ -13,6 +13,7 @@ from kvferry.connector.load import Load
 from kvferry.connector.load_results import NO_FIGURES, LoadFigures
 from kvferry.connector.worker.orders import ChunkOrders, MergedCopyReport
 from kvferry.geometry import RankGeometry
+from kvferry.tiers.paths import boot_id
 from kvferry.transport.messages import RankCard
 from kvferry.transport.read_order import ReadOrder
 
@@ -28,12 +29,14 @@ class WorkerInfo:
         settings: settings of the worker's connector, without this machine's address. If an engine has
             several connectors, the settings tell which of them the worker belongs to.
         key: fingerprint of the worker's secret key; None if the worker exchanges no KV.
+        machine: boot id of the kernel that the worker runs on.
     """
 
     geometry: RankGeometry
     card: RankCard | None
     settings: ConnectorConfig
     key: str | None = None
+    machine: str = field(default_factory=boot_id)
 
 
 @dataclass(frozen=True, slots=True)

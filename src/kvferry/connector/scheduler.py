@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import structs
 
-from kvferry.connector.access import check_rank_keys, peers_allowed, scheduler_keys
+from kvferry.connector.access import check_one_machine, check_rank_keys, peers_allowed, scheduler_keys
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.admin.actions import DRAINED, AdminActions
 from kvferry.connector.admin.calls import AdminCalls
@@ -134,8 +134,9 @@ class SchedulerHalf:
 
         Raises:
             ConfigError: the control channel or the admin API cannot listen at its address, no chunk could
-                ever be stored in the tiers, their memory cannot be allocated, the setting ``peers`` is
-                malformed, or a worker's secret key differs from the scheduler's.
+                ever be stored in the tiers, their memory cannot be allocated, a worker of an engine with
+                tiers runs on another machine, the setting ``peers`` is malformed, or a worker's secret key
+                differs from the scheduler's.
         """
         geometries = [worker.geometry for worker in workers]
         composition = Composition(
@@ -159,6 +160,7 @@ class SchedulerHalf:
             check_rank_keys(self._keys, workers)
             sources.append(self._start_peer_channel(composition, self._keys, ranks, facts))
         if self._tiers is not None:
+            check_one_machine(workers)
             self._tiering = Tiering(self._tiers, composition, namespace=namespace, ranks=geometries)
             sources.append(self._tiering.source)
         self._stale = StaleKV(self._producer, self._peers, self._tiering)

@@ -1,10 +1,11 @@
 """Who may exchange KV with an engine: its key."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 
-from kvferry.connector.access import check_rank_keys, peers_allowed, scheduler_keys
+from kvferry.connector.access import check_one_machine, check_rank_keys, peers_allowed, scheduler_keys
 from kvferry.connector.config import ConnectorConfig, parse_config
 from kvferry.connector.messages import WorkerInfo
 from kvferry.errors import ConfigError
@@ -70,3 +71,10 @@ def test_all_ranks_must_have_the_engines_key():
     check_rank_keys(KEYS, [card(0, KEYS.fingerprint), card(1, KEYS.fingerprint)])
     with pytest.raises(ConfigError, match=r"rank TP1 PP0 has a key with fingerprint .* set secret_file"):
         check_rank_keys(KEYS, [card(0, KEYS.fingerprint), card(1, OTHER_KEYS.fingerprint)])
+
+
+def test_all_ranks_of_an_engine_with_tiers_must_run_on_one_machine():
+    here = card(0, None)
+    check_one_machine([here, card(1, None)])
+    with pytest.raises(ConfigError, match=r"rank TP1 PP0 runs on another machine .* leave tiers out"):
+        check_one_machine([here, replace(card(1, None), machine="another")])
