@@ -1,14 +1,18 @@
-"""The router beside the decode engine, a prefill engine of two ranks on another host, served over HTTP."""
+"""The router beside the decode engine, a prefill engine of two ranks on two hosts, served over HTTP."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -16,8 +20,11 @@ import pytest
 from kvferry.serving.demo.client import StreamedAnswer, ask
 from kvferry.serving.demo.pair import family_model
 from kvferry.serving.demo.transfers import Transfer, read_transfer
+from kvferry.serving.devices import Devices
 from kvferry.serving.engine import EngineSpec
-from kvferry.serving.launch import Fleet, Role, fleet_specs
+from kvferry.serving.launch import Fleet, Role
+from kvferry.serving.router.bodies import ASK_FOR_KV
+from kvferry.serving.specs import EngineGroup, group_specs
 from kvferry.serving.tiny import tiny_checkpoint
 from support.namespaces import Host
 from support.vllm_engine import copied
@@ -30,49 +37,115 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 STEP = 256
 """Tokens of a step: the prefill engine computes a longer prompt in several, and is read from meanwhile."""
 
+# vLLM's command has this option, its module that serves does not.
+HEADLESS = """
+from vllm.entrypoints.cli.serve import run_headless
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+arguments = make_arg_parser(FlexibleArgumentParser()).parse_args()
+arguments.api_server_count = 0
+run_headless(arguments)
+"""
 ROUTER = (sys.executable, "-c", "from kvferry.cli.main import main; main()", "router")
 
 
 @dataclass(frozen=True)
 class PlacedSpec(EngineSpec):
-    """An engine to be started on a host."""
+    """An engine, or the node of one, to be started on a host.
+
+    Attributes:
+        on: the host.
+        nodes: hosts of all nodes of the engine.
+    """
 
     on: Host | None = None
+    nodes: tuple[Host, ...] = ()
 
     def command(self) -> list[str]:
-        return self.on.command(*super().command())
+        number = self.nodes.index(self.on)
+        python, *module, model = super().command()[:4]
+        rest = super().command()[4:]
+        if len(self.nodes) > 1:
+            rest += ["--nnodes", str(len(self.nodes)), "--node-rank", str(number)]
+            rest += ["--master-addr", self.nodes[0].address, "--master-port", "29501"]
+        if number > 0:
+            module, rest = ["-c", HEADLESS], [*rest, "--headless"]
+        return self.on.command(python, *module, model, *rest)
 
 
-def placed(spec: EngineSpec, host: Host, environment: dict[str, str]) -> PlacedSpec:
+def placed(spec: EngineSpec, nodes: tuple[Host, ...], number: int, environment: dict[str, str]) -> PlacedSpec:
+    host = nodes[number]
     told = {each.name: getattr(spec, each.name) for each in fields(spec)}
     network = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": host.device, "VLLM_HOST_IP": host.address}
+    network["GLOO_SOCKET_IFNAME"] = host.device
     told |= {"host": host.address, "environment": {**spec.environment, **environment, **network}}
-    return PlacedSpec(**told, on=host)
+    return PlacedSpec(**told, on=host, nodes=nodes)
+
+
+@contextmanager
+def second_node(spec: PlacedSpec, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a node that serves nothing itself. It ends with the first node, or here."""
+    # vLLM leaves sockets and files in TMPDIR. A socket's path may have 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="kvf") as temporary:
+        with log.open("wb") as output:
+            environment = {**os.environ, **spec.environment, "TMPDIR": temporary}
+            node = subprocess.Popen(spec.command(), env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            yield node
+        finally:
+            node.terminate()
+            try:
+                node.wait(30)
+            except subprocess.TimeoutExpired:
+                node.kill()
+                node.wait()
 
 
 @dataclass(frozen=True)
 class Served:
-    """Where the engines and the router are."""
+    """Where the engines and the router are.
+
+    Attributes:
+        router, prefill, decode: URLs. The prefill engine's ranks are on two hosts.
+        model: path of the model.
+        logs: transfer logs of the prefill and of the decode engine.
+    """
 
     router: str
     prefill: str
     decode: str
     model: str
-    log: Path
+    logs: tuple[Path, Path]
 
     def through(self, text: list[int]) -> tuple[StreamedAnswer, Transfer | None]:
         """The router's answer, and what moved for it."""
         name = f"hosts-{uuid.uuid4().hex}"
-        return self._ask(self.router, text, name), read_transfer(self.log, name)
+        return self._ask(self.router, text, name), read_transfer(self.logs[1], name)
+
+    def back(self, text: list[int]) -> tuple[StreamedAnswer, Transfer | None]:
+        """The answer of the engine on two hosts, with the KV of the other engine, and what moved for it."""
+        name = f"back-{uuid.uuid4().hex}"
+        body = {"model": self.model, "prompt": text, "max_tokens": 1, "kv_transfer_params": ASK_FOR_KV}
+        offered = httpx.post(f"{self.decode}/v1/completions", json=body, timeout=60, trust_env=False)
+        offer = {"kv_transfer_params": offered.raise_for_status().json()["kv_transfer_params"]}
+        return self._ask(self.prefill, text, name, **offer), read_transfer(self.logs[0], name)
 
     def alone(self, url: str, text: list[int]) -> StreamedAnswer:
         """An answer of one engine, from nothing cached."""
         return self._ask(url, text, "alone", cache_salt=uuid.uuid4().hex)
 
-    def _ask(self, url: str, text: list[int], name: str, **more: str) -> StreamedAnswer:
+    def _ask(self, url: str, text: list[int], name: str, **more: Any) -> StreamedAnswer:
         body = {"model": self.model, "prompt": text, "max_tokens": 8, "logprobs": 5, **more}
         with httpx.Client(timeout=60, trust_env=False) as client:
             return ask(client, url, body, request_id=name)
+
+    def agree(self, answer: StreamedAnswer, text: list[int]) -> None:
+        """Check that an answer is that of either engine alone."""
+        for url in (self.prefill, self.decode):
+            alone = self.alone(url, text)
+            assert answer.tokens == alone.tokens
+            assert answer.logprobs[0] == pytest.approx(alone.logprobs[0], abs=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -81,37 +154,51 @@ def served(
 ) -> Iterator[Served]:
     running.close()
     folder = tmp_path_factory.mktemp("router-hosts")
-    model, log = str(tiny_checkpoint("gemma3", checkpoints)), folder / "transfers.jsonl"
+    model = str(tiny_checkpoint("gemma3", checkpoints))
     secret = folder / "secret"
     secret.write_text("what both hosts know and no one else")
     secret.chmod(0o600)
+    logs = folder / "prefill.jsonl", folder / "decode.jsonl"
     # Every rank tells peers the address of the host that it runs on.
     settings = {"host": "node", "secret_file": str(secret)}
-    specs = fleet_specs(
-        model,
-        prefill_tensor_parallel=2,
-        prefill_settings=settings,
-        decode_settings={**settings, "transfer_log": str(log)},
-        arguments=(*family_model("gemma3").arguments, *ARGUMENTS, f"--max-num-batched-tokens={STEP}"),
-    )
-    here = {Role.PREFILL: hosts[0], Role.DECODE: hosts[1]}
+    arguments = (*family_model("gemma3").arguments, *ARGUMENTS, f"--max-num-batched-tokens={STEP}")
+    # Each engine computes prompts for the other one.
+    groups = [
+        EngineGroup(
+            role=Role.BOTH,
+            tensor_parallel=ranks,
+            settings={**settings, "transfer_log": str(log)},
+            arguments=arguments,
+        )
+        for ranks, log in zip((2, 1), logs, strict=True)
+    ]
+    plain = [group_specs(model, [group], Devices(gpus=(), cores=()))[0] for group in groups]
     environment = ENVIRONMENT | with_plugins(folder / "plugins", copied)
-    specs = [placed(spec, here[spec.role], environment) for spec in specs]
-    with Fleet(specs, folder) as fleet, hosts[1].visited():
-        fleet.wait_ready()
-        (prefill,), (decode,) = fleet.prefill_urls, fleet.decode_urls
+    first, second = (placed(plain[0], hosts, number, environment) for number in range(2))
+    other = placed(plain[1], hosts[1:], 0, environment)
+    with (
+        Fleet([first, replace(other, name="decode")], folder) as fleet,
+        second_node(second, folder / "second-node.log") as node,
+        hosts[1].visited(),
+    ):
+
+        def check(_: object) -> None:
+            assert node.poll() is None, (folder / "second-node.log").read_text()
+
+        fleet.wait_ready(check)
+        prefill, decode = (engine.spec.url for engine in fleet.engines)
         engines = ("--prefill", prefill, "--decode", decode)
         command = hosts[1].command(*ROUTER, *engines, "--port", "0", "--min-prefill-tokens", "0")
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as router:
             try:
                 line = router.stdout.readline()
                 url = re.fullmatch(r"kvferry: serving on (http://127\.0\.0\.1:\d+)/v1\n", line)[1]
-                yield Served(url, prefill, decode, model, log)
+                yield Served(url, prefill, decode, model, logs)
             finally:
                 router.terminate()
 
 
-def test_an_answer_of_the_router_is_a_single_engines_and_its_kv_came_over_the_wire(
+def test_an_answer_of_the_router_is_a_single_engines_and_every_ranks_kv_came_from_its_host(
     served: Served, hosts: tuple[Host, Host]
 ) -> None:
     for length in (301, 40, 700):
@@ -125,11 +212,21 @@ def test_an_answer_of_the_router_is_a_single_engines_and_its_kv_came_over_the_wi
         assert transfer.tokens == length - 1
         # The router knows the prefill engine from its first answer on.
         assert (transfer.reads > 1) == (length == 700)
-        assert came > transfer.bytes > 0, "the bytes took another way"
-        for url in (served.prefill, served.decode):
-            alone = served.alone(url, text)
-            assert answer.tokens == alone.tokens
-            assert answer.logprobs[0] == pytest.approx(alone.logprobs[0], abs=1e-4)
+        # The second rank is on the decode engine's host.
+        assert came > transfer.bytes // 2 > 0, "the bytes took another way"
+        served.agree(answer, text)
+
+
+def test_an_engine_on_two_hosts_loads_every_ranks_part(served: Served, hosts: tuple[Host, Host]) -> None:
+    for length in (302, 690):
+        text = prompt(length, length)
+        before = hosts[0].received_bytes()
+        answer, transfer = served.back(text)
+        assert transfer is not None, "nothing was loaded"
+        assert transfer.outcome == "ready", transfer.reason
+        assert hosts[1].address in transfer.peer
+        assert hosts[0].received_bytes() - before > transfer.bytes // 2 > 0
+        served.agree(answer, text)
 
 
 def test_a_spoiled_load_changes_the_answer_of_the_router(served: Served) -> None:
@@ -137,6 +234,17 @@ def test_a_spoiled_load_changes_the_answer_of_the_router(served: Served) -> None
     ask_ranks(served.decode, "witness_loads", 0)
     spoiled, transfer = served.through(text)
     ask_ranks(served.decode, "witness_loads", None)
+    assert transfer is not None
+    assert transfer.outcome == "ready"
+    assert spoiled.logprobs[0] != pytest.approx(served.alone(served.decode, text).logprobs[0], abs=1e-3)
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_a_spoiled_load_of_a_rank_on_either_host_changes_the_answer(served: Served, rank: int) -> None:
+    text = prompt(100, 501 + rank)
+    ask_ranks(served.prefill, "witness_loads", rank)
+    spoiled, transfer = served.back(text)
+    ask_ranks(served.prefill, "witness_loads", None)
     assert transfer is not None
     assert transfer.outcome == "ready"
     assert spoiled.logprobs[0] != pytest.approx(served.alone(served.decode, text).logprobs[0], abs=1e-3)
