@@ -82,7 +82,6 @@ ALL = (
 )
 pytestmark = engines("pair", REPRESENTATIVE, ALL)
 LEFT = re.compile(f"{MOVED}: layer .*: the layer computes in .*; expected .*: start it anew")
-CHOSEN = {"auto": {"qwen3": "BHLNC", "dsv3": "LBNHC"}, "engine": {}}
 CHOSEN = {"auto": {"qwen3": "BHLNC", "dsv3": "BHLNC"}, "engine": {"dsv3": "LBNHC"}}
 """What settings that name no layout come to; BLHNC and LBHNC for other families."""
 
