@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Sequence, Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,15 @@ from typing import Any
 
 import torch
 from vllm import SamplingParams
-from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -31,7 +39,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from kvferry.connector.adapters import Adapters
@@ -76,6 +84,18 @@ KINDS = {
 @cache
 def _model(folder: Path) -> ModelConfig:
     return ModelConfig(str(tiny_checkpoint("qwen3", folder)), dtype="float32", max_model_len=LONGEST)
+
+
+def _speculation(model: ModelConfig, drafts: int) -> SpeculativeConfig:
+    """Settings of an engine whose drafts keep no KV cache."""
+    return SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=drafts,
+        prompt_lookup_max=4,
+        prompt_lookup_min=1,
+        target_model_config=model,
+        target_parallel_config=ParallelConfig(),
+    )
 
 
 @dataclass
@@ -309,6 +329,9 @@ class Engine:
         connector: its `PlayedConnector`.
         answered: requests that have ended by themselves.
         torn: blocks that a load was given while a step in flight still writes them.
+        misplaced: (state's block of a load, block where the first step after it looks), where they differ.
+        continued: first steps after loads that went on from a loaded state.
+        accepted: drafts so far.
     """
 
     def __init__(
@@ -324,10 +347,13 @@ class Engine:
         connector: str = "PlayedConnector",
         connector_module: str = __name__,
         settings: dict[str, Any] | None = None,
+        drafts: int = 0,
     ) -> None:
         init_none_hash(sha256)
+        self._drafts = drafts
         self._draw, self._depth = random.Random(seed), 1 + overlaps
-        groups = [KVCacheGroupSpec([f"layer {n}"], KINDS[kind]) for n, kind in enumerate(kinds)]
+        specs = {**KINDS, "state": replace(KINDS["state"], num_speculative_blocks=drafts)}
+        groups = [KVCacheGroupSpec([f"layer {n}"], specs[kind]) for n, kind in enumerate(kinds)]
         config = KVCacheConfig(blocks, [], groups)
         cache_config = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
         cache_config.num_gpu_blocks = blocks
@@ -340,7 +366,7 @@ class Engine:
             max_model_len=LONGEST,
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
-            async_scheduling=overlaps,
+            async_scheduling=False,
         )
         transfer = KVTransferConfig(
             kv_connector=connector,
@@ -350,11 +376,13 @@ class Engine:
             kv_load_failure_policy="recompute",
             engine_id="engine",
         )
+        model = _model(folder)
         vllm_config = VllmConfig(
-            model_config=_model(folder),
+            model_config=model,
             cache_config=cache_config,
             scheduler_config=scheduling,
             kv_transfer_config=transfer,
+            speculative_config=_speculation(model, drafts) if drafts else None,
         )
         vllm_config.scheduler_config.async_scheduling = overlaps  # the platform for CPUs turns it off
         kind = AsyncScheduler if overlaps else Scheduler
@@ -364,7 +392,9 @@ class Engine:
             block_size=BLOCK,
             hash_block_size=BLOCK,
             structured_output_manager=SimpleNamespace(
-                accept_tokens=lambda *_: True, should_advance=lambda _: False
+                accept_tokens=lambda *_: True,
+                should_advance=lambda _: False,
+                validate_tokens=lambda _, tokens: tokens,
             ),
         )
         self.connector: PlayedConnector = self.scheduler.connector
@@ -376,6 +406,9 @@ class Engine:
         self._ended: dict[str, str | None] = {}
         self.answered: set[str] = set()
         self.torn: list[int] = []
+        self._landed: dict[str, Load] = {}
+        self.misplaced: list[tuple[int, int]] = []
+        self.continued = self.accepted = 0
         self.count = 0
 
     @property
@@ -414,6 +447,7 @@ class Engine:
         samples = {name for name in output.num_scheduled_tokens if not self._prefills(name)}
         self._in_flight.append((output, samples))
         self._writes.append(self._written(output))
+        self._look_at_states(output)
         for source in self.connector.sources:
             for load in source.begun:
                 held = {block.block_id for block in self.connector.pins._pins[load.key].blocks}
@@ -427,6 +461,8 @@ class Engine:
     def end(self, load: Load, failure: str | None = None, *, late: bool = False) -> None:
         """A load ends with the coming step; what is late lands later."""
         self.loading.remove(load)
+        if failure is None:
+            self._landed[load.request_id] = load
         meta = StepReports(reports={load.key: Report(failure, late)}, reported={load.key: 1})
         if late:
             self._late.append(load)
@@ -459,6 +495,21 @@ class Engine:
         )
         self.scheduler.update_from_output(empty, ModelRunnerOutput([], {}, kv_connector_output=heard))
 
+    def _look_at_states(self, output: Any) -> None:
+        """Compare where the first step after a load looks for a state with where the load brought it."""
+        for name, count in output.num_scheduled_tokens.items():
+            load = self._landed.pop(name, None)
+            before = self.scheduler.requests[name].num_computed_tokens - count
+            if load is None or before != load.span.total:
+                continue
+            tables = self.scheduler.kv_cache_manager.get_block_ids(name)
+            groups = self.connector._kv_cache_config.kv_cache_groups
+            for table, loaded, group in zip(tables, load.tables, groups, strict=True):
+                if isinstance(group.kv_cache_spec, MambaSpec):
+                    self.continued += 1
+                    found = table[(before - 1) // BLOCK]
+                    self.misplaced += [(int(block), found) for block in loaded if block != found]
+
     def _written(self, output: Any) -> set[int]:
         """Blocks that a step writes."""
         found: set[int] = set()
@@ -471,7 +522,9 @@ class Engine:
                 strict=True,
             ):
                 size = group.kv_cache_spec.block_size
-                found.update(table[(last - count) // size : -(-last // size)])
+                # Drafts write the states after each of them into the blocks that follow the running one.
+                scratch = getattr(group.kv_cache_spec, "num_speculative_blocks", 0)
+                found.update(table[(last - count) // size : -(-last // size) + scratch])
         return found - {0}
 
     def _prefills(self, name: str) -> bool:
@@ -479,7 +532,18 @@ class Engine:
 
     def _hear(self, output: Any, samples: set[str]) -> None:
         names = list(output.num_scheduled_tokens)
-        sampled = [[self._draw.randrange(1000)] if name in samples else [] for name in names]
+        sampled = [self._sampled(output, name) if name in samples else [] for name in names]
         ran = ModelRunnerOutput(names, {name: n for n, name in enumerate(names)}, sampled)
         for outputs in self.scheduler.update_from_output(output, ran).values():
             self.answered |= {one.request_id for one in outputs.outputs if one.finished}
+        if self._drafts and self._depth == 1:  # asynchronously, workers keep drafts to themselves
+            self.scheduler.update_draft_token_ids(DraftTokenIds(names, [self._drafted() for _ in names]))
+
+    def _sampled(self, output: Any, name: str) -> list[int]:
+        """The drafts of a request that are accepted, as many as may be, and the token after them."""
+        accepted = self._draw.randint(0, len(output.scheduled_spec_decode_tokens.get(name, [])))
+        self.accepted += accepted
+        return [self._draw.randrange(1000) for _ in range(accepted + 1)]
+
+    def _drafted(self) -> list[int]:
+        return [self._draw.randrange(1000) for _ in range(self._draw.randint(0, self._drafts))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,10 +61,18 @@ class Serving(RuleBasedStateMachine):
         strikes=st.booleans(),
         most_held=st.sampled_from([None, 8, 20]),
         seed=st.integers(0, 99),
+        drafts=st.sampled_from([0, 3]),
     )
-    def start(self, kinds, blocks, overlaps, role, strikes, most_held, seed):
+    def start(self, kinds, blocks, overlaps, role, strikes, most_held, seed, drafts):
         self.engine = Engine(
-            FOLDER, kinds, blocks, overlaps=overlaps, role=role, seed=seed, connector="OfferingConnector"
+            FOLDER,
+            kinds,
+            blocks + drafts,
+            overlaps=overlaps,
+            role=role,
+            seed=seed,
+            connector="OfferingConnector",
+            drafts=drafts,
         )
         self.free = self.engine.pool.get_num_free_blocks()
         for source in self.engine.connector.sources:
@@ -142,6 +151,10 @@ class Serving(RuleBasedStateMachine):
         assert not hasattr(self, "engine") or not self.engine.torn
 
     @invariant()
+    def the_first_step_after_a_load_finds_the_state_where_it_was_loaded(self):
+        assert not hasattr(self, "engine") or not self.engine.misplaced
+
+    @invariant()
     def loads_hold_no_more_than_they_may_if_they_are_late(self):
         if hasattr(self, "engine") and self.most_held is not None:
             pins = self.engine.connector.pins
@@ -185,6 +198,33 @@ TestServing.settings = settings(
     phases=(Phase.reuse, Phase.generate),  # to shrink takes minutes
     suppress_health_check=list(HealthCheck),
 )
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_requests_go_on_from_the_states_that_were_loaded_whether_they_speculate_or_not(drafts, overlaps):
+    draw = random.Random(drafts)
+    engine = Engine(FOLDER, ("full", "state"), 80, overlaps=overlaps, drafts=drafts)
+    free, asked = engine.pool.get_num_free_blocks(), []
+    while len(asked) < 60 or engine.scheduler.requests:
+        CLOCK.now += PATIENCE / 20
+        if len(asked) < 60 and draw.random() < 0.3:
+            tokens = draw.choice([*ENDS, 100, 200])
+            offered = draw.choice([0, tokens // 2, tokens - 1, tokens])
+            text = range(1000 * len(asked), 1000 * len(asked) + tokens)
+            asked.append(engine.ask(text, draw.randint(1, 30), tiers=offered))
+        if engine.scheduler.running and draw.random() < 0.05:
+            engine.preempt()
+        engine.step()
+        for load in list(engine.loading):
+            if draw.random() < 0.5:
+                engine.end(load)
+    assert engine.answered == {one.request_id for one in asked}
+    assert engine.continued > 20
+    assert (engine.accepted > 20) == (drafts > 0)
+    assert not engine.misplaced
+    assert not engine.torn
+    assert engine.pool.get_num_free_blocks() == free
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
