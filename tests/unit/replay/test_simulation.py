@@ -152,16 +152,24 @@ def test_prompts_that_share_little_are_spread_over_engines() -> None:
 
 
 def test_a_load_of_a_recurrent_model_ends_at_a_snapshot() -> None:
-    recurrent = model(RECURRENT, step_tokens=8192)
+    recurrent = model(RECURRENT, step_tokens=8192, first_snapshot_tokens=0)
     replay = simulation(of=recurrent)
     results = replay.run([prompt(8 * UNIT, *range(8)), prompt(8 * UNIT, *range(7), 99)])
     assert results.hit_tokens == 0, "the only snapshot is near the end of the first prompt"
     assert results.lost_tokens > 3000
     assert results.group_tokens[recurrent.state or 0] == 0
-    steps = model(RECURRENT, step_tokens=1024, retention=None)
+    steps = model(RECURRENT, step_tokens=1024, retention=None, first_snapshot_tokens=0)
     finer = simulation(of=steps).run([prompt(8 * UNIT, *range(8)), prompt(8 * UNIT, *range(7), 99)])
     assert finer.hit_tokens == 2880, "steps end at whole blocks of 80 tokens: every 960"
     assert finer.lost_tokens <= 1024
+
+
+def test_a_second_prompt_that_shares_a_prefix_loads_half_of_it_and_a_third_all_of_it() -> None:
+    replay = simulation(of=model(RECURRENT, step_tokens=8192))
+    hits: list[int] = []
+    replay._on_hit = lambda _, hit: hits.append(hit.found)
+    replay.run([prompt(8 * UNIT, *range(7), user) for user in (7, 99, 98, 97)])
+    assert hits == [0, 2080, 3520, 3520], "at 1,040 and its doubles; 7 units have 3,584 tokens"
 
 
 def test_the_curve_is_the_hit_rate_of_a_replay_at_each_capacity() -> None:

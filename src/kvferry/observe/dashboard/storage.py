@@ -39,6 +39,30 @@ TIERS = PanelRow(
             ),
         ),
         Panel(
+            "First snapshot for shared prefixes",
+            "First position in a prompt at which tiers keep a snapshot of recurrent state, for prompts that "
+            "share its beginning. If it is 0, they compute nearly all of it again. Models without recurrent "
+            "state have no value.",
+            "short",
+            (
+                Query(
+                    level("kvferry_first_snapshot_tokens", "instance", "engine", CONNECTOR),
+                    "{{instance}} {{engine}} {{connector}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Size of a snapshot",
+            "Bytes of a snapshot of recurrent state in the tiers.",
+            "bytes",
+            (
+                Query(
+                    level("kvferry_snapshot_bytes", "instance", "engine", CONNECTOR),
+                    "{{instance}} {{engine}} {{connector}}",
+                ),
+            ),
+        ),
+        Panel(
             "Chunks in and out",
             "Chunks stored to each tier, and chunks fetched from it by loads.",
             "ops",
