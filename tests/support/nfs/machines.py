@@ -17,7 +17,14 @@ from pathlib import Path
 
 from support.namespaces import NotPermitted, host_alone
 
-PACKAGES = {"linux.uml": "user-mode-linux", "ganesha.nfsd": "nfs-ganesha-vfs", "ip": "iproute2"}
+PACKAGES = {
+    "linux.uml": "user-mode-linux",
+    "ganesha.nfsd": "nfs-ganesha-vfs",
+    "ip": "iproute2",
+    "setpriv": "util-linux",
+}
+# Kills the program when this process has ended, however it ends.
+_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 LEASE_SECONDS = 10
 """Time after which the server gives away the locks of a machine that is gone."""
 _TESTS = Path(__file__).parents[2]
@@ -58,16 +65,16 @@ class Machine:
         """Whether it runs."""
         return self._process.poll() is None
 
-    def wait(self, seconds: float) -> None:
-        """Until its program has ended and it is shut down."""
-        self._process.wait(seconds)
+
+class ServerEnded(Exception):
+    """The NFS server has crashed: nfs-ganesha 4.3 does so in one of a dozen runs."""
 
 
 class Network:
     """The server, and the machines that reach it."""
 
-    def __init__(self, space: str, folder: Path) -> None:
-        self._space, self._folder = space, folder
+    def __init__(self, space: str, folder: Path, server: subprocess.Popen[bytes]) -> None:
+        self._space, self._folder, self._server = space, folder, server
         self._machines: list[Machine] = []
 
     def start(self, name: str, program: str, *arguments: str) -> Machine:
@@ -91,12 +98,17 @@ class Network:
             f"exec {' '.join(repr(word) for word in words)}\n"
         )
         init.chmod(0o755)
-        command = ["ip", "netns", "exec", self._space, "linux.uml", "mem=512M", "quiet"]
+        command = [*_WITH_US, "ip", "netns", "exec", self._space, "linux.uml", "mem=512M", "quiet"]
         command += ["root=/dev/root", "rootfstype=hostfs", "rootflags=/", "rw", f"init={init}"]
         command += ["con=null", "con0=fd:0,fd:1", "ssl=null", f"uml_dir={self._folder}", f"umid={name}"]
         command += [f"vec0:transport=tap,ifname=kvf{number},depth=128,gro=1"]
         self._machines.append(Machine(name, command, self._folder / f"{name}.log"))
         return self._machines[-1]
+
+    def check(self) -> None:
+        """Raise ServerEnded if the server has ended."""
+        if (code := self._server.poll()) is not None:
+            raise ServerEnded(f"the NFS server ended with code {code}")
 
     def _ip(self, *arguments: str) -> None:
         subprocess.run(["ip", "-n", self._space, *arguments], check=True, capture_output=True, timeout=10)
@@ -125,11 +137,13 @@ def shared_over_nfs(path: Path, folder: Path) -> Iterator[Network]:
     settings.write_text(_SERVER % {"path": path, "recovery": folder / "recovery", "lease": LEASE_SECONDS})
     log, errors = folder / "ganesha.log", folder / "ganesha.errors"
     with host_alone() as space, errors.open("wb") as output:
-        command = ["ip", "netns", "exec", space, "ganesha.nfsd", "-F", "-f", str(settings), "-L", str(log)]
+        command = [*_WITH_US, "ip", "netns", "exec", space, "ganesha.nfsd", "-F", "-L", str(log)]
         server = subprocess.Popen(
-            [*command, "-p", str(folder / "ganesha.pid")], stdout=output, stderr=subprocess.STDOUT
+            [*command, "-f", str(settings), "-p", str(folder / "ganesha.pid")],
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
-        network = Network(space, folder)
+        network = Network(space, folder, server)
         try:
             yield network
         finally:

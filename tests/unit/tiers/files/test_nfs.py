@@ -19,7 +19,7 @@ from kvferry.tiers.files.ledger import read_ledger
 from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from support.chunk_files import verify_file
 from support.namespaces import NotPermitted
-from support.nfs.machines import LEASE_SECONDS, Machine, Network, shared_over_nfs
+from support.nfs.machines import LEASE_SECONDS, Machine, Network, ServerEnded, shared_over_nfs
 from support.stores import FILE_BYTES, open_store, total
 
 CAPACITY = 20 * FILE_BYTES
@@ -77,19 +77,6 @@ class Watched:
         self.names |= {chunk.name for chunk in path.rglob("*.kv")}
 
 
-@pytest.fixture
-def network(tmp_path: Path) -> Iterator[Network]:
-    path, folder = tmp_path / "cache", tmp_path / "machines"
-    path.mkdir()
-    folder.mkdir()
-    open_store(path, capacity=CAPACITY)
-    try:
-        with shared_over_nfs(path, folder) as network:
-            yield network
-    except NotPermitted as error:
-        pytest.skip(str(error))
-
-
 def begin(network: Network, reports: Path, names: str) -> dict[str, Machine]:
     """Start machines that store and fetch; they have mounted the directory when this returns."""
     machines = {
@@ -98,6 +85,7 @@ def begin(network: Network, reports: Path, names: str) -> dict[str, Machine]:
     }
     for name, machine in machines.items():
         while not (reports / f"{name}.begun").exists():
+            network.check()
             assert machine.on, machine.log.read_text()
             time.sleep(0.05)
         assert ":/shared /run/shared nfs4 rw" in machine.log.read_text()
@@ -105,25 +93,22 @@ def begin(network: Network, reports: Path, names: str) -> dict[str, Machine]:
 
 
 def test_machines_that_share_a_directory_over_nfs_keep_its_capacity_and_use_only_sound_chunks(
-    network: Network, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    path, reports, watched = tmp_path / "cache", tmp_path, Watched()
-    machines = begin(network, reports, "abc")
-    ends = time.monotonic() + SECONDS
-    # Until many have been evicted.
-    while time.monotonic() < ends or len(watched.names) < 45:
-        watched.look(path)
-        time.sleep(0.002)
-    machines["c"].lose_power()
-    died = time.time()
-    # It may have held the lock.
-    while not any(chunk.stat().st_mtime > died + 1 for chunk in path.rglob("*.kv")):
-        assert time.time() < died + 3 * LEASE_SECONDS, "the other machines store nothing any more"
-        time.sleep(0.05)
-    for name in "ab":
-        (reports / f"{name}.stop").touch()
-    for name in "ab":
-        machines[name].wait(60)
+    for attempt in range(4):
+        path, reports, folder = (tmp_path / f"{name}-{attempt}" for name in ("cache", "reports", "machines"))
+        for each in (path, reports, folder):
+            each.mkdir()
+        open_store(path, capacity=CAPACITY)
+        try:
+            with shared_over_nfs(path, folder) as network:
+                watched = share(network, path, reports)
+            break
+        except NotPermitted as error:
+            pytest.skip(str(error))
+        except ServerEnded:
+            if attempt == 3:
+                raise
     assert watched.samples > 20
     assert CAPACITY - 3 * FILE_BYTES < watched.worst <= CAPACITY
     assert watched.short == 0
@@ -143,3 +128,29 @@ def test_machines_that_share_a_directory_over_nfs_keep_its_capacity_and_use_only
             verify_file(file.fileno())
     open_store(path)
     assert read_ledger(str(path)) == (CAPACITY, total(path))
+
+
+def share(network: Network, path: Path, reports: Path) -> Watched:
+    """Let three machines work, one of which loses power; what was seen until then."""
+    watched = Watched()
+    machines = begin(network, reports, "abc")
+    ends = time.monotonic() + SECONDS
+    # Until many have been evicted.
+    while time.monotonic() < ends or len(watched.names) < 45:
+        network.check()
+        watched.look(path)
+        time.sleep(0.002)
+    machines["c"].lose_power()
+    died = time.time()
+    # It may have held the lock.
+    while not any(chunk.stat().st_mtime > died + 1 for chunk in path.rglob("*.kv")):
+        network.check()
+        assert time.time() < died + 3 * LEASE_SECONDS, "the other machines store nothing any more"
+        time.sleep(0.05)
+    for name in "ab":
+        (reports / f"{name}.stop").touch()
+    while machines["a"].on or machines["b"].on:
+        network.check()
+        assert time.time() < died + 90, "a machine does not end"
+        time.sleep(0.05)
+    return watched
