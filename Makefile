@@ -176,7 +176,7 @@ news: $(VENV)/.dev ## whether vLLM has a newer release, and which assumptions it
 
 test-long: export KVFERRY_TEST_LM_EVAL := $(CURDIR)/$(VENV)/accuracy
 test-long: export KVFERRY_TEST_RAY := $(CURDIR)/$(VENV)/ray
-test-long: $(VENV)/.dev $(VENV)/.accuracy $(VENV)/.ray ## more of what is drawn at random: the planner's engines, requests that share a directory; lm-eval; Ray
+test-long: $(VENV)/.dev $(VENV)/.accuracy $(VENV)/.ray nfs ## more of what is drawn at random: the planner's engines, requests that share a directory; lm-eval; Ray; NFS
 	HYPOTHESIS_PROFILE=deep $(PYTHON) -m pytest -n $(WORKERS) --timeout 7200 tests/unit/planning
 	KVFERRY_TEST_SHARING_SECONDS=600 $(PYTHON) -m pytest tests/engine/test_tiers_shared.py
 	$(PYTHON) -m pytest tests/engine/test_accuracy.py tests/engine/test_ray_serve.py
