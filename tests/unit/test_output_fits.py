@@ -13,11 +13,12 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from kvferry.bench import calibrate_report, tiers_report, transfer_report
+from kvferry.errors import Incompatible
 from kvferry.geometry.models import read_model
 from kvferry.plan import show as plan_show
 from kvferry.plan.cost import Pricing
 from kvferry.plan.find import find_config
-from kvferry.plan.forecast import forecast
+from kvferry.plan.forecast import Forecast, RefusedTransfer, forecast, refusal
 from kvferry.plan.kept import KeptSettings, forecast_tiers
 from kvferry.plan.show_kept import show_kept
 from kvferry.plan.side import EngineSide, resolve_layout
@@ -61,13 +62,21 @@ WORDS = {
 def plan_of(model: str, tokens: int) -> Callable[[int | None], str]:
     name, config = find_config(model)
     reading = read_model(config, name=name)
-    found = forecast(reading, (EngineSide(), EngineSide(tp=2)), tokens, Pricing(Costs()))
+    sides = EngineSide(), EngineSide(tp=2)
+    found: Forecast | RefusedTransfer
+    try:
+        found = forecast(reading, sides, tokens, Pricing(Costs()))
+    except Incompatible as error:
+        found = refusal(reading, sides, tokens, error.differences)
     kept = forecast_tiers(reading, EngineSide(layout=resolve_layout("auto", reading)), KeptSettings())
 
     def printed(width: int | None) -> str:
         out = io.StringIO()
         report = Report(Console(file=out), width)
-        plan_show.show(found, report)
+        if isinstance(found, Forecast):
+            plan_show.show(found, report)
+        else:
+            plan_show.show_refused(found, report)
         show_kept(kept, report)
         return out.getvalue()
 
