@@ -111,6 +111,14 @@ class Tenants:
             assert engine.call("reset_prefix_cache")
 
 
+    def forget_chunks(self, engine: Engine) -> None:
+        """An engine forgets prefixes and chunks, so that a request waits for what a peer has."""
+        self.settle()
+        engine.call("reset_connector")
+        engine.call("step", SOON)
+        assert engine.call("reset_prefix_cache")
+
+
 @pytest.fixture(scope="module")
 def tenants(running: Any, checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
     running.close()
@@ -149,8 +157,7 @@ def test_an_earlier_turn_of_one_tenant_is_found_by_no_other(tenants: Tenants, ow
     following = text + first["tokens"] + prompt(20, 1)
     tenants.prefill.call("new_loads")
     for who in (*(tenants.each.keys() - {owner}), owner):
-        assert tenants.prefill.call("reset_prefix_cache")
-        tenants.prefill.call("forget_host_memory")
+        tenants.forget_chunks(tenants.prefill)
         tenants.say(tenants.prefill, following, who)
         found = {source for source, _, _ in tenants.prefill.call("new_loads")}
         assert ("peer" in found) == (who == owner), who
@@ -233,6 +240,7 @@ def test_all_of_it_would_be_found_if_the_connector_did_not_look_at_tenants(tenan
     assert first["hit"] == [LENGTH - 1], "by ticket"
     tenants.settle()
     tenants.prefill.call("new_loads")
+    tenants.forget_chunks(tenants.prefill)
     tenants.say(tenants.prefill, text + first["tokens"] + prompt(20, 2), "adapter")
     assert {source for source, _, _ in tenants.prefill.call("new_loads")} >= {"peer"}, "as an earlier turn"
     tenants.forget()

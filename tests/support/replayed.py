@@ -66,7 +66,8 @@ def found_in_replay(
     for number, request in enumerate(requests):
         if number in forgotten and settings.engine_blocks:
             engine.cache = EngineCache(replay.model, settings.engine_blocks, request.unit_tokens)
-        running = engine.admit(request)
+        (arrived,) = engine.arrive([request])
+        running = engine.admit(arrived)
         engine.finish(running)
         tiers = zip(settings.tiers, running.hit.tier_tokens, strict=True)
         found.append((running.hit.local_tokens, {tier.kind: tokens for tier, tokens in tiers if tokens}))
