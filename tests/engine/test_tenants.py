@@ -110,9 +110,11 @@ class Tenants:
                 engine.call("forget_host_memory")
             assert engine.call("reset_prefix_cache")
 
-
     def forget_chunks(self, engine: Engine) -> None:
-        """An engine forgets prefixes and chunks, so that a request waits for what a peer has."""
+        """An engine forgets prefixes and chunks, so that a request waits for what a peer has.
+
+        From then on the engine gives chunks other names, so that it does not find them after a restart.
+        """
         self.settle()
         engine.call("reset_connector")
         engine.call("step", SOON)
@@ -149,21 +151,6 @@ def test_a_ticket_of_one_tenant_is_worth_nothing_to_another(tenants: Tenants, ow
     tenants.forget()
 
 
-@pytest.mark.parametrize("owner", OWNERS)
-def test_an_earlier_turn_of_one_tenant_is_found_by_no_other(tenants: Tenants, owner: str) -> None:
-    text = prompt(LENGTH, 10 + len(owner))
-    first = tenants.say(tenants.decode, text, owner, tenants.offered(text, owner), ANSWER)
-    tenants.settle()
-    following = text + first["tokens"] + prompt(20, 1)
-    tenants.prefill.call("new_loads")
-    for who in (*(tenants.each.keys() - {owner}), owner):
-        tenants.forget_chunks(tenants.prefill)
-        tenants.say(tenants.prefill, following, who)
-        found = {source for source, _, _ in tenants.prefill.call("new_loads")}
-        assert ("peer" in found) == (who == owner), who
-    tenants.forget(host=True)
-
-
 @pytest.mark.parametrize("restarted", [False, True], ids=["host memory", "a directory, after a restart"])
 def test_chunks_of_one_tenant_are_found_by_no_other(tenants: Tenants, restarted: bool) -> None:
     texts = {owner: prompt(LENGTH, 20 + 2 * number + restarted) for number, owner in enumerate(OWNERS)}
@@ -182,6 +169,21 @@ def test_chunks_of_one_tenant_are_found_by_no_other(tenants: Tenants, restarted:
                 said = " ".join(explain(answer["request_id"]).stdout.split())
                 assert "tiers bids nothing, not stored: chunk 0 of" in said, who
     tenants.forget()
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+def test_an_earlier_turn_of_one_tenant_is_found_by_no_other(tenants: Tenants, owner: str) -> None:
+    text = prompt(LENGTH, 10 + len(owner))
+    first = tenants.say(tenants.decode, text, owner, tenants.offered(text, owner), ANSWER)
+    tenants.settle()
+    following = text + first["tokens"] + prompt(20, 1)
+    tenants.prefill.call("new_loads")
+    for who in (*(tenants.each.keys() - {owner}), owner):
+        tenants.forget_chunks(tenants.prefill)
+        tenants.say(tenants.prefill, following, who)
+        found = {source for source, _, _ in tenants.prefill.call("new_loads")}
+        assert ("peer" in found) == (who == owner), who
+    tenants.forget(host=True)
 
 
 def test_kv_of_an_adapter_is_not_used_once_another_was_loaded_in_its_place(tenants: Tenants) -> None:
