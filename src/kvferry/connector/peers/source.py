@@ -365,6 +365,10 @@ class PeerSource:
         if pull is None or pull.settled:
             return
         pull.settled = True
+        if pull.bid is not None and pull.bid.looking:
+            self._refusals.say(
+                request_id, pull.peer, "it had not answered when the request went on without it"
+            )
         if pull.claim is not None:
             self._claims.end(pull.claim)
         elif pull.grant is not None:
@@ -602,4 +606,5 @@ class PeerSource:
         pull = self._pulls[request_id]
         if pull.bidding.exclude(pull.peer, reason):
             self._refusals.say(request_id, pull.peer, reason)
+        pull.bid = None
         self.settled(request_id)

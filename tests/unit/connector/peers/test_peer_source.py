@@ -184,6 +184,18 @@ def test_a_ticket_is_redeemed_at_arrival_and_bid_once_it_is_granted_and_its_peer
     assert engine.client.released == []
 
 
+def test_a_peer_that_had_not_answered_when_the_request_went_on_is_told_once():
+    engine = Engine(Pending(), redeemed=Pending())
+    one = engine.arrive(offered())
+    assert engine.source.bids(one, 8)[0].looking
+    for _ in range(2):
+        engine.source.settled("a")
+    (told,) = engine.told
+    assert (told.source, told.reason) == (
+        UNREDEEMED, "it had not answered when the request went on without it",
+    )  # fmt: skip
+
+
 def test_a_load_is_ordered_with_the_peer_met_before():
     engine = Engine()
     one = engine.arrive(offered())
