@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvferry.cli import replay_options as opt
+from kvferry.cli import plan_options, replay_options as opt
 from kvferry.cli.options import check_folder, write_file
 from kvferry.cli.output import INTERRUPTED
 from kvferry.errors import ConfigError
@@ -55,7 +55,7 @@ def replay(
     retention: opt.Retention = "0",
     chunk_tokens: opt.ChunkTokens = None,
     snapshot_tokens: opt.SnapshotTokens = None,
-    first_snapshot_tokens: opt.FirstSnapshot = None,
+    first_snapshot_tokens: plan_options.FirstSnapshot = None,
     unit_tokens: opt.UnitTokens = None,
     skip: opt.Skip = 0,
     seed: opt.Seed = 0,

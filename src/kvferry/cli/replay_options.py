@@ -77,14 +77,6 @@ SnapshotTokens: TypeAlias = Annotated[
     int | None,
     typer.Option(metavar="COUNT", help="Tokens between snapshots; by default as many as in a chunk."),
 ]
-FirstSnapshot: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
-        "--first-snapshot-tokens",
-        metavar="COUNT",
-        help="First position of a snapshot for shared prefixes, 0 for none; by default the connector's.",
-    ),
-]
 UnitTokens: TypeAlias = Annotated[
     int | None,
     typer.Option(metavar="COUNT", help="Tokens per unit of the trace, where the trace does not say it."),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvferry.cli import replay_options as opt
+from kvferry.cli import plan_options, replay_options as opt
 from kvferry.cli.options import check_folder, write_file
 from kvferry.cli.progress import progress
 from kvferry.cli.replay import open_for_passes, print_notes, served_model_of
@@ -69,7 +69,7 @@ def size(
     retention: opt.Retention = "0",
     chunk_tokens: opt.ChunkTokens = None,
     snapshot_tokens: opt.SnapshotTokens = None,
-    first_snapshot_tokens: opt.FirstSnapshot = None,
+    first_snapshot_tokens: plan_options.FirstSnapshot = None,
     unit_tokens: opt.UnitTokens = None,
     seed: opt.Seed = 0,
     as_json: opt.Json = False,

@@ -66,13 +66,8 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
     Sizes are in bytes, lengths in tokens, and times in seconds.
     """
     rows = forecast.rows
-    sides = zip((forecast.source, forecast.destination), forecast.blocks, strict=True)
-    source, destination = (_side(side, tokens) for side, tokens in sides)
     return {
-        "model": forecast.model,
-        "tokens": forecast.tokens,
-        "source": source,
-        "destination": destination,
+        **_handover(forecast),
         "kv_bytes_per_token": forecast.token_bytes,
         "state_bytes": forecast.state_bytes,
         "page_bytes": max(row.page_bytes for row in rows),
@@ -86,16 +81,14 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
 
 def refused_as_json(refused: RefusedTransfer) -> dict[str, Any]:
     """Return a refused handover as values that can be written as JSON: the engines and the reasons."""
-    sides = zip((refused.source, refused.destination), refused.blocks, strict=True)
+    return {**_handover(refused), "refused": list(refused.reasons), "notes": list(refused.notes)}
+
+
+def _handover(transfer: Forecast | RefusedTransfer) -> dict[str, Any]:
+    """Return the model, the length of the prompt in tokens, and both engines."""
+    sides = zip((transfer.source, transfer.destination), transfer.blocks, strict=True)
     source, destination = (_side(side, tokens) for side, tokens in sides)
-    return {
-        "model": refused.model,
-        "tokens": refused.tokens,
-        "source": source,
-        "destination": destination,
-        "refused": list(refused.reasons),
-        "notes": list(refused.notes),
-    }
+    return {"model": transfer.model, "tokens": transfer.tokens, "source": source, "destination": destination}
 
 
 def _side(side: EngineSide, block_tokens: int) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class EngineCache:
         if not held or not tokens or (model.attention and leading and leading[0] not in held):
             return NO_PREFIX
         rows = self._rows(tokens, keys)
-        if len(rows) == 1 and model.attention:  # the rule of `coverage` for this case, without arrays
+        if model.has_one_row:  # the rule of `coverage` for this case, without arrays
             runs = next((number for number, key in enumerate(rows[0]) if key not in held), len(rows[0]))
             leading_tokens = min(runs * self._run, tokens)
             return LocalPrefix(leading_tokens, leading_tokens)
