@@ -404,22 +404,28 @@ def move_cache(engine: Any, how: str) -> None:
         engine: vLLM's LLM.
         how: "clone" for new memory with the same content, "shift" for the same memory, a block further on.
     """
+    import torch
+
+    def moved(cache: torch.Tensor) -> torch.Tensor:
+        return cache.clone() if how == "clone" else cache[1:]
+
     config = engine.llm_engine.vllm_config
     for layer in config.compilation_config.static_forward_context.values():
-        cache = layer.kv_cache
-        layer.kv_cache = cache.clone() if how == "clone" else cache[1:]
+        if isinstance(bound := getattr(layer, "kv_cache", None), torch.Tensor):
+            layer.kv_cache = moved(bound)
+        elif bound is not None:
+            layer.kv_cache = type(bound)(map(moved, bound))
 
 
 def register_again(engine: Any) -> None:
-    """Register the caches of the layers with the connector again, as vLLM does after it has allocated."""
+    """Register the tensors that vLLM has registered with the connector again."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     from kvferry.engines.vllm.compat.connectors import as_current_config
 
-    config = engine.llm_engine.vllm_config
-    layers = config.compilation_config.static_forward_context
-    with as_current_config(config):
-        get_kv_transfer_group().register_kv_caches({name: one.kv_cache for name, one in layers.items()})
+    with as_current_config(engine.llm_engine.vllm_config):
+        connector = get_kv_transfer_group()
+        connector.register_kv_caches(connector.worker._caches)
 
 
 def reset_prefix_cache(engine: Any) -> bool:
