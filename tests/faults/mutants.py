@@ -106,7 +106,7 @@ def _no_ticket(engine: Any) -> Iterator[None]:
 @contextmanager
 def _no_pins(engine: Any) -> Iterator[None]:
     """Blocks are pinned for as long as their request waits for them, and no longer."""
-    pins, pool = half(engine).admission.pins, half(engine).admission._pool
+    pins, pool = half(engine).admission.pins, half(engine).admission._loads._pool
     late, landed, given_back = pins.mark_late, pins.on_transfer_ended, set[str]()
 
     def gives_back(key: str) -> None:

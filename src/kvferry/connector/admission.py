@@ -8,9 +8,6 @@ then waits for two loads. If one of them fails on any worker, admission drops th
 its source. The request goes on at once. Bytes that are still in flight arrive in blocks that no longer belong
 to the request.
 
-Blocks that a load writes stay pinned in the engine's pool until every worker reports that nothing of the load
-is in flight, even if the request ends before.
-
 The engine's own prefix may need a load before it can be used (`local_prefix`). Admission then prefers loads
 that begin where this prefix ends. If there is none, but a source has a shorter prefix, admission shortens the
 engine's own prefix once, and the engine asks again.
@@ -22,16 +19,12 @@ import time
 from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-
-import numpy as np
 
 from kvferry.connector.admission_events import OTHER_PART, AdmissionEvents
 from kvferry.connector.bids import Bid, Bidding
 from kvferry.connector.choosing import BidChooser
 from kvferry.connector.engine import Block, BlockPool, CacheGroup, PrefixCache, Request, RequestBlocks
 from kvferry.connector.headroom import Headroom
-from kvferry.connector.load import Load
 from kvferry.connector.load_plans import LoadPlan, common_alignment, load_plans
 from kvferry.connector.local_prefix import LocalPrefix, last_boundary_before
 from kvferry.connector.messages import Report, StepOrders, StepReports
@@ -39,45 +32,10 @@ from kvferry.connector.must_compute import must_compute
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.pins import Pins
 from kvferry.connector.request_phases import AdmitAction, RequestPhase, RequestPhases, RequestState
+from kvferry.connector.running_loads import RunningLoad, RunningLoads
 from kvferry.connector.source import Source
 from kvferry.connector.stream import EventStream
-from kvferry.planning.descriptors import Int64s
-from kvferry.planning.select import LoadSpan, max_writable_blocks, writable_blocks
-from kvferry.terminal import shown
-
-
-@dataclass(slots=True, eq=False)
-class _LoadState:
-    """The state of a load that not all workers have reported yet.
-
-    Attributes:
-        source: source of the load.
-        load: the load as sent to the workers.
-        given_up: True if this load was dropped because another load of the same attempt failed.
-        reports: reports received so far. One report may combine several workers.
-        reported: number of workers that have reported.
-    """
-
-    source: Source
-    load: Load
-    given_up: bool = False
-    reports: list[Report] = field(default_factory=list)
-    reported: int = 0
-
-    def add_report(self, report: Report, workers: int) -> int:
-        """Add a report on this load; return how many workers have reported the load so far.
-
-        Args:
-            report: report of one worker, or merged report of several.
-            workers: number of workers that the report combines.
-        """
-        self.reports.append(report)
-        self.reported += workers
-        return self.reported
-
-    def merged_report(self) -> Report:
-        """Return one report that merges the reports of all workers on this load."""
-        return reduce(Report.with_other, self.reports)
+from kvferry.planning.select import LoadSpan
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,7 +51,7 @@ class _RequestState(RequestState[LoadPlan]):
     """
 
     sources: tuple[Source, ...]
-    loads: list[_LoadState] = field(default_factory=list)
+    loads: list[RunningLoad] = field(default_factory=list)
     broken: bool = False
     shortened: bool = False
 
@@ -143,18 +101,16 @@ class Admission:
                 state; None if the engine can use its own prefix without a load.
         """
         self.pins, self._prefix_cache = pins, prefix_cache
-        self._groups = tuple(groups)
-        self._parts, self._pool = parts, pool
+        self._parts = parts
         self._phases = RequestPhases(chooser, headroom, time.monotonic)
-        self._workers, self._attempts, self._timeout = workers, attempts, timeout_seconds
+        self._attempts = attempts
+        self._loads = RunningLoads(
+            groups, pins=pins, pool=pool, workers=workers, timeout_seconds=timeout_seconds
+        )
         self._sources, self._chooser = tuple(sources), chooser
         self._events = AdmissionEvents(events, chooser.policy)
-        self._alignment_tokens = common_alignment((group.kind, group.block_tokens) for group in self._groups)
+        self._alignment_tokens = common_alignment((group.kind, group.block_tokens) for group in groups)
         self._known: dict[str, _RequestState] = {}
-        self._loads: dict[str, _LoadState] = {}
-        self._begun: list[Load] = []
-        self._given_up: dict[str, str] = {}
-        self._count = 0
 
     def __len__(self) -> int:
         """Return the number of unfinished requests whose KV at least one source may be able to load."""
@@ -241,7 +197,15 @@ class Admission:
         plan, local_tokens = taken
         known.broken = False
         self._phases.wait(known, request, local_tokens + load_tokens)
-        self._begin(known, request, blocks, plan.parts(local_tokens, load_tokens, request.num_tokens))
+        parts = plan.parts(local_tokens, load_tokens, request.num_tokens)
+        known.loads += (begun := self._loads.begin(request, blocks, parts))
+        for one in begun:
+            one.source.begin(one.load, request)
+            self._events.began(one.source, one.load)
+        last = begun[-1]
+        self._parts.begin(
+            request, last.load.tables, last.load.span, last.source.alignments(request.request_id)
+        )
 
     def origins(self, request_id: str) -> Counter[str]:
         """Return the number of tokens that are being loaded for a request, by place.
@@ -275,12 +239,7 @@ class Admission:
 
         The sources are not asked.
         """
-        return (
-            not (self._begun or self._given_up)
-            and self._phases.calm
-            and self._events.calm
-            and self._parts.calm
-        )
+        return self._loads.calm and self._phases.calm and self._events.calm and self._parts.calm
 
     def scheduled(self, requests: Container[str]) -> None:
         """Record which requests the engine's coming step computes. They no longer wait for loads.
@@ -300,8 +259,7 @@ class Admission:
             orders: message to the workers for the coming step. This object is mutated.
         """
         self._parts.end_pass()
-        orders.loads, self._begun = self._begun, []
-        orders.given_up, self._given_up = self._given_up, {}
+        self._loads.take_orders(orders)
         for source in self._sources:
             source.hand_over(orders)
 
@@ -311,22 +269,17 @@ class Admission:
         for key, report in reports.reports.items():
             self._report(key, report, reports.reported.get(key, 1))
         for one in bad:
-            if one.load.bid.growing and one.load.key in self._loads:
+            if one.load.bid.growing and one in self._loads:
                 one.source.dropped(one.load)  # other workers need not wait for the rest of it
             if not one.given_up:
                 self._drop_sibling_loads(one)
-        for key, workers in reports.released.items():
-            if blocks := self.pins.on_transfer_ended(key, workers):
-                self._pool.free_blocks(reversed(blocks))
+        self._loads.release(reports)
         self._events.late(self.pins.all_late_blocks)
 
     def _report(self, key: str, report: Report, workers: int) -> None:
-        if report.late:
-            self.pins.mark_late(key)
-        one = self._loads[key]
-        if one.add_report(report, workers) < self._workers:
+        one = self._loads.add_report(key, report, workers)
+        if one is None:
             return
-        del self._loads[key]
         source, load, merged = one.source, one.load, one.merged_report()
         known = self._known.get(load.request_id)
         wanted = known is not None and one in known.loads
@@ -353,7 +306,7 @@ class Admission:
         self._settle(load.request_id, known)
         self._events.settled(load.request_id, load.span.total, load.span.prompt)
 
-    def _drop_sibling_loads(self, failed: _LoadState) -> None:
+    def _drop_sibling_loads(self, failed: RunningLoad) -> None:
         """Drop the loads of the other parts of a prefix after the load of one part has failed.
 
         The sources of the dropped loads are not excluded, because these loads have not failed.
@@ -364,8 +317,7 @@ class Admission:
         known = self._known.get(failed.load.request_id)
         for one in known.loads if known is not None else ():
             if one is not failed and one.load.attempt == failed.load.attempt and not one.given_up:
-                one.given_up |= all(report.failure is None for report in one.reports)
-                self._given_up[one.load.key] = OTHER_PART
+                self._loads.give_up(one, OTHER_PART)
                 one.source.dropped(one.load)
 
     def _best(self, known: _RequestState, request: Request, prefix: LocalPrefix) -> int | None:
@@ -457,46 +409,9 @@ class Admission:
         """
         tokens, total = request.num_tokens, local_tokens + plan.bid.tokens
         return self._phases.headroom.fits(request.request_id, total, tokens) and all(
-            source.has_room(bid, self._max_written_blocks(span))
+            source.has_room(bid, self._loads.max_written_blocks(span))
             for source, bid, span in plan.parts(local_tokens, plan.bid.tokens, tokens)
         )
-
-    def _begin(
-        self,
-        known: _RequestState,
-        request: Request,
-        blocks: RequestBlocks,
-        parts: Sequence[tuple[Source, Bid, LoadSpan]],
-    ) -> None:
-        """Begin one load for each part of a plan, and pin the blocks that the loads write.
-
-        Args:
-            known: state of the request.
-            request: the request.
-            blocks: all blocks of the request.
-            parts: (source, bid, range of prompt tokens) of each load. A bid is the source's offer.
-        """
-        self._count += 1
-        attempt = f"{shown(request.request_id)}#{self._count}"
-        for number, (source, bid, span) in enumerate(parts):
-            load = Load(
-                key=f"{attempt}.{number}",
-                request_id=request.request_id,
-                attempt=attempt,
-                loads=len(parts),
-                bid=bid,
-                span=span,
-                tables=self._tables(blocks, span),
-                timeout_seconds=self._timeout,
-                began=time.monotonic(),
-            )
-            self._begun.append(load)
-            self._loads[load.key] = state = _LoadState(source, load)
-            known.loads.append(state)
-            self._pin(load, blocks.blocks)
-            source.begin(load, request)
-            self._events.began(source, load)
-        self._parts.begin(request, load.tables, span, source.alignments(request.request_id))
 
     def _fills_block_partly(self, plan: LoadPlan, request: Request, local_tokens: int) -> bool:
         """Return whether a plan must be refused because it would fill a block only in part.
@@ -510,33 +425,3 @@ class Admission:
     def _settle(self, request_id: str, known: _RequestState) -> None:
         for source in known.sources:
             source.settled(request_id)
-
-    def _pin(self, load: Load, blocks: Sequence[Sequence[Block]]) -> None:
-        """Pin every block that a load may write: take a reference to the block in the engine's pool.
-
-        Args:
-            load: the load.
-            blocks: all blocks of the load's request by block position, per KV cache group.
-        """
-        held = [
-            block
-            for group, of_group in zip(self._groups, blocks, strict=True)
-            for block in of_group[writable_blocks(group.kind, group.block_tokens, load.span)]
-            if not block.is_null
-        ]
-        self._pool.touch(held)
-        self.pins.hold(load.key, load.source, held)
-
-    def _tables(self, blocks: RequestBlocks, span: LoadSpan) -> tuple[Int64s, ...]:
-        ids = zip(self._groups, blocks.get_block_ids(), strict=True)
-        return tuple(np.array(group.table(of_group, span.total), np.int64) for group, of_group in ids)
-
-    def _max_written_blocks(self, span: LoadSpan) -> int:
-        """Return the maximum number of blocks that a load may write, over all KV cache groups.
-
-        Args:
-            span: range of prompt tokens to load.
-        """
-        return sum(
-            max_writable_blocks(one.kind, one.attention_span, one.block_tokens, span) for one in self._groups
-        )

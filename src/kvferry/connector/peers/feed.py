@@ -1,6 +1,8 @@
-"""The parts of a load from a peer, ordered as the peer computes them."""
+"""The parts of loads from peers, ordered as the peers compute them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from kvferry.connector.load import Load
 from kvferry.connector.messages import LoadRead
@@ -63,3 +65,57 @@ class LoadFeed:
             lease=pull.grant.word(pull.incarnation),
         )
         return LoadRead(load.key, order, last=span.ends == load.span.ends)
+
+
+class LoadFeeds:
+    """The feeds of all loads of which something is still to be ordered. Only the engine's thread calls it."""
+
+    def __init__(self) -> None:
+        """Create the object. There are no loads yet."""
+        self._feeds: dict[str, LoadFeed] = {}
+        self._dropped: list[LoadRead] = []
+
+    @property
+    def calm(self) -> bool:
+        """True if there is nothing to tell the workers, now or later."""
+        return not (self._feeds or self._dropped)
+
+    @property
+    def peers(self) -> set[str]:
+        """Names of the peers of which something is still to be read."""
+        return {feed.pull.peer for feed in self._feeds.values()}
+
+    def begin(self, load: Load, pull: Pull, alignment_tokens: int) -> None:
+        """Order a load from the coming step on.
+
+        Args:
+            load: load that begins now.
+            pull: state of the exchange with the peer. It has a grant.
+            alignment_tokens: alignment of the positions at which two parts may meet, in tokens.
+        """
+        self._feeds[load.key] = LoadFeed(load, pull, alignment_tokens)
+
+    def forget(self, load: Load) -> None:
+        """Order nothing more of a load that has ended."""
+        self._feeds.pop(load.key, None)
+
+    def drop(self, load: Load) -> None:
+        """Tell the workers that a load gets no further parts, if some were still to come."""
+        if self._feeds.pop(load.key, None) is not None:
+            self._dropped.append(LoadRead(load.key, None, failure="no request waits for it any more"))
+
+    def take_reads(self, failure_of: Callable[[Pull], str | None]) -> list[LoadRead]:
+        """Return the messages of the coming step to the workers.
+
+        Args:
+            failure_of: function that takes in the peer's last answer, and returns why its KV cannot be read
+                any more; None if it can.
+        """
+        reads, self._dropped = self._dropped, []
+        for key, feed in list(self._feeds.items()):
+            read = feed.next_read(failure_of(feed.pull))
+            if read is not None:
+                reads.append(read)
+                if read.last or read.failure is not None:
+                    del self._feeds[key]
+        return reads

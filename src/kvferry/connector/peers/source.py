@@ -8,7 +8,7 @@ conversation. There is one `Pull` for each request that came with a ticket, or f
        └──────────┴─peer excluded──────────────────┴───────────▲      a turn that was found begins as GRANTED
 
 A peer may grant blocks before it has computed the whole prompt. Then a load reads what is computed, and goes
-on with each further grant (`LoadFeed`).
+on with each further grant (`feed`).
 
 The ticket is redeemed as the request arrives. From then on heartbeats keep the lease alive, however long the
 request queues. The request's claim on the lease ends once: when the request's loads have succeeded, when the
@@ -20,21 +20,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import takewhile
-from math import gcd
 
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.bids import Bid, Bidding, PlaceTokens
 from kvferry.connector.decisions import MissReason, SourceMiss
 from kvferry.connector.engine import Block, Request
 from kvferry.connector.load import Load
-from kvferry.connector.load_plans import common_alignment
 from kvferry.connector.load_results import GroupBytes
-from kvferry.connector.messages import LoadRead, Report, StepOrders
+from kvferry.connector.messages import Report, StepOrders
 from kvferry.connector.peers.claims import Claims
-from kvferry.connector.peers.feed import LoadFeed
+from kvferry.connector.peers.connections import PeerConnections
+from kvferry.connector.peers.feed import LoadFeeds
 from kvferry.connector.peers.offer import read_offer
-from kvferry.connector.peers.pull import Pull, blocks_of, layers_of
+from kvferry.connector.peers.pull import Pull
 from kvferry.connector.peers.turn_finder import TurnFinder
 from kvferry.connector.pins import Pins, may_hold
 from kvferry.connector.prompt_content import content_of
@@ -48,9 +46,6 @@ from kvferry.transport.redeem import Redeemed
 
 _LOOKING = Bid("peers that keep earlier turns", (), looking=True)
 """Placeholder for a bid while peers have not answered yet whether they keep a matching turn."""
-
-UNUSED_SECONDS = 600.0
-"""Seconds without a read after which workers disconnect a peer, which may be gone. Reconnecting is cheap."""
 
 
 def _shorter(bid: Bid | None, tokens: int) -> Bid | None:
@@ -103,10 +98,7 @@ class PeerSource:
             idle: function that returns whether the engine computes no request at present.
         """
         self._adapters = adapters
-        self._groups, self._alignments = blocks_of(ranks), dict[str, tuple[int, ...]]()
         self._labels = ranks[0].labels
-        self._attending = layers_of(ranks, attend_to_all=True)
-        self._alignment_tokens = common_alignment((one.kind, one.block_tokens) for one in ranks[0].groups)
         # The engine computes the last token of a prompt even if all of it is loaded. Attention writes the
         # same KV again, but recurrent state would have seen the token twice.
         self._computed_again = any(one.kind is GroupKind.STATE for rank in ranks for one in rank.groups)
@@ -115,12 +107,8 @@ class PeerSource:
         self._turns, self._asking = turns, dict[str, Bidding]()
         self._pulls: dict[str, Pull] = {}
         self._claims = Claims(client, idle)
-        self._feeds: dict[str, LoadFeed] = {}
-        self._reads: list[LoadRead] = []
-        self._connects: dict[str, PeerInfo] = {}
+        self._feeds, self._connections = LoadFeeds(), PeerConnections(ranks)
         self._stopped = ""
-        # Peers connected to workers, and the time of their last use. The one unused for longest is first.
-        self._connected: dict[str, float] = {}
 
     def __len__(self) -> int:
         """Return the number of unfinished requests for which a peer may hold KV.
@@ -273,16 +261,9 @@ class PeerSource:
         assert pull.grant is not None
         assert pull.incarnation is not None
         answer = self._client.look_up(pull.address, pull.incarnation)
-        alignment_tokens = self._alignment_tokens
         if isinstance(answer, PeerInfo):
-            if pull.peer not in self._connected:
-                self._connects[pull.peer] = answer
-            self._connected.pop(pull.peer, None)
-            self._connected[pull.peer] = time.monotonic()
-            others = layers_of((card.geometry for card in answer.ranks), attend_to_all=False)
-            if self._attending & others:
-                alignment_tokens = 0  # the peer tells the blocks of these layers only with the last tokens
-        self._feeds[load.key] = LoadFeed(load, pull, alignment_tokens)
+            self._connections.use(pull.peer, answer)
+        self._feeds.begin(load, pull, self._connections.part_alignment(answer))
 
     def alignments(self, request_id: str) -> tuple[int, ...]:
         """Return the alignment of content loaded from a request's peer, in tokens, for each KV cache group.
@@ -292,15 +273,7 @@ class PeerSource:
         """
         pull = self._pulls[request_id]
         answer = self._client.look_up(pull.address, pull.incarnation)
-        if not isinstance(answer, PeerInfo):
-            return (1,) * len(self._groups)
-        if pull.peer not in self._alignments:
-            theirs = blocks_of(card.geometry for card in answer.ranks)
-            self._alignments[pull.peer] = tuple(
-                gcd(block, *(tokens for tokens, names in theirs if names & layers))
-                for block, layers in self._groups
-            )
-        return self._alignments[pull.peer]
+        return self._connections.alignments(pull.peer, answer)
 
     def origin(self, load: Load) -> str:
         """Return ``"peer"``: all KV that this source loads comes from other engines."""
@@ -343,15 +316,14 @@ class PeerSource:
 
     def forget(self, load: Load) -> None:
         """Read nothing more for a load that has ended."""
-        self._feeds.pop(load.key, None)
+        self._feeds.forget(load)
 
     def dropped(self, load: Load) -> None:
         """Begin no more reads of a load whose request stops waiting for it.
 
         The workers cannot cancel reads in flight.
         """
-        if self._feeds.pop(load.key, None) is not None:
-            self._reads.append(LoadRead(load.key, None, failure="no request waits for it any more"))
+        self._feeds.drop(load)
 
     def settled(self, request_id: str) -> None:
         """End a request's claim on a peer's lease, because the request will not read from the peer again.
@@ -413,41 +385,20 @@ class PeerSource:
 
         Only peers that are unused for a while are then disconnected later.
         """
-        return not (self._connects or self._reads or self._feeds)
+        return self._connections.calm and self._feeds.calm
 
     def hand_over(self, orders: StepOrders) -> None:
         """Tell the workers which peers to connect to and what to read from peers in the coming step.
 
-        The workers also disconnect peers that have not been used for `UNUSED_SECONDS`.
+        The workers also disconnect peers that have not been used for `connections.UNUSED_SECONDS`.
 
         Args:
             orders: message to all workers for the coming step. This object is mutated.
         """
         self._claims.step()
-        if self._connects:
-            orders.connects = {name: known.ranks for name, known in self._connects.items()}
-            self._connects.clear()
-        orders.disconnects = self._take_unused()
-        orders.reads, self._reads = self._reads, []
-        for key, feed in list(self._feeds.items()):
-            read = feed.next_read(self._update(feed.pull))
-            if read is not None:
-                orders.reads.append(read)
-                if read.last or read.failure is not None:
-                    del self._feeds[key]
-
-    def _take_unused(self) -> list[str]:
-        """Return, and forget, the connected peers that no load has used for a while."""
-        oldest = time.monotonic() - UNUSED_SECONDS
-        if not self._connected or next(iter(self._connected.values())) >= oldest:
-            return []
-        reading = {feed.pull.peer for feed in self._feeds.values()}
-        unused = takewhile(lambda one: one[1] < oldest, self._connected.items())
-        found = [name for name, _ in unused if name not in reading]
-        for name in found:
-            del self._connected[name]
-            self._alignments.pop(name, None)
-        return found
+        orders.connects = self._connections.take_new()
+        orders.disconnects = self._connections.take_unused(self._feeds.peers)
+        orders.reads = self._feeds.take_reads(self._update)
 
     def _redeem(self, pull: Pull, request: Request) -> None:
         """Send a request's ticket (random id that claims a lease) to the peer that offered KV.

@@ -16,8 +16,9 @@ from kvferry.connector.load_results import GroupBytes, LoadFigures
 from kvferry.connector.messages import LoadRead, Report, StepOrders
 from kvferry.connector.peers import claims, source as peer_source
 from kvferry.connector.peers.claims import STEP_WAIT_SECONDS
+from kvferry.connector.peers.connections import UNUSED_SECONDS
 from kvferry.connector.peers.offer import Offer, write_offer
-from kvferry.connector.peers.source import UNUSED_SECONDS, PeerSource
+from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.peers.turn_finder import FoundTurn
 from kvferry.connector.pins import Pins
 from kvferry.connector.prompt_content import content_of

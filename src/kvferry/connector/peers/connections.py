@@ -1,0 +1,108 @@
+"""Peers that the workers of this engine are connected to, and how the blocks of both engines meet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from itertools import takewhile
+from math import gcd
+
+from kvferry.connector.load_plans import common_alignment
+from kvferry.connector.peers.pull import blocks_of, layers_of
+from kvferry.geometry import RankGeometry
+from kvferry.transport.handshake import PeerInfo, Pending, Unusable
+from kvferry.transport.messages import RankCard
+
+UNUSED_SECONDS = 600.0
+"""Seconds without a read after which workers disconnect a peer, which may be gone. Reconnecting is cheap."""
+
+
+class PeerConnections:
+    """Peers by name: which ones the workers are connected to, or shall connect to.
+
+    Only the engine's thread calls the methods.
+    """
+
+    def __init__(self, ranks: Sequence[RankGeometry]) -> None:
+        """Create the record. The workers are connected to no peer yet.
+
+        Args:
+            ranks: geometry of this engine's ranks.
+        """
+        self._groups, self._alignments = blocks_of(ranks), dict[str, tuple[int, ...]]()
+        self._attending = layers_of(ranks, attend_to_all=True)
+        self._alignment_tokens = common_alignment((one.kind, one.block_tokens) for one in ranks[0].groups)
+        self._new: dict[str, PeerInfo] = {}
+        # Time of each peer's last use. The one unused for longest is first.
+        self._used: dict[str, float] = {}
+
+    @property
+    def calm(self) -> bool:
+        """True if the workers shall connect to no peer."""
+        return not self._new
+
+    def use(self, name: str, peer: PeerInfo) -> None:
+        """Record that a load uses a peer, and have the workers connect to the peer if they are not connected.
+
+        Args:
+            name: name of the peer.
+            peer: description of the peer, from the handshake.
+        """
+        if name not in self._used:
+            self._new[name] = peer
+        self._used.pop(name, None)
+        self._used[name] = time.monotonic()
+
+    def take_new(self) -> dict[str, tuple[RankCard, ...]]:
+        """Return, and forget, the handshakes of the ranks of peers to connect to, by name of the peer."""
+        found = {name: peer.ranks for name, peer in self._new.items()}
+        self._new.clear()
+        return found
+
+    def take_unused(self, reading: Collection[str]) -> list[str]:
+        """Return, and forget, the peers that no load has used for `UNUSED_SECONDS`.
+
+        Args:
+            reading: names of peers of which something is still to be read. They stay.
+        """
+        oldest = time.monotonic() - UNUSED_SECONDS
+        unused = takewhile(lambda one: one[1] < oldest, self._used.items())
+        found = [name for name, _ in unused if name not in reading]
+        for name in found:
+            del self._used[name]
+            self._alignments.pop(name, None)
+        return found
+
+    def alignments(self, name: str, peer: PeerInfo | Pending | Unusable) -> tuple[int, ...]:
+        """Return the alignment of content loaded from a peer, in tokens, for each KV cache group.
+
+        Loaded content of a group begins at a multiple of the group's alignment. The alignment is the greatest
+        common divisor of the block sizes of both engines, or 1 until the handshake with the peer is complete.
+
+        Args:
+            name: name of the peer.
+            peer: description of the peer; another answer if the handshake is not complete.
+        """
+        if not isinstance(peer, PeerInfo):
+            return (1,) * len(self._groups)
+        if name not in self._alignments:
+            theirs = blocks_of(card.geometry for card in peer.ranks)
+            self._alignments[name] = tuple(
+                gcd(block, *(tokens for tokens, names in theirs if names & layers))
+                for block, layers in self._groups
+            )
+        return self._alignments[name]
+
+    def part_alignment(self, peer: PeerInfo | Pending | Unusable) -> int:
+        """Return the alignment of positions at which two parts of a load from a peer may meet, in tokens.
+
+        It is 0 if the load has only one part: the peer gives the blocks of some layers, which attend to all
+        tokens here, only with the last tokens.
+
+        Args:
+            peer: description of the peer; another answer if the handshake is not complete.
+        """
+        if not isinstance(peer, PeerInfo):
+            return self._alignment_tokens
+        others = layers_of((card.geometry for card in peer.ranks), attend_to_all=False)
+        return 0 if self._attending & others else self._alignment_tokens
