@@ -633,10 +633,22 @@ def ask_for_turns(engine: Any, *, asks: bool) -> None:
 
 
 def wait_for_turns(engine: Any, seconds: float) -> None:
-    """How long peers may take to say what they keep: a busy machine makes them look silent."""
+    """Have every request wait until its peers have said what they keep, for so many seconds.
+
+    A tiny model computes sooner than a peer answers, and a busy machine makes peers look silent.
+    """
     from kvferry.transport import turns
+    from kvferry.transport.handshake import Pending
 
     turns.ASK_SECONDS = seconds
+    finder = half(engine)._peers._turns
+
+    def found(request: Any) -> Any:
+        while isinstance(answer := type(finder).found(finder, request), Pending):
+            time.sleep(0.001)
+        return answer
+
+    finder.found = found
 
 
 def ask_ranks(engine: Any, method: str, *arguments: Any) -> list[Any]:
