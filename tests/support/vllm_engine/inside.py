@@ -547,9 +547,9 @@ def tier_counts(engine: Any) -> dict[str, Any]:
 
 def forget_peers_after(engine: Any, seconds: float) -> None:
     """Of nothing being read from them."""
-    from kvferry.connector.peers import source as peer_source
+    from kvferry.connector.peers import connections
 
-    peer_source.UNUSED_SECONDS = seconds
+    connections.UNUSED_SECONDS = seconds
 
 
 def peers(engine: Any) -> int:
