@@ -13,6 +13,7 @@ import pytest
 
 from kvferry.geometry import Field
 from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
+from support.processor import HAS_AVX512
 from support.vllm_engine.inside import distance
 from support.vllm_engine.pair import connector, prompt
 from support.vllm_engine.states import Page, RankEngine
@@ -46,8 +47,8 @@ class Case:
 CASES = (
     Case("nemotronh", order="DS"),
     Case("falconh1"),
-    # A rounding in bfloat16 may route a token to another expert: the third layer was up to 0.4 apart.
-    Case("qwen3next", {"max_num_batched_tokens": 256}, error=0.05, layers=2),
+    # Without AVX-512, a rounding in bfloat16 routes a token to another expert: the third layer is 0.4 apart.
+    Case("qwen3next", {"max_num_batched_tokens": 256}, error=0.05, layers=0 if HAS_AVX512 else 2),
     # vLLM's attention of LFM2 on a CPU gives neither transformers' values nor, with two ranks, its own: its
     # last layer, the only one behind attention, differs by 0.4 of 2.8.
     Case("lfm2", layers=2, answers=False),
@@ -128,13 +129,16 @@ def test_every_element_is_on_the_rank_that_the_fields_name(engines: Engines) -> 
             assert apart <= engines.case.error, f"{two.layer}, rank {two.rank}, {part.name}: {apart} apart"
 
 
-def test_the_first_layer_differs_by_a_rounding_at_most(engines: Engines) -> None:
+def test_the_first_layer_is_the_same_to_the_last_bit(engines: Engines) -> None:
+    # Without AVX-512, the recurrence of one rank and of two is rounded differently.
+    of_state = 0.0 if HAS_AVX512 else np.finfo(np.float32).eps
     first = engines.states()[0][0].layer
     for one, two in engines.states():
         if one.layer == first:
             for whole, part in fields(one, two):
                 apart = error(share(part, one.values(whole)), two.values(part))
-                assert apart <= np.finfo(np.float32).eps, f"rank {two.rank}, {part.name}: {apart} apart"
+                most = of_state if part.name == "ssm" else 0.0
+                assert apart <= most, f"rank {two.rank}, {part.name}: {apart} apart"
 
 
 def test_a_wrong_account_is_seen_to_disagree(engines: Engines) -> None:

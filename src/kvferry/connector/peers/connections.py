@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
 from math import gcd
 
@@ -59,15 +59,19 @@ class PeerConnections:
         self._new.clear()
         return found
 
-    def take_unused(self, reading: Collection[str]) -> list[str]:
+    def take_unused(self, reading: Callable[[], Collection[str]]) -> list[str]:
         """Return, and forget, the peers that no load has used for `UNUSED_SECONDS`.
 
         Args:
-            reading: names of peers of which something is still to be read. They stay.
+            reading: function that returns the names of peers of which something is still to be read. They
+                stay. It is called only if peers are unused.
         """
         oldest = time.monotonic() - UNUSED_SECONDS
-        unused = takewhile(lambda one: one[1] < oldest, self._used.items())
-        found = [name for name, _ in unused if name not in reading]
+        unused = [name for name, _ in takewhile(lambda one: one[1] < oldest, self._used.items())]
+        if not unused:
+            return []
+        kept = reading()
+        found = [name for name in unused if name not in kept]
         for name in found:
             del self._used[name]
             self._alignments.pop(name, None)

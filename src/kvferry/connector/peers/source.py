@@ -397,7 +397,7 @@ class PeerSource:
         """
         self._claims.step()
         orders.connects = self._connections.take_new()
-        orders.disconnects = self._connections.take_unused(self._feeds.peers)
+        orders.disconnects = self._connections.take_unused(lambda: self._feeds.peers)
         orders.reads = self._feeds.take_reads(self._update)
 
     def _redeem(self, pull: Pull, request: Request) -> None:
