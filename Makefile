@@ -136,17 +136,16 @@ check: $(VENV)/.dev ## ruff, mypy --strict, import-linter, hadolint
 # Engines measure deadlines against the clock: a pair at a time, and nothing beside it.
 test: export KVFERRY_TEST_FRONTS := $(CURDIR)/$(VENV)/fronts
 test: test-unit $(VENV)/.fronts ## unit, transport and representative engine tests; of engines those that have time to begin (MINUTES=)
-	KVFERRY_TEST_MINUTES=$(MINUTES) $(PYTHON) -m pytest tests/transport tests/engine tests/faults -m "not family"
+	KVFERRY_TEST_MINUTES=$(MINUTES) $(PYTHON) -m pytest tests/transport tests/engine tests/faults -m "not long"
 
-# HYPOTHESIS_PROFILE: a few examples of each property.
-test-fast: export HYPOTHESIS_PROFILE := fast
+test-fast: export KVFERRY_TEST_EXAMPLES := 0.2
 test-fast: $(VENV)/.dev ## the quick unit tests, without engine, NIXL and tests marked slow: under two minutes on two cores
-	$(PYTHON) -m pytest -q -n $(WORKERS) -m "not family and not engine and not transport and not alone and not slow" tests/unit src
+	$(PYTHON) -m pytest -q -n $(WORKERS) -m "not long and not engine and not transport and not alone and not slow" tests/unit src
 
 test-unit: export KVFERRY_TEST_TRITON := $(CURDIR)/$(VENV)/triton
 test-unit: export KVFERRY_TEST_KUBERNETES := $(CURDIR)/$(VENV)/kubernetes
 test-unit: $(VENV)/.dev $(VENV)/.triton $(VENV)/.kubernetes ## what needs neither an engine nor NIXL, on as many cores as there are (WORKERS=)
-	$(PYTHON) -m pytest -n $(WORKERS) -m "not family and not engine and not transport and not alone"
+	$(PYTHON) -m pytest -n $(WORKERS) -m "not long and not engine and not transport and not alone"
 	$(PYTHON) -m pytest tests/unit tests/fuzz -m alone
 
 fronts: export KVFERRY_TEST_FRONTS := $(CURDIR)/$(VENV)/fronts
@@ -165,7 +164,7 @@ nfs: $(VENV)/.dev ## the file tier on three machines (user-mode Linux) that shar
 	$(PYTHON) -m pytest tests/unit/tiers/files/test_nfs.py
 
 test-engines: $(VENV)/.dev ## every family and pairing, on real engines; or those that have time to begin (MINUTES=)
-	KVFERRY_TEST_MINUTES=$(MINUTES) $(PYTHON) -m pytest tests/engine -m family
+	KVFERRY_TEST_MINUTES=$(MINUTES) $(PYTHON) -m pytest tests/engine -m long
 
 # The tests that inspect vLLM; then a pair over NIXL with its negative control, and a tier.
 contract: $(VENV)/.dev $(if $(VLLM),$(VENV)/vllm-$(VLLM)/.installed) ## kvferry's assumptions and a pair with a tier, on another release of vLLM (VLLM=0.31.0)
@@ -177,7 +176,7 @@ news: $(VENV)/.dev ## whether vLLM has a newer release, and which assumptions it
 test-long: export KVFERRY_TEST_LM_EVAL := $(CURDIR)/$(VENV)/accuracy
 test-long: export KVFERRY_TEST_RAY := $(CURDIR)/$(VENV)/ray
 test-long: $(VENV)/.dev $(VENV)/.accuracy $(VENV)/.ray nfs ## more of what is drawn at random: the planner's engines, requests that share a directory; lm-eval; Ray; NFS
-	HYPOTHESIS_PROFILE=deep $(PYTHON) -m pytest -n $(WORKERS) --timeout 7200 tests/unit/planning
+	KVFERRY_TEST_EXAMPLES=25 $(PYTHON) -m pytest -n $(WORKERS) --timeout 7200 tests/unit/planning
 	KVFERRY_TEST_SHARING_SECONDS=600 $(PYTHON) -m pytest tests/engine/test_tiers_shared.py
 	$(PYTHON) -m pytest tests/engine/test_accuracy.py tests/engine/test_ray_serve.py
 

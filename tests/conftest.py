@@ -9,19 +9,24 @@ from collections.abc import Generator
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
-# The same examples every time, and no limit to what one may take on a busy machine. `planning` has its own.
+from support.examples import examples
+
+# The one profile: the same examples in every run, and no limit to what one may take on a busy machine.
 settings.register_profile(
-    "same", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
-)
-# For `make test-fast`: a few examples of each property.
-settings.register_profile(
-    "fast",
-    settings.get_profile("same"),
-    max_examples=20,
+    "same",
+    examples(100),
+    deadline=None,
+    derandomize=True,
+    database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-settings.load_profile("fast" if os.environ.get("HYPOTHESIS_PROFILE") == "fast" else "same")
+settings.load_profile("same")
+# Hypothesis also draws constants of all modules that happen to be loaded, so examples of a test would depend on
+# the tests before it.
+assert hasattr(providers, "_get_local_constants"), "hypothesis changed; keep local constants out another way"
+providers._get_local_constants = lambda: providers._local_constants
 
 # A shell starts what runs in the background with SIGINT ignored, and children inherit that: what is sent an
 # interrupt here must be able to hear it. A handler becomes the default again when a child is executed.

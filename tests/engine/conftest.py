@@ -8,14 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from support import time_limit
 from support.namespaces import Host, NotPermitted, two_hosts
 from support.vllm_engine.pair import Pair, Setup
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if limit := time_limit.TimeLimit.from_environment():
-        config.pluginmanager.register(limit, "time_limit")
 
 
 class _Running:

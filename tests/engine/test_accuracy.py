@@ -15,7 +15,7 @@ from kvferry.serving.tiny import tiny_checkpoint
 LM_EVAL = os.environ.get("KVFERRY_TEST_LM_EVAL")
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.family,
+    pytest.mark.long,
     pytest.mark.timeout(600),
     pytest.mark.skipif(not LM_EVAL, reason="KVFERRY_TEST_LM_EVAL names no environment with lm-eval"),
 ]

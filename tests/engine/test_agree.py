@@ -21,7 +21,7 @@ from support.vllm_engine.odd_models import PHI3, checkpoint
 from support.vllm_engine.pair import connector, prompt
 from support.vllm_engine.process import Engine
 
-pytestmark = [pytest.mark.engine, pytest.mark.family]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 Options = dict[str, Any]
 LORA = {"enable_lora": True, "max_lora_rank": 8}

@@ -11,7 +11,7 @@ from benchmarks.choice.policy_engine import PolicyEngine, Setup
 from benchmarks.choice.workload import Prompt, Workload
 from benchmarks.served import side_by_side, tiered
 
-pytestmark = [pytest.mark.engine, pytest.mark.family]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
 def test_what_was_asked_before_comes_from_the_first_connector_by_first(tmp_path: Path) -> None:

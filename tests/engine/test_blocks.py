@@ -19,7 +19,7 @@ pytestmark = [
         [
             pytest.param(Setup("qwen3next", "800-1568", OPTIONS, **UNLIKE), id="qwen3next"),
             pytest.param(
-                Setup("gemma3", "800-1568", OPTIONS, **UNLIKE), id="gemma3", marks=pytest.mark.family
+                Setup("gemma3", "800-1568", OPTIONS, **UNLIKE), id="gemma3", marks=pytest.mark.long
             ),
         ],
         indirect=True,

@@ -13,7 +13,7 @@ from support.vllm_engine.inside import distance
 from support.vllm_engine.pair import SOON, prompt
 from support.vllm_engine.tiered import Tiered, chunk_files, spoil
 
-pytestmark = [pytest.mark.engine, pytest.mark.family]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

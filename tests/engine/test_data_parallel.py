@@ -103,7 +103,7 @@ class Served:
 @pytest.fixture(
     scope="module",
     # Ranks of a dense model are independent; those of a mixture of experts compute every step together.
-    params=["gemma3", pytest.param("gptoss", marks=pytest.mark.family)],
+    params=["gemma3", pytest.param("gptoss", marks=pytest.mark.long)],
 )
 def served(
     request: pytest.FixtureRequest, running: object, checkpoints: Path, tmp_path_factory: Any

@@ -116,8 +116,8 @@ def test_it_ends_with_a_table_of_what_moved_and_answers_like_a_single_engines(st
         ((signal.SIGINT,), WRITING),
         ((signal.SIGINT,), "decode-0 starting"),
         ((signal.SIGINT,), "    -> "),
-        pytest.param((signal.SIGINT, signal.SIGINT), "Both engines are ready", marks=pytest.mark.family),
-        pytest.param((signal.SIGTERM,), "prefill-0 ready", marks=pytest.mark.family),
+        pytest.param((signal.SIGINT, signal.SIGINT), "Both engines are ready", marks=pytest.mark.long),
+        pytest.param((signal.SIGTERM,), "prefill-0 ready", marks=pytest.mark.long),
     ],
     ids=["writing", "starting", "answering", "twice", "terminated"],
 )

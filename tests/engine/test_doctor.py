@@ -15,7 +15,7 @@ from kvferry.serving.tiny import tiny_checkpoint
 from support.vllm_engine.pair import prompt
 from support.vllm_engine.process import Engine
 
-pytestmark = [pytest.mark.engine, pytest.mark.family]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 KVFERRY = [sys.executable, "-c", "from kvferry.cli.main import main; main()"]
 

@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.parametrize(
         "family",
-        [pytest.param(name, marks=[] if name in REPRESENTATIVE else pytest.mark.family) for name in FAMILIES],
+        [pytest.param(name, marks=[] if name in REPRESENTATIVE else pytest.mark.long) for name in FAMILIES],
     ),
 ]
 

@@ -171,7 +171,7 @@ def test_a_child_that_is_slow_to_answer_holds_up_no_request(two: Two) -> None:
     assert distance(answers[0], cold) < 1e-4
 
 
-@pytest.mark.family
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_on_two_ranks_the_cheaper_child_loads_or_none(
     running: object, checkpoints: Path, tmp_path: Path
@@ -214,7 +214,7 @@ def test_on_two_ranks_the_cheaper_child_loads_or_none(
         two.engine.close()
 
 
-@pytest.mark.family
+@pytest.mark.long
 def test_one_that_loads_and_saves_within_a_step_is_a_child_as_others(
     running: object, checkpoints: Path, tmp_path: Path
 ) -> None:
@@ -276,7 +276,7 @@ ROLE = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 MEMORY = named(child(tiers=[HOST], chunk_tokens=64))
 
 
-@pytest.mark.family
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("parent", "children", "found"),
     [

@@ -12,7 +12,7 @@ from support.vllm_engine.inside import distance
 from support.vllm_engine.multi import child, multi
 from support.vllm_engine.pair import SOON, Pair, Setup, prompt
 
-pytestmark = [pytest.mark.engine, pytest.mark.family]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 NIXL, TIERS = "NixlConnector", "KVFerryConnector"
 

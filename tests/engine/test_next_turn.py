@@ -31,10 +31,10 @@ pytestmark = [
             for setup, *marks in (
                 [keeping("gemma3", "cached", SHORT_STEPS, exact=True)],
                 [keeping("nemotronh", "uncached", {**NO_CACHE, **SHORT_STEPS})],
-                [keeping("gptoss", "cached", SHORT_STEPS), pytest.mark.family],
-                [keeping("dsv3", "cached", {}), pytest.mark.family],
-                [keeping("qwen3next", "cached", SHORT_STEPS), pytest.mark.family],
-                [keeping("lfm2", "uncached", {**NO_CACHE, **SHORT_STEPS}), pytest.mark.family],
+                [keeping("gptoss", "cached", SHORT_STEPS), pytest.mark.long],
+                [keeping("dsv3", "cached", {}), pytest.mark.long],
+                [keeping("qwen3next", "cached", SHORT_STEPS), pytest.mark.long],
+                [keeping("lfm2", "uncached", {**NO_CACHE, **SHORT_STEPS}), pytest.mark.long],
             )
         ],
         indirect=True,

@@ -40,7 +40,7 @@ def between(label: str, asks: dict[str, Any], keeps: dict[str, Any]) -> Setup:
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.family,
+    pytest.mark.long,
     pytest.mark.parametrize(
         "pair",
         [

@@ -79,9 +79,9 @@ GEMMA4, GEMMA4_ONCE = (2 * 3 + 3 * 2) * 128, (3 + 3 * 2) * 128
 QWEN3_HALVES, GEMMA3_HALVES = 4 * 5 * 64, (5 + 5 * 2) * 64
 PAIRS = (
     pytest.param(Ranks("gemma3", 1, 2, GEMMA3, tiers=True), id="gemma3-1-to-2"),
-    pytest.param(Ranks("gemma3", 2, 1, GEMMA3), id="gemma3-2-to-1", marks=pytest.mark.family),
+    pytest.param(Ranks("gemma3", 2, 1, GEMMA3), id="gemma3-2-to-1", marks=pytest.mark.long),
     *(
-        pytest.param(ranks, id=str(ranks), marks=pytest.mark.family)
+        pytest.param(ranks, id=str(ranks), marks=pytest.mark.long)
         for ranks in (
             Ranks("qwen3", 1, 4, 2 * QWEN3_HALVES, (128, 64), copied="layers."),
             Ranks("qwen3", 2, 1, QWEN3_HALVES, (64, 128)),
@@ -95,8 +95,8 @@ PAIRS = (
     ),
 )
 LATENTS = (
-    pytest.param(Ranks("dsv3", 1, 2, 0, (16, 16)), id="dsv3-1-to-2", marks=pytest.mark.family),
-    pytest.param(Ranks("dsv3", 2, 1, 0, (16, 16)), id="dsv3-2-to-1", marks=pytest.mark.family),
+    pytest.param(Ranks("dsv3", 1, 2, 0, (16, 16)), id="dsv3-1-to-2", marks=pytest.mark.long),
+    pytest.param(Ranks("dsv3", 2, 1, 0, (16, 16)), id="dsv3-2-to-1", marks=pytest.mark.long),
 )
 
 

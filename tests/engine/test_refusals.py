@@ -74,7 +74,7 @@ MEAN = {"runner": "pooling", "pooler_config": {"seq_pooling_type": "MEAN"}}
         (connector(), MEAN, "this model pools over every token of a prompt"),
     ],
 )
-@pytest.mark.family
+@pytest.mark.long
 def test_a_setting_that_cannot_be_used_is_said_at_start(
     running: object, checkpoints: Path, tmp_path: Path, config: dict, more: dict, sentence: str
 ) -> None:

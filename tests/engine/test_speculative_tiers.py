@@ -13,7 +13,7 @@ from support.vllm_engine.mtp import checkpoint_of
 from support.vllm_engine.pair import prompt
 from support.vllm_engine.tiered import Tiered
 
-pytestmark = [pytest.mark.engine, pytest.mark.family]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 TEXT = prompt(60, 30) * 6
 ANSWER = 24
 

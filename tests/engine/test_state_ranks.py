@@ -55,7 +55,7 @@ CASES = (
 )
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.family,
+    pytest.mark.long,
     pytest.mark.timeout(900),
     pytest.mark.parametrize("engines", CASES, ids=lambda case: case.family, indirect=True),
 ]

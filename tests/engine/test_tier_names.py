@@ -16,7 +16,7 @@ from support.vllm_engine.inside import distance
 from support.vllm_engine.pair import prompt
 from support.vllm_engine.tiered import Tiered
 
-pytestmark = [pytest.mark.engine, pytest.mark.family]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 TEXT = prompt(300, 41)
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 

@@ -41,7 +41,7 @@ CASES = (
 NEAR = 2e-3
 """How far answers of one rank and of two may be apart: they add up in another order."""
 
-pytestmark = [pytest.mark.engine, pytest.mark.family, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

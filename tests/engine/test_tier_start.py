@@ -99,7 +99,7 @@ NEVER = [
     ("lfm2", UNCACHED, {}, "enable prefix caching"),
     ("gemma3", {}, {"chunk_tokens": 2048}, "set chunk_tokens to 1024 or less"),
     ("gemma3", {}, {"chunk_tokens": 64}, "blocks of 128 tokens .* set chunk_tokens to 128"),
-    pytest.param("nemotronh", UNCACHED, {}, "enable prefix caching", marks=pytest.mark.family),
+    pytest.param("nemotronh", UNCACHED, {}, "enable prefix caching", marks=pytest.mark.long),
 ]
 
 
