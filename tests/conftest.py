@@ -23,10 +23,38 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("same")
-# Hypothesis also draws constants of all modules that happen to be loaded, so examples of a test would depend on
-# the tests before it.
+# Hypothesis also draws constants of all modules that happen to be loaded, so the examples of a test would
+# depend on the tests before it.
 assert hasattr(providers, "_get_local_constants"), "hypothesis changed; keep local constants out another way"
 providers._get_local_constants = lambda: providers._local_constants
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", help="run the K-th of N shares of the tests: K/N")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--hypothesis-seed", None) is not None:
+        settings.register_profile("seeded", settings.get_profile("same"), derandomize=False)
+        settings.load_profile("seeded")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the share that ``--share`` names. Tests of one file that share an engine stay together."""
+    if not (share := config.getoption("--share")):
+        return
+    number, count = map(int, share.split("/"))
+    groups = [*dict.fromkeys(map(_group, items))]
+    kept = {*groups[number - 1 :: count]}
+    config.hook.pytest_deselected(items=[item for item in items if _group(item) not in kept])
+    items[:] = [item for item in items if _group(item) in kept]
+
+
+def _group(item: pytest.Item) -> tuple[str, object]:
+    mark = item.get_closest_marker("xdist_group")
+    return item.nodeid.partition("::")[0], mark and (mark.args or mark.kwargs.get("name"))
+
 
 # A shell starts what runs in the background with SIGINT ignored, and children inherit that: what is sent an
 # interrupt here must be able to hear it. A handler becomes the default again when a child is executed.

@@ -1,0 +1,171 @@
+"""Run the tests that `make test` leaves out, part by part, and keep a record of what ran on which commit.
+
+    python -m support.long.run             every part that has not run on this commit
+    python -m support.long.run families-3  one part, again; several names are taken too
+    python -m support.long.run --list      the names of all parts
+
+The record is `docs/test-record.json`. `docs/test-record.md` shows it as a table.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from difflib import get_close_matches
+from pathlib import Path
+
+from support.long.record import Counts, Machine, PartRecord, counts_of, read_record, write_record
+
+VENV = Path(".venv")
+PYTEST = (f"{VENV}/bin/python", "-m", "pytest")
+SECONDS_OF_A_PART = 3600
+"""Time after which a part that hangs is ended. A part takes at most ten minutes on two quiet cores."""
+MATRIX = tuple(
+    f"tests/engine/test_{name}.py" for name in ("families", "layouts", "tiers", "speculative", "streaming")
+)
+"""Test files that run every model family."""
+ORACLES = ("tests/unit/planning/test_oracle.py", "tests/unit/planning/test_canonical_oracle.py")
+APART = {
+    "accuracy": "tests/engine/test_accuracy.py",
+    "fronts": "tests/engine/test_fronts.py",
+    "ray": "tests/engine/test_ray_serve.py",
+    "kubernetes": "tests/unit/deploy",
+    "nfs": "tests/unit/tiers/files/test_nfs.py",
+}
+"""Tests by what they need beside the environment: the target `.venv/.NAME` of the Makefile installs it."""
+RELEASES = ("0.31.0", "0.33.0")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tests that run in one process of pytest.
+
+    Attributes:
+        command: program and arguments.
+        needs: targets of the Makefile that install what the tests need.
+        environment: variables of the environment.
+    """
+
+    command: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def _long(*arguments: str) -> tuple[str, ...]:
+    ignored = [f"--ignore={path}" for path in APART.values() if path not in arguments]
+    return (*PYTEST, "-m", "long", *ignored, *arguments)
+
+
+def _shares(name: str, count: int, *arguments: str) -> dict[str, Part]:
+    """Return parts with about equal shares of the same tests."""
+    return {
+        f"{name}-{number}": Part(_long(f"--share={number}/{count}", *arguments))
+        for number in range(1, count + 1)
+    }
+
+
+def parts() -> dict[str, Part]:
+    """Return all parts by name, in the order in which they run."""
+    many = {"KVFERRY_TEST_EXAMPLES": "5"}
+    on_all_cores = ("-n", "auto", "--dist=loadgroup")
+    oracles = {
+        f"oracle-{seed}": Part(
+            (*PYTEST, *on_all_cores, "--timeout=3600", f"--hypothesis-seed={seed}", *ORACLES), (), many
+        )
+        for seed in range(1, 6)
+    }
+    properties = (*PYTEST, *on_all_cores, "--timeout=3600", "--hypothesis-seed=1", "tests/unit/planning")
+    return {
+        "unit": Part(_long(*on_all_cores, "tests/unit"), (f"{VENV}/.triton",)),
+        "transport": Part(_long("tests/transport")),
+        "fuzz": Part(_long("tests/fuzz")),
+        **_shares("families", 8, *MATRIX),
+        **_shares("engines", 5, "tests/engine", *(f"--ignore={path}" for path in MATRIX)),
+        **_shares("faults", 4, "tests/faults"),
+        **{f"contract-{name}": Part(("make", "--silent", "contract", f"VLLM={name}")) for name in RELEASES},
+        **{name: Part((*PYTEST, path), (f"{VENV}/.{name}",)) for name, path in APART.items()},
+        **oracles,
+        "properties": Part((*properties, *(f"--ignore={path}" for path in ORACLES)), (), many),
+    }
+
+
+def run_part(part: Part) -> tuple[Counts, int]:
+    """Run a part. Return its results and the seconds that it took; a failure says why it has no results."""
+    for target in part.needs:
+        if subprocess.run(["make", "--silent", target], check=False).returncode:
+            return Counts(0, 0, (f"make {target} failed",)), 0
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        options = f"{os.environ.get('PYTEST_ADDOPTS', '')} --junitxml={report}"
+        environment = {**os.environ, **part.environment, "PYTEST_ADDOPTS": options.strip()}
+        began = time.monotonic()
+        try:
+            subprocess.run(part.command, env=environment, check=False, timeout=SECONDS_OF_A_PART)
+        except subprocess.TimeoutExpired:
+            return Counts(0, 0, (f"did not end within {SECONDS_OF_A_PART} s",)), SECONDS_OF_A_PART
+        seconds = round(time.monotonic() - began)
+        if not report.exists():
+            return Counts(0, 0, ("pytest did not run to its end",)), seconds
+        return counts_of(report.read_text()), seconds
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def commit() -> str:
+    """Return the commit of the working tree, with ``+`` if tracked files differ from it.
+
+    The record itself does not count.
+    """
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs/test-record.*")
+    return _git("rev-parse", "HEAD") + "+" * bool(changed)
+
+
+def main(names: list[str]) -> int:
+    """Run parts and write the record after each; 1 if a test failed, 2 for a name that no part has."""
+    known = parts()
+    if names == ["--list"]:
+        print("\n".join(known))
+        return 0
+    for name in names:
+        if name not in known:
+            near = get_close_matches(name, known, 1) or ["unit"]
+            print(
+                f"test-all: no part is called {name!r}; did you mean {near[0]}? --list has all",
+                file=sys.stderr,
+            )
+            return 2
+    failed = False
+    for name in names or known:
+        record, tested = read_record(), commit()
+        if not names and name in record and record[name].commit == tested:
+            continue
+        print(f"test-all: {name}", flush=True)
+        counts, seconds = run_part(known[name])
+        record[name] = PartRecord(
+            commit=tested,
+            date=f"{datetime.now(UTC):%Y-%m-%d}",
+            machine=Machine.this(),
+            seconds=seconds,
+            passed=counts.passed,
+            failed=len(counts.failures),
+            skipped=counts.skipped,
+            failures=counts.failures,
+        )
+        write_record({one: record[one] for one in known if one in record})
+        failed = failed or bool(counts.failures)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit("test-all: stopped; the parts that ended are in the record, and the next call goes on")

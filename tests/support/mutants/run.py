@@ -1,0 +1,166 @@
+"""Measure how many mutants the tests kill: `make mutants SEED=1 MUTANTS=80`.
+
+All mutants are planted in a copy of the tree. One run of the tests without any of them on notes which tests
+reach which mutant, and which tests fail in the copy anyway. Then each mutant is switched on, and the tests
+that reach it run until one fails. A mutant that no test fails on survives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from support.mutants.draw import SWITCH, Mutant, draw
+
+ROOT = Path(__file__).parents[3]
+FOLDERS = ("planning", "connector", "tiers", "transport", "engines", "serving")
+SHARED = "not long and not engine and not transport and not alone"
+SERIAL = "not long and (engine or transport or alone)"
+SECONDS_OF_A_MUTANT = 1200
+"""A mutant whose tests take longer than this makes something hang, which a test would report."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Result of a mutant: the test that failed on it, or how many passed."""
+
+    mutant: Mutant
+    killed_by: str
+    passed: int
+
+
+class Copy:
+    """A copy of the tree with mutants."""
+
+    def __init__(self, folder: Path, seed: int, count: int) -> None:
+        self.folder = folder
+        self.mutants, texts = draw(ROOT / "src" / "kvferry", FOLDERS, seed, count)
+        self.logs = folder / "reached"
+        self.failing: set[str] = set()
+        if not (folder / "src").exists():
+            archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True)
+            subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
+            package = folder / "src" / "kvferry"
+            for file, text in texts.items():
+                (package / file).write_text(text)
+            (package / "mutant_switch.py").write_text(SWITCH)
+            for library in (ROOT / "src" / "kvferry" / "memory").glob("*.so"):
+                (package / "memory" / library.name).write_bytes(library.read_bytes())
+
+    def pytest(self, *arguments: str, seconds: float | None = None, **variables: str) -> tuple[int, str]:
+        """Run pytest in the copy. Return its exit code and output."""
+        path = os.pathsep.join(str(self.folder / part) for part in ("src", "tests", ""))
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE", *arguments],
+                cwd=self.folder,
+                env={**os.environ, "PYTHONPATH": path, **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=seconds,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return 1, "FAILED (did not end)"
+        return done.returncode, done.stdout
+
+    def reach(self) -> None:
+        """Run all tests without a mutant, and note what each reaches and which fail."""
+        noted = self.folder / "failing.json"
+        if not noted.exists():
+            self.logs.mkdir(exist_ok=True)
+            log = {"KVFERRY_MUTANT_LOG": str(self.logs)}
+            _, one = self.pytest("-n", "2", "--dist=loadgroup", "-m", SHARED, **log)
+            _, two = self.pytest("-m", SERIAL, "tests", **log)
+            noted.write_text(json.dumps([*_failed(one), *_failed(two)]))
+        self.failing = {*json.loads(noted.read_text())}
+
+    def tests_of(self, mutant: Mutant) -> list[str]:
+        """Return the tests that reach a mutant, cheapest first."""
+        path = self.logs / str(mutant.number)
+        found = {*path.read_text().splitlines()} if path.exists() else set()
+        folder = mutant.file.partition("/")[0]
+        if "at import" in found:
+            found.add(f"tests/unit/{folder}")
+        known = [test for test in found if test.startswith(("tests", "src")) and test not in self.failing]
+        near = f"tests/unit/{folder}"
+        return sorted(known, key=lambda test: (not test.startswith(near), "tests/engine" in test, test))
+
+    def judge(self, mutant: Mutant) -> Verdict:
+        """Switch a mutant on, and run the tests that reach it until one fails."""
+        tests = self.tests_of(mutant)
+        if not tests:
+            return Verdict(mutant, "", 0)
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+            file.write("\n".join(tests))
+            file.flush()
+            rest = [f"--deselect={test}" for test in sorted(self.failing)]
+            code, text = self.pytest(
+                "-x", f"@{file.name}", *rest, seconds=SECONDS_OF_A_MUTANT, KVFERRY_MUTANT=str(mutant.number)
+            )
+        if code in {0, 5}:
+            return Verdict(mutant, "", len(tests))
+        return Verdict(mutant, (_failed(text) or [text[-300:]])[0], 0)
+
+
+def _failed(output: str) -> list[str]:
+    lines = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return [line.split(" ", 1)[1].split(" - ")[0] for line in lines]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print each mutant with the test that kills it, and the survivors."""
+    parser = argparse.ArgumentParser(prog="python -m support.mutants.run", description=__doc__)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=80)
+    parser.add_argument("--folder", type=Path, help="for the copy; an earlier run in it goes on")
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of mutants")
+    given = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = given.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        copied = Copy(folder, given.seed, given.count)
+        copied.reach()
+        results = folder / "results.jsonl"
+        known = {json.loads(line)["mutant"]["number"] for line in _lines(results)}
+        left = [
+            one
+            for one in copied.mutants
+            if (one.number not in known if given.only is None else one.number in given.only)
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as pool, results.open("a") as file:
+            for verdict in pool.map(copied.judge, left):
+                file.write(json.dumps(asdict(verdict)) + "\n")
+                file.flush()
+                print(_shown(verdict), flush=True)
+        verdicts = {(one := json.loads(line))["mutant"]["number"]: one for line in _lines(results)}
+    survivors = [one for one in verdicts.values() if not one["killed_by"]]
+    print(
+        f"{len(verdicts) - len(survivors)} of {len(verdicts)} killed; survivors: "
+        f"{', '.join(str(one['mutant']['number']) for one in survivors) or 'none'}"
+    )
+    return 0
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _shown(verdict: Verdict) -> str:
+    one = verdict.mutant
+    by = f"killed by {verdict.killed_by}" if verdict.killed_by else f"SURVIVES {verdict.passed} tests"
+    return f"{one.number} {one.file}:{one.line} {one.text}: {by}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
