@@ -22,7 +22,7 @@ from support.vllm_engine.process import Engine
 
 LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
 SALT = "salt-of-one-tenant-that-must-not-be-seen"
-CHUNK, LENGTH, ANSWER = 64, 512, 70
+CHUNK, LENGTH, ANSWER, LEASE = 64, 512, 70, 4.0
 NEAR = 1e-4
 
 pytestmark = pytest.mark.engine
@@ -60,7 +60,13 @@ class Tenants:
                 {"type": "file", "path": str(path), "capacity": "256MiB"},
             ]
             log = str(self.folder / f"{name} transfers")
-            more |= {"transfer": True, "chunk_tokens": CHUNK, "tiers": tiers, "transfer_log": log}
+            more |= {
+                "transfer": True,
+                "lease_seconds": LEASE,
+                "chunk_tokens": CHUNK,
+                "tiers": tiers,
+                "transfer_log": log,
+            }
             return {"kv_transfer_config": connector(**more)}
 
         options = {"max_num_batched_tokens": 256, **LORA}
@@ -151,7 +157,13 @@ def test_a_ticket_of_one_tenant_is_worth_nothing_to_another(tenants: Tenants, ow
     tenants.forget()
 
 
-@pytest.mark.parametrize("restarted", [False, True], ids=["host memory", "a directory, after a restart"])
+@pytest.mark.parametrize(
+    "restarted",
+    [
+        pytest.param(False, id="host memory"),
+        pytest.param(True, id="a directory, after a restart", marks=pytest.mark.long),
+    ],
+)
 def test_chunks_of_one_tenant_are_found_by_no_other(tenants: Tenants, restarted: bool) -> None:
     texts = {owner: prompt(LENGTH, 20 + 2 * number + restarted) for number, owner in enumerate(OWNERS)}
     before = {owner: tenants.say(tenants.prefill, text, owner) for owner, text in texts.items()}
