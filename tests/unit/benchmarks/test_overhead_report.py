@@ -55,7 +55,7 @@ def _shown(measured: MeasuredOverhead) -> str:
     return out.getvalue()
 
 
-def test_it_fits_80_columns_and_cuts_nothing_off() -> None:
+def test_report_fits_80_columns_and_cuts_off_no_text() -> None:
     shown = _shown(_measured())
     assert max(map(len, shown.splitlines())) <= 80
     assert "…" not in shown

@@ -64,7 +64,7 @@ def test_a_turn_may_read_less_than_a_block_again() -> None:
     assert (value["most_again"], value["reached"], len(value["shared"])) == (72, True, 2)
 
 
-def test_what_is_said_fits_a_terminal() -> None:
+def test_report_of_turns_fits_a_terminal() -> None:
     first = _load(0, 0, 4 << 20)
     found = FamilyTurns(
         "qwen3next", 256, (first, _load(90_000, 0, 900 << 20)), (first, _load(90_000, 89_984, 1 << 20))
