@@ -93,24 +93,20 @@ def test_the_part_is_written_into_the_page():
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "an hour", ""])
-def test_no_time_to_soak_for_is_refused_in_words(
-    seconds: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr("sys.argv", ["soak", "--seconds", seconds])
+def test_soak_without_a_positive_time_is_refused(seconds: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
-        main()
+        main(["--seconds", seconds])
     said = capsys.readouterr().err.splitlines()[-1]
     assert f"{seconds!r} is no time to soak for; give 60 seconds or more" in said
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_the_soak(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     page = tmp_path / "page.md"
     page.write_text("nothing\n")
-    monkeypatch.setattr("sys.argv", ["soak", "--report", str(page)])
     with pytest.raises(SystemExit):
-        main()
+        main(["--report", str(page)])
     assert "has no part 'soak'" in capsys.readouterr().err
 
 
