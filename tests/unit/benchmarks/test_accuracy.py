@@ -186,7 +186,7 @@ def test_the_evidence_is_summed_over_engines_for_peers_alone():
     assert parse_moved("") == MovedKv(0, 0, 0, 0, {})
 
 
-def test_a_comparison_in_which_too_little_moved_proves_nothing():
+def test_comparison_with_too_few_loads_is_an_error():
     check_moved(MOVED, 8)
     for moved, questions in ((MOVED, 9), (replace(MOVED, read_bytes=0), 4), (parse_moved(""), 4)):
         with pytest.raises(NothingMoved, match="proves nothing"):
@@ -291,7 +291,7 @@ def text_of(found: Comparison) -> str:
     return text
 
 
-def test_the_report_says_the_rule_and_the_verdict():
+def test_report_states_the_rule_and_the_verdict():
     good = comparison(evaluation(0.6, "a", "b", error=0.03), evaluation(0.58, "a", "x", error=0.03))
     text = text_of(good)
     assert "Same text: 1 of 2 answers." in text

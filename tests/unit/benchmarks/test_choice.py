@@ -80,7 +80,7 @@ def test_report_lists_sources_of_tokens_and_the_rest_as_computed() -> None:
     assert ["weight", "150", "ms", "(100", "ms-200", "ms)", "33.3%", "0.0%", "66.7%"] in lines
 
 
-def test_rates_are_of_what_came_from_one_place() -> None:
+def test_rates_count_loads_from_one_tier_only() -> None:
     both = CompletedLoad({"file": 64, "object": 64}, 1.0)
     one = measured()
     rounds = {**one.rounds, "cost": (Replay((ReplayAnswer(192, 1.0, (both,), 0),)),) * 2}

@@ -96,7 +96,7 @@ def test_pairs_take_turns_in_a_rotating_order_and_the_first_round_does_not_count
     assert {name: len(times) for name, times in found.items()} == {"kvferry": 2, "nixl": 2, "nixl+": 2}
 
 
-def test_a_pair_that_loads_nothing_or_gives_other_tokens_is_an_error():
+def test_pair_without_a_load_or_with_other_tokens_is_an_error():
     same = PlayedPair("kvferry", [])
     with pytest.raises(TransferError, match="nixl gave other first tokens than kvferry"):
         measure_load({"kvferry": same, "nixl": PlayedPair("nixl", [], 8)}, Load(16, 2), rounds=1)

@@ -111,7 +111,7 @@ class PlayedServer:
         return self.loaded
 
 
-def test_a_pair_of_servers_hands_over_what_the_prefill_server_offers():
+def test_server_pair_passes_the_prefill_servers_offer_to_the_decode_server():
     prefill, decode = PlayedServer(), PlayedServer(6)
     pair = ServerPair("model", prefill, decode)
     result = pair.hand_over([[1, 2, 3, 4], [5, 6, 7, 8]])

@@ -85,7 +85,7 @@ def test_cross_layer_is_held_against_per_layer(across: float, reached: bool) -> 
 
 
 @pytest.mark.parametrize(("chosen", "reached"), [(0.31, True), (0.29, False)])
-def test_packing_must_gain_where_runs_are_short(chosen: float, reached: bool) -> None:
+def test_packing_must_gain_with_short_runs(chosen: float, reached: bool) -> None:
     verdict = _verdict(
         "3x direct", _row(), _row(runs=2048, ratios=_ratios(direct=0.1, chosen=chosen)), _row(runs=2049)
     )
@@ -151,7 +151,7 @@ def test_tokens_are_whole_blocks_of_every_engine() -> None:
     assert moved_tokens(LayoutJob(), read_geometry("Llama-3.1-8B")) == 1024
 
 
-def test_planning_needs_no_memory_and_finds_what_would_be_chosen() -> None:
+def test_planning_needs_no_memory_and_finds_the_chosen_strategy() -> None:
     llama = read_geometry("Llama-3.1-8B")
     whole = measure(*pair_of(Cell("BHLNC", 1, 1), llama, 131_072), 1)
     assert (whole.pages, whole.strategies) == (262_144, ("direct",))

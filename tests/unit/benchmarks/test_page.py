@@ -90,7 +90,7 @@ def test_kvferry_is_behind_in_every_round_or_clearly(ratio, low_is_good: bool, b
     assert summed(low_is_good=low_is_good).is_behind(ratio) is behind
 
 
-def test_a_ratio_behind_has_its_reason_or_that_there_is_none(tmp_path: Path) -> None:
+def test_page_gives_a_reason_for_each_ratio_behind(tmp_path: Path) -> None:
     rows = row(SLOWER), row(FASTER, against="other"), row(SLOWER, "8,192 tokens"), row(SLOWER, "big", "disk")
     known = Reason(against="peer", label="512", text="The peer is in a hurry.")
     text = written(tmp_path, (section(summed(*rows, notes=("It rains.",)), known), result()))
@@ -178,7 +178,7 @@ def test_a_section_without_ratios_has_no_plot(tmp_path: Path) -> None:
     assert "![" not in written(tmp_path, (section(summed(row(None))), result()))
 
 
-def test_bars_are_named_by_what_differs() -> None:
+def test_bars_are_labelled_by_their_differences() -> None:
     assert names([row(FASTER, "a"), row(FASTER, "b")]) == ["a", "b"]
     assert names([row(FASTER, against="x"), row(FASTER, against="y")]) == ["against x", "against y"]
     assert names([row(FASTER, "a", "x"), row(FASTER, "b", "y")]) == ["a, against x", "b, against y"]

@@ -36,7 +36,7 @@ def test_a_share_is_taken_within_a_round_and_compared_with_its_target():
 
 
 @pytest.mark.parametrize("keys", [KEYS, None])
-def test_a_pair_answers_what_it_is_asked_and_waits_for_the_rest(keys):
+def test_socket_pair_answers_every_message_before_it_returns(keys):
     with curve.connected_pair(keys) as pair:
         assert pair.say([(b"claim", b""), (b"ask", b"answer"), (b"done", b"")]) > 0
         assert pair.client.getsockopt(zmq.MECHANISM) == (zmq.CURVE if keys else zmq.NULL)
@@ -82,7 +82,7 @@ ONE_LAYER = read_geometry("Llama-3.1-8B", {"num_hidden_layers": 1})
     [(nullcontext, "a prompt did not come"), (checksum_cost.unchecked, "bytes are not what they must be")],
     ids=["with", "without"],
 )
-def test_damage_is_noticed_by_checksums_or_by_nothing_before_the_blocks(tmp_path, checksums, noticed):
+def test_damaged_file_is_noticed_by_its_checksum_or_only_in_the_blocks(tmp_path, checksums, noticed):
     with prompt_in_files(ONE_LAYER, 512, tmp_path) as loads, checksums():
         loads.check()
         file = max(tmp_path.rglob("*.kv"))

@@ -118,7 +118,7 @@ def test_sizes_take_turns_and_the_first_round_does_not_count() -> None:
     assert memory.values == ((5.0,), (10.0,), (15.0,))
 
 
-def test_memory_is_what_the_made_objects_take() -> None:
+def test_traced_memory_is_that_of_new_objects() -> None:
     assert 100_000 <= traced_bytes(lambda: bytes(100_000)) < 110_000
 
 

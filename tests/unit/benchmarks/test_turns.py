@@ -26,7 +26,7 @@ class Asked:
         return self.answers.pop(0)
 
 
-def test_each_turn_goes_through_both_engines_and_begins_with_all_that_was_said() -> None:
+def test_each_turn_goes_through_both_engines_and_begins_with_the_whole_conversation() -> None:
     offers = [{"ticket": n} for n in range(3)]
     prefill = Asked(*(TurnAnswer((0,), offer) for offer in offers))
     ends = [49, 63, 77]

@@ -55,7 +55,7 @@ def test_a_sound_soak_has_no_problem():
         lambda soak: soak.tokens.pop("file, at the prefill engine"),
     ],
 )
-def test_each_judge_says_no(spoil: Callable[[Soak], object]):
+def test_each_kind_of_problem_fails_the_soak(spoil: Callable[[Soak], object]):
     soak = sound()
     spoil(soak)
     assert len(problems(soak)) == 1
@@ -123,7 +123,7 @@ def test_a_signal_in_the_middle_of_a_task_ends_the_soak_without_a_traceback(capl
     assert not caplog.text
 
 
-def test_other_errors_of_a_task_that_nobody_awaits_are_still_reported(caplog):
+def test_errors_of_unawaited_tasks_are_reported(caplog):
     async def broken() -> None:
         raise ValueError("a fault of the soak itself")
 

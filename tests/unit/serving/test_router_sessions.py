@@ -20,7 +20,7 @@ def chosen(urls: list[str], names: list[str] = NAMES) -> dict[str, str]:
     return {name: pool.next([], session_of((), {"user": name})).url for name in names}
 
 
-def test_sessions_spread_over_the_engines_and_stay_whatever_the_order():
+def test_sessions_spread_over_the_engines_in_any_order_of_urls():
     urls = ["http://a:1", "http://b:1", "http://c:1", "http://d:1"]
     found = chosen(urls)
     assert found == chosen(urls[::-1])

@@ -132,12 +132,12 @@ def test_a_fleet_without_an_engine_or_a_rank_is_refused(name):
         fleet_specs("m", machine=GPUS, **{name: 0})
 
 
-def test_a_folder_that_is_not_there_is_refused():
+def test_missing_model_folder_is_refused():
     with pytest.raises(ConfigError, match=r"there is no model at \./nowhere"):
         fleet_specs("./nowhere", machine=GPUS)
 
 
-def test_the_connector_config_holds_only_what_was_given():
+def test_connector_config_holds_only_given_settings():
     config = kv_transfer_config(Role.BOTH, {"port": 5, "host": None})
     assert config["kv_connector_extra_config"] == {"port": 5}
     assert config["kv_load_failure_policy"] == "recompute"
