@@ -61,7 +61,7 @@ def handover(
         with tempfile.TemporaryDirectory() as folder, progress_line() as progress:
             found[model.name] = measure(
                 model,
-                _loads(loads),
+                parse_loads(loads),
                 connectors,
                 start,
                 rounds=rounds,
@@ -74,7 +74,12 @@ def handover(
         print(json.dumps(report.as_json(found, served=served)))
 
 
-def _loads(text: str) -> list[Load]:
+def parse_loads(text: str) -> list[Load]:
+    """Parse loads such as ``512x1,2048x8``: tokens per prompt, and number of requests.
+
+    Raises:
+        ConfigError: the text has another form.
+    """
     from benchmarks.handover.measure import Load
 
     found = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from benchmarks.handover.server import Server, log_end, server_spec
 from benchmarks.handover.server_plugins import NIXL_PLUS, WITHOUT_AMX, nixl_plus, without_amx
 from benchmarks.plugins import plugin_environment
 from kvferry.errors import ConfigError, KVFerryError, TransferError
-from kvferry.serving.engine import EngineState
+from kvferry.serving.engine import EngineSpec, EngineState
 from kvferry.serving.launch import Fleet, LaunchError
 from kvferry.serving.ports import free_ports
 from kvferry.serving.role import Role
@@ -83,11 +83,21 @@ def _params(answer: Answer) -> dict[str, Any]:
 
 
 @contextmanager
-def server_pair(setup: Setup) -> Iterator[ServerPair]:
+def server_pair(
+    setup: Setup,
+    *,
+    spec_of: Callable[[Setup, Role, int, dict[str, str]], EngineSpec] = server_spec,
+    ports_of: Callable[[int], Sequence[int]] = free_ports,
+    folder_of: Callable[[str], Path] = temporary_folder,
+) -> Iterator[ServerPair]:
     """Start a prefill and a decode server, and end them with the ``with`` block.
 
     Args:
         setup: configuration of both engines. Each gets ports of its own.
+        spec_of: function that returns the specification of a server, given `setup`, its role, its port and
+            its environment.
+        ports_of: function that returns this number of free ports.
+        folder_of: function that creates the folder of the logs, given the start of its name.
 
     Raises:
         ConfigError: vLLM refuses an argument.
@@ -95,10 +105,10 @@ def server_pair(setup: Setup) -> Iterator[ServerPair]:
         TransferError: a server runs without the settings of the benchmark.
     """
     plugins = [without_amx, *([nixl_plus] if setup.connector == "nixl+" else [])]
-    with _log_folder() as folder:
+    with _log_folder(folder_of) as folder:
         environment = plugin_environment(folder / "plugins", *plugins)
-        ports = zip((Role.PREFILL, Role.DECODE), free_ports(2), free_ports(2), strict=True)
-        specs = [server_spec(replace(setup, port=own), role, port, environment) for role, port, own in ports]
+        ports = zip((Role.PREFILL, Role.DECODE), ports_of(2), ports_of(2), strict=True)
+        specs = [spec_of(replace(setup, port=own), role, port, environment) for role, port, own in ports]
         with Fleet(specs, folder) as fleet:
             servers = [Server(one) for one in fleet.engines]
             try:
@@ -119,9 +129,9 @@ def _resume(servers: Sequence[Server]) -> None:
 
 
 @contextmanager
-def _log_folder() -> Iterator[Path]:
+def _log_folder(folder_of: Callable[[str], Path]) -> Iterator[Path]:
     """Yield a folder for logs. Keep it only if an error is raised, whose message may name a log."""
-    folder, keep = temporary_folder("kvferry-handover-"), False
+    folder, keep = folder_of("kvferry-handover-"), False
     try:
         yield folder
     except KVFerryError:

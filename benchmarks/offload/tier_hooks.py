@@ -148,8 +148,8 @@ def _by_hook(of: Sequence[_Step]) -> dict[str, float]:
 class HookClock:
     """Times all calls of the public methods of connectors. The time of nested calls counts once."""
 
-    def __init__(self, connectors: Sequence[Any]) -> None:
-        self._connectors = connectors
+    def __init__(self, connectors: Sequence[Any], clock: Callable[[], float] = time.perf_counter) -> None:
+        self._connectors, self._clock = connectors, clock
         self._seconds: dict[str, float] = defaultdict(float)
         self._inside = False
         for connector in connectors:
@@ -175,11 +175,11 @@ class HookClock:
             if self._inside:
                 return method(*args, **kwargs)
             self._inside = True
-            started = time.perf_counter()
+            started = self._clock()
             try:
                 return method(*args, **kwargs)
             finally:
-                self._seconds[method.__name__] += time.perf_counter() - started
+                self._seconds[method.__name__] += self._clock() - started
                 self._inside = False
 
         return timed

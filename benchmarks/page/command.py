@@ -34,12 +34,8 @@ def page(
     It takes less than an hour and needs a machine that does nothing else. A benchmark that fails has its
     error on the page, and the exit status is then 1.
     """
-    import sys
-
-    from benchmarks.page.results import load, save
-    from benchmarks.page.run import run
+    from benchmarks.page.measure import measure_page
     from benchmarks.page.sections import SECTIONS
-    from benchmarks.page.write import write
     from kvferry.user_cache import user_cache
 
     if out.suffix != ".md":
@@ -47,25 +43,14 @@ def page(
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}; create it, or name another")
     names = parse_names(only, [one.name for one in SECTIONS], "only") if only else None
-    sections = [one for one in SECTIONS if names is None or one.name in names]
-    folder = user_cache() / "benchmarks" if results is None else results
-    commands = {one.name: one.command(quick=quick) for one in sections}
-    kept = {name: load(folder, name, command) for name, command in commands.items()} if reuse else {}
-    measured = []
-    for number, section in enumerate(sections, 1):
-        result = kept.get(section.name)
-        if result is None:
-            typed = " ".join(commands[section.name])
-            print(f"section {number} of {len(sections)}, {section.name}: {typed}", file=sys.stderr)
-            try:
-                result = run(commands[section.name])
-            except KeyboardInterrupt:
-                print(f"stopped; --reuse goes on after the results in {folder}", file=sys.stderr)
-                raise
-            save(result, folder, section.name)
-        measured.append((section, result))
-    write(measured, out, left_out=[one for one in SECTIONS if one not in sections], quick=quick)
-    failed = [section.name for section, result in measured if result.error is not None]
+    failed = measure_page(
+        [one for one in SECTIONS if names is None or one.name in names],
+        out,
+        user_cache() / "benchmarks" if results is None else results,
+        left_out=[one for one in SECTIONS if names is not None and one.name not in names],
+        reuse=reuse,
+        quick=quick,
+    )
     print(f"written: {out}" + (f"; failed: {', '.join(failed)}" if failed else ""))
     if failed:
         raise typer.Exit(1)

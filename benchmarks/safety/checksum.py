@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,42 +30,58 @@ TARGET = 0.15
 """Largest allowed share of a load's time."""
 
 _PART = "checksum"
-_MEMORY = Path("/dev/shm")  # noqa: S108 - a file system in memory; the files are in a folder of mode 700
-_CACHES_BYTES = 128 << 20
-"""Minimum size of a prompt's chunks in bytes, more than the caches of processors hold."""
-_PROMPTS, _FILES = 5, 20
-"""Numbers of pairs of loads per round: of the whole prompt, and of one file. Their median is counted."""
-
 _Took = TypeVar("_Took")
 
 
-def measure(job: SafetyJob, progress: Callable[[str], None]) -> list[ProtectionCost]:
+@dataclass(frozen=True, slots=True)
+class LoadSizes:
+    """Where and how much is loaded.
+
+    Attributes:
+        memory: folder of a file system in memory. The files are in a folder of mode 700 in it.
+        least_bytes: least size of a prompt's chunks in bytes, more than the caches of processors hold.
+        prompts, files: numbers of pairs of loads per round: of the whole prompt, and of one file. Their
+            median is counted.
+    """
+
+    memory: Path = Path("/dev/shm")  # noqa: S108 - the files are in a folder of mode 700
+    least_bytes: int = 128 << 20
+    prompts: int = 5
+    files: int = 20
+
+
+def measure(
+    job: SafetyJob,
+    progress: Callable[[str], None],
+    sizes: LoadSizes = LoadSizes(),
+) -> list[ProtectionCost]:
     """Load a prompt, and its files one by one, with and without checksums, and return the costs.
 
     Args:
         job: settings of the benchmark.
         progress: function that is called with a line of text before each round.
+        sizes: where and how much is loaded.
 
     Raises:
         ConfigError: there is not enough memory for the files.
         TransferError: a chunk is damaged.
     """
     chunk_bytes = chunk_group(job.reading).chunk_bytes
-    chunks = max(job.tokens // CHUNK_TOKENS, -(-_CACHES_BYTES // chunk_bytes))
-    _check_room(2 * chunks * chunk_bytes)
+    chunks = max(job.tokens // CHUNK_TOKENS, -(-sizes.least_bytes // chunk_bytes))
+    _check_room(sizes.memory, 2 * chunks * chunk_bytes)
     with (
-        TemporaryDirectory(prefix="kvferry-bench-", dir=_MEMORY) as folder,
+        TemporaryDirectory(prefix="kvferry-bench-", dir=sizes.memory) as folder,
         prompt_in_files(job.reading, chunks * CHUNK_TOKENS, Path(folder)) as loads,
     ):
         loads.check()
-        with _unchecked():
+        with unchecked():
             loads.check()
         numbers = count()
         prompts, files = [], []
         for number in range(job.repeats):
             progress(f"loading, round {number + 1} of {job.repeats}")
-            prompts.append(_pairs(loads.load, _PROMPTS))
-            files.append(_pairs(lambda: loads.read(next(numbers) % loads.chunks), _FILES))
+            prompts.append(_pairs(loads.load, sizes.prompts))
+            files.append(_pairs(lambda: loads.read(next(numbers) % loads.chunks), sizes.files))
     tokens, mebibytes = loads.chunks * CHUNK_TOKENS, loads.chunk_bytes >> 20
     walls, cpus = (
         [[[getattr(took, name) for took in side] for side in pair] for pair in prompts]
@@ -90,7 +107,7 @@ def _pairs(load: Callable[[], _Took], pairs: int) -> tuple[list[_Took], list[_To
 
 
 def _without(load: Callable[[], _Took]) -> _Took:
-    with _unchecked():
+    with unchecked():
         return load()
 
 
@@ -100,7 +117,7 @@ def _cost(work: str, rounds: Sequence[Sequence[Sequence[float]]], target: float 
 
 
 @contextmanager
-def _unchecked() -> Iterator[None]:
+def unchecked() -> Iterator[None]:
     """Read files without verifying checksums while the block runs."""
 
     def read(fd: int, chunk: Chunk, into: memoryview) -> bool:
@@ -110,10 +127,10 @@ def _unchecked() -> Iterator[None]:
         yield
 
 
-def _check_room(needed: int) -> None:
-    free = shutil.disk_usage(_MEMORY).free
+def _check_room(memory: Path, needed: int) -> None:
+    free = shutil.disk_usage(memory).free
     if needed > free:
         raise ConfigError(
-            f"{_MEMORY} has {free >> 20} MiB free, measuring checksums takes {needed >> 20} MiB; enlarge it, "
+            f"{memory} has {free >> 20} MiB free, measuring checksums takes {needed >> 20} MiB; enlarge it, "
             "or choose fewer layers or tokens"
         )

@@ -74,7 +74,7 @@ def measure(job: SafetyJob, progress: Callable[[str], None]) -> list[ProtectionC
         progress: function that is called with a line of text before each step.
     """
     keys = security.random_keys()
-    with _pair(keys) as on, _pair(None) as off:
+    with connected_pair(keys) as on, connected_pair(None) as off:
         progress("asking over both kinds of socket")
         trip: _Talk = [(_QUESTION, _ANSWER)] * _ROUND_TRIPS
         found = [_cost(f"{_ROUND_TRIPS} round trips of {len(_ANSWER)} bytes", trip, on, off, job.repeats)]
@@ -131,7 +131,7 @@ def _transfer(job: SafetyJob, strategy: Strategy, on: _Pair, off: _Pair) -> Prot
         ferry.move()
         for number in range(job.repeats):
             moved.append(ferry.move())
-            talk = _talk_of(ferry.plan, [table.tolist() for table in source.tables], job.tokens)
+            talk = messages_of(ferry.plan, [table.tolist() for table in source.tables], job.tokens)
             talks.append(_both(number, partial(_often, on, talk), partial(_often, off, talk)))
     work = f"{len(talk)} messages of a {'+'.join(dict.fromkeys(ferry.strategies))} transfer"
     with_it, without = zip(*talks, strict=True)
@@ -143,7 +143,7 @@ def _often(pair: _Pair, talk: _Talk) -> float:
     return sum(pair.say(talk) for _ in range(_REPLAYS)) / _REPLAYS
 
 
-def _talk_of(plan: ReadPlan | None, tables: Sequence[list[int]], tokens: int) -> _Talk:
+def messages_of(plan: ReadPlan | None, tables: Sequence[list[int]], tokens: int) -> _Talk:
     """Return the messages of schedulers and workers for one transfer, with their answers.
 
     Args:
@@ -165,7 +165,8 @@ def _talk_of(plan: ReadPlan | None, tables: Sequence[list[int]], tokens: int) ->
 
 
 @contextmanager
-def _pair(keys: security.Keys | None) -> Iterator[_Pair]:
+def connected_pair(keys: security.Keys | None) -> Iterator[_Pair]:
+    """Yield a pair of sockets that are encrypted with these keys; None for a plain pair."""
     with _listening(keys) as port, _client(keys, port) as pair:
         pair.say([])
         yield pair

@@ -7,13 +7,17 @@ import resource
 from kvferry.errors import ConfigError
 
 
-def allow_open_files(count: int) -> None:
+def allow_open_files(count: int, limits: tuple[int, int] | None = None) -> None:
     """Raise this process's soft limit of open files to `count`, if it is lower.
+
+    Args:
+        count: number of files.
+        limits: soft and hard limit; None to ask the kernel.
 
     Raises:
         ConfigError: the hard limit is lower.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = limits or resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= count:
         return
     if hard != resource.RLIM_INFINITY and hard < count:

@@ -117,7 +117,20 @@ class Outcome:
         )
 
 
-def demonstrate(checkpoint: Path, directory: Path, say: Callable[[str], None] = print) -> bool:
+def in_new_process(call: Callable[[], list[Answer]]) -> list[Answer]:
+    """Call a function in a new process, and return its result. The process ends after the call."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        return process.submit(call).result()
+
+
+def demonstrate(
+    checkpoint: Path,
+    directory: Path,
+    say: Callable[[str], None] = print,
+    *,
+    elsewhere: Callable[[Callable[[], list[Answer]]], list[Answer]] = in_new_process,
+    spoiled: type[Engine] = SpoiledEngine,
+) -> bool:
     """Store a prompt's KV and continue the prompt in other processes; return True if all is as expected.
 
     Prints each answer, and includes two controls: overwritten KV and damaged files.
@@ -126,6 +139,8 @@ def demonstrate(checkpoint: Path, directory: Path, say: Callable[[str], None] = 
         checkpoint: folder of the model.
         directory: empty folder for the file tier.
         say: function that prints a text.
+        elsewhere: function that calls another one in a process that ends afterwards.
+        spoiled: engine of the first control.
     """
     found: list[Outcome] = []
 
@@ -135,22 +150,16 @@ def demonstrate(checkpoint: Path, directory: Path, say: Callable[[str], None] = 
         found.append(Outcome(what=what, answer=given, same=is_same, expected=expected))
         say(str(found[-1]))
 
-    first, second = _elsewhere(partial(answer, checkpoint, directory, times=2))
+    first, second = elsewhere(partial(answer, checkpoint, directory, times=2))
     show("A process computes the prompt and stores its KV in host memory and in a directory.", first, {})
     show("It answers again.", second, {"host": PROMPT_TOKENS})
-    (third,) = _elsewhere(partial(answer, checkpoint, directory))
+    (third,) = elsewhere(partial(answer, checkpoint, directory))
     show("That process has ended. A new one loads the KV from the directory.", third, {"file": PROMPT_TOKENS})
-    (fourth,) = _elsewhere(partial(answer, checkpoint, directory, SpoiledEngine))
+    (fourth,) = elsewhere(partial(answer, checkpoint, directory, spoiled))
     show(
         "Control: the loaded blocks are zeroed after all checks.", fourth, {"file": PROMPT_TOKENS}, same=False
     )
     files = damage(directory)
-    (fifth,) = _elsewhere(partial(answer, checkpoint, directory))
+    (fifth,) = elsewhere(partial(answer, checkpoint, directory))
     show(f"Control: one byte of each of the {files} chunk files is changed; their checksums tell.", fifth, {})
     return all(one.expected for one in found)
-
-
-def _elsewhere(call: Callable[[], list[Answer]]) -> list[Answer]:
-    """Call a function in a new process, and return its result. The process ends after the call."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        return process.submit(call).result()

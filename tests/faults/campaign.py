@@ -198,7 +198,7 @@ def switched_off(family: str, before: Sequence[str]) -> list[str]:
     return [one for one in MUTANTS if one in caught_by and (one not in before or one in IN_EVERY_FAMILY)]
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run a campaign from the command line; 1 if anything is not as it must be."""
     parser = argparse.ArgumentParser(prog="python -m faults.campaign", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
@@ -208,7 +208,7 @@ def main() -> int:
     parser.add_argument("--no-mutants", action="store_true")
     parser.add_argument("--folder", type=Path, help="for logs, checkpoints and chunks; by default not kept")
     parser.add_argument("--report", type=page_with("faults"), help="the page whose part is written")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     try:
         faults = drawn(given.seed, given.faults, given.families, given.kinds)
     except ValueError as error:

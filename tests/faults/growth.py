@@ -61,15 +61,21 @@ LIMITS = {
 """A leak of one MiB a minute, or of one descriptor in a hundred requests, is at least twice these."""
 
 
-def sample(at: float, pids: Mapping[str, int], logs: Iterable[Path]) -> Sample:
-    """Look at processes and all below them.
+def sample(
+    at: float,
+    pids: Mapping[str, int],
+    logs: Iterable[Path],
+    *,
+    descendants: bool = True,
+) -> Sample:
+    """Measure processes and, unless `descendants` is False, all their descendants.
 
     Args:
         at: seconds since the beginning.
         pids: of the processes, by their names.
         logs: files.
     """
-    every = [(f"{name}: {one.name()}", one) for name, pid in pids.items() for one in _family(pid)]
+    every = [(f"{name}: {one.name()}", one) for name, pid in pids.items() for one in _tree(pid, descendants)]
     shares = Counter[str]()
     for name, one in every:
         shares[name] += _memory_bytes(one)
@@ -83,9 +89,9 @@ def sample(at: float, pids: Mapping[str, int], logs: Iterable[Path]) -> Sample:
     )
 
 
-def _family(pid: int) -> list[psutil.Process]:
+def _tree(pid: int, descendants: bool) -> list[psutil.Process]:
     root = psutil.Process(pid)
-    return [root, *root.children(recursive=True)]
+    return [root, *(root.children(recursive=True) if descendants else ())]
 
 
 def _memory_bytes(process: psutil.Process) -> int:

@@ -79,16 +79,18 @@ class Served(Engine):
             raise
         return found
 
-    async def answer(self, name: str, found: asyncio.Future[Any]) -> dict[str, Any]:
+    async def answer(
+        self, name: str, found: asyncio.Future[Any], seconds: float = REQUEST_SECONDS
+    ) -> dict[str, Any]:
         """The answer to a request.
 
         Raises:
             Stuck: it does not come.
         """
         try:
-            answer: dict[str, Any] = await asyncio.wait_for(found, REQUEST_SECONDS)
+            answer: dict[str, Any] = await asyncio.wait_for(found, seconds)
         except TimeoutError:
-            raise Stuck(f"request {name} has not ended after {REQUEST_SECONDS:g} s") from None
+            raise Stuck(f"request {name} has not ended after {seconds:g} s") from None
         return answer
 
     async def leave(self, name: str) -> None:

@@ -13,7 +13,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -155,13 +155,13 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Soak from the command line; 1 if anything is not as it must be."""
     parser = argparse.ArgumentParser(prog="python -m faults.soak", description=__doc__)
     parser.add_argument("--seconds", type=_seconds, default=3600.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--report", type=page_with("soak"), help="the page whose part is written")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     signals = StopSignals()
     try:
         with signals, signals.interruptible():

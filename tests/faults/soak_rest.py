@@ -25,9 +25,11 @@ HELD = (
 )
 
 
-async def held_at_rest(engines: Sequence[EngineProcess], model: str) -> list[str]:
+async def held_at_rest(
+    engines: Sequence[EngineProcess], model: str, seconds: float = REST_SECONDS
+) -> list[str]:
     """Wait until no engine holds anything; return what they held to the end."""
-    until = time.monotonic() + REST_SECONDS
+    until = time.monotonic() + seconds
     async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
         while True:
             for engine in engines:

@@ -1,13 +1,41 @@
-"""Parse a command line of `kvferry` without running it."""
+"""Run a command of `kvferry` in this process, or only parse its command line."""
 
 from __future__ import annotations
 
+import io
+import subprocess
+import sys
 from collections.abc import Sequence
-from typing import Any
+from contextlib import redirect_stderr, redirect_stdout
+from typing import Any, TextIO
+from unittest.mock import patch
 
 import typer
 
-from kvferry.cli.main import app
+from kvferry.cli.main import app, main
+
+KVFERRY = (sys.executable, "-c", "from kvferry.cli.entry import main; main()")
+"""Command of a process of its own."""
+
+
+def run_kvferry(*arguments: str, stdout: TextIO | None = None) -> subprocess.CompletedProcess[str]:
+    """Run `kvferry` with these arguments, and return its exit code and its output.
+
+    Args:
+        arguments: what stands after ``kvferry``.
+        stdout: file for standard output; None to return the output.
+    """
+    output, errors = io.StringIO(), io.StringIO()
+    with (
+        patch.object(sys, "argv", ["kvferry", *arguments]),
+        redirect_stdout(stdout or output),
+        redirect_stderr(errors),
+    ):
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else 1
+    return subprocess.CompletedProcess(arguments, code, output.getvalue(), errors.getvalue())
 
 
 def parse_command_line(arguments: Sequence[str]) -> None:

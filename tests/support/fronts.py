@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
+from support.waiting import wait_for
 
 CLIENTS = 4
 """Requests that are under way at a time."""
@@ -40,17 +41,16 @@ def front(command: Sequence[str], url: str, health: str, log: Path) -> Iterator[
     """Run a front until the block ends. It is ready when `url` + `health` answers with 200."""
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+
+    def is_ready() -> bool:
+        assert process.poll() is None, log.read_text()
+        try:
+            return httpx.get(url + health, trust_env=False).status_code == httpx.codes.OK
+        except httpx.HTTPError:
+            return False
+
     try:
-        deadline = time.monotonic() + 60
-        while True:
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            try:
-                if httpx.get(url + health, trust_env=False).status_code == httpx.codes.OK:
-                    break
-            except httpx.HTTPError:
-                pass
-            time.sleep(0.1)
+        wait_for(is_ready)
         yield url
     finally:
         process.terminate()

@@ -8,12 +8,13 @@ import select
 import struct
 import subprocess
 import termios
-import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import pyte
+
+from support.waiting import wait_for
 
 
 class Terminal:
@@ -68,20 +69,31 @@ class Terminal:
         self.screen.resize(rows, columns)
 
     def until(self, condition: Callable[[str], bool], seconds: float = 60.0) -> str:
-        """Wait until the screen is so; what is on it then."""
-        deadline = time.monotonic() + seconds
-        while not condition(self.text):
-            assert time.monotonic() < deadline, f"not so in time:\n{self.text}"
-            assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.text}"
-            self._listen(0.02)
-        return self.text
+        """Wait until the text on the screen meets a condition, and return it."""
+
+        text = ""
+
+        def is_shown() -> bool:
+            nonlocal text
+            text = self.text
+            shown = condition(text)
+            assert shown or self.process.poll() is None, f"ended with {self.process.returncode}"
+            return shown
+
+        try:
+            wait_for(is_shown, seconds)
+        except AssertionError as error:
+            raise AssertionError(f"{error}:\n{text}") from None
+        return text
 
     def end(self, seconds: float = 30.0) -> int:
-        """Wait for the program's end; its exit code."""
-        deadline = time.monotonic() + seconds
-        while self.process.poll() is None:
-            assert time.monotonic() < deadline, self.text
-            self._listen(0.02)
+        """Wait until the program has ended, and return its exit code."""
+
+        def has_ended() -> bool:
+            self._listen(0.0)  # a program whose output nobody reads does not end
+            return self.process.poll() is not None
+
+        wait_for(has_ended, seconds)
         self._listen(0.0)
         return self.process.returncode
 

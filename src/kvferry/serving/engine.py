@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -85,7 +85,13 @@ class EngineProcess:
         state: state of the engine when `poll` or `finish_stop` was last called; STARTING before that.
     """
 
-    def __init__(self, spec: EngineSpec, log_path: Path, stop_timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        spec: EngineSpec,
+        log_path: Path,
+        stop_timeout_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Start the guard: a process that starts the engine and ensures that the engine is stopped.
 
         Args:
@@ -93,6 +99,7 @@ class EngineProcess:
             log_path: path of the log file; an existing file is overwritten.
             stop_timeout_seconds: seconds that the guard waits after SIGTERM for the engine to exit, before it
                 kills the engine.
+            clock: function that returns monotonic seconds.
 
         Raises:
             OSError: the log file or the process cannot be created.
@@ -101,7 +108,7 @@ class EngineProcess:
         self.log_path = log_path
         self.state = EngineState.STARTING
         self._stop_timeout_seconds = stop_timeout_seconds
-        self._started = time.monotonic()
+        self._clock, self._started = clock, clock()
         read_end, self._lifeline = os.pipe()
         guard = [sys.executable, "-m", "kvferry.serving.guard", str(read_end), str(stop_timeout_seconds)]
         try:
@@ -124,7 +131,7 @@ class EngineProcess:
     @property
     def seconds(self) -> float:
         """Return the time since the engine was started, in seconds."""
-        return time.monotonic() - self._started
+        return self._clock() - self._started
 
     @property
     def exit_code(self) -> int | None:

@@ -56,6 +56,7 @@ class Fleet:
         *,
         startup_timeout_seconds: float = 600.0,
         stop_timeout_seconds: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Store the specifications of the engines. `start` starts the engines.
 
@@ -65,7 +66,9 @@ class Fleet:
             startup_timeout_seconds: longest time from the start of an engine until it is ready, in seconds.
             stop_timeout_seconds: time that an engine has to end after SIGTERM, before it is killed, in
                 seconds.
+            clock: function that returns monotonic seconds, for the age of engines.
         """
+        self._clock = clock
         self._specs = tuple(specs)
         self._log_dir = log_dir
         self._startup_timeout_seconds = startup_timeout_seconds
@@ -102,7 +105,10 @@ class Fleet:
         for spec in self._specs:
             log_path = self._log_dir / f"{spec.name}.log"
             placed = replace(spec, environment={**own, **spec.environment})
-            self.engines = (*self.engines, EngineProcess(placed, log_path, self._stop_timeout_seconds))
+            self.engines = (
+                *self.engines,
+                EngineProcess(placed, log_path, self._stop_timeout_seconds, self._clock),
+            )
 
     def wait_ready(self, on_progress: Progress = lambda _: None) -> None:
         """Wait until every engine is ready.
@@ -151,7 +157,7 @@ class Fleet:
         self._restarts[name] += 1
         log_path = self._log_dir / f"{name}.restart-{self._restarts[name]}.log"
         try:
-            again = EngineProcess(engine.spec, log_path, self._stop_timeout_seconds)
+            again = EngineProcess(engine.spec, log_path, self._stop_timeout_seconds, self._clock)
         except OSError as error:
             raise LaunchError(
                 f"{name} cannot be started again: {error.strerror} ({error.filename}); free space or memory"

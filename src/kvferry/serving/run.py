@@ -63,7 +63,18 @@ def run_app(
     """
     map_large_allocations()
     raise_file_limit()
-    config = uvicorn.Config(
+    with asyncio.Runner(loop_factory=_new_event_loop) as runner:
+        try:
+            runner.run(_serve(app, Server(server_config(app)), sock, keep_on, drain_seconds, is_urgent))
+        except KeyboardInterrupt:
+            # uvicorn would log a traceback of each request that ends here.
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+            raise
+
+
+def server_config(app: RouterApp) -> uvicorn.Config:
+    """Return the configuration of the web server that serves `app`."""
+    return uvicorn.Config(
         app,
         log_level="warning",
         http=BoundedHttp,
@@ -72,13 +83,6 @@ def run_app(
         timeout_keep_alive=_IDLE_SECONDS,
         timeout_graceful_shutdown=_CUT_SECONDS,
     )
-    with asyncio.Runner(loop_factory=_new_event_loop) as runner:
-        try:
-            runner.run(_serve(app, Server(config), sock, keep_on, drain_seconds, is_urgent))
-        except KeyboardInterrupt:
-            # uvicorn would log a traceback of each request that ends here.
-            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-            raise
 
 
 async def _serve(

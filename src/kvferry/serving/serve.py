@@ -57,7 +57,9 @@ def serve_fleet(
             _wait_ready(fleet, console, signals)
             settings = RouterSettings(prefill=tuple(fleet.prefill_urls), decode=tuple(fleet.decode_urls))
             announce(f"kvferry: serving on {url_of(sock)}/v1")
-            supervisor = Supervisor(fleet, lambda text: _say(console, f"kvferry: {text}"), restart_policy)
+            supervisor = Supervisor(
+                fleet, lambda text: show_notice(console, f"kvferry: {text}"), restart_policy
+            )
 
             def keep_on() -> bool:
                 supervisor.check()
@@ -69,7 +71,7 @@ def serve_fleet(
         except KeyboardInterrupt:
             fleet.kill()
             raise
-        _say(console, "kvferry: stopping the engines; interrupt again to kill them")
+        show_notice(console, "kvferry: stopping the engines; interrupt again to kill them")
 
 
 def _wait_ready(fleet: Fleet, console: Console, signals: StopSignals) -> None:
@@ -82,6 +84,7 @@ def _wait_ready(fleet: Fleet, console: Console, signals: StopSignals) -> None:
         fleet.wait_ready(on_progress)
 
 
-def _say(console: Console, text: str) -> None:
+def show_notice(console: Console, text: str) -> None:
+    """Print a message. Ignore write errors."""
     with suppress(OSError):  # a message that cannot be printed must not stop the server
         console.print(text, markup=False, highlight=False, soft_wrap=True)

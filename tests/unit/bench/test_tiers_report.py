@@ -46,7 +46,7 @@ def test_the_target_is_a_share_of_the_limit(seconds: float, target: float, reach
     assert tier_speed(seconds, target=target).reached is reached
 
 
-def test_what_explains_a_result_and_what_depth_brings_are_said() -> None:
+def test_report_explains_results_and_the_gain_of_depth() -> None:
     text = " ".join(shown(tiers(tier_speed(0.2), tier_speed(0.1, 8))).split())
     assert "host, LBNHC store 8: 2.00x memcpy in runs of 8 KiB: 0.62" in text
 

@@ -136,7 +136,7 @@ def test_equal_scores_pass_and_so_do_scores_within_their_standard_error():
     assert comparison(evaluation(0.5, "a"), evaluation(0.6, "a")).failures
 
 
-def test_too_few_equal_answers_fail_if_that_is_asked_for():
+def test_too_few_equal_answers_fail_if_a_least_number_is_given():
     pair, single = evaluation(0, "a", "b", "c", "d"), evaluation(0, "a", "b", "c", "x")
     found = comparison(pair, single, least=0.75)
     assert (found.same, found.different, found.failures) == (3, (3,), ())
@@ -144,7 +144,7 @@ def test_too_few_equal_answers_fail_if_that_is_asked_for():
     assert why.startswith("3 of 4 answers are the same text")
 
 
-def test_with_spoiled_kv_an_answer_must_differ_and_scores_may():
+def test_spoiled_kv_must_change_an_answer_and_may_change_scores():
     single = evaluation(1.0, "a", "b")
     assert not comparison(evaluation(0.0, "a", "x"), single, spoil=True).failures
     (why,) = comparison(evaluation(1.0, "a", "b"), single, spoil=True).failures
@@ -186,7 +186,7 @@ def test_the_evidence_is_summed_over_engines_for_peers_alone():
     assert parse_moved("") == MovedKv(0, 0, 0, 0, {})
 
 
-def test_a_comparison_in_which_too_little_moved_proves_nothing():
+def test_comparison_with_too_few_loads_is_an_error():
     check_moved(MOVED, 8)
     for moved, questions in ((MOVED, 9), (replace(MOVED, read_bytes=0), 4), (parse_moved(""), 4)):
         with pytest.raises(NothingMoved, match="proves nothing"):
@@ -291,7 +291,7 @@ def text_of(found: Comparison) -> str:
     return text
 
 
-def test_the_report_says_the_rule_and_the_verdict():
+def test_report_states_the_rule_and_the_verdict():
     good = comparison(evaluation(0.6, "a", "b", error=0.03), evaluation(0.58, "a", "x", error=0.03))
     text = text_of(good)
     assert "Same text: 1 of 2 answers." in text

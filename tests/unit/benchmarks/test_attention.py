@@ -29,7 +29,7 @@ FOUND = {
 }
 
 
-def test_layouts_are_compared_within_a_round_and_what_is_shown_fits_a_terminal() -> None:
+def test_layouts_are_compared_within_a_round_and_the_report_fits_a_terminal() -> None:
     spread = report.ratio(FOUND[HANDOVER], "BHLNC")
     assert (spread.median, spread.low, spread.high) == pytest.approx((0.8, 0.8, 0.8))
     console = Console(file=io.StringIO(), width=80, highlight=False)

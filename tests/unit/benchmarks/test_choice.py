@@ -56,7 +56,7 @@ def shown(of: MeasuredChoice) -> str:
     return out.getvalue()
 
 
-def test_it_fits_80_columns_and_cuts_nothing_off() -> None:
+def test_report_fits_80_columns_and_cuts_off_no_text() -> None:
     text = shown(measured(failed=2))
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
@@ -74,13 +74,13 @@ def test_cost_must_be_no_slower_than_either(cost: float, says: str) -> None:
     assert f"target at most 1 of either: {says}" in shown(measured(cost))
 
 
-def test_where_tokens_came_from_is_said_and_what_is_left_was_computed() -> None:
+def test_report_lists_sources_of_tokens_and_the_rest_as_computed() -> None:
     assert measured().served("first") == {"computed": (128 + 164) / 2, "file": (256 + 128) / 2}
     lines = [line.split() for line in shown(measured()).splitlines()]
     assert ["weight", "150", "ms", "(100", "ms-200", "ms)", "33.3%", "0.0%", "66.7%"] in lines
 
 
-def test_rates_are_of_what_came_from_one_place() -> None:
+def test_rates_count_loads_from_one_tier_only() -> None:
     both = CompletedLoad({"file": 64, "object": 64}, 1.0)
     one = measured()
     rounds = {**one.rounds, "cost": (Replay((ReplayAnswer(192, 1.0, (both,), 0),)),) * 2}
@@ -119,7 +119,7 @@ def ended(load: str, outcome: LoadOutcome) -> LoadEnded:
     return load_ended(load, "tiers", outcome=outcome, at=2.0)
 
 
-def test_what_loads_brought_is_heard_from_every_connector_by_its_places() -> None:
+def test_loaded_tokens_are_counted_per_connector_and_tier() -> None:
     near, far = (SimpleNamespace(events=EventStream()) for _ in range(2))
     seen = LoadListener([near, far])
     near.events.emit(began("a", PlaceTokens("file", 100)))

@@ -38,7 +38,7 @@ def test_heads_and_transposed_keys_lie_as_the_cases_say():
         assert (found == block.reshape(shape).transpose(axes).reshape(-1)).all()
 
 
-def test_no_kernel_is_said_in_a_sentence(monkeypatch):
+def test_missing_copy_kernel_is_an_error(monkeypatch):
     monkeypatch.setattr(copy_kernel, "KERNEL", None)
     monkeypatch.setattr(copy_kernel, "WHY_NO_KERNEL", "it was not built")
     with pytest.raises(ConfigError, match="no copy kernel to measure: it was not built"):

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.handover import report as handover_report
-from benchmarks.handover.command import _loads
+from benchmarks.handover.command import parse_loads
 from benchmarks.handover.engine import Stamps
 from benchmarks.handover.measure import Handover, Load, Result, measure_load, meet
 from benchmarks.handover.model import MODELS
@@ -54,7 +54,7 @@ def test_the_difference_to_the_peer_with_the_same_advantages_is_of_rounds():
     assert load["connectors"]["nixl+"][0] == [asdict(stamps())]
 
 
-def test_of_servers_the_report_has_times_without_stages():
+def test_report_of_servers_has_times_without_stages():
     ours, theirs = (Handover((Stamps(added=1.0, answered=1.0 + each),)) for each in (0.012, 0.0105))
     found = {Load(512, 1): {"kvferry": (ours, ours), "nixl+": (theirs, theirs)}}
     text = said(lambda console: handover_report.show(MODELS[1], found, console, served=True))
@@ -96,7 +96,7 @@ def test_pairs_take_turns_in_a_rotating_order_and_the_first_round_does_not_count
     assert {name: len(times) for name, times in found.items()} == {"kvferry": 2, "nixl": 2, "nixl+": 2}
 
 
-def test_a_pair_that_loads_nothing_or_gives_other_tokens_is_an_error():
+def test_pair_without_a_load_or_with_other_tokens_is_an_error():
     same = PlayedPair("kvferry", [])
     with pytest.raises(TransferError, match="nixl gave other first tokens than kvferry"):
         measure_load({"kvferry": same, "nixl": PlayedPair("nixl", [], 8)}, Load(16, 2), rounds=1)
@@ -111,10 +111,10 @@ def test_a_pair_that_loads_nothing_or_gives_other_tokens_is_an_error():
 
 
 @pytest.mark.parametrize("text", ["512", "512x", "x8", "0x1", "512x0", "512x1,many"])
-def test_a_load_that_is_none_is_named(text: str):
+def test_load_that_cannot_be_parsed_is_named(text: str):
     with pytest.raises(ConfigError, match="is not tokens, x and requests"):
-        _loads(text)
-    assert _loads("512x1,2048x8") == [Load(512, 1), Load(2048, 8)]
+        parse_loads(text)
+    assert parse_loads("512x1,2048x8") == [Load(512, 1), Load(2048, 8)]
 
 
 def test_hooks_are_compared_without_the_engines_own_share():

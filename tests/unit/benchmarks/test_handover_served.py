@@ -4,8 +4,7 @@ import importlib.metadata
 import json
 import sys
 import threading
-import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.handover import served as served_module
 from benchmarks.handover.client import Answer, get, post_all
 from benchmarks.handover.engine import Setup
 from benchmarks.handover.model import MODELS
@@ -23,6 +21,8 @@ from benchmarks.handover.server_plugins import NIXL_PLUS, WITHOUT_AMX, nixl_plus
 from benchmarks.plugins import plugin_environment
 from kvferry.errors import ConfigError, TransferError
 from kvferry.serving.launch import EngineProcess, EngineSpec, Fleet, LaunchError, Role
+from support.ports import reserved_port
+from support.waiting import wait_for
 
 SETUP = Setup(
     model=Path("model"), connector="nixl+", port=7, longest=768, requests=8, cache_bytes=1 << 20,
@@ -31,7 +31,9 @@ SETUP = Setup(
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers with the body of the request, a number, so many tenths of a second late."""
+    """Answers a number with itself, "first" once "second" is answered, and "never" not at all."""
+
+    second_answered = threading.Event()
 
     def log_message(self, *_):
         pass
@@ -48,35 +50,44 @@ class Handler(BaseHTTPRequestHandler):
         if body == b"refuse":
             self.send_error(400)
             return
-        time.sleep(json.loads(body) / 10)
+        if body == b'"never"':
+            self.rfile.read(1)  # until the client has gone
+            return
+        if body == b'"first"':
+            self.second_answered.wait(60)
         self.send_response(200)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         with suppress(OSError):  # the client may have gone
             self.wfile.write(body)
+        if body == b'"second"':
+            self.second_answered.set()
 
 
 @pytest.fixture
 def port():
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield server.server_port
         server.shutdown()
         thread.join()
 
 
-def test_requests_are_sent_at_once_and_each_answer_has_its_time(port):
-    late, early = post_all(port, "/x", [b"4", b"0"], 30.0)
-    assert (late.parsed(), early.parsed()) == (4, 0)
-    assert late.sent < early.sent < early.answered < late.answered
-    assert late.answered - late.sent >= 0.4
+def test_requests_are_sent_together_and_each_answer_has_its_times(port):
+    first, second = post_all(port, "/x", [b'"first"', b'"second"'], 60.0)
+    assert (first.parsed(), second.parsed()) == ("first", "second")
+    assert first.sent < second.sent < first.answered
 
 
-def test_what_a_server_fails_to_answer_is_an_error(port):
-    for body, why in ((b"close", "closed|reset"), (b"refuse", "answered with 400"), (b"9", "within 0.1 s")):
+def test_request_that_a_server_does_not_answer_is_an_error(port):
+    for body, why in (
+        (b"close", "closed|reset"),
+        (b"refuse", "answered with 400"),
+        (b'"never"', "within 0.1 s"),
+    ):
         with pytest.raises(TransferError, match=why):
-            post_all(port, "/x", [body], 0.1 if body == b"9" else 30.0)
+            post_all(port, "/x", [body], 0.1 if body == b'"never"' else 30.0)
     assert get(port, "/metrics", 30.0) == "so much"
     with pytest.raises(TransferError, match="/other was answered with 404"):
         get(port, "/other", 30.0)
@@ -100,7 +111,7 @@ class PlayedServer:
         return self.loaded
 
 
-def test_a_pair_of_servers_hands_over_what_the_prefill_server_offers():
+def test_server_pair_passes_the_prefill_servers_offer_to_the_decode_server():
     prefill, decode = PlayedServer(), PlayedServer(6)
     pair = ServerPair("model", prefill, decode)
     result = pair.hand_over([[1, 2, 3, 4], [5, 6, 7, 8]])
@@ -152,31 +163,25 @@ time.sleep(300)
 """
 
 
-def states(processes: list[psutil.Process], wanted: str) -> set[str]:
-    """States of the processes, once all are in the wanted one or after a while."""
-    until = time.monotonic() + 20
-    while (found := {one.status() for one in processes}) != {wanted} and time.monotonic() < until:
-        time.sleep(0.01)
-    return found
+def wait_until_all_are(state: str, processes: list[psutil.Process]) -> None:
+    wait_for(lambda: {one.status() for one in processes} == {state})
 
 
-def test_a_server_that_waits_is_paused_but_not_its_guard(tmp_path):
+def test_waiting_server_is_paused_and_its_guard_is_not(tmp_path):
     process = EngineProcess(
         Script(name="server", role=Role.DECODE, model="", port=1, code=TREE), tmp_path / "log", 5.0
     )
     try:
         guard = psutil.Process(process.pid)
-        until = time.monotonic() + 60
-        while "up" not in process.log_path.read_text() and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_for(lambda: "up" in process.log_path.read_text())
         processes = guard.children(recursive=True)
         assert len(processes) == 2
         server = Server(process)
         server.stand_still()
-        assert states(processes, psutil.STATUS_STOPPED) == {psutil.STATUS_STOPPED}
-        assert states([guard], psutil.STATUS_SLEEPING) == {psutil.STATUS_SLEEPING}
+        wait_until_all_are(psutil.STATUS_STOPPED, processes)
+        wait_until_all_are(psutil.STATUS_SLEEPING, [guard])
         server.go_on()
-        assert states(processes, psutil.STATUS_SLEEPING) == {psutil.STATUS_SLEEPING}
+        wait_until_all_are(psutil.STATUS_SLEEPING, processes)
         server.stand_still()  # a paused server can be ended
     finally:
         process.kill()
@@ -191,13 +196,12 @@ def test_a_server_that_waits_is_paused_but_not_its_guard(tmp_path):
     [("import sys; print('loading\\nValueError: no room\\nso I end'); sys.exit(3)", LaunchError),
      ("import sys; print('x.py: error: unrecognized: --foo\\nso I end'); sys.exit(2)", ConfigError)],
 )  # fmt: skip
-def test_a_server_that_does_not_start_is_an_error_with_its_last_words(monkeypatch, code, kind, tmp_path):
+def test_server_that_does_not_start_is_an_error_with_its_last_lines(code, kind, tmp_path):
     def script(setup: Setup, role: Role, port: int, environment: dict[str, str]) -> EngineSpec:
         return Script(name=str(role), role=role, model="", port=port, environment=environment, code=code)
 
-    monkeypatch.setattr(served_module, "server_spec", script)
-    monkeypatch.setattr(served_module, "temporary_folder", lambda prefix: tmp_path)
-    with pytest.raises(kind, match=r"(?s)ended with exit code.*\n  so I end"), server_pair(SETUP):
+    pair = server_pair(SETUP, spec_of=script, folder_of=lambda _: tmp_path)
+    with pytest.raises(kind, match=r"(?s)ended with exit code.*\n  so I end"), pair:
         pass
     assert (tmp_path / "prefill.log").exists()  # the message names it
 
@@ -224,30 +228,32 @@ class Healthy(EngineSpec):
 
 
 @pytest.fixture
-def healthy(monkeypatch, tmp_path):
-    """A function that lets servers of `server_pair` be ready at once, and print lines."""
+def healthy_pair(tmp_path):
+    """A function that returns a `server_pair` whose servers are ready at once, and print lines."""
+    with ExitStack() as stack:
 
-    def use(*signs: str) -> Path:
-        def spec(setup: Setup, role: Role, port: int, environment: dict[str, str]) -> EngineSpec:
-            return Healthy(
-                name=str(role), role=role, model="", port=port, environment=environment, signs=signs
+        def pair(*signs: str) -> AbstractContextManager[ServerPair]:
+            def spec(setup: Setup, role: Role, port: int, environment: dict[str, str]) -> EngineSpec:
+                return Healthy(
+                    name=str(role), role=role, model="", port=port, environment=environment, signs=signs
+                )
+
+            return server_pair(
+                SETUP,
+                spec_of=spec,
+                ports_of=lambda count: [stack.enter_context(reserved_port()) for _ in range(count)],
+                folder_of=lambda _: tmp_path / "logs",
             )
 
-        monkeypatch.setattr(served_module, "server_spec", spec)
-        monkeypatch.setattr(served_module, "temporary_folder", lambda prefix: tmp_path / "logs")
-        return tmp_path / "logs"
-
-    return use
+        yield pair
 
 
-@pytest.mark.alone  # tests beside it would take ports that were found free
-def test_an_interrupt_ends_paused_servers_and_their_logs_are_removed(healthy):
-    logs = healthy(WITHOUT_AMX, NIXL_PLUS)
+def test_interrupt_ends_paused_servers_and_removes_their_logs(healthy_pair, tmp_path):
     before = set(psutil.Process().children(recursive=True))
     started: set[psutil.Process] = set()
 
     def interrupted() -> None:
-        with server_pair(SETUP) as pair:
+        with healthy_pair(WITHOUT_AMX, NIXL_PLUS) as pair:
             with pair.running():
                 started.update(set(psutil.Process().children(recursive=True)) - before)
             raise KeyboardInterrupt
@@ -256,25 +262,21 @@ def test_an_interrupt_ends_paused_servers_and_their_logs_are_removed(healthy):
         interrupted()
     assert len(started) == 4  # two servers with a guard each
     assert not [one for one in started if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
-    assert not logs.exists()
+    assert not (tmp_path / "logs").exists()
 
 
-@pytest.mark.alone
-def test_servers_without_the_settings_of_the_benchmark_are_refused(healthy):
-    healthy(WITHOUT_AMX)
+def test_servers_without_the_settings_of_the_benchmark_are_refused(healthy_pair):
     with (
         pytest.raises(TransferError, match="prefill does not say 'benchmarks: NixlConnector"),
-        server_pair(SETUP),
+        healthy_pair(WITHOUT_AMX),
     ):
         pass
 
 
-def test_a_server_that_ended_is_named_with_its_last_words(tmp_path):
+def test_server_that_ended_is_named_with_its_last_lines(tmp_path):
     spec = Script(name="decode", role=Role.DECODE, model="", port=1, code="print('I end')")
     with Fleet([spec], tmp_path) as fleet:
         (process,) = fleet.engines
-        until = time.monotonic() + 60
-        while process.exit_code is None and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_for(lambda: process.exit_code is not None)
         with pytest.raises(TransferError, match=r"(?s)decode ended with exit code 0.*\n  I end"):
             Server(process).settle()

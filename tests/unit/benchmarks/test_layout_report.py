@@ -85,7 +85,7 @@ def test_cross_layer_is_held_against_per_layer(across: float, reached: bool) -> 
 
 
 @pytest.mark.parametrize(("chosen", "reached"), [(0.31, True), (0.29, False)])
-def test_packing_must_gain_where_runs_are_short(chosen: float, reached: bool) -> None:
+def test_packing_must_gain_with_short_runs(chosen: float, reached: bool) -> None:
     verdict = _verdict(
         "3x direct", _row(), _row(runs=2048, ratios=_ratios(direct=0.1, chosen=chosen)), _row(runs=2049)
     )
@@ -94,7 +94,7 @@ def test_packing_must_gain_where_runs_are_short(chosen: float, reached: bool) ->
 
 
 @pytest.mark.parametrize(("chosen", "reached"), [(0.35, True), (0.34, False)])
-def test_no_cell_may_be_below_the_floor(chosen: float, reached: bool) -> None:
+def test_cell_below_the_floor_misses_the_target(chosen: float, reached: bool) -> None:
     verdict = _verdict("no cell below", _row(ratios=_ratios(chosen=chosen)))
     assert verdict.reached is reached
     assert reached or verdict.missed == ("Qwen3-0.6B LBNHC TP 1→1: 0.34",)
@@ -105,11 +105,11 @@ def test_planning_has_five_milliseconds(seconds: float, reached: bool) -> None:
     assert _verdict("planning", _row(planning=seconds)).reached is reached
 
 
-def test_nothing_is_said_of_what_was_not_measured() -> None:
+def test_report_leaves_out_cases_that_were_not_measured() -> None:
     assert not [v for v in verdicts([_table(_row())]) if "3x" in v.target or "cross-layer" in v.target]
 
 
-def test_it_fits_80_columns_and_cuts_nothing_off() -> None:
+def test_report_fits_80_columns_and_cuts_off_no_text() -> None:
     out = io.StringIO()
     wide = _row("BHLNC", _ratios(chosen=(0.12, 0.5, 1.25)), 1835008, 22.5e-3, "direct+over-read+staged")
     layout_report.show([_table(_row(), wide)], MACHINE, 9, Console(file=out, width=80, highlight=False))
@@ -151,7 +151,7 @@ def test_tokens_are_whole_blocks_of_every_engine() -> None:
     assert moved_tokens(LayoutJob(), read_geometry("Llama-3.1-8B")) == 1024
 
 
-def test_planning_needs_no_memory_and_finds_what_would_be_chosen() -> None:
+def test_planning_needs_no_memory_and_finds_the_chosen_strategy() -> None:
     llama = read_geometry("Llama-3.1-8B")
     whole = measure(*pair_of(Cell("BHLNC", 1, 1), llama, 131_072), 1)
     assert (whole.pages, whole.strategies) == (262_144, ("direct",))

@@ -36,14 +36,14 @@ def test_the_parts_that_need_no_engine_are_measured_once_through(tmp_path: Path)
     json.dumps(report.as_json(measured))
 
 
-def test_a_prompt_is_found_where_it_is_and_nowhere_else() -> None:
+def test_lookup_finds_a_prompt_only_in_the_tier_that_has_it() -> None:
     found = lookup.measure(chunk_group(TINY), 2048, 20_000, 2, quiet)
     assert {one.place: one.tokens for one in found.looks} == {"host": 2048, "file": 2048, "nowhere": 0}
     assert found.chunks == 8
     assert 3 * 8 < found.in_host < 20_000 // 8
 
 
-def test_five_sources_are_asked_whoever_has_how_much_of_a_prompt(tmp_path: Path) -> None:
+def test_five_sources_are_asked_in_every_layout_policy_and_place(tmp_path: Path) -> None:
     found = ask_rounds.measure(tmp_path, 16 * CHUNK_TOKENS, 2, quiet)
     kinds = {(one.layers, one.policy, one.place) for one in found.asks}
     assert kinds == {

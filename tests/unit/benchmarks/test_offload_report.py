@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.offload import report as offload_report, tier_hooks
+from benchmarks.offload import report as offload_report
 from benchmarks.offload.asking import AskResults, AskTimes, CallTimes
 from benchmarks.offload.first_token import FirstToken
 from benchmarks.offload.lookup import LookUpResults, LookUpTimes
@@ -87,7 +87,7 @@ def shown(of: MeasuredOffload) -> str:
     return out.getvalue()
 
 
-def test_it_fits_80_columns_and_cuts_nothing_off() -> None:
+def test_report_fits_80_columns_and_cuts_off_no_text() -> None:
     text = shown(measured())
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
@@ -99,7 +99,7 @@ def test_a_look_has_three_milliseconds(look_ms: float, says: str) -> None:
 
 
 @pytest.mark.parametrize(("ask_us", "says"), [(990, "reached"), (1010, "missed")])
-def test_no_step_waits_a_millisecond_for_five_sources(ask_us: float, says: str) -> None:
+def test_asking_five_sources_takes_less_than_a_millisecond(ask_us: float, says: str) -> None:
     text = " ".join(shown(measured(ask_us=ask_us)).split())
     assert f"target under 1 ms: {says} the slowest, attention, weight, each a part: finding" in text
 
@@ -124,23 +124,22 @@ class Connector:
     """Of an engine, with one hook that calls another."""
 
     def __init__(self, time: Clock) -> None:
-        self._time = time
+        self.time = time
 
     def outer(self) -> str:
-        self._time.now += 2
+        self.time.now += 2
         return self.inner()
 
     def inner(self) -> str:
-        self._time.now += 1
+        self.time.now += 1
         return "done"
 
 
-def test_what_one_hook_calls_of_another_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hook_that_another_hook_calls_counts_once() -> None:
     time = Clock()
-    monkeypatch.setattr(tier_hooks.time, "perf_counter", time)
     connector = Connector(time)
     own = dict(vars(connector))
-    clock = HookClock([connector])
+    clock = HookClock([connector], time)
     assert connector.outer() == "done"
     assert clock.take() == {"outer": 3.0}
     connector.inner()

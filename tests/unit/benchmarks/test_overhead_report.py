@@ -55,7 +55,7 @@ def _shown(measured: MeasuredOverhead) -> str:
     return out.getvalue()
 
 
-def test_it_fits_80_columns_and_cuts_nothing_off() -> None:
+def test_report_fits_80_columns_and_cuts_off_no_text() -> None:
     shown = _shown(_measured())
     assert max(map(len, shown.splitlines())) <= 80
     assert "…" not in shown
@@ -75,7 +75,7 @@ def test_the_target_of_getting_ready_is_a_fifth_of_a_second(milliseconds: float,
     assert line.rstrip().endswith(verdict)
 
 
-def test_getting_ready_is_measured_where_blocks_have_little_in_common() -> None:
+def test_getting_ready_is_measured_with_few_common_runs() -> None:
     found = readiness.measure(1)
     assert {each.blocks for each in found} == {(5760, 2944), (2944, 5760), (2096, 1056), (1056, 2096)}
     # A row for each cell of a block on either side; of all pairs of them there would be millions of entries.

@@ -13,9 +13,8 @@ import pytest
 from benchmarks.__main__ import app
 from benchmarks.handover.engine import Stamps
 from benchmarks.handover.page import summary as handover
-from benchmarks.page import results, sections
-from benchmarks.page.command import page
 from benchmarks.page.figures import Comparison, Summary
+from benchmarks.page.measure import measure_page
 from benchmarks.page.plot import draw, names
 from benchmarks.page.results import Result, load, save, these_versions, this_machine
 from benchmarks.page.run import last_error, run
@@ -91,7 +90,7 @@ def test_kvferry_is_behind_in_every_round_or_clearly(ratio, low_is_good: bool, b
     assert summed(low_is_good=low_is_good).is_behind(ratio) is behind
 
 
-def test_a_ratio_behind_has_its_reason_or_that_there_is_none(tmp_path: Path) -> None:
+def test_page_gives_a_reason_for_each_ratio_behind(tmp_path: Path) -> None:
     rows = row(SLOWER), row(FASTER, against="other"), row(SLOWER, "8,192 tokens"), row(SLOWER, "big", "disk")
     known = Reason(against="peer", label="512", text="The peer is in a hurry.")
     text = written(tmp_path, (section(summed(*rows, notes=("It rains.",)), known), result()))
@@ -179,7 +178,7 @@ def test_a_section_without_ratios_has_no_plot(tmp_path: Path) -> None:
     assert "![" not in written(tmp_path, (section(summed(row(None))), result()))
 
 
-def test_bars_are_named_by_what_differs() -> None:
+def test_bars_are_labelled_by_their_differences() -> None:
     assert names([row(FASTER, "a"), row(FASTER, "b")]) == ["a", "b"]
     assert names([row(FASTER, against="x"), row(FASTER, against="y")]) == ["against x", "against y"]
     assert names([row(FASTER, "a", "x"), row(FASTER, "b", "y")]) == ["a, against x", "b, against y"]
@@ -226,17 +225,15 @@ def test_the_error_of_a_command_is_kvferrys_last_sentence_or_the_last_line() -> 
 
 
 @pytest.mark.slow
-def test_a_command_that_fails_is_a_section_and_the_next_one_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_failed_command_is_a_section_and_the_next_one_runs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(results, "these_versions", lambda: {"Python": "x"})
-    monkeypatch.setattr("benchmarks.page.run.these_versions", lambda: {"Python": "x"})
     fails = Section(
         name="fails",
         title="It fails",
         question="?",
-        program=("benchmarks", "safety"),
-        arguments=("--parts", "locks"),
+        program=("kvferry", "plan"),
+        arguments=("/nowhere",),
         quick_arguments=(),
         summary=lambda _: pytest.fail("there is nothing to summarize"),
         method="x",
@@ -250,19 +247,15 @@ def test_a_command_that_fails_is_a_section_and_the_next_one_runs(
         summary=lambda document: summed(row(FASTER, label=next(iter(document)))),
         method="x",
     )
-    monkeypatch.setattr(sections, "SECTIONS", (fails, works))
     out, kept = tmp_path / "page.md", tmp_path / "results"
-    status = app(["page", "--out", str(out), "--results", str(kept)], standalone_mode=False)
-    said = "--parts locks is not known; choose from lease, checksum, curve"
-    assert status == 1
+    assert measure_page([fails, works], out, kept) == ["fails"]
+    said = "cannot read /nowhere: No such file or directory; give a config.json or the folder it is in"
     assert f"**Failed.** The command ended with: {said}" in out.read_text()
     assert "**Answer.** Soon." in out.read_text()
     assert json.loads((kept / "fails.json").read_text())["error"] == said
-    messages = capfd.readouterr()
-    assert f"kvferry: {said}" in messages.err, "what the command said is passed on"
-    assert messages.out == f"written: {out}; failed: fails\n"
+    assert f"kvferry: {said}" in capfd.readouterr().err, "messages of the command are passed on"
     # What has worked is used again; what has failed runs again.
-    app(["page", "--out", str(out), "--results", str(kept), "--reuse"], standalone_mode=False)
+    measure_page([fails, works], out, kept, reuse=True)
     again = capfd.readouterr().err
     assert "section 1 of 2, fails" in again
     assert "section 2 of 2" not in again
@@ -288,27 +281,19 @@ def test_an_option_that_cannot_be_used_is_named(arguments: tuple[str, ...], says
         app(["page", *arguments], standalone_mode=False)
 
 
-def test_what_was_measured_stays_when_the_user_stops(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def stopped(command: tuple[str, ...]) -> Result:
-        if command == ("benchmarks", "handover"):
-            raise KeyboardInterrupt
-        return result(command=command)
+def test_results_are_kept_if_the_user_interrupts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    commands = iter([result()])
 
-    monkeypatch.setattr("benchmarks.page.run.run", stopped)
+    def stopped(command: tuple[str, ...]) -> Result:
+        for measured in commands:
+            return measured
+        raise KeyboardInterrupt
+
     both = section(name="first"), section(name="second")
-    monkeypatch.setattr(
-        both[0].__class__, "command", lambda one, *, quick: ("benchmarks", _COMMANDS[one.name])
-    )
-    monkeypatch.setattr(sections, "SECTIONS", both)
     with pytest.raises(KeyboardInterrupt):
-        page(only=None, results=tmp_path, reuse=False, out=tmp_path / "page.md", quick=False)
+        measure_page(both, tmp_path / "page.md", tmp_path, run_command=stopped)
     assert [path.name for path in tmp_path.iterdir()] == ["first.json"]
     assert "--reuse goes on after the results in" in capsys.readouterr().err
-
-
-_COMMANDS = {"first": "layout", "second": "handover"}
 
 
 def test_names_of_sections_are_distinct_and_quick_runs_differ() -> None:

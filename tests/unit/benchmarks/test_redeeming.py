@@ -16,10 +16,10 @@ def test_tickets_are_redeemed_at_producers_of_both_kinds():
     assert [one.producer for one in found] == list(PRODUCERS)
     for one in found:
         assert (len(one.known), len(one.handshakes), len(one.both)) == (20, 5, 5)
-        assert 0 < min(one.known) <= one.percentiles()[0] <= one.percentiles()[2] < 30
+        assert 0 < min(one.known) <= one.percentiles()[0] <= one.percentiles()[2]
 
 
-def test_what_is_said_of_them():
+def test_report_of_redeemed_tickets_fits_a_terminal():
     milliseconds = [ms / 1e3 for ms in (*[0.3] * 9, 4.0)]
     rest, busy = (RedeemTimes(name, tuple(milliseconds), (0.01, 0.01), (0.011, 0.013)) for name in PRODUCERS)
     assert rest.within_a_step == 0.9

@@ -1,6 +1,7 @@
 """What protections cost: figures of a round, and the sockets that encryption is measured over."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import zmq
@@ -35,21 +36,21 @@ def test_a_share_is_taken_within_a_round_and_compared_with_its_target():
 
 
 @pytest.mark.parametrize("keys", [KEYS, None])
-def test_a_pair_answers_what_it_is_asked_and_waits_for_the_rest(keys):
-    with curve._pair(keys) as pair:
+def test_socket_pair_answers_every_message_before_it_returns(keys):
+    with curve.connected_pair(keys) as pair:
         assert pair.say([(b"claim", b""), (b"ask", b"answer"), (b"done", b"")]) > 0
         assert pair.client.getsockopt(zmq.MECHANISM) == (zmq.CURVE if keys else zmq.NULL)
         assert not pair.client.poll(50), "nothing is left"
 
 
 def test_a_transfer_that_asks_for_no_gathering_redeems_a_ticket_and_gives_it_back():
-    (redeem, redeemed), (release, nothing) = curve._talk_of(None, [[5, 6], [7]], 512)
+    (redeem, redeemed), (release, nothing) = curve.messages_of(None, [[5, 6], [7]], 512)
     asked, given_back = decode_request(redeem), decode_request(release)
     assert (asked.tokens, given_back.tickets, nothing) == (512, [asked.ticket], b"")
     assert [ids.tolist() for ids in decode_numbered(redeemed).grant.block_ids] == [[5, 6], [7]]
 
 
-def test_it_fits_80_columns():
+def test_report_fits_80_columns():
     costs = (
         ProtectionCost(
             part="curve",
@@ -78,10 +79,10 @@ ONE_LAYER = read_geometry("Llama-3.1-8B", {"num_hidden_layers": 1})
 
 @pytest.mark.parametrize(
     ("checksums", "noticed"),
-    [(nullcontext, "a prompt did not come"), (checksum_cost._unchecked, "bytes are not what they must be")],
+    [(nullcontext, "a prompt did not come"), (checksum_cost.unchecked, "bytes are not what they must be")],
     ids=["with", "without"],
 )
-def test_damage_is_noticed_by_checksums_or_by_nothing_before_the_blocks(tmp_path, checksums, noticed):
+def test_damaged_file_is_noticed_by_its_checksum_or_only_in_the_blocks(tmp_path, checksums, noticed):
     with prompt_in_files(ONE_LAYER, 512, tmp_path) as loads, checksums():
         loads.check()
         file = max(tmp_path.rglob("*.kv"))
@@ -92,18 +93,12 @@ def test_damage_is_noticed_by_checksums_or_by_nothing_before_the_blocks(tmp_path
             loads.check()
 
 
-def test_checksums_are_measured_in_loads_of_a_prompt_and_in_reads_of_its_files(monkeypatch, tmp_path):
-    monkeypatch.setattr(checksum_cost, "_MEMORY", tmp_path)
-    for name, value in (("_CACHES_BYTES", 1), ("_PROMPTS", 2), ("_FILES", 2)):
-        monkeypatch.setattr(checksum_cost, name, value)
-    costs = checksum_cost.measure(
-        SafetyJob(parts=("checksum",), reading=ONE_LAYER, tokens=512, repeats=7), lambda _: None
-    )
+def test_checksums_are_measured_in_loads_of_a_prompt_and_in_reads_of_its_files(tmp_path):
+    job = SafetyJob(parts=("checksum",), reading=ONE_LAYER, tokens=512, repeats=7)
+    sizes = checksum_cost.LoadSizes(memory=tmp_path, least_bytes=1, prompts=2, files=2)
+    costs = checksum_cost.measure(job, lambda _: None, sizes)
     assert [cost.target for cost in costs] == [0.15, 0.15, None]
     assert costs[0].work == "load of 512 tokens into blocks, on the clock"
     assert all(len(cost.on) == len(cost.off) == 7 and min(cost.on + cost.off) > 0 for cost in costs)
-    monkeypatch.setattr(checksum_cost, "_CACHES_BYTES", 1 << 50)
     with pytest.raises(ConfigError, match="measuring checksums takes"):
-        checksum_cost.measure(
-            SafetyJob(parts=("checksum",), reading=ONE_LAYER, tokens=512, repeats=7), lambda _: None
-        )
+        checksum_cost.measure(job, lambda _: None, replace(sizes, least_bytes=1 << 50))

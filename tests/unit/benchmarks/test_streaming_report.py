@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import subprocess
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -38,11 +38,12 @@ def test_json_has_every_request() -> None:
     assert [round(one["left_seconds"], 3) for one in found["requests"]] == [0.5, 0.1, 0.5, 0.1, 1.0, 0.1]
 
 
-def test_a_machine_without_namespaces_is_told_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: str, check: bool = True) -> None:
-        if check:
-            raise subprocess.CalledProcessError(1, "ip", stderr="Operation not permitted\n")
-
-    monkeypatch.setattr(hosts, "_run", refused)
+def test_machine_without_network_namespaces_is_an_error_with_advice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "ip"
+    program.write_text("#!/bin/sh\necho Operation not permitted >&2\nexit 1\n")
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="Operation not permitted; run as root"), hosts.linked_hosts():
         pass

@@ -26,7 +26,7 @@ class Asked:
         return self.answers.pop(0)
 
 
-def test_each_turn_goes_through_both_engines_and_begins_with_all_that_was_said() -> None:
+def test_each_turn_goes_through_both_engines_and_begins_with_the_whole_conversation() -> None:
     offers = [{"ticket": n} for n in range(3)]
     prefill = Asked(*(TurnAnswer((0,), offer) for offer in offers))
     ends = [49, 63, 77]
@@ -64,7 +64,7 @@ def test_a_turn_may_read_less_than_a_block_again() -> None:
     assert (value["most_again"], value["reached"], len(value["shared"])) == (72, True, 2)
 
 
-def test_what_is_said_fits_a_terminal() -> None:
+def test_report_of_turns_fits_a_terminal() -> None:
     first = _load(0, 0, 4 << 20)
     found = FamilyTurns(
         "qwen3next", 256, (first, _load(90_000, 0, 900 << 20)), (first, _load(90_000, 89_984, 1 << 20))

@@ -49,12 +49,12 @@ def test_a_trace_is_read_line_by_line(tmp_path: Path) -> None:
         ([""], "has no requests; name a file of Mooncake's format"),
     ],
 )
-def test_what_is_no_trace_is_refused_in_a_sentence(tmp_path: Path, lines: list[str], says: str) -> None:
+def test_file_that_is_no_trace_is_an_error(tmp_path: Path, lines: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=f"^--trace .*{says}"):
         read_trace(written(tmp_path, *lines))
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_unreadable_trace_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere: No such file or directory; name a file"):
         read_trace(tmp_path / "nowhere")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
@@ -66,7 +66,7 @@ def prompt(blocks: list[int], last: int = RECORDED_BLOCK) -> Prompt:
     return Prompt(tuple(blocks), (len(blocks) - 1) * RECORDED_BLOCK + last)
 
 
-def test_of_a_trace_the_first_conversations_are_kept_in_its_order() -> None:
+def test_first_conversations_of_a_trace_are_kept_in_order() -> None:
     recorded = [
         prompt([0, 1, 2], 256),
         prompt([0, 9]),  # goes on nowhere
@@ -98,7 +98,7 @@ def test_equal_blocks_are_equal_tokens_and_another_salt_gives_others() -> None:
     assert list(workload.token_ids(4096, 1)) == [one, two]
 
 
-def test_what_is_repeated_is_the_share_of_blocks_in_prefixes_seen_before() -> None:
+def test_repeated_share_counts_blocks_in_prefixes_seen_before() -> None:
     workload = Workload("", 64, (prompt([1, 2]), prompt([1, 2, 3, 4]), prompt([9, 2])))
     assert (workload.repeated, workload.distinct_blocks) == (2 / 8, 5)
 

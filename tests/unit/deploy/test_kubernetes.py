@@ -1,4 +1,7 @@
-"""The manifests in deploy/kubernetes, rendered by kubectl, against the API's schemas and kvferry's code."""
+"""The manifests in deploy/kubernetes against kvferry's code, and in the long list as kubectl renders them.
+
+Without kubectl, `merged` stands in for the part of kustomize that the manifests use.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,9 @@ TIERS = {"disk-tier": "file", "object-tier": "object"}
 NO_SCHEMA = {"PodMonitor"}
 """Kinds of other projects, which the schemas of Kubernetes do not have."""
 
-pytestmark = pytest.mark.skipif(not TOOLS, reason="KVFERRY_TEST_KUBERNETES names no environment with kubectl")
+needs_kubectl = pytest.mark.skipif(
+    not TOOLS, reason="KVFERRY_TEST_KUBERNETES names no environment with kubectl"
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +49,42 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
+def merged(base: Any, patch: Any) -> Any:
+    """Return a manifest with a strategic merge patch: dictionaries merge, and lists by name or path."""
+    if isinstance(base, dict) and isinstance(patch, dict):
+        return base | {key: merged(base.get(key), value) for key, value in patch.items()}
+    if isinstance(base, list) and isinstance(patch, list) and all(isinstance(one, dict) for one in patch):
+        found = {one.get("mountPath") or one["name"]: one for one in base}
+        for one in patch:
+            key = one.get("mountPath") or one["name"]
+            found[key] = merged(found.get(key), one)
+        return list(found.values())
+    return patch
+
+
+def read(chosen: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return all objects of the manifests with these components, without kubectl."""
+    objects: list[dict[str, Any]] = []
+    for folder in (SOURCE / "base", *(SOURCE / "components" / name for name in chosen)):
+        whole = yaml.safe_load((folder / "kustomization.yaml").read_text())
+        for file in whole.get("resources", []):
+            objects += yaml.safe_load_all((folder / file).read_text())
+        for each in whole.get("configMapGenerator", []):
+            data = dict(literal.split("=", 1) for literal in each.get("literals", []))
+            objects.append({"kind": "ConfigMap", "metadata": {"name": each["name"]}, "data": data})
+        for each in whole.get("secretGenerator", []):
+            objects.append({"kind": "Secret", "metadata": {"name": each["name"]}})
+        for each in whole.get("patches", []):
+            patch = yaml.safe_load(each["patch"])
+            del patch["metadata"]
+            objects = [
+                merged(one, patch) if one["kind"] == each["target"]["kind"] else one for one in objects
+            ]
+    return objects
+
+
 def render(tree: Path, chosen: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return all objects of the manifests with these components."""
+    """Return all objects of the manifests with these components, as kubectl renders them."""
     whole = yaml.safe_load((tree / "kustomization.yaml").read_text())
     whole["components"] = [f"components/{name}" for name in chosen]
     (tree / "kustomization.yaml").write_text(yaml.safe_dump(whole))
@@ -59,10 +98,21 @@ def kustomize(folder: Path) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module", params=CHOICES, ids=lambda chosen: "+".join(chosen) or "none")
-def rendered(request: pytest.FixtureRequest, tree: Path) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
+def how_and_chosen(how: str, chosen: tuple[str, ...], *marks: pytest.MarkDecorator) -> Any:
+    return pytest.param((how, chosen), id=f"{how}-{'+'.join(chosen) or 'none'}", marks=marks)
+
+
+READ = [how_and_chosen("read", chosen) for chosen in ((), tuple(COMPONENTS))]
+RENDERED = [how_and_chosen("kubectl", chosen, pytest.mark.long, needs_kubectl) for chosen in CHOICES]
+
+
+@pytest.fixture(scope="module", params=[*READ, *RENDERED])
+def rendered(request: pytest.FixtureRequest) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
     """Return a choice of components, and all objects."""
-    return request.param, render(tree, request.param)
+    how, chosen = request.param
+    if how == "read":
+        return chosen, read(chosen)
+    return chosen, render(request.getfixturevalue("tree"), chosen)
 
 
 @pytest.fixture
@@ -102,7 +152,11 @@ def environment(objects: list[dict[str, Any]], container: dict[str, Any]) -> dic
     return found
 
 
-def test_every_object_is_valid_for_the_api(objects, tmp_path):
+@pytest.mark.long
+@needs_kubectl
+@pytest.mark.parametrize("chosen", CHOICES, ids=lambda chosen: "+".join(chosen) or "none")
+def test_every_object_is_valid_for_the_api(tree, chosen, tmp_path):
+    objects = render(tree, chosen)
     known = [each for each in objects if each["kind"] not in NO_SCHEMA]
     file = tmp_path / "all.yaml"
     file.write_text(yaml.safe_dump_all(known))
@@ -113,7 +167,7 @@ def test_every_object_is_valid_for_the_api(objects, tmp_path):
     assert said.count(" passed for resource ") == len(known)
 
 
-def test_an_engines_configuration_is_what_kvferry_config_prints(rendered, tmp_path):
+def test_configuration_of_engines_is_what_kvferry_config_prints(rendered, tmp_path):
     chosen, objects = rendered
     key = tmp_path / "key"
     assert CliRunner().invoke(app, ["keygen", str(key)]).exit_code == 0
@@ -142,7 +196,7 @@ def test_an_engines_configuration_is_what_kvferry_config_prints(rendered, tmp_pa
     assert seen == {Role.PREFILL, Role.DECODE}
 
 
-def test_the_router_takes_its_arguments_and_names_every_engine(objects):
+def test_router_takes_its_arguments_and_names_every_engine(objects):
     [container] = [t["spec"]["containers"][0] for name, t in pods(objects) if name == "kvferry-router"]
     assert container["command"] == ["kvferry"]
     parse_command_line(container["args"])
@@ -210,8 +264,8 @@ def assert_monitors_read_every_pod_once(
     assert sorted(read) == (sorted(templates) if monitors else [])
 
 
-def test_the_policy_lets_engines_reach_the_ports_of_kv_and_the_router_the_api(tree):
-    objects = render(tree, ("network-policy",))
+def test_network_policy_lets_engines_reach_the_ports_of_kv_and_the_router_the_api():
+    objects = read(("network-policy",))
     [policy] = of_kind(objects, "NetworkPolicy")
     templates = dict(pods(objects))
     between, api = policy["spec"]["ingress"]
@@ -229,8 +283,8 @@ def test_the_policy_lets_engines_reach_the_ports_of_kv_and_the_router_the_api(tr
         assert peers.items() <= templates[f"kvferry-{role}"]["metadata"]["labels"].items()
 
 
-def test_prometheus_reaches_engines_and_router(tree):
-    objects = render(tree, tuple(COMPONENTS))
+def test_prometheus_reaches_engines_and_router():
+    objects = read(tuple(COMPONENTS))
     prometheus = {"app.kubernetes.io/name": "prometheus"}
     for name, template in pods(objects):
         labels = template["metadata"]["labels"]
@@ -252,7 +306,9 @@ def test_prometheus_reaches_engines_and_router(tree):
         ), name
 
 
-def test_an_image_of_another_name_reaches_every_container(tree, tmp_path):
+@pytest.mark.long
+@needs_kubectl
+def test_other_image_reaches_every_container(tree, tmp_path):
     copy = tmp_path / "kubernetes"
     shutil.copytree(tree, copy)
     whole = yaml.safe_load((copy / "kustomization.yaml").read_text())
@@ -266,17 +322,19 @@ def test_an_image_of_another_name_reaches_every_container(tree, tmp_path):
         assert {each["image"] for each in containers} == {"registry.example/team/engine:1.2"}
 
 
-def test_the_manifests_are_refused_without_a_key(tmp_path):
+@pytest.mark.long
+@needs_kubectl
+def test_manifests_are_refused_without_a_key(tmp_path):
     copy = tmp_path / "kubernetes"
     shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("key"))
     with pytest.raises(AssertionError, match="key"):
         kustomize(copy)
 
 
-@pytest.mark.slow
-def test_vllm_takes_an_engines_arguments(tree):
+@pytest.mark.long
+def test_vllm_takes_the_arguments_of_engines():
     pytest.importorskip("vllm")
-    objects = render(tree, ())
+    objects = read(())
     commands = []
     for name, template in pods(objects):
         if name != "kvferry-router":

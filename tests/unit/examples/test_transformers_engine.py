@@ -12,9 +12,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from examples.transformers_engine import tiers
 from examples.transformers_engine.engine import Engine, Request
-from examples.transformers_engine.tiers import ANSWER_TOKENS, CHUNK_TOKENS, damage, demonstrate, prompt
+from examples.transformers_engine.tiers import (
+    ANSWER_TOKENS,
+    CHUNK_TOKENS,
+    damage,
+    demonstrate,
+    in_new_process,
+    prompt,
+)
 from kvferry.serving.tiny import tiny_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -73,7 +79,7 @@ def start(checkpoint, tmp_path):
     return started
 
 
-def test_its_answers_are_those_of_transformers(start, tokens, reference):
+def test_answers_of_the_example_engine_are_those_of_transformers(start, tokens, reference):
     with start() as engine:
         answer = engine.generate(tokens, ANSWER_TOKENS)
     assert (dict(answer.loaded), answer.computed) == ({}, len(tokens))
@@ -81,7 +87,7 @@ def test_its_answers_are_those_of_transformers(start, tokens, reference):
     assert len(set(answer.token_ids)) > ANSWER_TOKENS // 2, "a model that repeats itself shows little"
 
 
-def test_it_answers_alike_from_host_memory_and_from_a_directory(start, tokens, reference):
+def test_answers_are_the_same_from_host_memory_and_from_files(start, tokens, reference):
     with start() as engine:
         engine.generate(tokens, ANSWER_TOKENS)
         engine.finish_stores()
@@ -93,7 +99,7 @@ def test_it_answers_alike_from_host_memory_and_from_a_directory(start, tokens, r
     assert again.token_ids == from_file.token_ids == reference(tokens)
 
 
-def test_it_computes_what_follows_a_prefix_that_is_kept(start, tokens, reference):
+def test_engine_computes_only_tokens_after_a_stored_prefix(start, tokens, reference):
     longer = [*tokens, *reversed(tokens[:50])]
     with start() as engine:
         engine.generate(tokens, ANSWER_TOKENS)
@@ -116,12 +122,14 @@ class Spoiled(Engine):
         return places
 
 
-@pytest.mark.parametrize("group", [0, 1], ids=["windows", "full attention"])
-def test_what_is_spoiled_after_the_checksum_changes_the_answer(start, tokens, reference, monkeypatch, group):
-    monkeypatch.setattr(Spoiled, "group", group)
+@pytest.mark.parametrize("number", [0, 1], ids=["windows", "full attention"])
+def test_kv_spoiled_after_the_checksum_changes_the_answer(start, tokens, reference, number):
+    class SpoiledGroup(Spoiled):
+        group = number
+
     with start() as engine:
         engine.generate(tokens, ANSWER_TOKENS)
-    with start(Spoiled) as spoiled:
+    with start(SpoiledGroup) as spoiled:
         answer = spoiled.generate(tokens, ANSWER_TOKENS)
     assert dict(answer.loaded) == {"file": len(tokens)}
     assert answer.token_ids != reference(tokens)
@@ -162,8 +170,9 @@ def test_a_load_holds_only_the_window_of_layers_that_have_one(start, tokens):
     assert windows <= 64 // 16 + 1
 
 
+@pytest.mark.long  # import-linter forbids the example to import vLLM
 @pytest.mark.timeout(1200)
-def test_it_needs_no_vllm(checkpoint, tmp_path):
+def test_example_engine_runs_without_vllm(checkpoint, tmp_path):
     code = (
         "import sys; sys.modules['vllm'] = sys.modules['kvferry.engines'] = None\n"  # imports of these raise
         "from pathlib import Path\n"
@@ -176,18 +185,24 @@ def test_it_needs_no_vllm(checkpoint, tmp_path):
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.timeout(1200)  # four processes, each of which imports torch and transformers
-def test_the_demonstration_is_as_it_says(checkpoint, tmp_path):
+def here(call):
+    return call()
+
+
+# Four processes, each of which imports torch and transformers.
+IN_NEW_PROCESSES = pytest.param(in_new_process, marks=[pytest.mark.long, pytest.mark.timeout(1200)])
+
+
+@pytest.mark.parametrize("elsewhere", [here, IN_NEW_PROCESSES])
+def test_demonstration_passes(checkpoint, tmp_path, elsewhere):
     said: list[str] = []
-    assert demonstrate(checkpoint, tmp_path, said.append), "\n".join(said)
+    assert demonstrate(checkpoint, tmp_path, said.append, elsewhere=elsewhere), "\n".join(said)
     assert len(said) == 5
     assert "300 from file, 1 computed" in said[2]
 
 
-def test_the_demonstration_notices_another_answer(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(tiers, "SpoiledEngine", Engine)
-    monkeypatch.setattr(tiers, "_elsewhere", lambda call: call())
+def test_demonstration_fails_if_an_answer_differs(checkpoint, tmp_path):
     said: list[str] = []
-    assert not demonstrate(checkpoint, tmp_path, said.append)
+    assert not demonstrate(checkpoint, tmp_path, said.append, elsewhere=here, spoiled=Engine)
     assert "NOT as expected" in said[3]
     assert all("NOT" not in text for text in (*said[:3], said[4]))

@@ -25,17 +25,15 @@ from faults.values import Fault, Leaks, Trial, judged
         (["--report", "{folder}/page.md"], "the page has no part 'faults' to write"),
     ],
 )
-def test_what_cannot_be_run_is_refused_in_words(
+def test_campaign_that_cannot_run_is_refused_with_a_reason(
     arguments: list[str],
     said: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "page.md").write_text("nothing\n")
-    monkeypatch.setattr("sys.argv", ["campaign", *(one.format(folder=tmp_path) for one in arguments)])
     with pytest.raises(SystemExit) as ended:
-        main()
+        main([one.format(folder=tmp_path) for one in arguments])
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
 
@@ -67,7 +65,6 @@ def test_a_campaign_fails_if_anything_is_wrong_or_a_protection_is_not_missed(
 
     monkeypatch.setattr(campaign, "campaign", ran)
     monkeypatch.setenv("XDG_RUNTIME_DIR", "")  # main sets it
-    monkeypatch.setattr("sys.argv", ["campaign"])
-    assert main() == bool(problem)
+    assert main([]) == bool(problem)
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("BAD ")]
     assert (f"BAD {problem}" in said) if problem else not said

@@ -164,7 +164,7 @@ def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # A kind with a protection is seen to find something, and nothing, by the campaign itself.
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if not kind.protections])
-def test_nothing_is_found_where_nothing_happens(
+def test_kind_detects_nothing_without_a_fault(
     name: str, tmp_path: Path, no_time: None, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(network, "CLOSED_SECONDS", 0.1)
@@ -178,7 +178,7 @@ def test_nothing_is_found_where_nothing_happens(
     ("answer", "closes", "noticed"),
     [(b"\xff", True, True), (b"\xff", False, False), (bytes(65), True, False)],
 )
-def test_garbage_was_noticed_if_the_connection_was_closed_and_nothing_but_a_greeting_came_back(
+def test_garbage_counts_as_noticed_only_if_the_connection_closes_after_the_greeting(
     answer: bytes, closes: bool, noticed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     if not closes:
@@ -187,7 +187,7 @@ def test_garbage_was_noticed_if_the_connection_was_closed_and_nothing_but_a_gree
         assert tried(GARBAGE, tmp_path, port)[1].detected == noticed
 
 
-def test_a_control_channel_closes_connections_of_strangers_who_say_garbage(tmp_path: Path):
+def test_control_channel_closes_connections_that_send_garbage(tmp_path: Path):
     server = ControlServer(HOST, 0, ProducerCard(facts(), cards()), new_keys())
     try:
         assert tried(GARBAGE, tmp_path, server.port)[1].detected

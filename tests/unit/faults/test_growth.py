@@ -8,10 +8,8 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
-from faults import growth
 from faults.growth import LEAST_SAMPLES, LIMITS, Sample, growing, sample, slopes, table
 
 pytestmark = pytest.mark.slow
@@ -24,7 +22,7 @@ def grown(name: str, by_per_minute: float) -> list[Sample]:
     return [replace(one, **{name: getattr(one, name) + by_per_minute * n}) for n, one in enumerate(FLAT)]
 
 
-def test_what_stays_flat_is_no_problem():
+def test_flat_samples_are_no_problem():
     assert not growing(FLAT)
 
 
@@ -46,12 +44,12 @@ def test_a_leak_of_many_descriptors_is_found_in_minutes():
     assert [line.split()[0] for line in growing(short)] == ["descriptors"]
 
 
-def test_what_moves_once_in_a_short_soak_is_no_leak():
+def test_single_step_in_a_short_soak_is_no_leak():
     short = [replace(one, at=10.0 * n, threads=80 + (n > 5)) for n, one in enumerate(FLAT[:9])]
     assert not growing(short)
 
 
-def test_what_grew_only_while_caches_filled_is_no_problem():
+def test_growth_while_caches_fill_is_no_problem():
     warm = [replace(one, memory_mib=500.0, descriptors=100) if n < 20 else one for n, one in enumerate(FLAT)]
     assert not growing(warm)
     assert slopes(warm)["descriptors"] == 0
@@ -64,16 +62,10 @@ def test_samples_that_are_too_few_are_a_problem():
     assert growing([])
 
 
-@pytest.fixture(autouse=True)
-def _childless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out children that earlier tests of this process may have left."""
-    monkeypatch.setattr(growth, "_family", lambda pid: [psutil.Process(pid)])
-
-
 def test_a_process_is_looked_at_with_all_that_it_holds(tmp_path: Path):
     log = tmp_path / "log"
     log.write_bytes(bytes(2048))
-    found = sample(1.0, {"test": os.getpid()}, [log])
+    found = sample(1.0, {"test": os.getpid()}, [log], descendants=False)
     (share,) = found.shares_mib.values()
     assert 10 < found.memory_mib == pytest.approx(share, abs=0.1)
     assert found.descriptors > 2
@@ -82,7 +74,7 @@ def test_a_process_is_looked_at_with_all_that_it_holds(tmp_path: Path):
     assert table([found, *FLAT[1:6]]).count("\n") == 5
 
 
-def test_what_a_process_leaks_is_found(tmp_path: Path):
+def test_leaks_of_a_process_are_found(tmp_path: Path):
     log = tmp_path / "log"
     log.write_bytes(b"")
     stop, seen, kept = threading.Event(), [], []
@@ -96,7 +88,7 @@ def test_what_a_process_leaks_is_found(tmp_path: Path):
     for n in range(12):
         for leak in leaks.values():
             leak()
-        seen.append(sample(60.0 * n, {"test": os.getpid()}, [log]))
+        seen.append(sample(60.0 * n, {"test": os.getpid()}, [log], descendants=False))
     stop.set()
     for one in kept:
         one.join() if isinstance(one, threading.Thread) else one.close()

@@ -83,7 +83,7 @@ class Ended:
     ],
     ids=["nothing", "blocks", "pins", "death"],
 )
-def test_what_an_engine_still_has_at_the_end_is_counted(
+def test_blocks_pins_and_deaths_at_the_end_count_as_leaks(
     engine: Ended, left: Leaks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))

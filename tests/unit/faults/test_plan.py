@@ -58,7 +58,7 @@ def test_fewer_faults_than_kinds_are_refused():
         plan(1, 2, ["a"], FEW)
 
 
-def test_no_fault_has_more_beside_it_than_its_kind_allows():
+def test_fault_has_no_more_company_than_its_kind_allows():
     faults = plan(3, 200, ["a"], FEW)
     packed = list(rounds(faults, FEW))
     assert sorted(fault.number for each in packed for fault in each) == list(range(200))

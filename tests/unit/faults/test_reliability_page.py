@@ -38,7 +38,7 @@ def test_every_public_report_has_a_test():
     assert all(NAMED.search(row) for row in rows)
 
 
-def test_the_campaigns_part_is_written_between_its_marks_and_nothing_else_changes():
+def test_campaigns_part_of_the_page_is_replaced_between_its_marks():
     verdict = judged(Fault(0, "preemption", "qwen3", 1), Trial("2 preemptions", "2 | answers", answers=1))
     body = campaign_part(
         "make faults",

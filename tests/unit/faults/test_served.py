@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from faults import served as module
 from faults.references import TOLERANCE, References
 from faults.served import Served, Stuck
 from support.vllm_engine.process import EngineError
@@ -25,7 +24,7 @@ def made(log: Path) -> tuple[Served, Any]:
 
 
 @pytest.mark.parametrize("how", ["says so", "is gone"])
-def test_an_engine_that_dies_fails_what_waits_for_it_and_is_dead(tmp_path, how):
+def test_engine_that_dies_fails_its_waiting_calls(tmp_path, how):
     async def die() -> Served:
         one, theirs = made(tmp_path / "log")
         waiting = asyncio.create_task(one.do("free_blocks"))
@@ -52,12 +51,10 @@ def test_an_engine_that_the_campaign_ends_has_not_died(tmp_path):
     assert not asyncio.run(end()).died
 
 
-def test_a_request_without_an_answer_is_stuck(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "REQUEST_SECONDS", 0.05)
-
+def test_a_request_without_an_answer_is_stuck(tmp_path):
     async def wait() -> None:
         one, _ = made(tmp_path / "log")
-        await one.answer("r1", asyncio.get_running_loop().create_future())
+        await one.answer("r1", asyncio.get_running_loop().create_future(), 0.05)
 
     with pytest.raises(Stuck, match="request r1 has not ended"):
         asyncio.run(wait())
@@ -92,7 +89,7 @@ ANSWER = {"tokens": [1, 2], "logprobs": [{1: -0.1, 3: -2.0}, {2: -0.2}], "finish
         {"finish": "error"},
     ],
 )
-def test_an_answer_is_wrong_if_its_tokens_or_logprobs_are_others_or_it_ended_otherwise(change):
+def test_answer_with_other_tokens_logprobs_or_finish_reason_is_wrong(change):
     references = object.__new__(References)
     references._answers, references._own = {((5, 6), ""): ANSWER}, {(5, 6): ""}
     references.tolerance = TOLERANCE

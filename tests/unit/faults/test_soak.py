@@ -55,7 +55,7 @@ def test_a_sound_soak_has_no_problem():
         lambda soak: soak.tokens.pop("file, at the prefill engine"),
     ],
 )
-def test_each_judge_says_no(spoil: Callable[[Soak], object]):
+def test_each_kind_of_problem_fails_the_soak(spoil: Callable[[Soak], object]):
     soak = sound()
     spoil(soak)
     assert len(problems(soak)) == 1
@@ -93,24 +93,20 @@ def test_the_part_is_written_into_the_page():
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "an hour", ""])
-def test_no_time_to_soak_for_is_refused_in_words(
-    seconds: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr("sys.argv", ["soak", "--seconds", seconds])
+def test_soak_without_a_positive_time_is_refused(seconds: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
-        main()
+        main(["--seconds", seconds])
     said = capsys.readouterr().err.splitlines()[-1]
     assert f"{seconds!r} is no time to soak for; give 60 seconds or more" in said
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_the_soak(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     page = tmp_path / "page.md"
     page.write_text("nothing\n")
-    monkeypatch.setattr("sys.argv", ["soak", "--report", str(page)])
     with pytest.raises(SystemExit):
-        main()
+        main(["--report", str(page)])
     assert "has no part 'soak'" in capsys.readouterr().err
 
 
@@ -127,7 +123,7 @@ def test_a_signal_in_the_middle_of_a_task_ends_the_soak_without_a_traceback(capl
     assert not caplog.text
 
 
-def test_other_errors_of_a_task_that_nobody_awaits_are_still_reported(caplog):
+def test_errors_of_unawaited_tasks_are_reported(caplog):
     async def broken() -> None:
         raise ValueError("a fault of the soak itself")
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from faults import soak_rest
 from faults.soak import TOGETHER, Traffic
 from faults.soak_rest import HELD, held_at_rest
 from faults.soak_values import Soak
@@ -59,7 +58,7 @@ def served(answer: str, status: int = 200, page: str = "") -> Iterator[str]:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+        Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 
@@ -76,7 +75,7 @@ def soaked(ask: Ask, expected: list[str], answer: str, status: int = 200) -> Soa
     ("ask", "answer"),
     [(SHORT, complete("right")), (STREAM, streamed("ri", "ght")), (LEAVES, streamed("r", "i", "ght"))],
 )
-def test_what_is_right_is_counted(ask: Ask, answer: str):
+def test_right_answers_are_counted(ask: Ask, answer: str):
     soak = soaked(ask, ["right"], answer)
     assert len(soak.answers) + soak.left == TOGETHER
     assert bool(soak.left) is (ask is LEAVES)
@@ -94,7 +93,7 @@ def test_what_is_right_is_counted(ask: Ask, answer: str):
         (LEAVES, streamed("r", "x", "ght")),
     ],
 )
-def test_what_is_wrong_is_a_wrong_answer(ask: Ask, answer: str):
+def test_wrong_answers_are_counted_as_wrong(ask: Ask, answer: str):
     soak = soaked(ask, ["right"], answer)
     assert len(soak.wrong) == TOGETHER
     assert not soak.answers
@@ -105,7 +104,7 @@ def test_what_is_wrong_is_a_wrong_answer(ask: Ask, answer: str):
     ("ask", "answer", "status"),
     [(SHORT, "", 500), (STREAM, 'data: {"error": "it broke"}\n\n', 200)],
 )
-def test_what_fails_is_a_request_without_an_answer(ask: Ask, answer: str, status: int):
+def test_failed_requests_have_no_answer(ask: Ask, answer: str, status: int):
     soak = soaked(ask, ["right"], answer, status)
     assert len(soak.failed) == TOGETHER
     assert not soak.answers
@@ -115,12 +114,11 @@ def rest(page: str) -> list[str]:
     """What an engine with this page of metrics holds."""
     with served(complete("a"), page=page) as url:
         engine: Any = SimpleNamespace(spec=SimpleNamespace(url=url, name="decode-0"))
-        return asyncio.run(held_at_rest([engine], "a model"))
+        return asyncio.run(held_at_rest([engine], "a model", 0.0))
 
 
-def test_what_an_engine_holds_to_the_end_of_a_rest_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_resources_held_after_a_rest_are_named():
     assert rest(PAGE) == []
-    monkeypatch.setattr(soak_rest, "REST_SECONDS", 0.0)
     page = PAGE.replace("kvferry_leases 0.0", "kvferry_leases 3.0")
     assert rest(page) == ["decode-0 holds kvferry_leases 3"]
     assert "no metric kvferry_late_blocks" in rest(PAGE.replace("kvferry_late", "kvferry_early"))[0]

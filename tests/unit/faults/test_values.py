@@ -26,7 +26,7 @@ def test_a_fault_that_was_injected_detected_and_survived_leaves_no_problem():
         (Trial("bytes", "checksum", stuck=["a"], answers=1), "1 stuck requests"),
     ],
 )
-def test_whatever_lacks_or_is_wrong_is_a_problem(trial, problem):
+def test_missing_or_wrong_evidence_is_a_problem(trial, problem):
     assert problem in totals([judged(FAULT, trial)], Leaks()).problems
 
 
@@ -41,7 +41,7 @@ def test_whatever_lacks_or_is_wrong_is_a_problem(trial, problem):
         (Trial("bytes", "", wrong=["r1 is wrong"], told=["r1 Scheduled"]), "r1 is wrong; bytes"),
     ],
 )
-def test_what_engines_said_is_shown_where_nothing_else_explains_a_trial(trial, note):
+def test_messages_of_engines_are_shown_if_nothing_else_explains_a_trial(trial, note):
     assert judged(FAULT, trial).note == note
 
 
@@ -54,5 +54,5 @@ def test_what_engines_said_is_shown_where_nothing_else_explains_a_trial(trial, n
         (Leaks(files=4), "4 leaked files"),
     ],
 )
-def test_whatever_is_left_is_a_problem(leaks, problem):
+def test_leaks_are_a_problem(leaks, problem):
     assert totals([judged(FAULT, GOOD)], Leaks() + leaks).problems == [problem]

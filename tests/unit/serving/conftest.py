@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,14 +20,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvferry.serving.ports import free_ports, listen, url_of
+from kvferry.serving.ports import listen, url_of
 from kvferry.serving.role import Role
 from kvferry.serving.router.app import router_app
 from kvferry.serving.router.settings import RouterSettings
+from support.ports import reserved_port
 from support.scripted_engines import ENGINE, Script
 from support.waiting import wait_for
 
 KV = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [[1, 2]]}
+_TICK_SECONDS = 0.01
 TOKENS = ["The", " bytes", " are", " moved", "."]
 
 
@@ -74,7 +77,7 @@ class FakeEngine:
         status: of completions.
         healthy: whether its /health answers 200.
         hands_over: kv_transfer_params of a whole answer.
-        delay_seconds: before it answers.
+        delay_seconds: before it answers. A test may change it, and `event_seconds`, to end a wait.
         dies_after: number of events after which its connection breaks; None for a stream that ends well.
         event_seconds: between two events.
         chunks: bytes of a stream, instead of the usual events.
@@ -130,11 +133,12 @@ class FakeEngine:
         self.headers.append(dict(request.headers))
         self.ports.append(request.client.port)
         body = json.loads(self.raw[-1])
-        try:
-            await asyncio.wait_for(_left(request), self.delay_seconds or 0.001)
-        except TimeoutError:
-            pass
-        else:
+        began = time.monotonic()
+        left = await request.is_disconnected()
+        while not left and time.monotonic() - began < self.delay_seconds:
+            await asyncio.sleep(_TICK_SECONDS)
+            left = await request.is_disconnected()
+        if left:
             self.aborted += 1
             return Response()
         if self.status != 200:
@@ -156,15 +160,13 @@ class FakeEngine:
                     # uvicorn cuts the connection when an application raises in its answer.
                     raise ConnectionResetError
                 yield event
-                await asyncio.sleep(self.event_seconds)
+                began = time.monotonic()
+                await asyncio.sleep(0)
+                while time.monotonic() - began < self.event_seconds:  # noqa: ASYNC110 - a thread ends it
+                    await asyncio.sleep(_TICK_SECONDS)
         except (asyncio.CancelledError, GeneratorExit):
             self.aborted += 1
             raise
-
-
-async def _left(request: Request) -> None:
-    while not await request.is_disconnected():  # noqa: ASYNC110 - it is no event
-        await asyncio.sleep(0.01)
 
 
 async def _broken():
@@ -219,19 +221,20 @@ def kv() -> dict[str, Any]:
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Callable[..., Script]:
-    """Makes specifications of scripts in the place of engines."""
-
-    def make(name: str = "prefill-0", code: str = ENGINE, role: Role = Role.PREFILL) -> Script:
-        [port] = free_ports(1)
-        return Script(name=name, role=role, model="m", port=port, code=code, folder=str(tmp_path))
-
-    return make
+def reserved() -> Iterator[Callable[[], int]]:
+    """Returns ports that no other process gets, until the end of the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda: stack.enter_context(reserved_port())
 
 
 @pytest.fixture
-def eventually() -> Callable[..., None]:
-    return wait_for
+def script(tmp_path: Path, reserved: Callable[[], int]) -> Callable[..., Script]:
+    """Makes specifications of scripts in the place of engines."""
+
+    def make(name: str = "prefill-0", code: str = ENGINE, role: Role = Role.PREFILL) -> Script:
+        return Script(name=name, role=role, model="m", port=reserved(), code=code, folder=str(tmp_path))
+
+    return make
 
 
 @pytest.fixture
@@ -240,7 +243,6 @@ def serve_app() -> Callable[..., Any]:
 
 
 @pytest.fixture
-def nobody() -> str:
+def nobody(reserved: Callable[[], int]) -> str:
     """A URL where nobody listens."""
-    with listen("127.0.0.1", 0) as sock:
-        return url_of(sock)
+    return f"http://127.0.0.1:{reserved()}"

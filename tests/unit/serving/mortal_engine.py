@@ -2,7 +2,7 @@
 
 FD is the number of an inherited listening socket. The engine speaks enough of the OpenAI API for a router. A
 prompt that contains POISON ends the process with the request in flight; one that contains "late" is answered
-after two seconds; one that contains "500" with that status.
+once the file LOG.go exists; one that contains "500" with that status.
 """
 
 import json
@@ -33,7 +33,8 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(500, {"error": {"message": "a fault of its own"}})
             return
         if "late" in body["prompt"]:
-            time.sleep(2)
+            while not Path(f"{self.server.log}.go").exists():
+                time.sleep(0.01)
         params = KV if (body.get("kv_transfer_params") or {}).get("do_remote_decode") else None
         self.answer(200, {"choices": [{"text": "moved"}], "kv_transfer_params": params})
 

@@ -5,47 +5,42 @@ import resource
 import signal
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.serving.launch import EngineProcess, EngineSpec, EngineState, Fleet, LaunchError, Role
+from kvferry.serving.guard import STOP
+from kvferry.serving.launch import EngineSpec, EngineState, Fleet, LaunchError, Role
+from support.clock import Clock
 from support.scripted_engines import alive, pids_of
-
-# Tests beside it would take ports that were found free.
-pytestmark = pytest.mark.alone
+from support.waiting import wait_for
 
 FAILS = "import sys; print('ValueError: no room'); sys.exit(3)"
 REFUSES = "import sys; print('x.py: error: unrecognized arguments: --foo'); sys.exit(2)"
 SLEEPS = "import time; time.sleep(300)"
 DEAF = """
 import signal, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
 print("deaf", flush=True)
-time.sleep(300)
+while True:
+    time.sleep(300)
 """
 
 
-@pytest.fixture
-def deaf(eventually):
-    """Waits until a DEAF script of this fleet is."""
-
-    def wait(fleet: Fleet) -> None:
-        eventually(lambda: "deaf" in fleet.engines[0].log_path.read_text())
-
-    return wait
+def wait_until_logged(fleet: Fleet, word: str) -> None:
+    wait_for(lambda: word in fleet.engines[0].log_path.read_text())
 
 
-def test_a_log_that_cannot_be_written_is_one_sentence(tmp_path):
+def test_log_that_cannot_be_written_is_one_sentence(tmp_path):
     Path(tmp_path, "prefill-0.log").mkdir()
     spec = EngineSpec(name="prefill-0", role=Role.PREFILL, model="m", port=1)
     with pytest.raises(LaunchError, match=r"the engines cannot be started: Is a directory .*--log-dir"):
         Fleet([spec], tmp_path).start()
 
 
-def test_only_the_user_may_enter_the_folder_of_the_logs_whatever_the_umask(tmp_path):
+def test_log_folder_is_private_under_any_umask(tmp_path):
     before = os.umask(0)
     try:
         with Fleet([], tmp_path / "logs"):
@@ -54,7 +49,7 @@ def test_only_the_user_may_enter_the_folder_of_the_logs_whatever_the_umask(tmp_p
         os.umask(before)
 
 
-def test_a_fleet_is_ready_when_every_engine_answers_and_leaves_nothing(tmp_path, script):
+def test_fleet_is_ready_when_every_engine_answers_and_leaves_no_process(tmp_path, script):
     specs = [script("prefill-0"), script("decode-0", role=Role.DECODE)]
     with Fleet(specs, tmp_path / "logs") as fleet:
         shown = []
@@ -77,9 +72,7 @@ def test_a_fleet_is_ready_when_every_engine_answers_and_leaves_nothing(tmp_path,
     ],
     ids=["fails", "refuses", "killed"],
 )
-def test_an_engine_that_dies_at_start_is_one_sentence_and_ends_the_others(
-    tmp_path, script, code, error, said
-):
+def test_engine_that_exits_at_start_is_one_sentence_and_stops_the_others(tmp_path, script, code, error, said):
     specs = [script("prefill-0"), script("decode-0", code)]
     with pytest.raises(error) as caught, Fleet(specs, tmp_path) as fleet:
         fleet.wait_ready()
@@ -88,83 +81,88 @@ def test_an_engine_that_dies_at_start_is_one_sentence_and_ends_the_others(
     assert all(engine.state is EngineState.DEAD for engine in fleet.engines)
 
 
-def test_an_engine_that_is_not_ready_in_time_is_given_up(tmp_path, script):
-    with (
-        pytest.raises(LaunchError, match=r"prefill-0 is not ready after 0\.3 s"),
-        Fleet([script(code=SLEEPS)], tmp_path, startup_timeout_seconds=0.3) as fleet,
-    ):
-        fleet.wait_ready()
+def test_engine_that_is_not_ready_in_time_is_an_error(tmp_path, script):
+    clock = Clock()
+    fleet = Fleet([script(code=SLEEPS)], tmp_path, startup_timeout_seconds=60, clock=clock)
+
+    def advance(_) -> None:
+        clock.now += 50
+
+    with pytest.raises(LaunchError, match=r"prefill-0 is not ready after 60 s"), fleet:
+        fleet.wait_ready(advance)
+    assert clock.now == 100
 
 
-def test_an_engine_that_does_not_end_when_asked_is_killed_after_the_grace(tmp_path, script, deaf):
-    with Fleet([script(code=DEAF)], tmp_path, stop_timeout_seconds=0.5) as fleet:
-        deaf(fleet)
-        began = time.monotonic()
-    assert 0.5 < time.monotonic() - began < 40
-    assert fleet.engines[0].state is EngineState.DEAD
+def test_guard_kills_an_engine_that_ignores_sigterm_after_the_grace():
+    reading, writing = os.pipe()
+    guard = [sys.executable, "-m", "kvferry.serving.guard", str(reading), "0.1"]
+    command = [*guard, sys.executable, "-c", DEAF]
+    with subprocess.Popen(command, pass_fds=[reading], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "deaf\n"
+        os.write(writing, STOP)
+        assert process.wait(60) == 128 + signal.SIGKILL
+    os.close(reading)
+    os.close(writing)
 
 
-def test_a_kill_does_not_wait_for_the_grace(tmp_path, script, deaf):
-    with Fleet([script(code=DEAF)], tmp_path, stop_timeout_seconds=60) as fleet:
-        deaf(fleet)
-        began = time.monotonic()
+def test_kill_does_not_wait_for_the_grace(tmp_path, script):
+    with Fleet([script(code=DEAF)], tmp_path, stop_timeout_seconds=3600) as fleet:
+        wait_until_logged(fleet, "deaf")
         fleet.kill()
-    assert time.monotonic() - began < 40
-
-
-def test_an_interrupt_while_stopping_kills_and_is_raised(tmp_path, script, deaf, monkeypatch):
-    waits = iter([KeyboardInterrupt])
-    finish_stop = EngineProcess.finish_stop
-
-    def interrupted(engine):
-        for error in waits:
-            raise error
-        finish_stop(engine)
-
-    fleet = Fleet([script(code=DEAF)], tmp_path, stop_timeout_seconds=60)
-    fleet.start()
-    deaf(fleet)
-    monkeypatch.setattr(EngineProcess, "finish_stop", interrupted)
-    began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        fleet.stop()
-    assert time.monotonic() - began < 40
     assert fleet.engines[0].state is EngineState.DEAD
 
 
-def test_an_engine_that_dies_later_is_seen_and_its_children_are_ended(tmp_path, script, eventually):
+def test_interrupt_during_a_stop_kills_the_engines_and_is_raised(tmp_path, script):
+    fleet = Fleet([script(code=DEAF)], tmp_path, stop_timeout_seconds=3600)
+    fleet.start()
+    wait_until_logged(fleet, "deaf")
+
+    def interrupt() -> None:
+        wait_until_logged(fleet, "asked")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            fleet.stop()
+        assert fleet.engines[0].state is EngineState.DEAD
+    finally:
+        thread.join()
+        fleet.kill()
+
+
+def test_children_of_an_engine_that_died_are_ended(tmp_path, script):
     with Fleet([script()], tmp_path) as fleet:
         fleet.wait_ready()
         root, child = pids_of(tmp_path, "prefill-0")
         os.kill(root, signal.SIGKILL)
-        eventually(lambda: fleet.engines[0].poll() is EngineState.DEAD)
+        wait_for(lambda: fleet.engines[0].poll() is EngineState.DEAD)
         assert fleet.engines[0].exit_code == -9
         assert not alive(child)
 
 
-def test_an_engine_whose_guard_is_killed_is_dead_and_leaves_no_process_beside_its_restart(
-    tmp_path, script, eventually
-):
+def test_engine_whose_guard_was_killed_is_dead_and_leaves_no_process_beside_its_restart(tmp_path, script):
     with Fleet([script()], tmp_path) as fleet:
         fleet.wait_ready()
         earlier = pids_of(tmp_path, "prefill-0")
         os.kill(fleet.engines[0].pid, signal.SIGKILL)
-        eventually(lambda: fleet.engines[0].poll() is EngineState.DEAD)
-        eventually(lambda: not any(map(alive, earlier)))
+        wait_for(lambda: fleet.engines[0].poll() is EngineState.DEAD)
+        wait_for(lambda: not any(map(alive, earlier)))
         fleet.restart(fleet.engines[0])
         fleet.wait_ready()
     assert not any(map(alive, pids_of(tmp_path, "prefill-0")))
 
 
-def test_a_stop_after_the_guard_was_killed_ends_the_engine(tmp_path, script, eventually):
+def test_stop_ends_an_engine_whose_guard_was_killed(tmp_path, script):
     with Fleet([script()], tmp_path) as fleet:
         fleet.wait_ready()
         pids = pids_of(tmp_path, "prefill-0")
         os.kill(fleet.engines[0].pid, signal.SIGKILL)
-    eventually(lambda: not any(map(alive, pids)))
+    wait_for(lambda: not any(map(alive, pids)))
 
 
-def test_an_engine_starts_while_this_process_has_more_than_1024_open_files(tmp_path, script):
+def test_engine_starts_from_a_process_with_more_than_1024_open_files(tmp_path, script):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
     opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
@@ -177,7 +175,7 @@ def test_an_engine_starts_while_this_process_has_more_than_1024_open_files(tmp_p
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_the_router_raises_its_limit_of_open_files():
+def test_router_raises_its_limit_of_open_files():
     hard = min(2_000, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     code = "import resource, kvferry.serving.run as run; run.raise_file_limit(); "
     code += "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
@@ -186,16 +184,15 @@ def test_the_router_raises_its_limit_of_open_files():
     assert done.stdout.split() == [str(hard), str(hard)]
 
 
-def test_engines_end_when_the_launcher_is_killed(tmp_path, eventually):
+def test_engines_end_when_the_launcher_is_killed(tmp_path, reserved):
     launcher = f"""
 import sys, time
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from pathlib import Path
 from support.scripted_engines import Script
 from kvferry.serving.launch import Fleet, Role
-from kvferry.serving.ports import free_ports
 folder = {str(tmp_path)!r}
-spec = Script(name="prefill-0", role=Role.PREFILL, model="m", port=free_ports(1)[0], folder=folder)
+spec = Script(name="prefill-0", role=Role.PREFILL, model="m", port={reserved()}, folder=folder)
 with Fleet([spec], Path(folder)) as fleet:
     fleet.wait_ready()
     print("ready", flush=True)
@@ -206,10 +203,10 @@ with Fleet([spec], Path(folder)) as fleet:
         pids = pids_of(tmp_path, "prefill-0")
         assert all(map(alive, pids))
         process.kill()
-    eventually(lambda: not any(map(alive, pids)))
+    wait_for(lambda: not any(map(alive, pids)))
 
 
-def test_shared_memory_of_a_killed_engine_is_removed(tmp_path, script, eventually):
+def test_shared_memory_of_a_killed_engine_is_removed(tmp_path, script):
     code = """
 import sys, time
 from multiprocessing.shared_memory import SharedMemory
@@ -218,7 +215,7 @@ open(sys.argv[3] + "/name", "w").write(memory.name)
 time.sleep(300)
 """
     with Fleet([script(code=code)], tmp_path) as fleet:
-        eventually(lambda: (tmp_path / "name").exists() and (tmp_path / "name").read_text())
+        wait_for(lambda: (tmp_path / "name").exists() and (tmp_path / "name").read_text())
         segment = Path("/dev/shm") / (tmp_path / "name").read_text()
         assert segment.exists()
         fleet.kill()

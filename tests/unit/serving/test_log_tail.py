@@ -23,13 +23,13 @@ ECHO = "RuntimeError: Engine core initialization failed. See root cause above. F
         ([], None),
     ],
 )  # fmt: skip
-def test_the_telling_line_is_the_last_error_that_is_no_echo(tmp_path, lines, said):
+def test_error_line_is_the_last_error_that_is_no_echo(tmp_path, lines, said):
     log = tmp_path / "log"
     log.write_text("\n".join(lines))
     assert error_line(log) == said
 
 
-def test_a_log_that_is_not_there_says_nothing(tmp_path):
+def test_missing_log_has_no_lines(tmp_path):
     assert error_line(tmp_path / "none") is None
     assert last_line(tmp_path / "none") == ""
     assert last_lines(tmp_path / "none", 2) == []

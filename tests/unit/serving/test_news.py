@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvferry.serving.engine import EngineState
 from kvferry.serving.progress import startup_progress
-from kvferry.serving.serve import _say
+from kvferry.serving.serve import show_notice
 
 
 class Starting:
@@ -30,11 +30,11 @@ class Full(StringIO):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_news_that_cannot_be_written_end_nothing():
+def test_notices_that_cannot_be_printed_stop_nothing():
     console = Console(file=Full())
     with pytest.raises(OSError, match="No space"):
         console.print("as it is")
-    _say(console, "an engine has ended")
+    show_notice(console, "an engine has ended")
     with startup_progress(console) as show:
         show([Starting()])
 

@@ -49,7 +49,7 @@ def started(config: dict) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(("role", "tiers", "transfer", "exchanges"), ALLOWED)
-def test_config_engine_and_doctor_agree_on_what_is_done(role, tiers, transfer, exchanges, tmp_path):
+def test_config_engine_and_doctor_agree_on_tiers_and_transfer(role, tiers, transfer, exchanges, tmp_path):
     config = kv_transfer_config(role, settings(tiers, transfer))
     ours = started(config)
     assert (ours.transfers, bool(ours.tiers)) == (exchanges, bool(tiers))
@@ -62,15 +62,13 @@ def test_config_engine_and_doctor_agree_on_what_is_done(role, tiers, transfer, e
 
 
 @pytest.mark.parametrize(("role", "tiers", "transfer", "exchanges"), ALLOWED)
-def test_an_engine_reads_what_a_person_wrote_as_config_would_have_written_it(
-    role, tiers, transfer, exchanges
-):
+def test_engine_reads_settings_written_by_hand_as_config_writes_them(role, tiers, transfer, exchanges):
     config = {**kv_transfer_config(role), "kv_connector_extra_config": settings(tiers, transfer)}
     assert started(config).transfers is exchanges
 
 
 @pytest.mark.parametrize(("role", "tiers", "transfer", "why"), [row for row in TABLE if row not in ALLOWED])
-def test_what_makes_no_sense_together_is_refused_everywhere(role, tiers, transfer, why, tmp_path):
+def test_contradicting_settings_are_refused_by_config_engine_and_doctor(role, tiers, transfer, why, tmp_path):
     extra = settings(tiers, transfer)
     with pytest.raises(ConfigError, match=why):
         kv_transfer_config(role, extra)
@@ -84,14 +82,14 @@ def test_what_makes_no_sense_together_is_refused_everywhere(role, tiers, transfe
 
 
 @pytest.mark.parametrize("role", Role)
-def test_what_tiers_would_leave_out_is_written_out(role):
+def test_config_writes_transfer_beside_tiers_for_one_sided_roles(role):
     extra = kv_transfer_config(role, {"tiers": "default"})["kv_connector_extra_config"]
     assert extra == ({"tiers": "default"} | ({} if role is Role.BOTH else {"transfer": True}))
 
 
 @pytest.mark.parametrize("role", Role)
 @pytest.mark.parametrize("transfer", [None, False])
-def test_beside_another_connector_the_role_may_be_that_ones(role, transfer):
+def test_role_may_be_that_of_another_connector(role, transfer):
     config = kv_transfer_config(role, settings("default", transfer), alone=False)
     assert config["kv_connector_extra_config"] == settings("default", transfer)
     assert not started({**config, "kv_connector_extra_config": {"tiers": "default", "name": "a"}}).transfers

@@ -9,6 +9,7 @@ import pytest
 from kvferry.errors import ConfigError
 from kvferry.serving.router.backends import Pool
 from kvferry.serving.router.engines_file import Engines, read_engines
+from support.waiting import wait_for
 
 
 def test_a_file_has_a_role_and_a_url_on_each_line(tmp_path):
@@ -64,9 +65,7 @@ def test_engines_that_stay_or_return_keep_their_state():
 
 
 @pytest.mark.slow
-def test_engines_are_added_and_removed_while_the_router_runs(
-    stage, fake, kv, serve_app, tmp_path, eventually, caplog
-):
+def test_engines_are_added_and_removed_while_the_router_runs(stage, fake, kv, serve_app, tmp_path, caplog):
     caplog.set_level(logging.WARNING, "kvferry.router")
     file = tmp_path / "engines"
     prefill, old, new = fake(hands_over=kv), fake(event_seconds=60), fake()
@@ -85,11 +84,11 @@ def test_engines_are_added_and_removed_while_the_router_runs(
         with scene.client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
             next(events := answer.iter_raw())
             write(old.url, url)
-            eventually(lambda: decode() == [old.url, url])
+            wait_for(lambda: decode() == [old.url, url])
             assert scene.complete().status_code == 200
             assert len(new.raw) == 1, "the other one is busy"
             write(url)
-            eventually(lambda: decode() == [url])
+            wait_for(lambda: decode() == [url])
             draining = {"role": "decode", "url": old.url, "requests": 1}
             assert health()["draining"] == [draining]
             state = f'engine_state{{role="decode",state="draining",url="{old.url}"}} 1.0'
@@ -97,8 +96,8 @@ def test_engines_are_added_and_removed_while_the_router_runs(
             assert [scene.complete().status_code for _ in range(2)] == [200, 200]
             assert (len(old.raw), len(new.raw), old.aborted) == (1, 3, 0)
             events.close()
-        eventually(lambda: health()["draining"] == [])
+        wait_for(lambda: health()["draining"] == [])
         file.write_text("decode nonsense\n")
-        eventually(lambda: "keeps its engines" in caplog.text)
+        wait_for(lambda: "keeps its engines" in caplog.text)
         assert decode() == [url]
         assert scene.complete().status_code == 200

@@ -107,7 +107,7 @@ def test_a_broken_answer_to_messages_ends_with_an_event_that_anthropics_clients_
 
 
 @pytest.mark.parametrize("size", range(1, 8))
-def test_an_end_is_found_wherever_the_bytes_are_cut(size) -> None:
+def test_end_of_an_event_is_found_at_any_cut_of_the_bytes(size) -> None:
     whole, received = b"a\n\nb\n\nc\r\n\r\nd\r\n\r\ne", ReceivedEvents()
     sent = b"".join(received.add(whole[at : at + size]) for at in range(0, len(whole), size))
     assert (sent, received.rest) == (whole[:-1], b"e")

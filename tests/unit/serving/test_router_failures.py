@@ -16,6 +16,8 @@ from kvferry.serving.router.failures import failure_of
 from kvferry.serving.router.hop import Hop
 from kvferry.serving.router.metrics import RouterMetrics
 from kvferry.serving.router.replies import Reply
+from support.clock import Clock
+from support.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +28,7 @@ def events(answer) -> list[bytes]:
     return [event for event in answer.content.split(b"\n\n") if event]
 
 
-def test_a_dead_prefill_engine_is_routed_around_to_another(stage, fake, kv, nobody):
+def test_prefill_goes_to_another_engine_if_one_is_dead(stage, fake, kv, nobody):
     scene = stage([nobody, fake(hands_over=kv)], [fake()])
     for _ in range(3):
         assert scene.complete().status_code == 200
@@ -34,14 +36,14 @@ def test_a_dead_prefill_engine_is_routed_around_to_another(stage, fake, kv, nobo
 
 
 @pytest.mark.parametrize("status", [500, 503, 429])
-def test_a_prefill_engine_that_refuses_is_routed_around(stage, fake, kv, status):
+def test_prefill_goes_to_another_engine_if_one_refuses(stage, fake, kv, status):
     scene = stage([fake(status=status), fake(hands_over=kv)], [fake()])
     assert scene.complete().status_code == 200
     assert scene.decode[0].bodies[0]["kv_transfer_params"] == kv
 
 
 @pytest.mark.parametrize("status", [503, 429])
-def test_engines_that_are_busy_never_had_the_request_however_many(stage, fake, kv, status):
+def test_busy_engines_do_not_count_as_failures_however_many(stage, fake, kv, status):
     busy = [fake(status=status) for _ in range(3)]
     scene = stage([*busy, fake(hands_over=kv)], [*(fake(status=status) for _ in range(3)), fake()])
     for _ in range(4):
@@ -49,14 +51,14 @@ def test_engines_that_are_busy_never_had_the_request_however_many(stage, fake, k
     assert scene.decode[0].bodies[0]["kv_transfer_params"] == kv, "of the prefill engine that was not busy"
 
 
-def test_without_any_prefill_engine_decode_gets_the_callers_own_body(stage, fake, nobody):
+def test_decode_engine_gets_the_callers_body_without_any_prefill_engine(stage, fake, nobody):
     scene = stage([nobody], [fake()])
     answer = scene.client.post("/v1/completions", json=STREAM)
     assert events(answer)[-1] == b"data: [DONE]"
     assert scene.decode[0].bodies == [STREAM]
 
 
-def test_a_prefill_engine_that_hands_over_nothing_is_not_the_end(stage, fake, kv):
+def test_next_prefill_engine_is_asked_if_one_hands_over_no_kv(stage, fake, kv):
     scene = stage([fake(), fake(hands_over=kv)], [fake()])
     scene.complete()
     assert scene.decode[0].bodies[0]["kv_transfer_params"] == kv
@@ -71,11 +73,11 @@ def test_a_prefill_engine_that_hands_over_nothing_is_not_the_end(stage, fake, kv
      b'{"kv_transfer_params": [1]}'],
     ids=lambda answer: repr(answer[:30]),
 )  # fmt: skip
-def test_an_answer_without_an_offer_of_kv_hands_over_nothing(answer):
+def test_answer_without_kv_transfer_params_hands_over_no_kv(answer):
     assert kv_params_of(answer) is None
 
 
-def test_that_a_prefill_engine_hands_over_nothing_is_logged_when_it_changes(stage, fake, kv, caplog):
+def test_prefill_engine_without_hand_over_is_logged_once_per_change(stage, fake, kv, caplog):
     engine = fake()
     scene = stage([engine], [fake()])
     for engine.hands_over in (None, None, kv, kv, None):
@@ -84,14 +86,14 @@ def test_that_a_prefill_engine_hands_over_nothing_is_logged_when_it_changes(stag
     assert ["without kv_transfer_params" in line for line in said] == [True, False, True]
 
 
-def test_a_prefill_engine_that_takes_too_long_is_given_up_and_aborted(stage, fake, eventually):
+def test_prefill_that_takes_too_long_is_aborted(stage, fake):
     scene = stage([fake(delay_seconds=60)], [fake()], prefill_seconds=0.2)
     assert scene.complete().status_code == 200
-    eventually(lambda: scene.prefill[0].aborted == 1)
+    wait_for(lambda: scene.prefill[0].aborted == 1)
 
 
 @pytest.mark.parametrize("status", [400, 404, 422])
-def test_a_prefill_engines_word_that_the_request_is_wrong_is_the_answer(stage, fake, status):
+def test_client_error_of_a_prefill_engine_is_the_answer(stage, fake, status):
     scene = stage([fake(status=status), fake(status=status)], [fake()])
     answer = scene.complete()
     assert (answer.status_code, answer.json()["error"]["message"]) == (status, "no such model")
@@ -99,23 +101,23 @@ def test_a_prefill_engines_word_that_the_request_is_wrong_is_the_answer(stage, f
     assert scene.decode[0].raw == []
 
 
-def test_a_prefill_engine_that_is_back_is_asked_again(stage, fake, kv, nobody, serve_app, eventually):
+def test_prefill_engine_that_is_back_is_asked_again(stage, fake, kv, nobody, serve_app):
     back = fake(hands_over=kv)
     scene = stage([nobody], [fake()])
     scene.complete()
     with serve_app(back.app(), urlsplit(nobody).port):
-        eventually(lambda: scene.complete().status_code == 200 and back.raw)
+        wait_for(lambda: scene.complete().status_code == 200 and back.raw)
     assert "kv_transfer_params" in scene.decode[0].bodies[-1]
 
 
-def test_a_prefill_engine_that_takes_too_long_counts_as_one_that_failed(stage, fake):
+def test_prefill_that_takes_too_long_counts_as_a_failure(stage, fake):
     scene = stage([fake(delay_seconds=60)], [fake(status=500), fake()], prefill_seconds=0.2)
     answer = scene.complete()
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_failed")
     assert scene.decode[1].raw == []
 
 
-def test_errors_of_two_decode_engines_are_named_together(stage, fake, kv):
+def test_error_names_both_decode_engines_that_failed(stage, fake, kv):
     scene = stage([fake(hands_over=kv)], [fake(status=500), fake(status=500), fake()])
     answer = scene.complete()
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_failed")
@@ -125,14 +127,10 @@ def test_errors_of_two_decode_engines_are_named_together(stage, fake, kv):
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("status", [500, 503, 429])
-def test_an_engine_that_refuses_rests_and_neither_it_nor_another_is_down(
-    stage, fake, kv, status, role, monkeypatch
-):
-    monkeypatch.setattr("kvferry.serving.router.backends._FIRST_REST_SECONDS", 3600.0)
-    monkeypatch.setattr("kvferry.serving.router.backends._LONGEST_REST_SECONDS", 3600.0)
+def test_engine_that_refuses_rests_and_no_engine_is_down(stage, fake, kv, status, role):
     engines = {"prefill": [fake(hands_over=kv), fake(hands_over=kv)], "decode": [fake(), fake()]}
     engines[role][0].status = status
-    scene = stage(engines["prefill"], engines["decode"])
+    scene = stage(engines["prefill"], engines["decode"], clock=Clock())
     for _ in range(3):
         assert scene.complete().status_code == 200
     assert [len(engine.raw) for engine in engines[role]] == [1, 3]
@@ -141,39 +139,37 @@ def test_an_engine_that_refuses_rests_and_neither_it_nor_another_is_down(
     assert all(engine["up"] for engine in (*health["prefill"], *health["decode"]))
 
 
-def test_a_rest_doubles_until_the_engine_answers(monkeypatch):
-    now = 0.0
-    monkeypatch.setattr("kvferry.serving.router.backends.time.monotonic", lambda: now)
-    backend, rests = Backend("prefill", "http://p"), []
+def test_rest_doubles_until_the_engine_answers():
+    clock = Clock()
+    backend, rests = Backend("prefill", "http://p", clock), []
     for _ in range(7):
         backend.back_off()
-        start = now
+        start = clock.now
         while backend.resting:
-            now += 0.5
-        rests.append(now - start)
+            clock.now += 0.5
+        rests.append(clock.now - start)
     assert rests == [0.5, 1, 2, 4, 8, 16, 16]
     backend.note_success()
     backend.back_off()
-    now += 0.5
+    clock.now += 0.5
     assert not backend.resting
     assert backend.up
 
 
-def test_resting_decode_engines_are_asked_rather_than_none(stage, fake, kv, monkeypatch):
-    monkeypatch.setattr("kvferry.serving.router.backends._FIRST_REST_SECONDS", 3600.0)
-    scene = stage([fake(hands_over=kv)], [engine := fake(status=429)])
+def test_resting_decode_engine_is_asked_if_it_is_the_only_one(stage, fake, kv):
+    scene = stage([fake(hands_over=kv)], [engine := fake(status=429)], clock=Clock())
     assert scene.complete().status_code == 429
     engine.status = 200
     assert scene.complete().status_code == 200
 
 
-def test_a_dead_decode_engine_is_routed_around_with_the_kv(stage, fake, kv, nobody):
+def test_next_decode_engine_gets_the_kv_if_one_is_dead(stage, fake, kv, nobody):
     scene = stage([fake(hands_over=kv)], [nobody, fake()])
     assert scene.complete().status_code == 200
     assert scene.decode[1].bodies[0]["kv_transfer_params"] == kv
 
 
-def test_a_decode_engine_that_is_down_is_asked_rather_than_none(stage, fake, nobody, serve_app, caplog):
+def test_decode_engine_that_is_down_is_asked_if_it_is_the_only_one(stage, fake, nobody, serve_app, caplog):
     scene = stage([fake()], [nobody], probe_seconds=3600.0)
     assert scene.complete().status_code == 503
     with serve_app(fake().app(), urlsplit(nobody).port):
@@ -182,27 +178,23 @@ def test_a_decode_engine_that_is_down_is_asked_rather_than_none(stage, fake, nob
     assert f"decode engine {nobody} is up again" in caplog.messages
 
 
-def test_an_engine_that_does_not_answer_a_small_request_is_given_up(stage, fake, monkeypatch):
-    monkeypatch.setattr("kvferry.serving.router.app._PASS_SECONDS", 0.2)
+def test_engine_that_does_not_answer_a_forwarded_request_is_an_error(stage, fake):
     with listen("127.0.0.1", 0) as silent:
-        answer = stage([fake()], [url_of(silent)]).client.get("/v1/models")
+        answer = stage([fake()], [url_of(silent)], pass_seconds=0.2).client.get("/v1/models")
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_failed")
     assert "no answer in 0.2 s" in answer.json()["error"]["message"]
 
 
-def test_an_error_of_the_router_itself_is_said_in_openais_form(stage, fake, monkeypatch):
-    async def failing(*_):
+def test_error_of_the_router_itself_has_openais_form(stage, fake):
+    def failing() -> float:
         raise RuntimeError("nobody expects this")
 
-    monkeypatch.setattr("kvferry.serving.router.flow.CompletionFlow.complete", failing)
-    answer = stage([fake()], [fake()]).complete()
+    answer = stage([fake()], [fake()], clock=failing).complete()
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "router_error")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_decode_engine_that_dies_before_it_said_anything_is_replaced_without_the_kv(
-    stage, fake, kv, stream
-):
+def test_next_decode_engine_computes_the_prompt_if_one_dies_before_its_answer(stage, fake, kv, stream):
     scene = stage([fake(hands_over=kv)], [fake(dies_after=0), fake()])
     answer = scene.complete(stream=stream)
     assert answer.status_code == 200
@@ -212,7 +204,7 @@ def test_a_decode_engine_that_dies_before_it_said_anything_is_replaced_without_t
     assert "kv_transfer_params" not in scene.decode[1].bodies[0]
 
 
-def test_without_any_decode_engine_the_answer_is_503_in_openais_form(stage, fake, kv, nobody):
+def test_answer_is_503_in_openais_form_without_any_decode_engine(stage, fake, kv, nobody):
     scene = stage([fake(hands_over=kv)], [nobody])
     for stream in (False, True):
         answer = scene.complete(stream=stream)
@@ -222,20 +214,20 @@ def test_without_any_decode_engine_the_answer_is_503_in_openais_form(stage, fake
     assert scene.client.get("/v1/models").status_code == 503
 
 
-def test_a_decode_engines_refusal_is_relayed_when_no_other_is_left(stage, fake, kv):
+def test_refusal_of_the_last_decode_engine_is_relayed(stage, fake, kv):
     scene = stage([fake(hands_over=kv)], [fake(status=503)])
     answer = scene.complete()
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, "no such model")
 
 
-def test_a_decode_engines_word_that_the_request_is_wrong_is_the_answer(stage, fake, kv):
+def test_client_error_of_a_decode_engine_is_the_answer(stage, fake, kv):
     scene = stage([fake(hands_over=kv)], [fake(status=400), fake()])
     answer = scene.complete(stream=True)
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, "no such model")
     assert scene.decode[1].raw == []
 
 
-def test_a_decode_engine_that_dies_in_the_middle_ends_the_stream_with_an_error(stage, fake, kv, caplog):
+def test_stream_ends_with_an_error_if_the_decode_engine_dies(stage, fake, kv, caplog):
     scene = stage([fake(hands_over=kv)], [fake(dies_after=2)])
     answer = scene.complete(stream=True)
     *before, last = events(answer)
@@ -246,7 +238,7 @@ def test_a_decode_engine_that_dies_in_the_middle_ends_the_stream_with_an_error(s
     assert any(f"decode engine {scene.decode[0].url} is down" in line for line in caplog.messages)
 
 
-def test_half_an_event_of_an_engine_that_died_is_not_passed_on(stage, fake, kv):
+def test_half_an_event_of_an_engine_that_died_is_not_relayed(stage, fake, kv):
     chunks = [b"data: 1\n\nda", b"ta", b"never"]
     scene = stage([fake(hands_over=kv)], [fake(chunks=chunks, dies_after=2)])
     first, last = events(scene.complete(stream=True))
@@ -254,7 +246,7 @@ def test_half_an_event_of_an_engine_that_died_is_not_passed_on(stage, fake, kv):
     assert last.startswith(b'data: {"error"')
 
 
-def test_a_stream_that_ends_without_its_last_event_ends_with_an_error(stage, fake, kv):
+def test_stream_without_its_last_event_ends_with_an_error(stage, fake, kv):
     scene = stage([fake(hands_over=kv)], [fake(chunks=[b"data: 1\n\n"])])
     assert b"last event" in events(scene.complete(stream=True))[-1]
 
@@ -269,7 +261,7 @@ def leave_during(scene, body: dict, ready) -> None:
         ready()
 
 
-def test_a_caller_who_leaves_before_the_end_of_the_request_is_not_served():
+def test_caller_who_leaves_before_the_end_of_the_request_is_not_served():
     """What has come of its body may be a whole request."""
     served, sent = [], []
     half = {"type": "http.request", "body": b'{"prompt": "x"}', "more_body": True}
@@ -303,7 +295,7 @@ PART, END = ({"type": "http.response.body", "body": b"x", "more_body": more} for
     ],
     ids=["nothing", "start", "part", "all"],
 )
-def test_an_answer_is_cut_short_only_where_something_is_missing(sent, added):
+def test_answer_is_cut_short_only_if_a_part_is_missing(sent, added):
     ongoing, messages = ActiveRequests(), []
 
     async def handler(call, send):
@@ -326,25 +318,25 @@ def test_an_answer_is_cut_short_only_where_something_is_missing(sent, added):
     assert not added or b"router_stopped" in messages[-1]["body"]
 
 
-def test_a_caller_who_leaves_while_the_prompt_is_computed_aborts_that(stage, fake, kv, eventually):
+def test_caller_who_leaves_during_the_prefill_aborts_it(stage, fake, kv):
     scene = stage([fake(hands_over=kv, delay_seconds=60)], [fake()])
-    leave_during(scene, STREAM, lambda: eventually(lambda: scene.prefill[0].raw))
-    eventually(lambda: scene.prefill[0].aborted == 1)
+    leave_during(scene, STREAM, lambda: wait_for(lambda: scene.prefill[0].raw))
+    wait_for(lambda: scene.prefill[0].aborted == 1)
     assert scene.decode[0].raw == []
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_caller_who_leaves_before_the_answer_begins_aborts_it(stage, fake, kv, eventually, stream):
+def test_caller_who_leaves_before_the_answer_aborts_the_decode(stage, fake, kv, stream):
     scene = stage([fake(hands_over=kv)], [fake(delay_seconds=60)])
-    leave_during(scene, {**STREAM, "stream": stream}, lambda: eventually(lambda: scene.decode[0].raw))
-    eventually(lambda: scene.decode[0].aborted == 1)
+    leave_during(scene, {**STREAM, "stream": stream}, lambda: wait_for(lambda: scene.decode[0].raw))
+    wait_for(lambda: scene.decode[0].aborted == 1)
 
 
-def test_a_caller_who_leaves_in_the_middle_of_a_stream_aborts_it(stage, fake, kv, eventually):
+def test_caller_who_leaves_during_a_stream_aborts_the_decode(stage, fake, kv):
     scene = stage([fake(hands_over=kv)], [fake(event_seconds=60)])
     with scene.client.stream("POST", "/v1/completions", json=STREAM) as answer:
         next(answer.iter_raw())
-    eventually(lambda: scene.decode[0].aborted == 1)
+    wait_for(lambda: scene.decode[0].aborted == 1)
     health = scene.client.get("/health").json()
     assert health["decode"][0]["up"], "a caller who left is no fault of the engine"
 
@@ -361,5 +353,5 @@ def test_a_caller_who_leaves_in_the_middle_of_a_stream_aborts_it(stage, fake, kv
     ],
     ids=["long", "lines", "text", "no error", "no message", "deep"],
 )
-def test_an_engines_own_message_is_repeated_if_it_has_one_and_not_at_any_length(body, said):
+def test_error_repeats_the_engines_message_shortened(body, said):
     assert failure_of(Reply(500, (), body.encode())) == said

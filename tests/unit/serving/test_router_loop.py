@@ -14,7 +14,7 @@ def pair(stage, fake, kv):
     return stage([fake(hands_over=kv)], [fake()])
 
 
-def test_engines_are_told_who_has_passed_a_request_on_and_through_whom_it_came(pair):
+def test_via_names_this_router_and_those_before_it(pair):
     pair.client.post("/v1/completions", json={"prompt": "x"}, headers={"Via": "1.1 front"})
     for engine in (*pair.prefill, *pair.decode):
         first, own = engine.headers[0]["via"].split(", ")
@@ -22,7 +22,7 @@ def test_engines_are_told_who_has_passed_a_request_on_and_through_whom_it_came(p
         assert own.startswith("1.1 kvferry-")
 
 
-def test_via_alone_tells_that_a_request_comes_back():
+def test_returning_request_is_recognised_by_via_only():
     hop = Hop()
     [(_, own)] = hop.passed_on()
     assert hop.has_seen([(b"via", b"1.1 front, " + own)])
@@ -42,7 +42,7 @@ def test_a_request_that_comes_back_is_refused_and_asks_no_engine(pair, path):
     assert (len(pair.prefill[0].raw), len(pair.decode[0].raw)) == asked
 
 
-def test_a_router_that_is_its_own_decode_engine_says_so(serve_app, stage, fake, kv):
+def test_router_that_is_its_own_decode_engine_reports_it(serve_app, stage, fake, kv):
     with listen("127.0.0.1", 0) as sock:
         own = url_of(sock)
     prefill = stage([fake(hands_over=kv)], [fake()]).prefill[0]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from support.waiting import wait_for
+
 pytestmark = pytest.mark.slow
 
 
@@ -25,7 +27,7 @@ def outcomes(scene) -> dict[tuple[str, ...], float]:
     return {key[1:]: value for key, value in samples(scene).items() if key[0] == "requests_total"}
 
 
-def test_requests_are_counted_by_how_they_ended(stage, fake, kv, eventually):
+def test_requests_are_counted_by_how_they_ended(stage, fake, kv):
     scene = stage([fake(hands_over=kv)], [fake()], api_keys=("key",))
     assert scene.complete().status_code == 401
     scene.client.headers["authorization"] = "Bearer key"
@@ -46,13 +48,13 @@ def test_requests_are_counted_by_how_they_ended(stage, fake, kv, eventually):
         ("decode", "no_kv"): 1,
         ("failed", "broken"): 1,
     }
-    eventually(lambda: outcomes(scene) == expected)
+    wait_for(lambda: outcomes(scene) == expected)
 
 
-def test_times_and_bytes_are_those_of_bodies(stage, fake, kv, eventually):
+def test_times_and_bytes_are_those_of_bodies(stage, fake, kv):
     scene = stage([fake(hands_over=kv, delay_seconds=0.2)], [fake()])
     answer = scene.complete()
-    eventually(lambda: outcomes(scene) == {("split", ""): 1})
+    wait_for(lambda: outcomes(scene) == {("split", ""): 1})
     found = samples(scene)
     assert found["received_bytes_total",] == len(answer.request.content)
     assert found["sent_bytes_total",] == len(answer.content)
@@ -60,30 +62,28 @@ def test_times_and_bytes_are_those_of_bodies(stage, fake, kv, eventually):
     assert 0.2 <= times[0] <= times[1] <= times[2]
 
 
-def test_a_retry_after_a_failure_has_no_ticket(stage, fake, kv, eventually):
+def test_a_retry_after_a_failure_has_no_ticket(stage, fake, kv):
     scene = stage([fake(hands_over=kv)], [fake(status=500), fake()])
     assert scene.complete().status_code == 200
-    eventually(lambda: outcomes(scene) == {("decode", "engine_failed"): 1})
+    wait_for(lambda: outcomes(scene) == {("decode", "engine_failed"): 1})
 
 
-def test_requests_under_way_and_the_states_of_engines_are_those_of_the_moment(
-    stage, fake, kv, nobody, eventually
-):
+def test_requests_under_way_and_the_states_of_engines_are_those_of_the_moment(stage, fake, kv, nobody):
     scene = stage([fake(hands_over=kv), nobody], [fake(event_seconds=60)])
     with scene.client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
         next(events := answer.iter_raw())
         found = samples(scene)
         assert found["active_requests",] == 1
         assert found["engine_requests", "decode", scene.decode[0].url] == 1
-        eventually(lambda: samples(scene)["engine_state", "prefill", "down", nobody] == 1)
+        wait_for(lambda: samples(scene)["engine_state", "prefill", "down", nobody] == 1)
         events.close()
     assert found["engine_state", "decode", "up", scene.decode[0].url] == 1
-    eventually(lambda: outcomes(scene) == {("left", ""): 1})
+    wait_for(lambda: outcomes(scene) == {("left", ""): 1})
     assert samples(scene)["active_requests",] == 0
 
 
-def test_two_routers_of_one_process_count_apart(stage, fake, kv, eventually):
+def test_two_routers_of_one_process_count_apart(stage, fake, kv):
     scenes = [stage([fake(hands_over=kv)], [fake()], **settings) for settings in ({}, {})]
     scenes[0].complete()
-    eventually(lambda: outcomes(scenes[0]) == {("split", ""): 1})
+    wait_for(lambda: outcomes(scenes[0]) == {("split", ""): 1})
     assert outcomes(scenes[1]) == {}

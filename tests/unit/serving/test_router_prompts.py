@@ -9,6 +9,7 @@ import pytest
 from kvferry.serving.router.backends import Backend
 from kvferry.serving.router.prompts import PromptPrefix, estimated_tokens, has_media
 from kvferry.serving.router.turns import Turns
+from support.waiting import wait_for
 
 CHAT = "/v1/chat/completions"
 
@@ -112,7 +113,7 @@ def test_a_short_prompt_goes_to_decode_alone(stage, fake, kv):
 
 
 @pytest.mark.slow
-def test_a_turn_that_adds_little_goes_to_the_decode_engine_that_has_the_rest(stage, fake, kv, eventually):
+def test_a_turn_that_adds_little_goes_to_the_decode_engine_that_has_the_rest(stage, fake, kv):
     scene = stage([fake(hands_over=kv)], [fake() for _ in range(3)], min_prefill_tokens=10)
     text = "x" * 400
     assert scene.complete(prompt=text, user="one").status_code == 200
@@ -126,10 +127,10 @@ def test_a_turn_that_adds_little_goes_to_the_decode_engine_that_has_the_rest(sta
     assert alone(scene) == 1
     own = next(engine for engine in scene.decode if len(engine.raw) > 1)
     own.healthy = False
-    eventually(lambda: not all(engine["up"] for engine in scene.client.get("/health").json()["decode"]))
+    wait_for(lambda: not all(engine["up"] for engine in scene.client.get("/health").json()["decode"]))
     scene.complete(prompt="z" + text + "y" * 60, user="one")
     assert alone(scene) == 1, "another engine does not have it"
-    eventually(lambda: 'outcome="decode",reason="known"} 1.0' in scene.client.get("/metrics").text)
+    wait_for(lambda: 'outcome="decode",reason="known"} 1.0' in scene.client.get("/metrics").text)
 
 
 @pytest.mark.slow

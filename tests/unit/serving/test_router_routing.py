@@ -2,12 +2,11 @@
 
 import logging
 import socket
-import time
 
 import pytest
 
 from kvferry.serving.ports import listen, url_of
-from kvferry.serving.router.upstream import _watched_socket, relayed
+from kvferry.serving.router.upstream import relayed, watched_socket
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +18,7 @@ def pair(stage, fake, kv):
     return stage([fake(hands_over=kv)], [fake()])
 
 
-def test_the_decode_engine_gets_the_callers_body_with_what_the_prefill_engine_handed_over(pair, kv):
+def test_decode_engine_gets_the_callers_body_and_the_prefill_engines_kv_transfer_params(pair, kv):
     answer = pair.complete(stop=["a"], logprobs=2, min_tokens=3)
     assert answer.status_code == 200
     assert answer.json()["usage"] == {"prompt_tokens": 7}
@@ -28,7 +27,7 @@ def test_the_decode_engine_gets_the_callers_body_with_what_the_prefill_engine_ha
     assert seen == {**expected, "kv_transfer_params": kv}
 
 
-def test_the_prefill_engine_computes_the_prompt_and_one_token(pair):
+def test_prefill_engine_computes_the_prompt_and_one_token(pair):
     messages = [{"role": "user", "content": "hi"}]
     tools = [{"type": "function", "function": {"name": "f"}}]
     pair.complete(
@@ -74,7 +73,7 @@ def test_the_prefill_engine_computes_the_prompt_and_one_token(pair):
     ],
     ids=lambda body: next(iter(body)),
 )
-def test_a_request_that_cannot_use_anothers_kv_goes_to_decode_alone_as_it_is(pair, body):
+def test_request_that_cannot_use_kv_of_another_engine_goes_to_decode_alone(pair, body):
     sent = {"model": "m", "prompt": "x", **body}
     assert pair.client.post("/v1/completions", json=sent).status_code == 200
     assert pair.prefill[0].raw == []
@@ -82,12 +81,12 @@ def test_a_request_that_cannot_use_anothers_kv_goes_to_decode_alone_as_it_is(pai
 
 
 @pytest.mark.parametrize("prompt", ["a", ["a"], [1, 2, 3], [[1, 2, 3]]], ids=str)
-def test_one_prompt_in_whatever_form_is_prefilled(pair, prompt):
+def test_single_prompt_in_any_form_is_prefilled(pair, prompt):
     pair.complete(prompt=prompt)
     assert [body["prompt"] for body in pair.prefill[0].bodies] == [prompt]
 
 
-def test_events_come_byte_for_byte(stage, fake, kv):
+def test_events_are_relayed_byte_for_byte(stage, fake, kv):
     chunks = [b": hello\n\nda", b'ta: {"a": "\xc3', b'\xa4"}\n', b"\nda", b"ta: [DONE]\n\n", b": bye"]
     scene = stage([fake(hands_over=kv)], [fake(chunks=chunks)])
     with scene.client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
@@ -95,13 +94,13 @@ def test_events_come_byte_for_byte(stage, fake, kv):
         assert b"".join(answer.iter_raw()) == b"".join(chunks)
 
 
-def test_events_come_when_they_are_made(stage, fake, kv):
+def test_events_are_relayed_as_they_arrive(stage, fake, kv):
     scene = stage([fake(hands_over=kv)], [fake(event_seconds=60)])
     with scene.client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
         assert b"The" in next(answer.iter_raw())
 
 
-def test_both_engines_see_the_callers_request_id_and_key(pair):
+def test_both_engines_get_the_callers_request_id_and_key(pair):
     headers = {"X-Request-Id": "abc", "Authorization": "Bearer k"}
     answer = pair.client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
     for engine in (pair.prefill[0], pair.decode[0]):
@@ -110,7 +109,7 @@ def test_both_engines_see_the_callers_request_id_and_key(pair):
     assert answer.headers["x-request-id"] == "abc"
 
 
-def test_headers_of_one_connection_stay_on_it(pair):
+def test_headers_of_the_clients_connection_do_not_reach_engines(pair):
     """Compressed events could not be told apart, nor could a compressed offer be read."""
     own = {"proxy-authorization": "Basic x", "te": "trailers", "keep-alive": "timeout=9", "upgrade": "h2c"}
     pair.client.post("/v1/completions", json={"prompt": "x"}, headers={"accept-encoding": "gzip", **own})
@@ -119,7 +118,7 @@ def test_headers_of_one_connection_stay_on_it(pair):
         assert engine.headers[0]["accept-encoding"] == "identity"
 
 
-def test_names_of_headers_are_relayed_in_lower_case():
+def test_header_names_are_relayed_in_lower_case():
     """As ASGI asks for; engines write them as they like."""
     assert relayed([(b"Content-Length", b"1"), (b"X-A", b"B")]) == ((b"x-a", b"B"),)
 
@@ -139,7 +138,7 @@ HOP_BY_HOP = [
 
 
 @pytest.mark.parametrize("name", [*HOP_BY_HOP, "content-length", "date", "expect", "host", "server"])
-def test_no_header_of_one_connection_is_relayed(name):
+def test_header_of_one_connection_is_not_relayed(name):
     assert relayed([(name.encode(), b"x")]) == ()
 
 
@@ -154,32 +153,28 @@ def test_headers_that_connection_names_and_those_of_cors_are_not_relayed():
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux has this option")
-def test_the_kernel_gives_up_a_machine_that_acknowledges_nothing():
-    with _watched_socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 1))) as sock:
+def test_kernel_gives_up_a_machine_that_acknowledges_nothing():
+    with watched_socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 1))) as sock:
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
-@pytest.mark.slow
-def test_a_connection_to_an_engine_is_used_again_unless_it_was_idle(stage, fake, kv, monkeypatch):
-    """An engine may close an idle one just when it is sent a request."""
-    monkeypatch.setattr("kvferry.serving.router.upstream._IDLE_SECONDS", 0.3)
-    scene = stage([fake(hands_over=kv)], [fake()], probe_seconds=3600)
-    for connections in (1, 2):
-        for _ in range(3):
-            scene.complete()
-        for engine in (scene.prefill[0], scene.decode[0]):
-            assert len(set(engine.ports)) == connections
-        time.sleep(0.5)
+@pytest.mark.parametrize(("keep_seconds", "connections"), [(3600.0, 1), (0.0, 3)])
+def test_connection_is_used_again_unless_it_was_idle_for_too_long(stage, fake, kv, keep_seconds, connections):
+    scene = stage([fake(hands_over=kv)], [fake()], probe_seconds=3600, keep_connection_seconds=keep_seconds)
+    for _ in range(3):
+        scene.complete()
+    for engine in (scene.prefill[0], scene.decode[0]):
+        assert len(set(engine.ports)) == connections
 
 
-def test_a_prefill_may_take_longer_than_a_decode_engine_may_be_silent(stage, fake, kv):
-    scene = stage([fake(hands_over=kv, delay_seconds=0.5), fake()], [fake()], decode_idle_seconds=0.2)
+def test_prefill_may_take_longer_than_the_decode_idle_timeout(stage, fake, kv):
+    scene = stage([fake(hands_over=kv, delay_seconds=1.5), fake()], [fake()], decode_idle_seconds=1.0)
     assert scene.complete().status_code == 200
     assert [len(engine.raw) for engine in scene.prefill] == [1, 0]
 
 
-def test_a_proxy_of_the_environment_is_not_asked(stage, fake, kv, nobody, monkeypatch):
+def test_proxy_of_the_environment_is_ignored(stage, fake, kv, nobody, monkeypatch):
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, nobody)
     for name in ("NO_PROXY", "no_proxy"):
@@ -189,7 +184,7 @@ def test_a_proxy_of_the_environment_is_not_asked(stage, fake, kv, nobody, monkey
     assert len(scene.prefill[0].raw) == 1
 
 
-def test_no_engine_sends_the_router_elsewhere(stage, fake, kv):
+def test_redirect_of_an_engine_is_relayed_and_not_followed(stage, fake, kv):
     elsewhere = fake()
     scene = stage([fake(hands_over=kv), elsewhere], [one := fake()])
     one.location = f"{elsewhere.url}/v1/models"
@@ -197,13 +192,13 @@ def test_no_engine_sends_the_router_elsewhere(stage, fake, kv):
     assert (answer.status_code, answer.headers["location"]) == (307, one.location)
 
 
-def test_a_data_parallel_rank_is_the_decode_engines(pair):
+def test_data_parallel_rank_reaches_the_decode_engine_only(pair):
     pair.client.post("/v1/completions", json={"prompt": "x"}, headers={"X-data-parallel-rank": "3"})
     assert "x-data-parallel-rank" not in pair.prefill[0].headers[0]
     assert pair.decode[0].headers[0]["x-data-parallel-rank"] == "3"
 
 
-def test_a_request_without_an_id_gets_one_for_both_engines(pair):
+def test_request_without_an_id_gets_one_for_both_engines(pair):
     answer = pair.complete()
     ids = {engine.headers[0]["x-request-id"] for engine in (pair.prefill[0], pair.decode[0])}
     assert ids == {answer.headers["x-request-id"]}
@@ -227,12 +222,12 @@ def test_the_least_busy_engine_is_chosen(stage, fake, kv):
     assert [len(engine.raw) for engine in scene.decode] == [1, 3]
 
 
-def test_models_and_tokenize_are_a_decode_engines(pair):
+def test_models_and_tokenize_are_forwarded_to_a_decode_engine(pair):
     assert pair.client.get("/v1/models").json() == {"data": [{"id": "m"}]}
     assert pair.client.post("/tokenize", json={"prompt": "x"}).json()["asked"] == {"prompt": "x"}
 
 
-def test_an_unknown_path_and_a_wrong_method_are_errors_in_openais_form(pair):
+def test_unknown_path_and_wrong_method_are_errors_in_openais_form(pair):
     missing = pair.client.post("/v1/nonsense", json={})
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
     wrong = pair.client.get("/v1/completions")
@@ -241,13 +236,13 @@ def test_an_unknown_path_and_a_wrong_method_are_errors_in_openais_form(pair):
 
 
 @pytest.mark.parametrize("raw", [b"{", b"[1]", b"\xff", b"[" * 100_000], ids=["cut", "list", "utf8", "deep"])
-def test_a_body_that_is_no_json_object_is_refused(pair, raw):
+def test_body_that_is_no_json_object_is_refused(pair, raw):
     answer = pair.client.post("/v1/completions", content=raw)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
     assert pair.prefill[0].raw == pair.decode[0].raw == []
 
 
-def test_a_body_beyond_the_bound_is_refused(stage, fake):
+def test_body_beyond_the_limit_is_refused(stage, fake):
     scene = stage([fake()], [fake()], max_body_bytes=1000)
     answer = scene.complete(prompt="x" * 1000)
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
@@ -255,7 +250,7 @@ def test_a_body_beyond_the_bound_is_refused(stage, fake):
     assert sizes == {1000: 200, 1001: 413}
 
 
-def test_health_says_which_engines_are_up(stage, fake, nobody):
+def test_health_lists_the_engines_that_are_up(stage, fake, nobody):
     scene = stage([fake(), nobody], [fake()])
     health = scene.client.get("/health")
     assert (health.status_code, health.json()["status"]) == (200, "ok")
@@ -268,12 +263,11 @@ def test_health_is_503_without_a_decode_engine(stage, fake, nobody):
     assert (health.status_code, health.json()["status"]) == (503, "unavailable")
 
 
-def test_health_says_which_engine_does_not_answer(stage, monkeypatch):
-    monkeypatch.setattr("kvferry.serving.router.probe._HEALTH_SECONDS", 0.2)
+def test_health_names_an_engine_that_does_not_answer(stage):
     with listen("127.0.0.1", 0) as silent:
-        health = stage([url_of(silent)], [url_of(silent)]).client.get("/health")
+        health = stage([url_of(silent)], [url_of(silent)], health_seconds=0.1).client.get("/health")
     assert health.status_code == 503
-    assert health.json()["decode"][0]["reason"] == "/health does not answer in 0.2 s"
+    assert health.json()["decode"][0]["reason"] == "/health does not answer in 0.1 s"
 
 
 def test_health_is_degraded_without_a_prefill_engine(stage, fake, nobody):
@@ -281,7 +275,7 @@ def test_health_is_degraded_without_a_prefill_engine(stage, fake, nobody):
     assert (health.status_code, health.json()["status"]) == (200, "degraded")
 
 
-def test_a_change_of_state_is_logged_once(stage, fake, nobody, caplog):
+def test_change_of_state_is_logged_once(stage, fake, nobody, caplog):
     caplog.set_level(logging.WARNING, "kvferry.router")
     scene = stage([fake()], [nobody])
     for _ in range(3):

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
-import threading
-import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
 import anyio.lowlevel
 import pytest
 
-from kvferry.serving.router.backends import Backend
-from kvferry.serving.router.failures import Failures
+from kvferry.serving.router.backends import Backend, Pool
 from kvferry.serving.router.flow import Completion, CompletionFlow
+from kvferry.serving.router.settings import RouterSettings
 from kvferry.serving.router.streaming import StreamSource
+from support.clock import Clock
+from support.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +46,13 @@ def acquainted(scene: Any) -> Any:
 
 
 @pytest.fixture
+def background() -> Iterator[ThreadPoolExecutor]:
+    """Threads for requests."""
+    with ThreadPoolExecutor() as threads:
+        yield threads
+
+
+@pytest.fixture
 def pair(stage, fake):
     return acquainted(stage([fake(hands_over=OFFER)], [fake()]))
 
@@ -50,12 +61,12 @@ def tickets(engine: Any) -> list[Any]:
     return [body["kv_transfer_params"].get("remote_request_id") for body in engine.bodies]
 
 
-def test_the_decode_engine_is_asked_while_the_prefill_engine_computes(pair):
-    # An answer at once might come before the prefill engine has its request.
-    pair.prefill[0].delay_seconds, pair.decode[0].delay_seconds = 60.0, 0.5
-    before = time.monotonic()
-    assert pair.complete(prompt=LONG, n=2).status_code == 200
-    assert time.monotonic() - before < 50.0
+def test_decode_engine_is_asked_while_the_prefill_engine_computes(pair, background):
+    pair.prefill[0].delay_seconds = pair.decode[0].delay_seconds = 3600.0
+    request = background.submit(pair.complete, prompt=LONG, n=2)
+    wait_for(lambda: pair.prefill[0].raw and pair.decode[0].raw)
+    pair.decode[0].delay_seconds = 0.0
+    assert request.result().status_code == 200
     (asked,), (told,) = pair.prefill[0].bodies, pair.decode[0].bodies
     (ticket,) = tickets(pair.prefill[0])
     assert re.fullmatch("[0-9a-f]{32}", ticket)
@@ -65,7 +76,7 @@ def test_the_decode_engine_is_asked_while_the_prefill_engine_computes(pair):
     assert (told["n"], told["prompt"]) == (2, LONG)
 
 
-def test_every_prompt_has_a_ticket_of_its_own(pair):
+def test_every_prompt_has_its_own_ticket(pair):
     pair.decode[0].delay_seconds = 0.1
     for _ in range(50):  # the router may still count the request before at the prefill engine
         pair.complete(prompt=LONG)
@@ -82,115 +93,143 @@ def test_every_prompt_has_a_ticket_of_its_own(pair):
     [{"remote_step_tokens": 0}, {"remote_step_tokens": "many"}, {"remote_step_tokens": 101}],
     ids=str,
 )
-def test_engines_are_asked_one_after_the_other_where_nothing_is_gained(stage, fake, change):
+def test_engines_are_asked_one_after_the_other_if_streaming_gains_nothing(stage, fake, change):
     scene = acquainted(stage([fake(hands_over={**OFFER, **change})], [fake()]))
     scene.complete(prompt=LONG)
     assert tickets(scene.prefill[0]) == [None]
     assert tickets(scene.decode[0]) == [OFFER["remote_request_id"]]
 
 
-def test_a_prompt_that_would_queue_is_not_waited_for_by_a_decode_engine(pair):
-    pair.prefill[0].delay_seconds = 0.5
-    busy = threading.Thread(target=pair.complete)
-    busy.start()
-    while not pair.prefill[0].raw:
-        time.sleep(0.01)
-    pair.complete(prompt=LONG)
-    busy.join()
+def test_prompt_that_would_queue_at_the_prefill_engine_is_not_streamed(pair, background):
+    pair.prefill[0].delay_seconds = 3600.0
+    requests = []
+    for prompt in ("x", LONG):
+        requests.append(background.submit(pair.complete, prompt=prompt))
+        wait_for(lambda: len(pair.prefill[0].raw) == len(requests))
+    pair.prefill[0].delay_seconds = 0.0
+    assert [request.result().status_code for request in requests] == [200, 200]
     assert tickets(pair.prefill[0]) == [None, None]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prefill_that_fails_is_tried_elsewhere_if_the_client_has_nothing_yet(
-    stage, fake, eventually, stream
-):
+def test_failed_prefill_is_tried_elsewhere_before_the_answer_begins(stage, fake, background, stream):
     bad, good, decode = fake(hands_over=OFFER), fake(hands_over=OFFER), fake()
     scene = acquainted(stage([bad, good], [decode]))
-    bad.status, decode.delay_seconds = 500, 0.5
-    assert scene.complete(prompt=LONG, stream=stream).status_code == 200
-    eventually(lambda: decode.aborted == 1)
+    bad.status, decode.delay_seconds = 500, 3600.0
+    request = background.submit(scene.complete, prompt=LONG, stream=stream)
+    wait_for(lambda: decode.aborted == 1)
+    decode.delay_seconds = 0.0
+    assert request.result().status_code == 200
     assert tickets(good) == [None]
     assert tickets(decode)[-1] == OFFER["remote_request_id"]
 
 
-def test_a_prefill_that_fails_after_the_answer_has_begun_changes_nothing(stage, fake):
+def test_failed_prefill_changes_nothing_once_the_answer_has_begun(stage, fake):
     bad, good = fake(hands_over=OFFER), fake(hands_over=OFFER)
-    scene = acquainted(stage([bad, good], [fake()]))
-    bad.status, bad.delay_seconds = 500, 0.3
-    scene.decode[0].event_seconds = 0.2
-    answer = scene.complete(prompt=LONG, stream=True)
-    assert answer.text.endswith("data: [DONE]\n\n")
-    assert "error" not in answer.text
+    scene = acquainted(stage([bad, good], [fake()], clock=Clock()))
+    bad.status = 500
+    bad.delay_seconds = scene.decode[0].event_seconds = 3600.0
+    body = {"prompt": LONG, "stream": True}
+    with scene.client.stream("POST", "/v1/completions", json=body) as answer:
+        events = answer.iter_text()
+        text = next(events)
+        bad.delay_seconds = 0.0
+        resting = f'engine_state{{role="prefill",state="resting",url="{bad.url}"}} 1.0'
+        wait_for(lambda: resting in scene.client.get("/metrics").text)
+        scene.decode[0].event_seconds = 0.0
+        text += "".join(events)
+    assert text.endswith("data: [DONE]\n\n")
+    assert "error" not in text
     assert good.raw == []
 
 
-def test_what_a_prefill_engine_rejects_is_what_the_client_gets(pair):
-    pair.prefill[0].status, pair.decode[0].delay_seconds = 404, 5.0
+def test_client_gets_the_prefill_engines_rejection(pair):
+    pair.prefill[0].status, pair.decode[0].delay_seconds = 404, 3600.0
     answer = pair.complete(prompt=LONG)
     assert (answer.status_code, answer.json()["error"]["message"]) == (404, "no such model")
 
 
-def test_two_failures_of_engines_are_enough(stage, fake):
+def test_request_is_given_up_after_two_failures(stage, fake):
     prefill, decode = [fake(hands_over=OFFER) for _ in range(3)], [fake(), fake()]
     scene = acquainted(stage(prefill, decode))
     for engine in prefill:
         engine.status = 500
     for engine in decode:
-        engine.delay_seconds = 5.0
+        engine.delay_seconds = 3600.0
     answer = scene.complete(prompt=LONG)
     assert (answer.status_code, answer.headers["x-should-retry"]) == (500, "false")
     assert sum(len(engine.raw) for engine in prefill) == 2
 
 
-def test_a_decode_engine_that_fails_is_replaced_by_one_that_computes(stage, fake, monkeypatch):
-    monkeypatch.setattr("kvferry.serving.router.backends._FIRST_REST_SECONDS", 3600.0)
-    monkeypatch.setattr("kvferry.serving.router.backends._LONGEST_REST_SECONDS", 3600.0)
-    bad, good = fake(), fake()
-    scene = acquainted(stage([fake(hands_over=OFFER)], [bad, good]))
+def test_next_decode_engine_computes_the_prompt_if_one_fails(stage, fake, background):
+    prefill, bad, good = fake(hands_over=OFFER), fake(), fake()
+    scene = acquainted(stage([prefill], [bad, good], clock=Clock()))
     bad.status = 500
-    bad.delay_seconds = good.delay_seconds = 0.5  # the prefill engine is idle when they answer
-    for _ in range(2):  # one of them meets the bad engine first
-        assert scene.complete(prompt=LONG).status_code == 200
+    idle = f'engine_requests{{role="prefill",url="{prefill.url}"}} 0.0'
+    for number in (1, 2):  # one of them meets the bad engine first
+        bad.delay_seconds = good.delay_seconds = 3600.0
+        request = background.submit(scene.complete, prompt=LONG)
+        wait_for(lambda sent=number: len(prefill.raw) == sent)
+        wait_for(lambda: idle in scene.client.get("/metrics").text)
+        bad.delay_seconds = good.delay_seconds = 0.0
+        assert request.result().status_code == 200
     (failed,) = bad.bodies
     assert failed["kv_transfer_params"]["remote_num_tokens"] is None
     assert sum("kv_transfer_params" not in body for body in good.bodies) == 1
 
 
-def test_a_prompt_whose_kv_is_not_offered_is_computed_at_once(pair):
-    pair.prefill[0].hands_over, pair.decode[0].delay_seconds = NOTHING, 1.0
-    assert pair.complete(prompt=LONG).status_code == 200
+def test_prompt_without_an_offer_of_kv_is_computed_at_once(pair, background):
+    pair.prefill[0].hands_over, pair.decode[0].delay_seconds = NOTHING, 3600.0
+    request = background.submit(pair.complete, prompt=LONG)
+    wait_for(lambda: pair.decode[0].aborted == 1)
+    pair.decode[0].delay_seconds = 0.0
+    assert request.result().status_code == 200
     streamed, alone = pair.decode[0].bodies
     assert streamed["kv_transfer_params"]["remote_num_tokens"] is None
     assert "kv_transfer_params" not in alone
 
 
-def test_the_client_gets_one_answer_if_both_engines_answer_at_the_same_moment():
-    """The decode engine's answer is on its way to the client when the prefill engine has failed."""
+@dataclass
+class Answer:
+    """An engine's answer without a connection."""
+
+    status: int
+    body: bytes
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        yield self.body
+
+
+def test_client_gets_one_answer_if_a_prefill_fails_just_as_the_decode_engine_answers():
     sent, moment = [], anyio.Event()
 
-    async def prefilled(*_: Any) -> None:
-        await anyio.lowlevel.checkpoint()
-        moment.set()
+    class Client:
+        """The decode engine's answer is on its way when the prefill engine has failed."""
 
-    async def answer(completion: Any, params: Any, failures: Any, send: Any) -> None:
-        if params is not None:
-            await moment.wait()
-        await send("streamed" if params is not None else "alone")
+        @asynccontextmanager
+        async def opened(self, method, url, headers, body, **_: Any) -> AsyncIterator[Answer]:
+            if url.startswith("http://p"):
+                await anyio.lowlevel.checkpoint()
+                moment.set()
+                yield Answer(500, b"{}")
+            elif b"kv_transfer_params" in body:
+                await moment.wait()
+                yield Answer(200, b"streamed")
+            else:
+                yield Answer(200, b"alone")
 
-    async def send(message: str) -> None:
-        sent.append(message)
+    async def send(message: Any) -> None:
+        sent.append(message.get("body"))
 
-    async def main() -> bool:
-        flow = object.__new__(CompletionFlow)
-        flow._prefilled, flow._answer = prefilled, answer  # type: ignore[method-assign, assignment]
-        body = {"prompt": LONG}
-        asked = Completion(path="/v1/completions", headers=[], body=body, reply_headers=[])
-        return await flow._streamed(
-            asked, Backend("prefill", "http://p"), StreamSource.of(OFFER), Failures(), send
-        )
-
-    assert anyio.run(main) is False, "the next prefill engine is asked"
-    assert sent == []
+    settings = RouterSettings(prefill=("http://p",), decode=("http://d",))
+    prefill, decode = Pool("prefill", settings.prefill), Pool("decode", settings.decode)
+    for _ in range(2):
+        prefill.backends[0].note_hand_over(OFFER)
+    flow = CompletionFlow(settings, prefill, decode, Client())  # type: ignore[arg-type]
+    request = Completion(path="/v1/completions", headers=[], body={"prompt": LONG}, reply_headers=[])
+    anyio.run(flow.complete, request, send)
+    assert [body for body in sent if body] == [b"alone"]
 
 
 def backend_with(*offers: dict[str, Any]) -> Backend:
@@ -200,7 +239,7 @@ def backend_with(*offers: dict[str, Any]) -> Backend:
     return backend
 
 
-def test_an_engine_is_known_by_its_offers_until_it_is_down():
+def test_stream_source_is_known_by_two_equal_offers_until_the_engine_is_down():
     backend = backend_with(OFFER, OFFER)
     assert backend.stream_source == StreamSource.of(OFFER)
     backend.mark_down("gone")
@@ -209,7 +248,7 @@ def test_an_engine_is_known_by_its_offers_until_it_is_down():
     assert backend_with(OFFER).stream_source is None, "another engine may be the next to answer"
 
 
-def test_several_engines_behind_one_url_are_not_told_apart():
+def test_several_engines_behind_one_url_are_no_stream_source():
     assert backend_with(OFFER, {**OFFER, "remote_port": 5601}, OFFER).stream_source is None
     assert backend_with(OFFER, NOTHING, OFFER).stream_source is None, "it must answer twice again"
     assert backend_with(OFFER, NOTHING, OFFER, OFFER).stream_source == StreamSource.of(OFFER)

@@ -23,7 +23,7 @@ def test_the_64_mib_of_a_container_are_enough_for_engines_with_one_worker():
     check_shared_memory([1, 1, 1], with_free(64))
 
 
-def test_too_little_says_how_much_there_is_is_needed_and_what_to_do():
+def test_too_little_shared_memory_is_an_error_with_sizes_and_advice():
     with pytest.raises(ConfigError) as caught:
         check_shared_memory([1, 2], with_free(60))
     assert str(caught.value).startswith(

@@ -30,7 +30,7 @@ def send(number: int = signal.SIGTERM) -> None:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGHUP, 129)]
 )
-def test_the_first_is_noted_and_the_second_raises(number, code) -> None:
+def test_first_signal_is_recorded_and_second_raises(number, code) -> None:
     with StopSignals() as signals:
         signals.check()
         send(number)
@@ -42,7 +42,7 @@ def test_the_first_is_noted_and_the_second_raises(number, code) -> None:
         send(number)
 
 
-def test_the_first_raises_in_work_that_is_interruptible_and_only_there() -> None:
+def test_first_signal_raises_only_in_interruptible_work() -> None:
     done = []
     with StopSignals() as signals:
         with signals.interruptible():
@@ -54,7 +54,7 @@ def test_the_first_raises_in_work_that_is_interruptible_and_only_there() -> None
             signals.check()
 
 
-def test_no_such_work_begins_after_one() -> None:
+def test_interruptible_work_does_not_begin_after_a_signal() -> None:
     with StopSignals() as signals:
         send()
         with pytest.raises(StopRequested), signals.interruptible():
@@ -62,7 +62,7 @@ def test_no_such_work_begins_after_one() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_one_that_is_raised_where_python_drops_it_is_seen_at_the_end() -> None:
+def test_signal_dropped_in_a_finalizer_raises_at_the_end_of_interruptible_work() -> None:
     class Finalized:
         def __del__(self) -> None:
             send()
@@ -78,7 +78,7 @@ def test_one_that_is_raised_where_python_drops_it_is_seen_at_the_end() -> None:
         assert done == ["dropped"]
 
 
-def test_a_hang_up_that_is_ignored_stays_so() -> None:
+def test_ignored_hang_up_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopSignals() as signals:
@@ -89,7 +89,7 @@ def test_a_hang_up_that_is_ignored_stays_so() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_handlers_are_as_before_at_the_end() -> None:
+def test_handlers_are_restored_at_the_end() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with StopSignals():
         assert signal.getsignal(signal.SIGTERM) != before

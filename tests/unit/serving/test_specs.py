@@ -24,16 +24,16 @@ def test_cores_are_shared_out_evenly_over_ranks():
     assert engine_environments(CPU, [1, 1])[0]["OMP_NUM_THREADS"] == "2"
 
 
-def test_nothing_is_bound_where_ranks_outnumber_cores():
+def test_cores_are_not_bound_if_ranks_outnumber_them():
     assert bindings(CPU, [2, 3]) == ["nobind", "nobind"]
 
 
-def test_gpus_are_shared_out_and_shared_where_there_are_too_few():
+def test_gpus_are_divided_among_engines_and_shared_if_too_few():
     devices = [env["CUDA_VISIBLE_DEVICES"] for env in engine_environments(GPUS, [1, 2, 2])]
     assert devices == ["0", "1,2", "0,1"]
 
 
-def test_memory_is_split_only_where_it_is_shared_and_not_sized_by_the_user():
+def test_memory_is_split_only_if_shared_and_not_sized_by_the_user():
     assert memory_arguments(GPUS, [1, 2], ()) == ()
     assert memory_arguments(GPUS, [2, 2], ()) == ("--gpu-memory-utilization", "0.450")
     assert memory_arguments(CPU, [1, 1], ()) == ("--gpu-memory-utilization", "0.250")
@@ -132,12 +132,12 @@ def test_a_fleet_without_an_engine_or_a_rank_is_refused(name):
         fleet_specs("m", machine=GPUS, **{name: 0})
 
 
-def test_a_folder_that_is_not_there_is_refused():
+def test_missing_model_folder_is_refused():
     with pytest.raises(ConfigError, match=r"there is no model at \./nowhere"):
         fleet_specs("./nowhere", machine=GPUS)
 
 
-def test_the_connector_config_holds_only_what_was_given():
+def test_connector_config_holds_only_given_settings():
     config = kv_transfer_config(Role.BOTH, {"port": 5, "host": None})
     assert config["kv_connector_extra_config"] == {"port": 5}
     assert config["kv_load_failure_policy"] == "recompute"

@@ -13,23 +13,24 @@ from kvferry.serving.engine import EngineState
 from kvferry.serving.launch import Fleet, Role
 from kvferry.serving.restarts import RestartPolicy, Restarts
 from kvferry.serving.supervisor import FleetLost, Supervisor
+from support.clock import Clock
 from support.scripted_engines import ENGINE, pids_of
+from support.waiting import wait_for
 
 QUICK = RestartPolicy(limit=2, first_seconds=0.05)
 
 
-def test_waits_double_and_a_row_ends_after_the_limit():
+def test_wait_doubles_with_each_restart_until_the_limit():
     restarts = Restarts(RestartPolicy(limit=3, longest_seconds=3))
     assert [restarts.on_ended(10, 5) for _ in range(4)] == [1, 2, 3, None]
 
 
-def test_an_engine_that_ran_for_long_begins_a_new_row():
+def test_engine_that_ran_for_long_has_all_its_restarts_again():
     restarts = Restarts(RestartPolicy(limit=1))
     assert [restarts.on_ended(0, ran) for ran in (5, 600, 5)] == [1, 1, None]
 
 
-@pytest.mark.alone
-def test_a_killed_engine_is_started_again_until_no_engine_has_restarts_left(tmp_path, script, eventually):
+def test_killed_engine_is_started_again_until_no_engine_has_restarts_left(tmp_path, script):
     said: list[str] = []
     specs = [script("decode-0", role=Role.DECODE), script("decode-1", role=Role.DECODE)]
     with Fleet(specs, tmp_path) as fleet:
@@ -46,7 +47,7 @@ def test_a_killed_engine_is_started_again_until_no_engine_has_restarts_left(tmp_
         def kill_while_it_has_restarts(name: str) -> None:
             for restart in (1, 2):
                 kill(name)
-                eventually(lambda times=restart: said_times(f"{name} is ready again after") == times)
+                wait_for(lambda times=restart: said_times(f"{name} is ready again after") == times)
 
         kill_while_it_has_restarts("decode-0")
         assert re.fullmatch(
@@ -58,33 +59,36 @@ def test_a_killed_engine_is_started_again_until_no_engine_has_restarts_left(tmp_
         assert [engine.spec.name for engine in fleet.engines] == ["decode-0", "decode-1"]
         assert fleet.engines[1].poll() is EngineState.READY
         kill("decode-0")
-        eventually(lambda: said_times("after 2 restarts in a row, and has no restarts left") == 1)
+        wait_for(lambda: said_times("after 2 restarts in a row, and has no restarts left") == 1)
         kill_while_it_has_restarts("decode-1")
         kill("decode-1")
         with pytest.raises(FleetLost, match=r"decode-1 ended with signal 9 .*after 2 restarts in a row, and"):
-            eventually(lambda: said_times("never") > 0)
+            wait_for(lambda: said_times("never") > 0)
 
 
-@pytest.mark.alone
-def test_an_engine_that_does_not_become_ready_again_is_killed_and_counts(tmp_path, script, eventually):
-    """The second start hangs."""
+def test_engine_that_is_late_after_a_restart_is_killed_and_uses_up_a_restart(tmp_path, script):
     was = f"{tmp_path}/was"
     hangs = f"import os, time\nif os.path.exists({was!r}): time.sleep(300)\nopen({was!r}, 'w')\n"
     said: list[str] = []
-    with Fleet([script("engine-0", hangs + ENGINE, Role.BOTH)], tmp_path) as fleet:
+    clock = Clock()
+    with Fleet([script("engine-0", hangs + ENGINE, Role.BOTH)], tmp_path, clock=clock) as fleet:
         fleet.wait_ready()
-        fleet._startup_timeout_seconds = 0.3
         # A start that hangs takes longer than an engine must run to begin a new row.
-        supervisor = Supervisor(fleet, said.append, replace(QUICK, stable_seconds=0.2))
+        supervisor = Supervisor(fleet, said.append, replace(QUICK, stable_seconds=600), clock)
+
+        def check_later() -> None:
+            supervisor.check()
+            clock.now += 700
+
         os.kill(pids_of(tmp_path, "engine-0")[0], signal.SIGKILL)
+        wait_for(lambda: fleet.engines[0].exit_code is not None)
         with pytest.raises(FleetLost, match="after 2 restarts"):
-            eventually(supervisor.check)
+            wait_for(check_later)
     assert "restart 1 of 2" in said[0]
     assert "restart 2 of 2" in said[-1]
 
 
-@pytest.mark.alone
-def test_a_restart_that_fails_counts_as_an_end_and_the_other_engines_go_on(tmp_path, script, eventually):
+def test_restart_that_fails_uses_up_a_restart_and_other_engines_go_on(tmp_path, script):
     said: list[str] = []
     specs = [script("decode-0", role=Role.DECODE), script("decode-1", role=Role.DECODE)]
     with Fleet(specs, tmp_path) as fleet:
@@ -97,7 +101,7 @@ def test_a_restart_that_fails_counts_as_an_end_and_the_other_engines_go_on(tmp_p
             return any("decode-0 is ready again" in line for line in said)
 
         os.kill(pids_of(tmp_path, "decode-0")[0], signal.SIGKILL)
-        eventually(ready_again)
+        wait_for(ready_again)
         assert fleet.engines[1].poll() is EngineState.READY
     assert "decode-0 cannot be started again: Is a directory" in said[1]
     assert "restart 2 of 2 in 100 ms; 1 of 2 engines" in said[1]

@@ -32,7 +32,7 @@ def short(monkeypatch):
         yield Path(folder)
 
 
-def test_the_longest_folder_that_is_taken_holds_a_socket_and_one_more_is_refused(short, monkeypatch):
+def test_folder_too_long_for_a_socket_is_refused_and_the_longest_holds_one(short, monkeypatch):
     longest = 107 - len(f"/kvferry-12345678/{SOCKET}")
     monkeypatch.setattr(tempfile, "tempdir", of_length(short, longest))
     with temporary_for_engines() as folder, closing(socket.socket(socket.AF_UNIX)) as listening:
@@ -45,13 +45,13 @@ def test_the_longest_folder_that_is_taken_holds_a_socket_and_one_more_is_refused
 
 
 @pytest.mark.parametrize("make", [temporary_for_engines, lambda: temporary_folder("x")])
-def test_no_place_for_temporary_files_is_one_sentence(make, monkeypatch, tmp_path):
+def test_missing_temporary_folder_is_one_sentence(make, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="temporary files: No such file or directory; set TMPDIR to"):
         make()
 
 
-def test_compiled_code_is_kept_where_torch_keeps_it(monkeypatch):
+def test_compiled_code_is_kept_in_torchs_own_folder(monkeypatch):
     cache_dir_utils = pytest.importorskip("torch._inductor.runtime.cache_dir_utils")
     for name in ("kim", "a/b:c"):
         monkeypatch.setenv("LOGNAME", name)

@@ -46,7 +46,6 @@ from kvferry.serving.router.upstream import (
 
 _PASSED_THROUGH = (("GET", "/v1/models"), ("GET", "/version"), ("POST", "/tokenize"), ("POST", "/detokenize"))
 _COMPLETED = (COMPLETIONS, CHAT, MESSAGES, *DECODE_ONLY)
-_PASS_SECONDS = 30.0
 
 
 class RouterApp(Starlette):
@@ -125,8 +124,8 @@ class _Router:
 
     def __init__(self, settings: RouterSettings, active: ActiveRequests) -> None:
         self._settings, self._active = settings, active
-        self._prefill = Pool("prefill", settings.prefill)
-        self._decode = Pool("decode", settings.decode)
+        self._prefill = Pool("prefill", settings.prefill, settings.clock)
+        self._decode = Pool("decode", settings.decode, settings.clock)
         self.hop = Hop()
         self.metrics = RouterMetrics(lambda: (*self._all_backends(), *self._draining()))
         self._client: EngineClient
@@ -141,7 +140,7 @@ class _Router:
         """
         async with EngineClient(self._settings, self.hop) as self._client:
             self._flow = CompletionFlow(self._settings, self._prefill, self._decode, self._client)
-            self._prober = Prober(self._client, self._all_backends, self._settings.probe_seconds)
+            self._prober = Prober(self._client, self._all_backends, self._settings)
             tasks = {asyncio.create_task(self._prober.run())}
             if (path := self._settings.engines_file) is not None:
                 pools = {"prefill": self._prefill, "decode": self._decode}
@@ -195,7 +194,7 @@ class _Router:
         while not failures.exhausted and (backend := self._decode.next(tried, last_resort=True)):
             tried.append(backend)
             try:
-                async with asyncio.timeout(_PASS_SECONDS):
+                async with asyncio.timeout(self._settings.pass_seconds):
                     url = backend.url + call.path
                     async with self._client.opened(call.method, url, call.headers, call.body) as response:
                         reply = await read_whole(response)
@@ -205,7 +204,7 @@ class _Router:
                 note_unreachable(backend, error)
                 failures.add(backend, describe_error(error))
             except TimeoutError:
-                failures.add(backend, f"no answer in {_PASS_SECONDS:g} s")
+                failures.add(backend, f"no answer in {self._settings.pass_seconds:g} s")
             else:
                 await reply.send(send, call.reply_headers)
                 return

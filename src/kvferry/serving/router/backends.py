@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any
@@ -46,8 +46,9 @@ class Backend:
             requests to all its engines consecutively from 1.
     """
 
-    def __init__(self, role: str, url: str) -> None:
+    def __init__(self, role: str, url: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.role = role
+        self._clock = clock
         self.url = url.rstrip("/")
         self.up = True
         self.reason: str | None = None
@@ -73,7 +74,7 @@ class Backend:
     @property
     def resting(self) -> bool:
         """Whether the engine refused its last request so recently that other engines are preferred."""
-        return time.monotonic() < self._rests_until
+        return self._clock() < self._rests_until
 
     @property
     def state(self) -> BackendState:
@@ -92,7 +93,7 @@ class Backend:
         """
         seconds = min(_FIRST_REST_SECONDS * 2**self._rests, _LONGEST_REST_SECONDS)
         self._rests += 1
-        self._rests_until = time.monotonic() + seconds
+        self._rests_until = self._clock() + seconds
 
     def note_success(self) -> None:
         """Record that the engine has answered a request, so that it need not rest."""
@@ -155,9 +156,9 @@ class Pool:
         backends: engines to choose from.
     """
 
-    def __init__(self, role: str, urls: Sequence[str]) -> None:
-        self._role = role
-        self.backends = tuple(Backend(role, url) for url in urls)
+    def __init__(self, role: str, urls: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._role, self._clock = role, clock
+        self.backends = tuple(Backend(role, url, clock) for url in urls)
         self._removed: tuple[Backend, ...] = ()
         self._requests = 0
 
@@ -176,7 +177,7 @@ class Pool:
         known = {backend.url: backend for backend in (*self.backends, *self.draining)}
         before, self.backends = (
             self.backends,
-            tuple(known.get(url) or Backend(self._role, url) for url in urls),
+            tuple(known.get(url) or Backend(self._role, url, self._clock) for url in urls),
         )
         for backend in self.backends:
             backend.draining = False

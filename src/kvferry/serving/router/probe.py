@@ -8,13 +8,13 @@ from functools import partial
 
 from kvferry.serving.router.backends import Backend
 from kvferry.serving.router.hop import LOOP_DETECTED, LOOP_REASON
+from kvferry.serving.router.settings import RouterSettings
 from kvferry.serving.router.upstream import BROKEN, EngineClient, note_unreachable
 
-_HEALTH_SECONDS = 3.0
 _FIRST_PROBES_SECONDS = 0.5
 
 
-async def probe(client: EngineClient, backend: Backend) -> None:
+async def probe(client: EngineClient, backend: Backend, seconds: float) -> None:
     """Query an engine's ``/health``, and mark the engine as up or down by the status of the answer.
 
     An engine that does not answer is marked as down.
@@ -22,17 +22,18 @@ async def probe(client: EngineClient, backend: Backend) -> None:
     Args:
         client: HTTP client for all engines.
         backend: engine to query.
+        seconds: longest time to wait for the answer.
     """
     try:
         async with (
-            asyncio.timeout(_HEALTH_SECONDS),
+            asyncio.timeout(seconds),
             client.opened("GET", f"{backend.url}/health") as answer,
         ):
             status = answer.status
     except BROKEN as error:
         note_unreachable(backend, error)
     except TimeoutError:
-        backend.mark_down(f"/health does not answer in {_HEALTH_SECONDS:g} s")
+        backend.mark_down(f"/health does not answer in {seconds:g} s")
     else:
         if status == 200:
             backend.mark_up()
@@ -47,16 +48,16 @@ class Prober:
     """Background probes of all engines. An engine that hangs delays no probe of another one."""
 
     def __init__(
-        self, client: EngineClient, backends: Callable[[], Iterable[Backend]], probe_seconds: float
+        self, client: EngineClient, backends: Callable[[], Iterable[Backend]], settings: RouterSettings
     ) -> None:
         """Store what to probe. `run` starts probing.
 
         Args:
             client: HTTP client for all engines.
             backends: function that returns the engines to probe.
-            probe_seconds: time between two probes of an engine, in seconds.
+            settings: settings of the router, with the times of probes.
         """
-        self._client, self._backends, self._probe_seconds = client, backends, probe_seconds
+        self._client, self._backends, self._settings = client, backends, settings
         self._running: dict[Backend, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -65,10 +66,12 @@ class Prober:
             while True:
                 for backend in self._backends():
                     if backend not in self._running:
-                        task = asyncio.create_task(probe(self._client, backend))
+                        task = asyncio.create_task(
+                            probe(self._client, backend, self._settings.health_seconds)
+                        )
                         self._running[backend] = task
                         task.add_done_callback(partial(self._ended, backend))
-                await asyncio.sleep(self._probe_seconds)
+                await asyncio.sleep(self._settings.probe_seconds)
         finally:
             for task in self._running.values():
                 task.cancel()

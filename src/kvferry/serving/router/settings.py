@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -20,7 +22,12 @@ class RouterSettings:
             marked down.
         prefill_seconds: longest time to wait for the answer of a prefill engine, in seconds.
         decode_idle_seconds: longest time to wait for the next data from a decode engine, in seconds.
-        probe_seconds: time between two probes of an engine that is down, in seconds.
+        pass_seconds: longest time to wait for the answer to a request that is only forwarded, in seconds.
+        keep_connection_seconds: longest time that an idle connection to an engine is used again, in seconds.
+            It is shorter than the 5 seconds after which vLLM's server closes an idle connection, so that a
+            request is hardly ever sent on a connection that the engine is just closing.
+        probe_seconds: time between two probes of an engine, in seconds.
+        health_seconds: longest time to wait for the answer to a probe, in seconds.
         max_body_bytes: size of the largest accepted request body, in bytes.
         api_keys: keys of which clients must send one; none to serve everybody.
         engine_key: key to send to engines instead of the client's; None to send no other.
@@ -29,6 +36,7 @@ class RouterSettings:
         min_prefill_tokens: least number of tokens of a prompt that goes to a prefill engine, apart from those
             that the decode engine has already; 0 to send every prompt to a prefill engine.
         trust_kv_params: True to keep ``kv_transfer_params`` that clients send; False to remove them.
+        clock: function that returns monotonic seconds, for the time that engines rest.
     """
 
     prefill: tuple[str, ...]
@@ -36,7 +44,10 @@ class RouterSettings:
     connect_seconds: float = 3.0
     prefill_seconds: float = 120.0
     decode_idle_seconds: float = 600.0
+    pass_seconds: float = 30.0
+    keep_connection_seconds: float = 2.0
     probe_seconds: float = 1.0
+    health_seconds: float = 3.0
     max_body_bytes: int = 64 << 20
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     engine_key: str | None = field(default=None, repr=False)
@@ -44,6 +55,7 @@ class RouterSettings:
     engines_file: Path | None = None
     min_prefill_tokens: int = 0
     trust_kv_params: bool = False
+    clock: Callable[[], float] = field(default=time.monotonic, repr=False)
 
     def __post_init__(self) -> None:
         """Check the settings.

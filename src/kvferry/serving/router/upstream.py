@@ -24,9 +24,6 @@ NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 BROKEN = aiohttp.ClientError
 """Exception that means that no answer arrived, or only a part of it. Includes `NOT_CONNECTED`."""
 
-# Shorter than the 5 seconds after which vLLM's server closes an idle connection, so that a request is hardly
-# ever sent on a connection that the engine is just closing.
-_IDLE_SECONDS = 2.0
 # Time after which the kernel gives up a machine that does not acknowledge anything, or a server that reads
 # nothing of a body that does not fit into its buffers.
 _SILENT_SECONDS = 60
@@ -125,7 +122,7 @@ class _Received:
 class EngineClient:
     """HTTP client with which the router sends requests to all engines. Use it as an async context manager.
 
-    A connection serves one request after the other, unless it was idle for two seconds. The number of
+    A connection serves one request after the other, unless it was idle for too long. The number of
     connections is unlimited, so that requests queue in the engines and not in the router. A connection breaks
     if the engine's machine does not acknowledge anything for a minute.
     """
@@ -141,6 +138,7 @@ class EngineClient:
             total=None, sock_connect=settings.connect_seconds, sock_read=settings.decode_idle_seconds
         )
         self._silent = aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_seconds)
+        self._keep_seconds = settings.keep_connection_seconds
         self._via = hop.passed_on()
         self._session: aiohttp.ClientSession
 
@@ -148,7 +146,7 @@ class EngineClient:
         """Open the client in the running event loop."""
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=_IDLE_SECONDS, socket_factory=_watched_socket
+                limit=0, keepalive_timeout=self._keep_seconds, socket_factory=watched_socket
             ),
             timeout=self._timeout,
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -201,7 +199,7 @@ class EngineClient:
             response.close()
 
 
-def _watched_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+def watched_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     """Return a socket whose connection breaks if the machine at the other end does not acknowledge anything.
 
     Without this, a request to a machine that has lost its power waits until the time for answers is over.
