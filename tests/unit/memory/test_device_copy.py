@@ -109,7 +109,7 @@ def pool_of(size: int, copy: StridedCopy) -> tuple[np.ndarray, PoolCells]:
         ([0], [4], "do not begin at whole words of 8 bytes"),
     ],
 )
-def test_what_the_kernel_could_not_copy_is_refused(places, offsets, says):
+def test_copies_outside_of_memory_or_words_are_refused(places, offsets, says):
     _, cells = pool_of(64, StridedCopy(0, 0, 32))
     memory = torch.zeros(64, dtype=torch.uint8)
     with pytest.raises(TransferError, match=says):
