@@ -30,7 +30,7 @@ from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from kvferry.transport.messages import Facts
 from support.block_pool import Block, BlockPool
 from support.engine_info import made_up
-from support.slow_tiers import FakeTier, _without_threads
+from support.slow_tiers import FakeTier
 
 BLOCKS = 1000
 """Blocks of the pool: so many that no request waits and no store is left out for want of them."""
@@ -280,11 +280,8 @@ def served_engine(
 
     def opened(_, namespace, table):
         tiers.extend(LRUTier(name, capacity, sizes, table) for name, capacity in slow.items())
-        with (
-            _without_threads(),
-            patch("kvferry.cache.tier_queue._Threads", _AtOnce),
-        ):
-            return [(SlowTier(_Queue(tier, tier.name)), 1.0) for tier in tiers]
+        queues = [_Queue(tier, tier.name, refresh_seconds=None, start_threads=_AtOnce) for tier in tiers]
+        return [(SlowTier(queue), 1.0) for queue in queues]
 
     config = parse_config(
         {

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import time
+from collections import Counter
 from pathlib import Path
 
 from kvferry.tiers.files import direct_io
@@ -17,8 +18,8 @@ NUMBERS = 60
 """Chunks that the processes store and fetch, more than the directory has room for."""
 
 
-def work(path: Path, seed: int | str, report: Path | str, fetching: bool = True) -> None:
-    """Store and fetch until killed or told to stop; report what became of it.
+def work(path: Path, seed: int | str, report: Path | str, fetching: bool = True, least: int = 0) -> None:
+    """Store and fetch until killed or told to stop, but `least` hits and stores; report what became of it.
 
     The report counts what others stored: chunks fetched (``foreign``), and the most that the index had at a
     time (``listed``).
@@ -36,7 +37,12 @@ def work(path: Path, seed: int | str, report: Path | str, fetching: bool = True)
     direct_io.os.pwritev = in_steps
     report.with_suffix(".begun").touch()
     wrong, foreign, listed, own = 0, 0, 0, set()
-    while not report.with_suffix(".stop").exists():
+    puts, gets = Counter[PutOutcome](), Counter[GetOutcome]()
+    while (
+        not report.with_suffix(".stop").exists()
+        or puts[PutOutcome.STORED] < least
+        or (fetching and gets[GetOutcome.HIT] < least)
+    ):
         number = draw.randrange(NUMBERS)
         if number % 10 == 0:
             store.refresh()
@@ -45,10 +51,12 @@ def work(path: Path, seed: int | str, report: Path | str, fetching: bool = True)
             store.mark_used([key(number)])
         if fetching and draw.random() < 0.5:
             done, right = fetch(store, number)
+            gets[done] += 1
             wrong += done is GetOutcome.HIT and not right
             foreign += done is GetOutcome.HIT and number not in own
-        elif keep(store, number) is PutOutcome.STORED:
-            own.add(number)
-    stats = store.stats
-    told = {"puts": stats.puts, "gets": stats.gets, "wrong": wrong, "foreign": foreign, "listed": listed}
+        else:
+            puts[done := keep(store, number)] += 1
+            if done is PutOutcome.STORED:
+                own.add(number)
+    told = {"puts": puts, "gets": gets, "wrong": wrong, "foreign": foreign, "listed": listed}
     report.write_text(json.dumps(told))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
-from unittest.mock import patch
 
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.tiers.format.chunk import ChunkGroup
@@ -84,7 +82,7 @@ def table_of(tiers: list[FakeTier]) -> KeyTable:
 class ByHand:
     """In place of threads: jobs wait until a test runs one."""
 
-    def __init__(self, count: int, name: str) -> None:
+    def __init__(self) -> None:
         self.jobs: deque[Callable[[], None]] = deque()
 
     def put(self, job: Callable[[], None]) -> None:
@@ -96,49 +94,34 @@ class ByHand:
         return True
 
 
-class Refresher:
-    """In place of the thread that refreshes."""
-
-    def __init__(self, **_: Any) -> None:
-        pass
-
-    def start(self) -> None:
-        pass
-
-    def join(self, timeout: float) -> None:
-        pass
-
-    def is_alive(self) -> bool:
-        return False
-
-
-@contextmanager
-def _without_threads() -> Iterator[None]:
-    with (
-        patch("kvferry.cache.tier_queue._Threads", ByHand),
-        patch("kvferry.cache.tier_queue.threading.Thread", Refresher),
-    ):
-        yield
-
-
-def queue_by_hand(tier: FakeTier, clock: Callable[[], float], **options: int) -> TierQueue:
+class QueueByHand(TierQueue):
     """A real queue whose operations end when a test says: `jobs_of` and `answer`."""
-    with _without_threads():
-        return TierQueue(tier, tier.name, clock=clock, **options)
+
+    def __init__(self, tier: FakeTier, clock: Callable[[], float], **options: Any) -> None:
+        self.reads, self.writes = ByHand(), ByHand()
+        super().__init__(
+            tier, tier.name, clock=clock, refresh_seconds=None, start_threads=self._start, **options
+        )
+
+    def _start(self, count: int, name: str) -> ByHand:
+        return self.reads if name.endswith("-read") else self.writes
 
 
-def jobs_of(queue: TierQueue) -> list[tuple[str, bytes, memoryview]]:
+queue_by_hand = QueueByHand
+
+
+def jobs_of(queue: QueueByHand) -> list[tuple[str, bytes, memoryview]]:
     """Operations under way: what, key, memory."""
     return [
         (what, job.args[0], job.args[2])
-        for what, threads in (("read", queue._reads), ("write", queue._writes))
+        for what, threads in (("read", queue.reads), ("write", queue.writes))
         for job in threads.jobs
     ]
 
 
-def answer(queue: TierQueue, what: str, key: bytes, as_: GetOutcome | PutOutcome | type[Exception]) -> None:
+def answer(queue: QueueByHand, what: str, key: bytes, as_: GetOutcome | PutOutcome | type[Exception]) -> None:
     """Let an operation end."""
-    threads = queue._reads if what == "read" else queue._writes
+    threads = queue.reads if what == "read" else queue.writes
     job = next(job for job in threads.jobs if job.args[0] == key)
     threads.jobs.remove(job)
     if what == "read":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from kvferry.keys import Namespace
@@ -82,6 +83,17 @@ def file_of(root: Path, number: int) -> Path:
 def total(root: Path) -> int:
     """Bytes of all files under a folder, as long as nobody changes it."""
     return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+
+
+def die_while_writing(root: Path, number: int, group: ChunkGroup = GROUP, size: int = 0) -> None:
+    """Leave the file of a process that dies after it has written `size` bytes of a chunk."""
+    if not (child := os.fork()):
+        try:
+            store = open_store(root, write=lambda fd, *_: (os.write(fd, bytes(size)), os._exit(0)))
+            keep(store, number, group)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def temporaries(root: Path) -> list[Path]:

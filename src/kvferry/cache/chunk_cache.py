@@ -49,6 +49,7 @@ class ChunkCache:
         memory_at: Callable[[int, int], memoryview],
         groups: Sequence[CanonicalGroup],
         slow_tiers: Sequence[SlowTier] = (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create a cache. Chunks that the slow tiers already contain can be loaded from the start.
 
@@ -59,6 +60,7 @@ class ChunkCache:
             groups: KV cache groups of the model with the byte formats of their chunks. A chunk's group is an
                 index into this sequence.
             slow_tiers: slow tiers, the fastest first. From now on, only the cache may use them.
+            clock: function that returns monotonic seconds.
 
         Raises:
             ValueError: the tiers do not share one key table (record of which tier has which chunks).
@@ -67,7 +69,7 @@ class ChunkCache:
             raise ValueError("the tiers of one cache must share one key table; open them together")
         self.counts, self._events = CacheCounts(), 0
         self._times = TransferTimes()
-        self._host = host
+        self._host, self._clock = host, clock
         self._memory_at, self._groups = memory_at, tuple(groups)
         self._descriptions: dict[tuple[int, int], ChunkGroup] = {}
         self.writing = tuple(Writing(one, host, self._slot_memory) for one in slow_tiers)
@@ -239,9 +241,9 @@ class ChunkCache:
         """
         for writing in self.writing:
             writing.flush()
-        ends = time.monotonic() + patience_seconds
+        ends = self._clock() + patience_seconds
         for queue in self._queues:
-            queue.close(max(ends - time.monotonic(), 0))
+            queue.close(max(ends - self._clock(), 0))
 
     def _slot_memory(self, slot: Slot) -> memoryview:
         """Return the writable memory of a slot (space of one chunk in host memory)."""

@@ -1,7 +1,7 @@
 """A slow tier and the threads that block on its storage.
 
 The engine's thread starts reads and writes, and collects their results later. So it never waits for storage,
-even if a mount hangs. If reads are in flight and none has ended for `STUCK_SECONDS`, the tier is *stuck* for
+even if a mount hangs. If reads are in flight and none has ended for `stuck_seconds`, the tier is *stuck* for
 reading: it offers no chunks until a read ends. Writes are treated in the same way, independently of reads. An
 operation uses its memory until it ends, however long that takes.
 """
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +68,19 @@ class ReadEnded:
 Done: TypeAlias = WriteEnded | ReadEnded
 
 
+class Threads(Protocol):
+    """Threads that run the jobs of one queue."""
+
+    def put(self, job: Callable[[], None]) -> None:
+        """Queue a job for the next free thread."""
+
+    def close(self, ends: float) -> bool:
+        """Run the queued jobs, and end the threads before `ends`, in seconds of `time.monotonic`.
+
+        Return False if a thread has not ended by then.
+        """
+
+
 class TierQueue:
     """Reads and writes of one storage tier, done by background threads. Only the engine's thread may use it.
 
@@ -84,6 +97,10 @@ class TierQueue:
         readers: int = 8,
         writers: int = 4,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        refresh_seconds: float | None = REFRESH_SECONDS,
+        stuck_seconds: float = STUCK_SECONDS,
+        start_threads: Callable[[int, str], Threads] | None = None,
     ) -> None:
         """Start the threads that read, write and refresh the tier.
 
@@ -93,22 +110,27 @@ class TierQueue:
             readers: number of threads for reads.
             writers: number of threads for writes.
             clock: function that returns monotonic seconds.
+            refresh_seconds: time between two refreshes; None never to refresh the tier.
+            stuck_seconds: time without an ended operation after which the tier is stuck.
+            start_threads: function that starts a number of threads for reads, or for writes; None for daemon
+                threads.
         """
         self.name = name
         self.tier, self.usage = tier, StoreUsage()
         self._clock, self._usage_lock = clock, threading.Lock()
-        self._reading, self._writing = _Operations(clock), _Operations(clock)
+        self._refresh_seconds = refresh_seconds
+        self._reading, self._writing = _Operations(clock, stuck_seconds), _Operations(clock, stuck_seconds)
         self._most_writes = 4 * writers
         self._uses: deque[Sequence[bytes]] = deque(maxlen=_MOST_USES)
         self._closing = threading.Event()
-        self._reads, self._writes = (
-            _Threads(readers, f"{self.name}-read"),
-            _Threads(writers, f"{self.name}-write"),
-        )
+        start_threads = start_threads or _DaemonThreads
+        self._reads = start_threads(readers, f"{self.name}-read")
+        self._writes = start_threads(writers, f"{self.name}-write")
         self._refresher = threading.Thread(
             target=self._refresh, name=f"kvferry-{self.name}-refresh", daemon=True
         )
-        self._refresher.start()
+        if refresh_seconds is not None:
+            self._refresher.start()
 
     def known(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Return a mask of the chunks that can be read from the tier now: bool of shape (len(keys),).
@@ -142,12 +164,12 @@ class TierQueue:
 
     @property
     def stuck_for_reading(self) -> bool:
-        """True if reads are in flight and none ended in the last `STUCK_SECONDS`."""
+        """True if reads are in flight and none ended in the last `stuck_seconds`."""
         return self._reading.stuck
 
     @property
     def stuck_for_writing(self) -> bool:
-        """True if writes are in flight and none ended in the last `STUCK_SECONDS`."""
+        """True if writes are in flight and none ended in the last `stuck_seconds`."""
         return self._writing.stuck
 
     @property
@@ -201,7 +223,8 @@ class TierQueue:
         self._closing.set()
         ends = time.monotonic() + patience_seconds
         idle = [threads.close(ends) for threads in (self._writes, self._reads)]
-        self._refresher.join(max(ends - time.monotonic(), 0))
+        if self._refresher.ident is not None:
+            self._refresher.join(max(ends - time.monotonic(), 0))
         if all(idle) and not self._refresher.is_alive():
             self.tier.close()
         else:
@@ -254,14 +277,14 @@ class TierQueue:
             logger.exception("%s tier: what lies around", self.name)
 
     def _refresh(self) -> None:
-        """Refresh the tier every `REFRESH_SECONDS` until the queue is closed. This runs on its own thread.
+        """Refresh the tier every `refresh_seconds` until the queue is closed. This runs on its own thread.
 
         A refresh reads the usage of the storage, records which chunks were used, and lets the tier look for
         chunks of other processes.
         """
         while True:
             self._read_usage()
-            closing = self._closing.wait(REFRESH_SECONDS)
+            closing = self._closing.wait(self._refresh_seconds)
             self._record_uses()
             if closing:
                 return
@@ -296,14 +319,15 @@ class _Operations:
 
     Args:
         clock: function that returns monotonic seconds.
+        stuck_seconds: time without an ended operation after which operations in flight are stuck.
 
     Attributes:
         count: number of reads or writes that have begun and whose results `done` has not returned yet.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], stuck_seconds: float) -> None:
         self.count = 0
-        self._clock = clock
+        self._clock, self._stuck_seconds = clock, stuck_seconds
         self._progress_at = clock()  # time when an operation last ended, or began while none was in flight
         self._ended: deque[Done] = deque()
 
@@ -328,8 +352,8 @@ class _Operations:
 
     @property
     def stuck(self) -> bool:
-        """True if reads or writes are in flight and none ended in the last `STUCK_SECONDS`."""
-        return self._in_flight > 0 and self._clock() - self._progress_at > STUCK_SECONDS
+        """True if reads or writes are in flight and none ended in the last `stuck_seconds`."""
+        return self._in_flight > 0 and self._clock() - self._progress_at > self._stuck_seconds
 
     @property
     def _in_flight(self) -> int:
@@ -337,7 +361,7 @@ class _Operations:
         return self.count - len(self._ended)
 
 
-class _Threads:
+class _DaemonThreads:
     """Daemon threads that run the jobs of one queue. A hanging thread does not keep the process alive.
 
     Args:

@@ -54,7 +54,11 @@ def weights_of(model: Path) -> str | None:
 
 
 def digest_of_files(
-    files: Sequence[Path], digest_file: Path | None = None, now: Callable[[], float] = time.time
+    files: Sequence[Path],
+    digest_file: Path | None = None,
+    now: Callable[[], float] = time.time,
+    digest: Callable[[FileIO, Progress], str] | None = None,
+    max_digests: int = _MOST_FILES,
 ) -> str:
     """Return the digest of the content of files, in the given order: 32 hex digits.
 
@@ -64,21 +68,23 @@ def digest_of_files(
             directory.
         now: function that returns the current time in seconds since 1970, to compare with file times. The
             digest of a file that changed less than `_SETTLED_SECONDS` ago is not cached.
+        digest: function that reads and digests one open file; None for `digest_file_content`.
+        max_digests: maximum number of digests in the digest file.
 
     Raises:
         ConfigError: a file cannot be read, or changes while it is read.
     """
     digest_file = digest_file or _default_digest_file()
     known, news = _read_digest_file(digest_file), {}
-    whole, progress = hashlib.blake2b(digest_size=16), _Progress(files)
+    whole, progress = hashlib.blake2b(digest_size=16), Progress(files)
     for file in files:
         try:
             with file.open("rb", buffering=0) as opened:
                 stat = os.fstat(opened.fileno())
-                key = _file_key(stat)
+                key = file_key(stat)
                 if key not in known:
-                    known[key] = _digest(opened, progress)
-                    if _file_key(os.fstat(opened.fileno())) != key:
+                    known[key] = (digest or digest_file_content)(opened, progress)
+                    if file_key(os.fstat(opened.fileno())) != key:
                         raise ConfigError(
                             f"weights {file.name} changed while they were read; wait until they are complete"
                         )
@@ -90,11 +96,11 @@ def digest_of_files(
             ) from error
         whole.update(bytes.fromhex(known[key]))
     if news:
-        _add_digests(digest_file, news)
+        _add_digests(digest_file, news, max_digests)
     return whole.hexdigest()
 
 
-def _file_key(stat: os.stat_result) -> str:
+def file_key(stat: os.stat_result) -> str:
     """Return the key under which a file's digest is cached: its device, inode, size and times.
 
     If the file changes, its key changes.
@@ -112,7 +118,7 @@ def cached_digests() -> tuple[Path | None, int]:
     return digest_file, len(_read_digest_file(digest_file))
 
 
-class _Progress:
+class Progress:
     """Logs a message each time `_PROGRESS_BYTES` more bytes of weight files have been read.
 
     Args:
@@ -130,7 +136,7 @@ class _Progress:
             logger.info("hashing %s, once: %.1f GB so far", self._of, self._read / 1e9)
 
 
-def _digest(file: FileIO, progress: _Progress) -> str:
+def digest_file_content(file: FileIO, progress: Progress) -> str:
     """Return the BLAKE3 digest of an open file, in hex.
 
     The file is not read through a memory map, because truncation of a mapped file would kill the process
@@ -186,10 +192,10 @@ def _check(files: dict[str, str]) -> str:
     return hashlib.blake2b(json.dumps(files, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def _add_digests(digest_file: Path | None, news: dict[str, str]) -> None:
+def _add_digests(digest_file: Path | None, news: dict[str, str], max_digests: int) -> None:
     """Add new digests to the digest file (JSON file that caches digests of weights).
 
-    The file keeps only the newest `_MOST_FILES` digests. If it cannot be written, it stays as it is.
+    The file keeps only the newest `max_digests` digests. If it cannot be written, it stays as it is.
 
     Args:
         digest_file: path of the digest file; None for a user without a cache directory.
@@ -198,7 +204,7 @@ def _add_digests(digest_file: Path | None, news: dict[str, str]) -> None:
     if digest_file is None:
         return
     kept = {key: digest for key, digest in _read_digest_file(digest_file).items() if key not in news} | news
-    files = dict(list(kept.items())[-_MOST_FILES:])
+    files = dict(list(kept.items())[-max_digests:])
     try:
         digest_file.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f"{digest_file.name}.", dir=digest_file.parent)

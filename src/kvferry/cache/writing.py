@@ -45,18 +45,20 @@ class Writing:
         host: host tier that holds the chunks.
         slot_memory: function that returns the memory of a slot (space of one chunk in host memory).
         lost: number of queued chunks that host memory evicted before their write started.
+        queued: chunks still to be written, the oldest first: (description, cold) by key.
+        held: slots of the chunks that are being written, by key.
     """
 
     slow_tier: SlowTier
     host: HostTier
     slot_memory: Callable[[Slot], memoryview]
     lost: int = 0
-    _queued: OrderedDict[bytes, tuple[ChunkGroup, bool]] = field(default_factory=OrderedDict)
-    _held: dict[bytes, Slot] = field(default_factory=dict)
+    queued: OrderedDict[bytes, tuple[ChunkGroup, bool]] = field(default_factory=OrderedDict)
+    held: dict[bytes, Slot] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """Return the number of chunks that are queued or being written."""
-        return len(self._queued) + len(self._held)
+        return len(self.queued) + len(self.held)
 
     def enqueue(self, key: bytes, group: ChunkGroup, *, cold: bool = False) -> None:
         """Queue a chunk for writing to the slow tier, unless the tier has the chunk or is writing it.
@@ -66,8 +68,8 @@ class Writing:
             group: description of the content: KV cache group, number of tokens and layout.
             cold: True if the tier evicts the chunk before all chunks that are not cold, until it is used.
         """
-        if key not in self._held and not self.slow_tier.queue.tier.contains([key])[0]:
-            self._queued[key] = group, cold
+        if key not in self.held and not self.slow_tier.queue.tier.contains([key])[0]:
+            self.queued[key] = group, cold
 
     @property
     def due(self) -> bool:
@@ -75,36 +77,36 @@ class Writing:
 
         It is False in write-back mode while host memory has room, and while the tier's writes hang.
         """
-        return bool(self._queued) and self._may_write and not self.slow_tier.queue.stuck_for_writing
+        return bool(self.queued) and self._may_write and not self.slow_tier.queue.stuck_for_writing
 
     @property
     def under_way(self) -> bool:
         """True if chunks are being written. It is False while the tier's writes hang."""
-        return bool(self._held) and not self.slow_tier.queue.stuck_for_writing
+        return bool(self.held) and not self.slow_tier.queue.stuck_for_writing
 
     def pump(self) -> int:
         """Start as many writes as the tier and the write mode allow; return how many chunks left the queue.
 
         A queued chunk that host memory has evicted leaves the queue too, and counts as lost.
         """
-        if not (before := len(self._queued)):
+        if not (before := len(self.queued)):
             return 0
-        while self._queued and self._may_write and self.slow_tier.queue.can_write:
+        while self.queued and self._may_write and self.slow_tier.queue.can_write:
             self._write_next()
-        return before - len(self._queued)
+        return before - len(self.queued)
 
     def on_write_ended(self, key: bytes) -> None:
         """Release the slot (memory of one chunk) of a chunk whose write has ended, whatever the outcome."""
-        self.host.close(self._held.pop(key))
+        self.host.close(self.held.pop(key))
 
     def flush(self) -> None:
         """Start the writes of all queued chunks now. Ignore the write mode and the tier's limit on writes."""
-        while self._queued:
+        while self.queued:
             self._write_next()
 
     def drop_queued(self) -> None:
         """Drop all queued chunks. Writes in flight continue."""
-        self._queued.clear()
+        self.queued.clear()
 
     @property
     def _may_write(self) -> bool:
@@ -118,10 +120,10 @@ class Writing:
 
     def _write_next(self) -> None:
         """Start the write of the oldest queued chunk, or count it as lost if host memory has evicted it."""
-        key, (group, cold) = self._queued.popitem(last=False)
+        key, (group, cold) = self.queued.popitem(last=False)
         slot = self.host.hold(key)
         if slot is None:
             self.lost += 1
             return
-        self._held[key] = slot
+        self.held[key] = slot
         self.slow_tier.queue.write(key, group, self.slot_memory(slot), cold=cold)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from hashlib import shake_128
 from pathlib import Path
 
 import numpy as np
 
-from kvferry.cache import tier_queue
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.fetch import WantedChunk
 from kvferry.cache.tier_queue import TierQueue
@@ -23,6 +21,7 @@ from kvferry.tiers.index.key_table import KeyTable
 from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from support.models import attention, model
 from support.stores import NAMESPACE
+from support.waiting import wait_for
 
 CHUNK, SLOTS = 64, 16
 KV = attention(k=8, v=8)
@@ -43,50 +42,42 @@ class Cache:
         self.memory = np.zeros(SLOTS * SIZE, np.uint8)
         self.host = HostTier(SLOTS * SIZE, [SIZE], EVICTION_POLICIES["lru"], table)
         self.store = FileTier(folder, NAMESPACE, capacity=1 << 24, table=table)
-        self.queue = TierQueue(self.store, "file")
+        self.queue = TierQueue(self.store, "file", refresh_seconds=0.02)
         self.cache = ChunkCache(self.host, self.bytes_at, GROUPS, [SlowTier(self.queue)])
 
     def bytes_at(self, offset: int, size: int) -> memoryview:
         return memoryview(self.memory)[offset : offset + size]
 
-    def until(self, done: Callable[[], bool]) -> None:
-        """Step until something is so."""
-        ends = time.monotonic() + 10
-        while not done():
-            assert time.monotonic() < ends
-            self.cache.poll()
-            time.sleep(0.005)
+    def step_until(self, done: Callable[[], bool]) -> None:
+        wait_for(lambda: self.cache.poll() or done())
 
     def keep(self, *keys: bytes) -> None:
         for key in keys:
             slot = self.cache.reserve(key, 0)
             self.bytes_at(slot.offset, SIZE)[:] = content(key)
             self.cache.filled(slot, CHUNK, None)
-        self.until(lambda: not self.cache.busy)
+        self.step_until(lambda: not self.cache.busy)
 
     def forget(self) -> None:
         """Nothing is in host memory any more."""
-        for key in list(self.host._slots.ready):
-            self.host._policy.remove(key)
-            self.host._slots.evict(key)
-            self.host.keys.discard(key)
+        for key in KEYS:
+            if self.host.contains([key])[0]:
+                self.host.evict(key)
 
     def load(self, *keys: bytes) -> bool:
         """Whether all could be loaded; what was is right, and nothing is held afterwards."""
         fetch = self.cache.reading.fetch([WantedChunk(0, at, key, CHUNK) for at, key in enumerate(keys)])
-        self.until(lambda: fetch.over)
+        self.step_until(lambda: fetch.over)
         taken = fetch.take()
         for want, slot in taken:
             assert bytes(self.bytes_at(slot.offset, SIZE)) == content(want.key)
             self.cache.close(slot)
         self.cache.reading.cancel(fetch)
-        book = self.host._slots
-        self.until(lambda: not (self.cache.busy or book._fills or book._reads))
+        self.step_until(lambda: not (self.cache.busy or self.host.holds))
         return len(taken) == len(keys)
 
 
-def test_a_directory_that_goes_and_is_replaced_costs_its_chunks_and_nothing_else(tmp_path, monkeypatch):
-    monkeypatch.setattr(tier_queue, "REFRESH_SECONDS", 0.02)
+def test_a_directory_that_goes_and_is_replaced_costs_its_chunks_and_nothing_else(tmp_path):
     folder, away = tmp_path / "cache", tmp_path / "away"
     folder.mkdir()
     made = Cache(folder)
@@ -101,7 +92,7 @@ def test_a_directory_that_goes_and_is_replaced_costs_its_chunks_and_nothing_else
     assert made.load(KEYS[4]), "host memory serves on"
     assert not folder.exists()
     assert made.store.stats.dropped[PutOutcome.IO_ERROR] >= 1
-    made.until(lambda: not made.queue.known(KEYS).any())
+    made.step_until(lambda: not made.queue.known(KEYS).any())
 
     folder.mkdir()
     made.keep(KEYS[5])
@@ -112,7 +103,7 @@ def test_a_directory_that_goes_and_is_replaced_costs_its_chunks_and_nothing_else
     folder.rename(tmp_path / "second")
     away.rename(folder)
     made.forget()
-    made.until(lambda: made.queue.known(KEYS[:4]).all() and not made.queue.known(KEYS[4:]).any())
+    made.step_until(lambda: made.queue.known(KEYS[:4]).all() and not made.queue.known(KEYS[4:]).any())
     assert made.load(*KEYS[:4])
     assert set(made.store.stats.gets) <= {GetOutcome.HIT, GetOutcome.ABSENT}
     made.cache.shutdown(5.0)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import asdict
+from functools import partial
 from hashlib import shake_128
 
 import numpy as np
 import pytest
-from hypothesis import settings, strategies as st
+from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.fetch import WantedChunk
-from kvferry.cache.tier_queue import STUCK_SECONDS
+from kvferry.cache.tier_queue import STUCK_SECONDS, TierQueue
 from kvferry.cache.writing import WRITE_BACK_SHARE, SlowTier
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import canonical_form_of
@@ -24,6 +25,7 @@ from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from support.clock import Clock
+from support.examples import examples
 from support.models import attention, model, state
 from support.slow_tiers import answer, fake_tiers, jobs_of, queue_by_hand, table_of
 
@@ -74,15 +76,19 @@ def want(key):
 class Cache:
     """A cache over memory of its own, with slow tiers behind it, the fastest first."""
 
-    def __init__(self, arena, pages, tiers, policy="lru", write_back=()):
+    def __init__(self, arena, pages, tiers, policy="lru", write_back=(), writers=4):
         self.clock = Clock()
         self.arena, self.base = arena, arena.memory.ctypes.data
         sizes = [group.chunk_bytes for group in GROUPS]
-        self.host = HostTier(pages * PAGE, sizes, EVICTION_POLICIES[policy], table_of(tiers))
+        self.host = HostTier(pages * PAGE, sizes, partial(self.policy_of, policy), table_of(tiers))
         self.tiers = tiers
-        self.queues = [queue_by_hand(tier, self.clock) for tier in tiers]
+        self.queues = [queue_by_hand(tier, self.clock, writers=writers) for tier in tiers]
         behind = [SlowTier(q, q.name in write_back) for q in self.queues]
-        self.cache = ChunkCache(self.host, arena.bytes_at, GROUPS, behind)
+        self.cache = ChunkCache(self.host, arena.bytes_at, GROUPS, behind, self.clock)
+
+    def policy_of(self, name, capacity):
+        self.policy = EVICTION_POLICIES[name](capacity)
+        return self.policy
 
     def at(self, slot):
         return self.arena.memory[slot.offset : slot.offset + size_of(slot.key)]
@@ -99,10 +105,8 @@ class Cache:
 
     def leave(self, key):
         """A chunk leaves host memory, as if others had taken its room."""
-        if key in self.host._slots.ready:
-            self.host._policy.remove(key)
-            self.host._slots.evict(key)
-            self.host.keys.discard(key)
+        if self.host.contains([key])[0]:
+            self.host.evict(key)
 
     def fetch(self, *keys, **options):
         return self.cache.reading.fetch([want(key) for key in keys], **options)
@@ -114,9 +118,6 @@ class Cache:
 
     def jobs(self, number):
         return [(what, key) for what, key, _ in jobs_of(self.queues[number])]
-
-    def holds(self):
-        return len(self.host._slots._fills) + len(self.host._slots._reads)
 
 
 class Living(RuleBasedStateMachine):
@@ -140,7 +141,7 @@ class Living(RuleBasedStateMachine):
         self.taken = []  # slots
         self.owed = [set() for _ in fakes]
         self.lost = [0 for _ in fakes]
-        self.closing = False
+        self.hits = set()  # (number of the tier, key) of reads that have ended unheard
         self.counted = -1, None
 
     def sorted_slots(self, slots):
@@ -182,18 +183,18 @@ class Living(RuleBasedStateMachine):
                 self.note_owed(number, slot.key)
 
     def note_owed(self, number, key):
-        if not self.made.tiers[number].contains([key])[0] and key not in self.cache.writing[number]._held:
+        if not self.made.tiers[number].contains([key])[0] and key not in self.cache.writing[number].held:
             self.owed[number].add(key)
 
     def note_lost(self):
         """What is owed no longer, and was not written, has left host memory, and is counted."""
         for number, writing in enumerate(self.cache.writing):
-            self.owed[number] -= writing._held.keys()
-            gone = self.owed[number] - set(writing._queued)
+            self.owed[number] -= writing.held.keys()
+            gone = self.owed[number] - set(writing.queued)
             self.owed[number] -= gone
             self.lost[number] += len(gone)
             assert not self.host.contains(sorted(gone)).any()
-            assert self.owed[number] == set(writing._queued)
+            assert self.owed[number] == set(writing.queued)
             assert self.lost[number] == writing.lost
 
     # -- loads ------------------------------------------------------------------------------------------
@@ -254,6 +255,8 @@ class Living(RuleBasedStateMachine):
 
     def end(self, number, what, key, as_):
         answer(self.queues[number], what, key, as_)
+        if as_ is GetOutcome.HIT and key in self.made.tiers[number].kept:
+            self.hits.add((number, key))
         if what == "write" and key in self.made.tiers[number].kept:
             assert self.made.tiers[number].kept[key] == content(key), "what is written is what was stored"
 
@@ -276,18 +279,15 @@ class Living(RuleBasedStateMachine):
     @rule()
     def poll(self):
         used = self.host.used_bytes
-        heard = {(n, key) for n, q in enumerate(self.queues) for key in self.promoted_by(q)}
+        heard, self.hits = self.hits, set()
         before = [set(self.made.jobs(number)) for number in range(len(self.queues))]
         self.cache.poll()
         for number, key in sorted(heard):
             for faster in range(number):
-                if self.host.contains([key])[0] or key in self.cache.writing[faster]._queued:
+                if self.host.contains([key])[0] or key in self.cache.writing[faster].queued:
                     self.note_owed(faster, key)
         self.note_lost()
         self.check_write_back(before, used)
-
-    def promoted_by(self, queue):
-        return [done.key for done in queue._reading._ended if done.what is GetOutcome.HIT]
 
     def check_write_back(self, before, used):
         for number, queue in enumerate(self.queues):
@@ -300,6 +300,7 @@ class Living(RuleBasedStateMachine):
     def leave(self, key):
         """As if others had taken its room."""
         self.made.leave(key)
+        self.counted = -1, None
 
     @rule()
     def clear(self):
@@ -365,7 +366,7 @@ class Living(RuleBasedStateMachine):
         if hasattr(self, "made"):
             unheard = sum(q.reading + q.writing - len(jobs_of(q)) for q in self.queues)
             jobs = sum(len(jobs_of(queue)) for queue in self.queues)
-            assert self.made.holds() == len(self.fills) + len(self.held()) + jobs + unheard
+            assert self.made.host.holds == len(self.fills) + len(self.held()) + jobs + unheard
 
     def teardown(self):
         if not hasattr(self, "made"):
@@ -382,7 +383,7 @@ class Living(RuleBasedStateMachine):
                 for what, key, _ in jobs_of(queue):
                     self.end(number, what, key, GetOutcome.HIT if what == "read" else PutOutcome.STORED)
             self.cache.poll()
-        owed = [set(writing._queued) for writing in self.cache.writing]
+        owed = [set(writing.queued) for writing in self.cache.writing]
         here = [{key for key in keys if self.host.contains([key])[0]} for keys in owed]
         for tier in self.made.tiers:
             tier.next_put = PutOutcome.STORED
@@ -393,13 +394,11 @@ class Living(RuleBasedStateMachine):
             assert not left, "what is owed is written in the end"
             assert tier.closed
         self.host.check_integrity()
-        assert self.made.holds() == 0
+        assert self.made.host.holds == 0
 
 
 TestLiving = Living.TestCase
-TestLiving.settings = settings(
-    deadline=None, derandomize=True, database=None, max_examples=150, stateful_step_count=40
-)
+TestLiving.settings = examples(100, stateful_step_count=40)
 
 
 FULL, OTHER, THIRD = (key for key in KEYS if GROUPS[group_of(key)].kind is GroupKind.FULL)
@@ -423,7 +422,7 @@ def test_a_chunk_in_host_memory_is_ready_at_once():
     assert made.cache.reading.origin(fetch) == "host"
 
 
-def test_a_chunk_of_the_slowest_tier_is_owed_to_the_faster_one_and_read_but_once():
+def test_chunk_of_the_slowest_tier_is_read_once_and_written_to_the_faster_one():
     made = cache([], [FULL])
     first, second = made.fetch(FULL), made.fetch(FULL)
     assert made.cache.reading.origin(first) == "object"
@@ -434,14 +433,14 @@ def test_a_chunk_of_the_slowest_tier_is_owed_to_the_faster_one_and_read_but_once
     assert made.cache.counts.fetched == Counter({"object": 2})
 
 
-def test_a_chunk_that_is_computed_anew_is_owed_to_the_tiers_that_lack_it_alone():
+def test_recomputed_chunk_is_written_to_the_tiers_that_lack_it():
     made = cache([], [FULL])
     made.store(FULL)
     made.cache.poll()
     assert (made.jobs(0), made.jobs(1)) == ([("write", FULL)], [])
 
 
-def test_a_chunk_that_a_tier_has_not_comes_from_the_next_one():
+def test_chunk_that_a_tier_misses_comes_from_the_next_one():
     made = cache([FULL], [FULL])
     fetch = made.fetch(FULL)
     assert made.cache.reading.awaited_tiers(fetch) == {"file"}
@@ -452,7 +451,7 @@ def test_a_chunk_that_a_tier_has_not_comes_from_the_next_one():
     assert made.cache.counts.missed == Counter({("file", GetOutcome.CORRUPT): 1})
 
 
-def test_a_load_whose_chunk_no_tier_gives_fails_and_what_else_comes_is_kept():
+def test_load_fails_if_a_chunk_is_missing_and_keeps_its_other_chunks():
     made = cache([FULL, OTHER])
     fetch = made.fetch(FULL, OTHER)
     made.answer(0, "read", FULL, GetOutcome.ABSENT)
@@ -460,21 +459,21 @@ def test_a_load_whose_chunk_no_tier_gives_fails_and_what_else_comes_is_kept():
     made.cache.reading.cancel(fetch)
     made.answer(0, "read", OTHER, GetOutcome.HIT)
     assert made.host.contains([FULL, OTHER]).tolist() == [False, True]
-    assert made.holds() == 0
+    assert made.host.holds == 0
 
 
 @pytest.mark.parametrize(
     ("what", "struck"),
     [(GetOutcome.IO_ERROR, {"file"}), (GetOutcome.ABSENT, set()), (GetOutcome.CORRUPT, set())],
 )
-def test_only_a_tier_that_could_not_read_is_to_blame(what, struck):
+def test_failed_tiers_of_a_load_are_those_with_io_errors(what, struck):
     made = cache([FULL])
     fetch = made.fetch(FULL)
     made.answer(0, "read", FULL, what)
     assert fetch.failed == struck
 
 
-def test_a_chunk_that_went_between_offer_and_load_is_a_failure():
+def test_chunk_evicted_between_offer_and_load_fails_the_load():
     fetch = cache([]).fetch(FULL)
     assert (fetch.over, fetch.failure) == (True, "a chunk has gone since it was offered")
 
@@ -519,7 +518,7 @@ def test_a_load_larger_than_host_memory_goes_on_as_its_chunks_are_used():
     assert len(made.host) < 3
 
 
-def test_after_a_load_with_room_for_half_of_it_the_beginning_stays():
+def test_beginning_of_a_prompt_outlasts_its_end_after_a_load():
     prompt = [b"%031d" % n + b"\0" for n in range(8)]
     tiers = fake_tiers([(key, content(key)) for key in prompt])
     made = Cache(ARENA, 8 * GROUPS[0].chunk_bytes // PAGE, tiers)
@@ -545,27 +544,27 @@ def test_cold_chunks_leave_host_memory_first_until_they_are_used():
     made.cache.mark_used([KEYS[2]])
     made.cache.filled(made.cache.reserve(KEYS[3], 0), CHUNK, None)
     made.cache.mark_used([], cold=[KEYS[3]])
-    order = [made.host._policy.evict() for _ in range(4)]
+    order = [made.policy.evict() for _ in range(4)]
     assert order == [KEYS[1], KEYS[3], KEYS[0], KEYS[2]]
 
 
-def test_a_chunk_that_is_read_when_its_prompt_was_used_is_ranked_when_it_is_let_go():
+def test_chunk_held_while_its_prompt_is_used_is_ranked_when_released():
     made = cache([], pages=34)
     made.store(*KEYS[:3])
     ((_, slot),) = made.fetch(KEYS[1]).take()
     made.cache.mark_used(KEYS[:3])
     made.cache.close(slot)
-    order = [made.host._policy.evict() for _ in range(3)]
+    order = [made.policy.evict() for _ in range(3)]
     assert order == [KEYS[2], KEYS[0], KEYS[1]]
 
 
-def test_what_is_read_while_all_is_forgotten_is_used_by_nobody():
+def test_read_that_ends_after_clear_is_dropped():
     made = cache([FULL])
     fetch = made.fetch(FULL)
     made.cache.clear()
     made.answer(0, "read", FULL, GetOutcome.HIT)
     assert (fetch.over, fetch.failure) == (True, "the cache was reset")
-    assert made.holds() == made.host.used_bytes == 0
+    assert made.host.holds == made.host.used_bytes == 0
 
 
 def test_a_chunk_being_written_while_all_is_forgotten_may_be_stored_anew():
@@ -601,7 +600,7 @@ def test_write_back_writes_all_at_the_end():
     assert made.tiers[0].closed
 
 
-def test_a_slow_tier_loses_what_leaves_before_its_turn_and_says_so():
+def test_chunk_evicted_before_its_write_counts_as_lost():
     made = cache([])
     made.store(FULL)
     made.leave(FULL)
@@ -610,16 +609,17 @@ def test_a_slow_tier_loses_what_leaves_before_its_turn_and_says_so():
 
 
 def test_a_tier_takes_only_so_many_stores_at_once():
-    made = cache([], pages=34)
-    made.queues[0]._most_writes = 1
-    made.store(FULL, OTHER)
+    made = cache([], pages=34, writers=1)
+    made.store(*KEYS[:5])
     made.cache.poll()
-    assert (made.jobs(0), made.cache.busy) == ([("write", FULL)], True)
-    made.answer(0, "write", FULL, PutOutcome.STORED)
-    assert (made.jobs(0), made.cache.busy) == ([("write", OTHER)], True), "steps go on until it is heard of"
-    made.answer(0, "write", OTHER, PutOutcome.STORED)
+    assert (made.jobs(0), made.cache.busy) == ([("write", key) for key in KEYS[:4]], True)
+    made.answer(0, "write", KEYS[0], PutOutcome.STORED)
+    assert made.jobs(0) == [("write", key) for key in KEYS[1:5]]
+    for key in KEYS[1:5]:
+        assert made.cache.busy, "steps go on until its end is heard of"
+        made.answer(0, "write", key, PutOutcome.STORED)
     assert (made.jobs(0), made.cache.busy) == ([], False)
-    assert len(made.cache.take_times().writes["file"]) == 2
+    assert len(made.cache.take_times().writes["file"]) == 5
 
 
 def hung(*kept):
@@ -630,7 +630,7 @@ def hung(*kept):
     return made, fetch
 
 
-def test_a_tier_that_is_stuck_for_reading_is_asked_for_nothing_more_and_still_given():
+def test_tier_stuck_for_reading_gets_no_reads_but_writes():
     made, _ = hung([FULL, OTHER])
     assert not made.cache.available([FULL, OTHER]).any()
     made.store(THIRD)
@@ -638,7 +638,7 @@ def test_a_tier_that_is_stuck_for_reading_is_asked_for_nothing_more_and_still_gi
     assert made.jobs(0) == [("read", FULL), ("write", THIRD)]
 
 
-def test_an_engine_need_not_step_for_a_chunk_that_hangs_and_nobody_waits_for():
+def test_hanging_read_of_a_cancelled_load_keeps_no_engine_busy():
     made, fetch = hung([FULL])
     assert made.cache.busy
     made.cache.reading.cancel(fetch)
@@ -648,19 +648,19 @@ def test_an_engine_need_not_step_for_a_chunk_that_hangs_and_nobody_waits_for():
     assert made.host.contains([FULL]).all(), "it is heard of in whichever step comes next"
 
 
-def test_a_chunk_that_hangs_is_offered_to_nobody_though_another_tier_has_it():
+def test_chunk_whose_read_hangs_is_unavailable_though_another_tier_has_it():
     made, _ = hung([FULL, OTHER], [FULL, OTHER])
     assert made.cache.available([FULL, OTHER]).tolist() == [False, True]
 
 
-def test_a_tier_that_a_request_does_not_ask_is_not_asked():
+def test_excluded_tier_is_not_read():
     made = cache([FULL, OTHER], [FULL])
     assert made.cache.available([FULL, OTHER], {"file"}).tolist() == [True, False]
     made.fetch(FULL, without={"file"})
     assert (made.jobs(0), made.jobs(1)) == ([], [("read", FULL)])
 
 
-def test_a_tier_that_rests_is_not_asked():
+def test_paused_tier_is_not_read():
     made = cache([FULL, OTHER], [FULL])
     made.tiers[0].rests = True
     assert made.cache.available([FULL, OTHER]).tolist() == [True, False]
@@ -679,7 +679,7 @@ def test_tiers_of_one_cache_share_a_table_of_tags():
         )
 
 
-def test_a_chunk_that_a_struck_tier_is_reading_is_not_offered():
+def test_chunk_that_an_excluded_tier_is_reading_is_unavailable():
     made = cache([FULL], [FULL])
     made.fetch(FULL)
     assert not made.cache.available([FULL], {"file"}).any()
@@ -687,13 +687,16 @@ def test_a_chunk_that_a_struck_tier_is_reading_is_not_offered():
     assert made.cache.available([OTHER], {"file", "object"}).all()
 
 
-def test_all_tiers_together_get_the_time_that_closing_may_take(monkeypatch):
-    made = cache([], [])
-    now, given = [100.0], []
-    monkeypatch.setattr("kvferry.cache.chunk_cache.time.monotonic", lambda: now[0])
-    for queue in made.queues:
-        monkeypatch.setattr(
-            queue, "close", lambda patience: (given.append(patience), now.append(now.pop() + 7))
-        )
-    made.cache.shutdown(10.0)
+def test_all_tiers_together_get_the_time_that_closing_may_take():
+    given, clock = [], Clock(100.0)
+
+    class Slow(TierQueue):
+        def close(self, patience_seconds):
+            given.append(patience_seconds)
+            clock.now += 7
+
+    tiers = fake_tiers([], [])
+    queues = [Slow(tier, tier.name, 0, 0, refresh_seconds=None) for tier in tiers]
+    host = HostTier(34 * PAGE, [PAGE], EVICTION_POLICIES["lru"], table_of(tiers))
+    ChunkCache(host, ARENA.bytes_at, GROUPS[:1], [SlowTier(queue) for queue in queues], clock).shutdown(10.0)
     assert given == [10.0, 3.0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.geometry import GroupKind
@@ -13,6 +13,7 @@ from kvferry.keys.chunk import ChunkKeys
 from kvferry.planning.coverage import NO_TIER
 from kvferry.planning.select import LoadSpan
 from kvferry.tiers.index.key_table import tags_of
+from support.examples import examples
 
 FULL, STATE = CanonicalGroup(GroupKind.FULL, 0, ()), CanonicalGroup(GroupKind.STATE, 0, ())
 
@@ -69,9 +70,9 @@ def test_every_chunk_of_a_prompt_and_what_was_added_to_it_from_the_first_on(grou
     assert chunks.all_keys(10) == expected
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@examples(100)
 @given(data=st.data(), groups=GROUPS, chunk=st.integers(1, 6), length=st.integers(1, 30))
-def test_what_is_found_and_wanted_is_what_a_search_token_by_token_finds(data, groups, chunk, length):
+def test_chunk_lookup_equals_a_search_token_by_token(data, groups, chunk, length):
     tokens = data.draw(st.lists(st.integers(0, 1), min_size=length, max_size=length))
     ends = [end for end in range(1, length + 1) if end % chunk == 0 or end == length]
     gone = data.draw(st.sets(st.tuples(st.integers(0, len(groups) - 1), st.sampled_from(ends)), max_size=4))

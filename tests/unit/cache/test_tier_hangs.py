@@ -9,23 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cache import tier_queue
 from kvferry.cache.tier_queue import TierQueue
 from support.chunk_files import key
 from support.stores import GROUP, body, keep, open_store
 from support.system_calls import Fault, How, counted, possible, run
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,  # it measures time; test_tier_queue shows the same with a clock
     pytest.mark.skipif(not possible(), reason="processes cannot be traced here"),
 ]
 
 
 def work(path: Path, what: str) -> dict[str, object]:
     """Give a queue reads or writes on a mount that hangs, and go on meanwhile."""
-    tier_queue.STUCK_SECONDS, tier_queue.REFRESH_SECONDS = 1.0, 0.05
     store = open_store(path)
-    queue = TierQueue(store, "file", readers=2, writers=2)
+    queue = TierQueue(store, "file", readers=2, writers=2, refresh_seconds=0.05, stuck_seconds=1.0)
     threads = threading.active_count()
     longest, stuck_after = 0.0, 0.0
     with counted():
@@ -62,7 +60,7 @@ def work(path: Path, what: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("what", ["read", "write"])
 @pytest.mark.parametrize("at", [1, 3, 8, 21])
-def test_a_mount_that_hangs_holds_up_no_step_and_no_end(tmp_path, what, at):
+def test_hanging_mount_delays_neither_steps_nor_shutdown(tmp_path, what, at):
     keep(open_store(tmp_path, capacity=1 << 24), 1)
     ended = run(lambda: work(tmp_path, what), Fault(at, How.HELD))
     assert len(ended.calls) >= at, "nothing hung"

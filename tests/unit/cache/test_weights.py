@@ -1,5 +1,6 @@
 """Whose weights they are: content counts, and what is remembered is only ever a shortcut."""
 
+import hashlib
 import json
 import logging
 import os
@@ -7,12 +8,14 @@ import subprocess
 import sys
 import time
 from multiprocessing.pool import ThreadPool
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from blake3 import blake3
 
 from kvferry.cache import weights
-from kvferry.cache.weights import weights_of
+from kvferry.cache.weights import Progress, digest_file_content, file_key, weights_of
 from kvferry.errors import ConfigError
 
 
@@ -21,8 +24,17 @@ def later() -> float:
     return time.time() + 60
 
 
-def digest_of_files(files, memory=None, now=later):
-    return weights.digest_of_files(files, memory, now)
+READ: list[str] = []
+"""Names of the files that were read in full."""
+
+
+def noted_digest(file, progress):
+    READ.append(Path(file.name).name)
+    return digest_file_content(file, progress)
+
+
+def digest_of_files(files, memory=None, now=later, digest=noted_digest, **options):
+    return weights.digest_of_files(files, memory, now, digest, **options)
 
 
 @pytest.fixture
@@ -41,16 +53,9 @@ def file(tmp_path):
 
 
 @pytest.fixture
-def reads(monkeypatch):
-    """Names of the files that are read in full."""
-    read, digest = [], weights._digest
-
-    def looking(file, progress):
-        read.append(weights.Path(file.name).name)
-        return digest(file, progress)
-
-    monkeypatch.setattr(weights, "_digest", looking)
-    return read
+def reads():
+    READ.clear()
+    return READ
 
 
 def test_the_same_content_under_another_name_is_the_same(file, memory):
@@ -65,7 +70,7 @@ def test_content_of_the_same_length_that_differs_is_another(file, memory):
     )
 
 
-def test_where_one_file_ends_and_the_next_begins_counts(file, memory):
+def test_digest_depends_on_the_boundaries_between_files(file, memory):
     one = digest_of_files([file("a", b"we"), file("b", b"ights")], memory)
     assert one != digest_of_files([file("c", b"weig"), file("d", b"hts")], memory)
     assert one != digest_of_files([file("e", b"weights")], memory)
@@ -91,7 +96,7 @@ def test_a_file_that_changed_in_place_is_read_again(file, memory, reads):
     assert reads == ["a", "a"]
 
 
-def test_only_new_files_are_read(file, memory, reads):
+def test_new_files_are_read_and_known_ones_are_not(file, memory, reads):
     digest_of_files([file("a", b"one")], memory)
     digest_of_files([file("b", b"two"), file("c", b"three")], memory)
     assert reads == ["a", "b", "c"]
@@ -128,18 +133,6 @@ def test_a_memory_with_any_bit_flipped_is_no_memory(file, memory, reads):
         assert digest_of_files([path], memory) == wanted
 
 
-def test_a_remembered_digest_is_believed_as_it_was_written(file, memory, reads):
-    """That it is believed at all: the test above would pass if nothing were."""
-    path = file("a", b"weights")
-    digest_of_files([path], memory)
-    known = json.loads(memory.read_text())
-    known["files"] = dict.fromkeys(known["files"], "ab" * 32)
-    known["check"] = weights._check(known["files"])
-    memory.write_text(json.dumps(known))
-    digest_of_files([path], memory)
-    assert reads == ["a"]
-
-
 def test_a_change_that_keeps_size_and_time_of_modification_is_seen(file, memory):
     path = file("a", b"weights")
     first, stat = digest_of_files([path], memory), path.stat()
@@ -149,13 +142,13 @@ def test_a_change_that_keeps_size_and_time_of_modification_is_seen(file, memory)
     assert digest_of_files([path], memory) != first
 
 
-def test_another_file_of_the_same_size_and_times_is_another(file, memory, monkeypatch):
+def test_another_file_of_the_same_size_and_times_is_another(file, memory):
     first = digest_of_files([file("a", b"weights")], memory)
     assert digest_of_files([file("b", b"Weights")], memory) != first
 
 
 @pytest.mark.parametrize("old", ["neither", "time of modification"])
-def test_what_has_just_changed_is_not_remembered(file, memory, reads, old):
+def test_digest_of_a_file_that_has_just_changed_is_not_cached(file, memory, reads, old):
     path = file("a", b"weights")
     if old != "neither":
         os.utime(path, (1000, 1000))  # as copies that keep times set it
@@ -166,26 +159,23 @@ def test_what_has_just_changed_is_not_remembered(file, memory, reads, old):
     assert reads == ["a", "a"]
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(file, memory, monkeypatch):
-    path, digest = file("a", b"weights"), weights._digest
+def test_a_file_that_changes_while_it_is_read_is_refused(file, memory):
+    path = file("a", b"weights")
 
     def growing(opened, progress):
-        found = digest(opened, progress)
+        found = digest_file_content(opened, progress)
         path.write_bytes(b"weights and more")
         return found
 
-    monkeypatch.setattr(weights, "_digest", growing)
     with pytest.raises(ConfigError, match="weights a changed while they were read; wait until"):
-        digest_of_files([path], memory)
+        digest_of_files([path], memory, digest=growing)
     assert not memory.exists()
 
 
-def test_a_large_file_is_digested_whatever_the_buffer(file, memory, monkeypatch):
-    content = os.urandom(100_001)
-    wanted = digest_of_files([file("a", content)], memory)
-    monkeypatch.setattr(weights, "_BUFFER_BYTES", 4096)
-    assert digest_of_files([file("b", content)], memory) == wanted
-    assert digest_of_files([file("c", content[:-1] + bytes([content[-1] ^ 1]))], memory) != wanted
+def test_a_file_larger_than_the_buffer_is_digested_whole(file, memory):
+    content = os.urandom((9 << 20) + 1)
+    expected = hashlib.blake2b(blake3(content).digest(), digest_size=16).hexdigest()
+    assert digest_of_files([file("a", content)], memory) == expected
 
 
 def test_the_digest_is_fixed_for_ever(file, memory):
@@ -194,33 +184,31 @@ def test_the_digest_is_fixed_for_ever(file, memory):
     )
 
 
-def test_progress_is_told_for_large_checkpoints_only(file, memory, monkeypatch, caplog):
-    monkeypatch.setattr(weights, "_PROGRESS_BYTES", 10)
+def test_progress_is_logged_every_eight_gib(caplog):
+    progress = Progress([Path("a"), Path("b")])
     with caplog.at_level(logging.INFO, "kvferry"):
-        digest_of_files([file("a", b"123456789")], memory)
+        progress.add((8 << 30) - 1)
         assert not caplog.messages
-        digest_of_files([file("b", b"123456789"), file("c", b"123456789")], memory)
-    assert caplog.messages == ["hashing 2 weight files, once: 0.0 GB so far"]
+        progress.add(1)
+        progress.add(1)
+    assert caplog.messages == ["hashing 2 weight files, once: 8.6 GB so far"]
 
 
-def test_what_others_remember_meanwhile_is_kept(file, memory, monkeypatch, reads):
-    one, other, digest = file("a", b"one"), file("b", b"two"), weights._digest
+def test_digests_that_others_add_meanwhile_are_kept(file, memory):
+    one, other = file("a", b"one"), file("b", b"two")
 
     def slow(opened, progress):
-        monkeypatch.setattr(weights, "_digest", digest)
         digest_of_files([other], memory)
-        return digest(opened, progress)
+        return digest_file_content(opened, progress)
 
-    monkeypatch.setattr(weights, "_digest", slow)
-    digest_of_files([one], memory)
+    digest_of_files([one], memory, digest=slow)
     assert len(json.loads(memory.read_text())["files"]) == 2
 
 
-def test_the_oldest_are_forgotten(file, memory, monkeypatch, reads):
-    monkeypatch.setattr(weights, "_MOST_FILES", 2)
+def test_the_oldest_digests_are_forgotten(file, memory, reads):
     paths = [file(name, name.encode()) for name in "abc"]
     for path in paths:
-        digest_of_files([path], memory)
+        digest_of_files([path], memory, max_digests=2)
     digest_of_files(paths[1:], memory)
     assert reads == ["a", "b", "c"]
     digest_of_files(paths[:1], memory)
@@ -232,7 +220,9 @@ def test_many_threads_at_once_leave_one_whole_memory(file, memory):
     with ThreadPool(8) as pool:
         found = pool.map(lambda path: digest_of_files([path], memory), paths)
     assert found == [digest_of_files([path], memory) for path in paths]
-    assert weights._read_digest_file(memory)
+    READ.clear()
+    digest_of_files(paths, memory)
+    assert len(READ) < len(paths), "the memory is whole, though it may lack what another writer added"
     assert [path.name for path in memory.parent.iterdir()] == ["weights.json"]
 
 
@@ -249,11 +239,13 @@ def test_many_processes_at_once_leave_one_whole_memory(file, memory):
     ]
     said = {process.communicate()[0] for process in running}
     assert said == {"".join(digest_of_files([path], memory) + "\n" for path in paths)}
-    assert weights._read_digest_file(memory)
+    READ.clear()
+    digest_of_files(paths, memory)
+    assert len(READ) < len(paths), "the memory is whole, though it may lack what another writer added"
     assert [path.name for path in memory.parent.iterdir()] == ["weights.json"]
 
 
-def test_nothing_temporary_is_left_when_the_memory_cannot_take_its_place(file, memory, monkeypatch):
+def test_temporary_file_is_removed_if_the_digest_file_cannot_be_replaced(file, memory):
     memory.mkdir(parents=True)
     digest_of_files([file("a", b"weights")], memory)
     assert list(memory.parent.iterdir()) == [memory]
@@ -294,13 +286,6 @@ def test_links_are_followed_to_the_content(file, tmp_path, monkeypatch):
         weights_of(model)
 
 
-def test_a_user_without_a_home_has_no_memory(file, monkeypatch):
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(weights.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
-    path = file("a", b"weights")
-    assert digest_of_files([path]) == digest_of_files([path])
-
-
 def test_a_file_that_is_not_there_is_a_setting_to_change(tmp_path, memory):
     with pytest.raises(ConfigError, match=r"weights gone.safetensors cannot be read: No such file"):
         digest_of_files([tmp_path / "gone.safetensors"], memory)
@@ -325,17 +310,4 @@ def test_files_that_differ_in_one_of_these_alone_are_not_one(file, name):
     stat = file("a", b"weights").stat()
     one = SimpleNamespace(**{each: getattr(stat, each) for each in dir(stat) if each.startswith("st_")})
     other = SimpleNamespace(**{**vars(one), name: getattr(one, name) + 1})
-    assert weights._file_key(one) != weights._file_key(other)
-
-
-def test_two_that_write_the_memory_at_once_do_not_write_one_file(memory, monkeypatch):
-    dump = json.dump
-
-    def interrupted(*args):
-        monkeypatch.setattr(weights.json, "dump", dump)
-        weights._add_digests(memory, {f"other {number}": "cd" * 32 for number in range(9)})
-        dump(*args)
-
-    monkeypatch.setattr(weights.json, "dump", interrupted)
-    weights._add_digests(memory, {"one": "ab" * 32})
-    assert weights._read_digest_file(memory) == {"one": "ab" * 32}
+    assert file_key(one) != file_key(other)

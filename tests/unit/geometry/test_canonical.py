@@ -60,7 +60,7 @@ def test_a_head_of_a_layer_is_one_run_from_a_head_major_page():
     assert set(template.routes[0].runs.length.tolist()) == {128 * 2 * 64 * 2}
 
 
-def test_what_ranks_hold_copies_of_is_stored_by_one():
+def test_replicated_heads_are_stored_by_one_rank():
     latent = 4 * 128 * 576 * 2
     assert bytes_stored(engine(MLA, 4)) == [latent, 0, 0, 0]
     head = 4 * 128 * 2 * 64 * 2
@@ -205,7 +205,7 @@ def test_layers_of_different_heads_have_sections_of_their_own():
     ],
     ids=["element", "width", "heads", "name"],
 )
-def test_what_changes_the_meaning_of_bytes_changes_the_content(other: PageFormat):
+def test_formats_with_another_meaning_have_another_content(other: PageFormat):
     assert (
         canonical_form_of([rank_of(kv_page())], 16).content != canonical_form_of([rank_of(other)], 16).content
     )
@@ -230,7 +230,7 @@ def test_opaque_pages_are_refused_in_words():
     assert said.startswith("layer 'layers.1': FLASH_SPARSE has no canonical form, its bytes are opaque")
 
 
-def test_one_value_per_block_is_refused():
+def test_field_with_one_value_per_block_is_refused():
     field = Field("scale", 4, 0, (Axis("head", ((2, 4),)),))
     assert "field 'scale' has one value per block" in refusal([rank_of(PageFormat("kv", 16, 8, (field,)))])
 

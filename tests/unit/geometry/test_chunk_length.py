@@ -36,7 +36,7 @@ def test_groups_of_different_blocks_share_their_common_boundaries():
         (176, 1056, 1000, "a prompt never reaches its first snapshot; raise max_model_len above 1056"),
     ],
 )
-def test_what_could_never_be_loaded_is_refused_with_what_to_set(chunk, interval, longest, said):
+def test_chunks_too_long_for_any_prompt_are_refused_with_a_fix(chunk, interval, longest, said):
     with pytest.raises(ConfigError, match=said):
         check_prompt_length(chunk, interval, longest)
 
@@ -44,7 +44,7 @@ def test_what_could_never_be_loaded_is_refused_with_what_to_set(chunk, interval,
 @pytest.mark.parametrize(
     ("chunk", "interval", "longest"), [(256, 1, 256), (256, 1056, 8448), (176, 1056, 1056)]
 )
-def test_what_can_be_loaded_is_not(chunk, interval, longest):
+def test_chunks_that_fit_into_prompts_are_accepted(chunk, interval, longest):
     check_prompt_length(chunk, interval, longest)
 
 

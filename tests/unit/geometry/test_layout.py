@@ -169,7 +169,7 @@ def test_layers_that_keep_the_same_are_a_group_in_order_of_appearance():
     assert group_layers(model(window, attention(), window, other, attention())) == ((0, 2), (1, 4), (3,))
 
 
-def test_without_state_pages_lie_side_by_side_in_blocks_as_large_as_the_widest_group():
+def test_pages_without_state_lie_side_by_side_in_blocks_of_the_widest_group():
     window, full = attention(kind=GroupKind.SLIDING, attention_span=8), attention(heads=1)
     (rank,) = lay_out(model(window, full, full, full, window), EngineShape(1, (5,), 4, "BLHNC", 7), (0,))
     rank.check()

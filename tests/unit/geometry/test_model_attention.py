@@ -45,7 +45,7 @@ def test_grouped_queries_keep_k_and_v_of_their_kv_heads():
     assert kept(dense()) == [(FULL, 0, 2 * 4 * 16 * 2)] * 4
 
 
-def test_without_kv_heads_every_head_keeps_its_own():
+def test_model_without_kv_heads_stores_every_head():
     assert kept(dense(num_key_value_heads=None, layers=1)) == [(FULL, 0, 2 * 8 * 16 * 2)]
 
 
@@ -58,7 +58,7 @@ def test_kv_heads_are_read_under_the_names_that_families_give_them(name):
 
 
 @pytest.mark.parametrize("name", ["window_length", "num_sink_tokens", "sparsify"])
-def test_what_a_block_configuration_says_of_attention_and_nobody_has_read_is_refused(name):
+def test_unread_attention_settings_of_a_block_configuration_are_refused(name):
     blocks = [{"attention": {name: 4}}, {"attention": {"no_op": True}}]
     config = dense("nemotron-nas", 2, block_configs=blocks)
     with pytest.raises(ConfigError, match=f"block_configs has {name} for layer 0"):

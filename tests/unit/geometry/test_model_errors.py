@@ -84,7 +84,7 @@ LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
         ),
     ],
 )
-def test_what_is_wrong_is_named(changed, says):
+def test_error_names_the_wrong_setting(changed, says):
     with pytest.raises(ConfigError, match=says) as raised:
         read_model({**DENSE, **changed})
     assert "\n" not in str(raised.value)

@@ -12,6 +12,7 @@ from hypothesis import assume, given, strategies as st
 
 from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region, opaque_page
 from kvferry.geometry.tensor_memory import TensorMemory, find_difference, find_unregistered
+from support.examples import examples
 
 BASE, ITEM = 4096, 2
 
@@ -45,6 +46,7 @@ def tensors(draw: st.DrawFn) -> TensorMemory:
     return laid_out(draw(ORDERS), counts, draw(st.integers(0, counts["L"] - 1)))
 
 
+@examples(60)
 @given(tensors())
 def test_a_tensor_is_the_same_as_itself_and_as_its_views(handed: TensorMemory) -> None:
     assert find_difference(handed, handed) == ""
@@ -60,6 +62,7 @@ def test_a_tensor_is_the_same_as_itself_and_as_its_views(handed: TensorMemory) -
         assert find_difference(handed, in_bytes) == ""
 
 
+@examples(60)
 @given(COUNTS, ORDERS, ORDERS, st.data())
 def test_other_strides_are_found_wherever_they_lead_to_other_bytes(
     counts: dict[str, int], order: str, other: str, data: st.DataObject
@@ -69,6 +72,7 @@ def test_other_strides_are_found_wherever_they_lead_to_other_bytes(
     assert (find_difference(handed, computed) == "") is (bytes_of(handed) == bytes_of(computed))
 
 
+@examples(60)
 @given(tensors(), st.data())
 def test_every_change_is_found_and_named(handed: TensorMemory, data: st.DataObject) -> None:
     start, length = handed.storage
@@ -87,6 +91,7 @@ def test_every_change_is_found_and_named(handed: TensorMemory, data: st.DataObje
     assert find_difference(handed, replace(handed, axes=tuple(map(tuple, axes))))
 
 
+@examples(60)
 @given(COUNTS, st.integers(2, 4), st.integers(1, 3), st.integers(1, 3))
 def test_blocks_may_be_split_into_kernel_blocks(
     counts: dict[str, int], kernel_blocks: int, rows: int, layers: int
@@ -156,8 +161,9 @@ def rank(tensor: TensorMemory, blocks: int, **changes: Any) -> RankGeometry:
     return RankGeometry(0, 1, 0, 1, blocks, (group,), (Region(*tensor.storage),))
 
 
+@examples(60)
 @given(tensors(), st.integers(1, 4))
-def test_what_is_registered_is_where_the_tensor_lies(tensor: TensorMemory, kernel_blocks: int) -> None:
+def test_registered_memory_must_match_the_tensor(tensor: TensorMemory, kernel_blocks: int) -> None:
     blocks, tensor = tensor.blocks, replace(tensor, blocks=tensor.blocks * kernel_blocks)
     sound = rank(tensor, blocks)
     assert find_unregistered(sound, {"a": tensor}) == ""

@@ -9,12 +9,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import assume, given, strategies as st
 
 from kvferry.errors import Unnameable
 from kvferry.keys import KEY_BYTES, ChunkKeys, Item
+from support.examples import examples
 
-QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=300)
+QUICK = examples(100)
 TEXTS = st.text(max_size=4)
 IDS = st.lists(st.integers(0, 2**32 - 1), max_size=30)
 ITEMS = st.lists(st.builds(Item, st.integers(0, 35), st.integers(1, 9), TEXTS), max_size=4)
@@ -91,8 +92,8 @@ def test_every_key_is_what_the_format_says(chunk_tokens, ids, items, lora, salt)
     assert keys.chunks() == [spelled(chunk_tokens, ids, items, lora, salt, end) for end in whole]
 
 
-@pytest.mark.parametrize("seed", ["0", "1", "12345"])
-def test_they_are_the_same_in_another_process_with_another_hash_seed(seed):
+@pytest.mark.parametrize("seed", ["0", "12345"])
+def test_chunk_keys_do_not_depend_on_the_hash_seed(seed):
     program = (
         "import sys, json; from kvferry.keys import ChunkKeys, Item;"
         "keys = ChunkKeys(4, list(range(11)), items={Item(5, 2, 'b'), Item(5, 2, 'a')}, lora='l', salt='s');"
@@ -109,7 +110,7 @@ def test_they_are_the_same_in_another_process_with_another_hash_seed(seed):
 
 @QUICK
 @given(st.integers(1, 9), IDS, ITEMS, st.lists(st.integers(0, 30), max_size=5))
-def test_it_does_not_matter_in_which_portions_tokens_come(chunk_tokens, ids, items, cuts):
+def test_chunk_keys_do_not_depend_on_how_tokens_are_split_over_calls(chunk_tokens, ids, items, cuts):
     at_once = ChunkKeys(chunk_tokens, ids, items=items)
     grown = ChunkKeys(chunk_tokens, items=items)
     edges = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
@@ -134,7 +135,7 @@ def test_it_does_not_matter_in_which_portions_tokens_come(chunk_tokens, ids, ite
         lambda _: range(300, 309),
     ],
 )
-def test_it_does_not_matter_how_tokens_are_held(held):
+def test_chunk_keys_do_not_depend_on_the_type_of_the_tokens(held):
     ids = list(range(300, 309))
     assert ChunkKeys(4, held(ids)).at(9) == ChunkKeys(4, ids).at(9)
 
@@ -143,7 +144,7 @@ def test_bytes_are_token_ids_as_well_not_memory():
     assert ChunkKeys(4, b"abcdefgh").chunks() == ChunkKeys(4, list(b"abcdefgh")).chunks()
 
 
-def test_what_is_handed_out_is_the_callers_own():
+def test_returned_lists_of_chunk_keys_are_copies():
     ids = np.arange(8)
     keys = ChunkKeys(4, ids)
     before = keys.chunks()
@@ -186,7 +187,7 @@ def made(chunk_tokens=4, tokens=range(9), **rest):
         (made(items=[Item(0, 1, "a"), Item(0, 1, "a")]), made(items=[Item(0, 1, "a")])),
     ],
 )
-def test_what_looks_alike_is_told_apart(one, other):
+def test_similar_prompts_have_different_chunk_keys(one, other):
     assert different(one, other)
 
 
@@ -221,7 +222,7 @@ def test_a_tail_is_never_a_chunk(chunk_tokens):
     assert [keys.at(end * chunk_tokens) for end in (1, 2, 3)] == keys.chunks()
 
 
-def test_only_the_person_tells_a_tail_from_a_chunk_of_the_same_bytes():
+def test_blake2b_person_separates_a_tail_from_a_chunk_of_the_same_bytes():
     root = hashlib.blake2b(
         (4).to_bytes(8, "little") + bytes(16), digest_size=32, person=b"kvferry-root-1"
     ).digest()
@@ -265,7 +266,7 @@ def test_a_key_is_32_bytes():
     ],
     ids=repr,
 )  # fmt: skip
-def test_what_is_no_token_id_is_refused_and_nothing_is_added(ids):
+def test_refused_token_ids_add_nothing(ids):
     keys = ChunkKeys(2, [1, 2, 3])
     before = keys.chunks(), keys.at(3)
     with pytest.raises(Unnameable, match="token ids"):
@@ -287,6 +288,6 @@ def test_a_key_of_tokens_that_are_not_there_is_refused(end):
         (lambda: Item(0, 0, "image"), "item 'image': 0 tokens from token 0"),
     ],
 )
-def test_what_has_no_extent_is_refused(make, said):
+def test_item_without_extent_is_refused(make, said):
     with pytest.raises(Unnameable, match=said):
         make()

@@ -11,14 +11,15 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from kvferry.errors import Unnameable
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalForm, CanonicalGroup, FormSection, SectionField
 from kvferry.keys import Namespace, differences
+from support.examples import examples
 
-QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=300)
+QUICK = examples(100)
 FACTS = st.recursive(
     st.none()
     | st.booleans()
@@ -78,7 +79,7 @@ def test_the_text_is_one_that_people_can_read_and_b2sum_can_check():
 
 
 @pytest.mark.parametrize("seed", ["0", "12345"])
-def test_it_is_the_same_in_another_process_with_another_hash_seed(seed):
+def test_namespace_does_not_depend_on_the_hash_seed(seed):
     program = (
         "from kvferry.keys import Namespace;"
         "model = dict.fromkeys(sorted({'b','a','c'}, key=hash), 0.1);"
@@ -161,7 +162,7 @@ def test_a_difference_that_is_too_long_to_say_is_said_by_its_extent():
      (0.1, 0.10000000000000002), ("\u00e9", "e\u0301"), ("null", None),
      ("\\u00e9", "\u00e9")],
 )  # fmt: skip
-def test_what_looks_alike_is_told_apart(one, other):
+def test_similar_facts_have_different_namespaces(one, other):
     assert of_model(one).digest != of_model(other).digest
     assert differences(of_model(one), of_model(other))
 
@@ -171,7 +172,7 @@ def test_what_looks_alike_is_told_apart(one, other):
     [({"a": 1, "b": 2}, {"b": 2, "a": 1}), ([1, 2], (1, 2)), ({"a": 1}, OrderedDict(a=1)),
      ({"a": 1}, MappingProxyType({"a": 1}))],
 )  # fmt: skip
-def test_how_it_is_held_does_not_count(one, other):
+def test_namespace_does_not_depend_on_the_types_of_its_facts(one, other):
     assert of_model(one) == of_model(other)
 
 
@@ -223,7 +224,7 @@ CIRCULAR.append(CIRCULAR)
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_has_no_exact_text_is_refused_in_one_sentence(value, said):
+def test_fact_without_exact_text_is_refused_in_one_sentence(value, said):
     with pytest.raises(Unnameable, match=said) as error:
         of_model(value)
     assert "\n" not in str(error.value)
@@ -253,7 +254,7 @@ def test_namespaces_differ_exactly_when_they_can_say_how(one, other):
     assert (a == b) == (a.digest == b.digest) == (not differences(a, b))
 
 
-def test_what_facts_gives_is_the_callers_own():
+def test_returned_facts_are_a_copy():
     namespace = made()
     namespace.facts["model"]["layers"] = 3
     assert namespace.facts["model"]["layers"] == 2
@@ -277,7 +278,7 @@ def test_what_facts_gives_is_the_callers_own():
         lambda text: json.dumps("text") + "\n",
     ],
 )
-def test_what_is_not_in_the_form_is_not_read(spoil):
+def test_text_in_another_form_is_not_read(spoil):
     with pytest.raises(Unnameable, match="namespace: "):
         Namespace(spoil(made().text))
 
@@ -302,6 +303,6 @@ def test_a_note_holds_facts_and_name_and_is_read_again():
 
 @pytest.mark.parametrize("note", ["", "{}", "7", '{"facts": {}}', '{"facts": [], "name": "x"}',
                                   '{"facts": {}, "name": 1}', "\0", "[" * 100_000])  # fmt: skip
-def test_what_is_no_note_is_refused(note):
+def test_text_that_is_no_note_is_refused(note):
     with pytest.raises(Unnameable, match="namespace: what was read is no"):
         Namespace.read(note)

@@ -6,13 +6,14 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import assume, given, strategies as st
 
 from kvferry.keys import prompt_digest
+from support.examples import examples
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=20)
 EXTRAS = st.lists(st.text(max_size=5), max_size=3)
-QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=100)
+QUICK = examples(50)
 
 
 def test_the_digest_is_fixed_for_ever():
@@ -20,7 +21,7 @@ def test_the_digest_is_fixed_for_ever():
     assert prompt_digest([1, 2, 3], ["adapter", "salt"]) == "c89791f55c5c83355edbecbd39f4817e"
 
 
-def test_it_is_the_same_in_another_process_with_another_hash_seed():
+def test_prompt_digest_does_not_depend_on_the_hash_seed():
     program = "from kvferry.keys import prompt_digest as p; print(p([1, 2, 3], ['adapter', 'salt']))"
     for seed in ("0", "12345"):
         output = subprocess.run(
@@ -31,7 +32,7 @@ def test_it_is_the_same_in_another_process_with_another_hash_seed():
         assert output.strip() == prompt_digest([1, 2, 3], ["adapter", "salt"])
 
 
-def test_it_does_not_depend_on_how_the_tokens_are_held():
+def test_prompt_digest_does_not_depend_on_the_type_of_the_tokens():
     wanted = prompt_digest([1, 2, 300])
     for tokens in ((1, 2, 300), np.array([1, 2, 300], np.int32), np.array([1, 2, 300], ">i8"), range(0)):
         assert (prompt_digest(tokens) == wanted) == (len(tokens) == 3)
@@ -46,7 +47,7 @@ def test_other_tokens_or_extras_have_another_digest(tokens, extras, other_tokens
 
 @QUICK
 @given(TOKENS, EXTRAS)
-def test_it_is_32_hex_digits(tokens, extras):
+def test_prompt_digest_is_32_hex_digits(tokens, extras):
     digest = prompt_digest(tokens, extras)
     assert len(digest) == 32
     assert int(digest, 16) >= 0
@@ -64,7 +65,7 @@ def test_it_is_32_hex_digits(tokens, extras):
         (([1, ord("a")], []), ([], ["a"])),
     ],
 )
-def test_what_looks_alike_is_told_apart(one, other):
+def test_similar_prompts_have_different_digests(one, other):
     assert prompt_digest(*one) != prompt_digest(*other)
 
 

@@ -56,7 +56,7 @@ def test_a_layer_that_is_not_beside_the_others_is_refused(buffer, last):
         view(AddressSpace(regions(buffer, **last)), of_all_layers(buffer.data_ptr()))
 
 
-def test_what_lies_between_two_regions_is_refused(buffer):
+def test_copy_that_spans_two_regions_is_refused(buffer):
     copy = of_all_layers(buffer.data_ptr() + BLOCKS * BLOCK)
     with pytest.raises(TransferError, match="not in registered memory"):
         view(AddressSpace(regions(buffer)), copy)

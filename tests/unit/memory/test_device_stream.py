@@ -53,7 +53,7 @@ def test_the_end_of_copies_is_awaited_by_an_event_of_their_stream(cuda):
     assert len(cuda.calls) == 2
 
 
-def test_without_a_gpu_nothing_is_recorded(cuda):
+def test_event_is_not_recorded_without_a_gpu(cuda):
     cuda.present = False
     assert device_stream.record_event() is None
     assert cuda.calls == []

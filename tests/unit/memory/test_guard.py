@@ -123,7 +123,7 @@ def shares(result, buffer) -> bool:
 
 
 @named(HAZARDS)
-def test_what_would_go_on_with_a_copy_is_refused(view, operation):
+def test_silently_copying_operations_are_refused(view, operation):
     with pytest.raises(SilentCopy):
         operation(view)
 
@@ -138,7 +138,7 @@ def test_the_guard_works_in_inference_mode(view):
         view[1:].reshape(-1)
 
 
-def test_nothing_is_copied_to_find_out():
+def test_guard_copies_no_data():
     """A view of 8 TB of one element repeated: a copy would fail for want of memory."""
     view = guard(torch.zeros(2).expand(1 << 40, 2).transpose(0, 1))
     with pytest.raises(SilentCopy):

@@ -15,7 +15,7 @@ THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @pytest.mark.parametrize("touched", [False, True])
-def test_what_is_there_stays(touched: bool) -> None:
+def test_huge_pages_keep_the_content(touched: bool) -> None:
     memory = np.arange(1 << 20, dtype=np.uint64)
     region = Region(int(memory.ctypes.data) + 24, memory.nbytes - 24)
     request_huge_pages(region, touched=touched)
@@ -25,7 +25,7 @@ def test_what_is_there_stays(touched: bool) -> None:
 @pytest.mark.parametrize(
     "region", [Region(8, 100), Region(1 << 60, 1 << 20), Region(1 << 30, 1 << 20, "VRAM")]
 )
-def test_what_cannot_be_is_no_error(region: Region) -> None:
+def test_impossible_regions_are_no_error(region: Region) -> None:
     request_huge_pages(region, touched=True)
 
 

@@ -43,7 +43,7 @@ def layers_of(rank: RankGeometry) -> dict[str, Layer]:
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize(("tp", "heads"), [(1, 4), (2, 2), (8, 1)])
 @pytest.mark.parametrize(("layout", "kernels"), SPLITS)
-def test_what_is_written_through_views_lies_where_the_geometry_says(layout, kernels, tp, heads, device):
+def test_views_write_where_the_geometry_says(layout, kernels, tp, heads, device):
     """K of 4 and V of 2 elements, shared out or copied over ranks, two layers on the second pipeline rank."""
     engine = EngineShape(tp, (1, 2), 6, layout, 5, 6 // kernels)
     cache = allocate(model(*[attention(k=4, v=2)] * 3), engine, 2 * tp - 1, device)
@@ -180,7 +180,7 @@ def test_the_cache_is_one_allocation_that_its_region_covers(device):
     assert not cache.buffer.any()
 
 
-def test_what_the_planner_moves_between_two_allocated_engines_is_what_the_views_hold():
+def test_planned_move_between_allocated_engines_matches_their_views():
     """Four ranks head-major in blocks of 4, to two ranks cross-layer in blocks of 6."""
     parts = model(attention(8), state(8, 4), attention(8), state(8, 4))
     src_engine, dst_engine = EngineShape(4, (4,), 4, "LBHNC", 9), EngineShape(2, (1, 3), 6, "BLNHC", 9)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from kvferry.errors import TransferError
 from kvferry.geometry import Region
@@ -12,6 +12,7 @@ from kvferry.memory.pool_cells import PoolCells
 from kvferry.memory.staging_copies import StagedImages, StagingCopies
 from kvferry.planning.cell_copy import ONE_CELL, PoolCopies
 from kvferry.planning.strided_copy import Loop, StridedCopy
+from support.examples import examples
 
 BLOCKS, STRIDE, IMAGE = 6, 512, 256
 DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
@@ -40,7 +41,7 @@ def memory(size: int, device: str, seed: int) -> tuple[torch.Tensor, Region]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=150, derandomize=True, deadline=None)
+@examples(60)
 @given(
     copy=copies(), ids=st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=BLOCKS, unique=True),
     first=st.integers(0, 2), at=st.lists(st.integers(0, 40), min_size=1, max_size=4), cell=st.integers(0, 5),

@@ -48,7 +48,7 @@ def test_a_draft_that_both_have_moves():
     assert moved(with_draft(ALL), with_draft(ALL)) == (["layers.0", "layers.1", "layers.2"], [])
 
 
-def test_of_a_draft_that_only_the_reader_has_the_models_layers_move():
+def test_model_layers_move_if_only_the_reader_has_the_draft():
     assert moved(without_last(ALL), with_draft(ALL)) == ([*MOVED], ["layers.2"])
 
 
@@ -134,7 +134,7 @@ def test_clearing_touches_the_absent_layers_of_these_blocks_and_nothing_else(acr
         (GroupKind.SLIDING, 20, LoadSpan(0, 64, 65, (0, 40)), []),
     ],
 )
-def test_which_blocks_hold_nothing_yet(kind, attention_span, span, expected):
+def test_unwritten_blocks_are_those_beyond_the_local_prefix(kind, attention_span, span, expected):
     assert unwritten_blocks_needed(kind, attention_span, 16, span, np.arange(10, 15)).tolist() == expected
 
 

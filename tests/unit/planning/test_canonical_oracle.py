@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 import numpy as np
-from hypothesis import event, given, settings, strategies as st
+from hypothesis import event, given, strategies as st
 
 from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of, chunk_pool
@@ -13,17 +13,17 @@ from kvferry.planning.select import Cells, LoadSpan, select_cells
 from kvferry.planning.template import Route, build_templates
 from support.chunks import Engine, Finest, Kept, chunk_of, kept
 from support.engines import ranks
+from support.examples import examples
 from support.oracle import Memory, copy, expand_cells, expect, fill, visible
 from support.packed import move, way_of
 from support.ready import source_of
 
-EXAMPLES = settings.default.max_examples
 WAYS = ("direct", "direct", "over-read", "staged", "staged, landed")
 
 
-@settings(max_examples=EXAMPLES)
+@examples(60)
 @given(kept(), st.sampled_from(WAYS))
-def test_what_some_engines_store_another_loads(case: Kept, how: str):
+def test_chunks_stored_by_some_engines_load_into_another(case: Kept, how: str):
     try:
         check_bytes(case, how)
     except BaseException as error:
@@ -138,7 +138,7 @@ def carry(route: Route, cells: Cells, src: Memory, dst: Memory, writes: np.ndarr
         move(route, way_of(route, how, 64), cells, src, dst, writes)
 
 
-@settings(max_examples=EXAMPLES // 2)
+@examples(20)
 @given(kept())
 def test_engines_of_one_model_agree_on_the_canonical_form(case: Kept):
     with cut_like(case.finest):

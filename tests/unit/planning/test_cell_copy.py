@@ -14,6 +14,7 @@ from kvferry.planning.select import Cells
 from kvferry.planning.strategy import Costs, transfer_methods
 from kvferry.planning.strided_copy import StridedCopy
 from kvferry.planning.template import Route, build_templates
+from support.examples import examples
 
 KERNELS = st.tuples(st.integers(1, 8), st.integers(1, 8))
 
@@ -30,8 +31,9 @@ def page(*kernels: tuple[int, int], item: int = 2) -> PageFormat:
     return PageFormat("planes", tokens * count, 2 * size * count, fields)
 
 
+@examples(40)
 @given(KERNELS, KERNELS, st.integers(1, 6))
-def test_tokens_of_every_cell_lie_where_their_plane_says(src, dst, times):
+def test_every_byte_of_every_cell_is_copied_to_its_place(src, dst, times):
     """All tokens of both blocks, one by one."""
     sides = [page((tokens, count * times)) for tokens, count in (src, dst)]
     moved = plan_page_copy(*sides)
@@ -103,7 +105,7 @@ def numbers(route: Route) -> int:
 
 @pytest.mark.parametrize(("src", "dst"), [(784, 400), (2096, 1056), (5760, 2944), (1024, 1023)])
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BHLNC"])
-def test_what_is_kept_of_two_block_sizes_grows_with_their_sum(src, dst, layout):
+def test_plan_of_two_block_sizes_grows_with_their_sum(src, dst, layout):
     few, many = routes(src, src, layout), routes(src, dst, layout)
     cells = many.src_cells + many.dst_cells
     assert cells == (src + dst) // many.cell_tokens
@@ -115,7 +117,7 @@ def test_what_is_kept_of_two_block_sizes_grows_with_their_sum(src, dst, layout):
     )
 
 
-def test_a_plane_knows_its_runs_by_length():
+def test_cell_copy_counts_its_runs_by_length():
     cell_copy = routes(784, 400).cell_copies[0]
     assert isinstance(cell_copy, CellCopy)
     assert sum(length * count for length, count in cell_copy.lengths) == cell_copy.descriptors.total_bytes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import assume, given, strategies as st
 
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
@@ -21,6 +21,7 @@ from kvferry.planning.chunk_cells import (
 )
 from kvferry.planning.select import LoadSpan, needed_tokens, select_cells
 from kvferry.planning.template import Route, build_templates
+from support.examples import examples
 from support.pages import kv_page, rank_of, state_page
 
 TOKENS = 96
@@ -65,7 +66,7 @@ def slots(numbers) -> np.ndarray:
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16])
 
 
-@settings(max_examples=150, deadline=None)
+@examples(100)
 @given(data=st.data(), block=SIZES, chunk=SIZES)
 def test_chunks_are_filled_from_all_cells_that_hold_their_tokens(data, block, chunk):
     until = data.draw(st.integers(1, TOKENS))
@@ -102,9 +103,9 @@ def test_chunks_are_filled_from_all_cells_that_hold_their_tokens(data, block, ch
         assert set(beside.dst_block.tolist()) <= {1}
 
 
-@settings(max_examples=200, deadline=None)
+@examples(100)
 @given(data=st.data(), block=SIZES, chunk=SIZES, kind=KINDS, attention_span=st.integers(1, 40))
-def test_what_parts_of_a_load_bring_is_what_it_brings_at_once(data, block, chunk, kind, attention_span):
+def test_parts_of_a_load_select_the_cells_of_the_whole_load(data, block, chunk, kind, attention_span):
     _, into = routes(block, chunk)
     total = data.draw(st.integers(1, TOKENS))
     local_tokens = data.draw(st.integers(0, (total - 1) // into.cell_tokens)) * into.cell_tokens
@@ -135,7 +136,7 @@ def test_a_snapshot_moves_whole():
     assert len(unfilled_cells(route, 64, 3, range(250))) == 0
 
 
-def test_a_block_that_is_gone_or_missing_is_refused():
+def test_null_or_missing_block_is_refused():
     out, into = routes(8, 16)
     for stretch, says in (
         (TableSlice(0, (1, 2, 0, 4)), "null block"),
@@ -156,6 +157,7 @@ def test_a_prefix_or_a_part_that_ends_inside_a_cell_or_a_block_is_refused(span):
         cells_to_load(into, 16, GroupPattern(GroupKind.FULL, 0), span, [0, 1], np.array([1, 2, 3, 4]))
 
 
+@examples(30)
 @given(st.sets(st.integers(0, 30)))
 def test_runs_are_the_numbers_and_never_touch(numbers):
     runs = runs_of(sorted(numbers))
@@ -163,8 +165,9 @@ def test_runs_are_the_numbers_and_never_touch(numbers):
     assert all(a.stop < b.start for a, b in itertools.pairwise(runs))
 
 
+@examples(30)
 @given(st.integers(1, 9), st.integers(0, 60), st.integers(1, 30))
-def test_a_stretch_is_the_blocks_that_hold_its_tokens(block, low, length):
+def test_table_slice_has_the_blocks_of_its_tokens(block, low, length):
     ids = list(range(1, 100))
     stretch = slice_table(ids, low, low + length, block)
     wanted = sorted({token // block for token in range(low, low + length)})

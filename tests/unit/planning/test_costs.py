@@ -17,7 +17,7 @@ def test_direct_is_descriptors_and_bytes() -> None:
     assert DIRECT.seconds(10, COSTS) == pytest.approx(10 * (512 * 2e-6 + CELL * 1e-10))
 
 
-def test_a_gather_is_asked_for_chunk_by_chunk() -> None:
+def test_gather_is_requested_segment_by_segment() -> None:
     cells = 64
     chunks = cells * CELL / segment_bytes(cells * CELL)
     gather = cells * (1e-6 + 512 * 1e-8 + CELL * 1e-10)
@@ -25,14 +25,14 @@ def test_a_gather_is_asked_for_chunk_by_chunk() -> None:
     assert STAGED.seconds(cells, COSTS) == pytest.approx(chunks * 3e-4 + gather + read)
 
 
-def test_what_overlaps_is_hidden_except_in_one_chunk() -> None:
+def test_overlap_hides_all_segments_but_one() -> None:
     hides = Costs(2e-6, 1e-10, 1e-6, 1e-8, 1e-10, 3e-4, 1.0, 1.0, 1.0)
     assert STAGED.seconds(1, hides) == pytest.approx(STAGED.seconds(1, COSTS))
     alone, hidden = (STAGED.seconds(1024, costs) for costs in (COSTS, hides))
     assert 0.5 * alone < hidden < 0.6 * alone
 
 
-def test_what_is_shared_out_among_lanes_is_read_and_scattered_faster_but_gathered_no_faster() -> None:
+def test_lanes_speed_up_reads_and_scatters_but_no_gathers() -> None:
     lanes = Costs(2e-6, 1e-10, 1e-6, 1e-8, 1e-10, 3e-4, 0.0, 4.0, 2.0)
     assert DIRECT.seconds(3, lanes) == DIRECT.seconds(3, COSTS)
     assert DIRECT.seconds(4, lanes) == pytest.approx(4 * (512 * 2e-6 / 4 + CELL * 1e-10 / 2))
@@ -49,13 +49,13 @@ def test_a_few_cells_go_direct_and_many_staged() -> None:
 
 
 @pytest.mark.parametrize(("total", "chunk"), [(1 << 20, 2 << 20), (16 << 20, 4 << 20), (1 << 33, 16 << 20)])
-def test_chunks_have_bounds(total: int, chunk: int) -> None:
+def test_segment_bytes_have_bounds(total: int, chunk: int) -> None:
     assert segment_bytes(total) == chunk
 
 
 @pytest.mark.parametrize(
     "change", [{"overlap": 1.5}, {"lanes_byte_gain": 0.5}, {"ask_seconds": -1e-9}, {"copy_run_seconds": 2.0}]
 )
-def test_costs_that_cannot_be_are_refused(change: dict[str, float]) -> None:
+def test_impossible_costs_are_refused(change: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(change))):
         Costs(**change)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, event, given, settings, strategies as st
+from hypothesis import assume, event, given, strategies as st
 
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
@@ -22,11 +22,11 @@ from kvferry.planning.coverage import (
     widest_group,
 )
 from kvferry.planning.select import LoadSpan, needed_tokens
+from support.examples import examples
 
 FULL, SLIDING, CHUNKED, MLA, STATE = (
     GroupKind.FULL, GroupKind.SLIDING, GroupKind.CHUNKED, GroupKind.MLA, GroupKind.STATE
 )  # fmt: skip
-MANY = settings(max_examples=5 * settings.default.max_examples)
 
 
 def group(kind: GroupKind, attention_span: int = 0) -> LayerCache:
@@ -156,9 +156,9 @@ def oracle(case: Case) -> Told:
     return Told(tokens, alone, better, tuple(MissingChunk(*each) for each in missing))
 
 
-@MANY
+@examples(150)
 @given(cases())
-def test_coverage_is_what_going_token_by_token_finds(case: Case):
+def test_coverage_equals_a_search_token_by_token(case: Case):
     found = case.coverage
     assert found == oracle(case)
     event("something to gain" if found.tokens > case.chunked.local_tokens else "nothing to gain")
@@ -167,9 +167,9 @@ def test_coverage_is_what_going_token_by_token_finds(case: Case):
         event("a tail is used")
 
 
-@MANY
+@examples(150)
 @given(cases(), st.integers(1, 4))
-def test_without_a_place_and_slower_ones_a_prefix_is_what_is_left(case: Case, place: int):
+def test_longest_prefix_without_slow_tiers_uses_the_faster_ones_only(case: Case, place: int):
     found = coverage(case.groups, case.chunked, case.tier_numbers)
     left = case.without(place)
     tokens, slowest = found.longest(place)
@@ -179,23 +179,26 @@ def test_without_a_place_and_slower_ones_a_prefix_is_what_is_left(case: Case, pl
     event(f"{slowest} of {place}")
 
 
+@examples(60)
 @given(cases(), st.integers(0, 60))
-def test_what_follows_is_what_would_be_covered_if_the_beginning_came_from_elsewhere(case: Case, first: int):
+def test_tokens_after_a_head_from_elsewhere_equal_a_search_token_by_token(case: Case, first: int):
     found = coverage(case.groups, case.chunked, case.tier_numbers).tokens_after_head(first)
     assert found == oracle(replace(case, chunked=replace(case.chunked, first=first))).tokens
     event("farther" if found > case.coverage.tokens else "no farther")
 
 
+@examples(60)
 @given(cases())
-def test_the_beginning_is_what_all_groups_have_that_see_everything(case: Case):
+def test_full_attention_tokens_are_the_shortest_prefix_of_those_groups(case: Case):
     each = [tokens for group, tokens in zip(case.groups, oracle(case).per_group, strict=True)
             if group.kind in (FULL, MLA)]  # fmt: skip
     found = coverage(case.groups, case.chunked, case.tier_numbers).full_attention_tokens
     assert found == min(each, default=case.chunked.local_tokens)
 
 
+@examples(60)
 @given(cases())
-def test_what_is_loaded_is_at_hand_and_is_what_the_next_token_sees(case: Case):
+def test_loaded_chunks_are_available_and_seen_by_the_next_token(case: Case):
     found = case.coverage
     for number, chunks in enumerate(loaded(case, found.tokens)):
         assert case.available[number, chunks].all()
@@ -207,8 +210,9 @@ def test_what_is_loaded_is_at_hand_and_is_what_the_next_token_sees(case: Case):
         assert all((np.diff(chunks) == 1).all() and chunks.dtype == np.int64 for chunks in loads)
 
 
+@examples(60)
 @given(cases())
-def test_the_chunks_are_those_of_the_tokens_that_a_hand_over_moves(case: Case):
+def test_loaded_chunks_hold_the_tokens_that_a_handover_moves(case: Case):
     for end in ends_of(case):
         span = LoadSpan(case.chunked.local_tokens, end, case.chunked.prompt, (case.chunked.first, end))
         for group, chunks in zip(case.groups, loaded(case, end), strict=True):
@@ -218,8 +222,9 @@ def test_the_chunks_are_those_of_the_tokens_that_a_hand_over_moves(case: Case):
                 assert chunks.tolist() == (list(range(low // size, -(-high // size))) if low < high else [])
 
 
+@examples(60)
 @given(cases())
-def test_more_at_hand_never_means_less_of_a_prefix(case: Case):
+def test_more_available_chunks_never_shorten_the_prefix(case: Case):
     found = case.coverage.tokens
     for number in range(len(case.groups)):
         more = case.tier_numbers.copy()
@@ -255,7 +260,7 @@ def test_each_kind_continues_from_what_its_next_token_sees(kind, attention_span,
     assert prefix([group(kind, attention_span)], PROMPT, row).tokens == tokens
 
 
-def test_the_prefix_is_where_all_can_continue_not_where_the_shortest_ends():
+def test_prefix_ends_at_a_boundary_that_all_groups_can_continue():
     """States at 32 and 64, the window at 48 and 64 only: two holes that a minimum would not see."""
     found = prefix([group(STATE), group(SLIDING, 17)], PROMPT, ".x.x", "..x.")
     assert (found.tokens, found.per_group) == (0, (64, 48))
@@ -273,7 +278,7 @@ def test_the_prefix_is_where_all_can_continue_not_where_the_shortest_ends():
         (70, "....", 70),
     ],
 )
-def test_what_the_engine_has_need_not_be_at_hand(local_tokens, row, tokens):
+def test_local_tokens_need_no_chunks(local_tokens, row, tokens):
     assert prefix([group(FULL)], ChunkedPrompt(64, 16, 100, local_tokens), row).tokens == tokens
 
 
@@ -298,7 +303,7 @@ def test_attention_may_be_loaded_to_the_end_of_the_prompt_a_state_may_not():
         chunks_to_load([group(STATE)], chunked, 64)
 
 
-def test_at_the_end_of_the_prompt_the_window_of_the_last_token_counts():
+def test_window_of_the_last_prompt_token_decides_at_the_end_of_the_prompt():
     """Window 17: token 64 sees 48 to 64, token 63, computed again, sees 47 to 63."""
     longer, whole = ChunkedPrompt(64, 16, 65), ChunkedPrompt(64, 16, 64)
     assert prefix([group(SLIDING, 17)], longer, "...x").tokens == 64
@@ -323,7 +328,7 @@ def test_a_prompt_of_one_token_or_none_has_no_prefix_for_a_state(groups):
         assert longest_usable_prefix(groups, prompt) == found.tokens
 
 
-def test_the_reason_is_the_group_without_which_more_could_be_used():
+def test_missing_chunks_name_the_groups_that_limit_the_prefix():
     groups = [group(FULL), group(SLIDING, 17), group(STATE)]
     assert prefix(groups, PROMPT, "xxxx", "xxxx", ".x..").missing == (MissingChunk(2, 2),)
     assert prefix(groups, PROMPT, "x.xx", "xxxx", "xxxx").missing == (MissingChunk(0, 1),)
@@ -337,7 +342,7 @@ def test_the_reason_is_the_group_without_which_more_could_be_used():
     assert prefix(groups, PROMPT, "xxxx", "xxxx", "xxxx").missing == ()
 
 
-def test_what_is_missing_is_named_as_the_first_chunk_that_is():
+def test_missing_chunk_is_the_first_that_a_group_lacks():
     found = prefix([group(FULL), group(STATE)], PROMPT, "x..x", "...x")
     assert found == Told(0, (16, 64), 16, (MissingChunk(1, 0),))
     found = prefix([group(SLIDING, 40), group(STATE)], PROMPT, "xx.x", "...x")
@@ -355,7 +360,7 @@ def test_what_is_missing_is_named_as_the_first_chunk_that_is():
         np.ones((1, 4), np.bool_),
     ],
 )
-def test_an_answer_to_another_question_is_an_error(tier_numbers):
+def test_tier_numbers_of_another_shape_are_an_error(tier_numbers):
     with pytest.raises(TransferError, match=r"tier numbers are .* not int64 of \(1, 4\)"):
         coverage([group(FULL)], PROMPT, tier_numbers)
 
@@ -366,19 +371,20 @@ def test_a_model_without_groups_is_an_error():
 
 
 @pytest.mark.parametrize("made", [(5, 0, 5), (6, 4, 5), (-1, 4, 5), (5, 4, 5, -1), (5, 4, 5, 0, -1)])
-def test_a_cut_that_cannot_be_is_an_error(made):
+def test_impossible_chunked_prompt_is_an_error(made):
     with pytest.raises(TransferError, match=f"{made[0]} of 5 tokens"):
         ChunkedPrompt(*made)
 
 
 @pytest.mark.parametrize("tokens", [8, 65, 80, 63])
-def test_chunks_up_to_what_is_no_boundary_are_an_error(tokens):
+def test_prefix_that_ends_on_no_boundary_is_an_error(tokens):
     with pytest.raises(TransferError, match=f"a prefix of {tokens} tokens ends on no boundary"):
         chunks_to_load([group(FULL)], PROMPT, tokens)
 
 
+@examples(60)
 @given(cases(), st.data())
-def test_the_beginning_of_a_prefix_is_chunks_of_what_sees_everything(case: Case, data: st.DataObject):
+def test_head_of_a_prefix_loads_full_attention_chunks_only(case: Case, data: st.DataObject):
     """Wherever it ends: another source has what follows, and all that the others need."""
     end = data.draw(st.integers(1, max(case.chunked.prompt, 1)))
     last = data.draw(st.integers(0, min(end - 1, case.chunked.tokens)))
@@ -394,13 +400,13 @@ def test_the_beginning_of_a_prefix_is_chunks_of_what_sees_everything(case: Case,
         )
 
 
-def test_nothing_is_loaded_up_to_what_the_engine_has():
+def test_prefix_within_local_tokens_loads_no_chunks():
     for tokens in (0, 8, 17):
         loads = chunks_to_load([group(FULL), group(STATE)], ChunkedPrompt(64, 16, 100, 17), tokens)
         assert [chunks.tolist() for chunks in loads] == [[], []]
 
 
-@MANY
+@examples(150)
 @given(case=cases(), data=st.data())
 def test_each_token_of_a_range_comes_from_the_tier_of_its_chunk(case: Case, data: st.DataObject):
     assume(case.chunked.tokens)

@@ -20,6 +20,7 @@ from kvferry.planning.select import (
     select_cells,
 )
 from kvferry.planning.template import Route, build_templates
+from support.examples import examples
 from support.pages import kv_page, rank_of, state_page
 
 KINDS = [
@@ -63,6 +64,7 @@ def cells(route: Route, kind: GroupKind, window: int, span: LoadSpan) -> list[tu
     return list(zip(found.src_block.tolist(), found.dst_block.tolist(), found.number.tolist(), strict=True))
 
 
+@examples(60)
 @given(
     blocks=st.sampled_from(BLOCKS),
     total=st.integers(1, 190),
@@ -71,7 +73,7 @@ def cells(route: Route, kind: GroupKind, window: int, span: LoadSpan) -> list[tu
     head=st.booleans(),
     beyond=st.integers(0, 40),
 )
-def test_all_parts_together_are_the_whole_each_cell_once(blocks, total, local, readies, head, beyond):
+def test_parts_of_a_load_move_each_cell_of_the_whole_once(blocks, total, local, readies, head, beyond):
     destination, offered = blocks[1], total + beyond
     span = LoadSpan(min(local * 48, total - 1) // 48 * 48, total, total + 1)
     if head and total > span.local_tokens + destination:
@@ -121,13 +123,13 @@ def test_a_part_ends_at_a_block_and_the_last_where_the_prompt_does(ready, whole,
         assert (None if found is None else found.part) == part
 
 
-def test_without_layers_that_attend_to_all_tokens_nothing_is_read_before_the_end():
+def test_load_without_full_attention_layers_has_one_part():
     span = LoadSpan(0, 100, 101)
     assert next_part(span, 0, 99, alignment_tokens=0, whole=False) is None
     assert next_part(span, 0, 100, alignment_tokens=0, whole=True) is span
 
 
-def test_a_local_prefix_beyond_what_the_source_has_is_waited_out():
+def test_source_behind_the_local_prefix_yields_no_part():
     span = LoadSpan(64, 100, 101)
     assert next_part(span, 64, 48, alignment_tokens=16, whole=False) is None
     assert next_part(span, 64, 80, alignment_tokens=16, whole=False).part == (64, 80)

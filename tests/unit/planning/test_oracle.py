@@ -1,7 +1,7 @@
 """The planner against a brute-force mover, over any two engines that can be described, every way there is."""
 
 import numpy as np
-from hypothesis import event, given, settings, strategies as st
+from hypothesis import event, given, strategies as st
 
 from kvferry.geometry import RankGeometry
 from kvferry.planning.descriptors import merge
@@ -9,6 +9,7 @@ from kvferry.planning.prepared_lists import PreparedEntries, TransferCounts, cou
 from kvferry.planning.select import Cells, select_cells
 from kvferry.planning.template import Route, Template, build_templates
 from support.engines import ranks
+from support.examples import examples
 from support.oracle import Memory, copy, expand_cells, expect, fill
 from support.packed import move, way_of
 from support.ready import source_of
@@ -18,7 +19,7 @@ GAPS = st.sampled_from((0, 5, 64, 1 << 20))
 """Bytes that are read along; the widest joins a whole rank's memory into one stretch."""
 
 
-@settings(max_examples=5 * settings.default.max_examples)
+@examples(160)
 @given(transfers(), st.sampled_from(("direct", "over-read", "staged", "staged, landed")), GAPS)
 def test_every_destination_byte_is_the_right_one_or_untouched(transfer: Transfer, how: str, gap: int):
     try:
@@ -28,13 +29,13 @@ def test_every_destination_byte_is_the_right_one_or_untouched(transfer: Transfer
         raise
 
 
-@settings(max_examples=settings.default.max_examples // 5)
+@examples(10)
 @given(
     transfers(UNLIKE, tokens=1700, layers=2),
     st.sampled_from(("direct", "over-read", "staged", "staged, landed")),
     GAPS,
 )
-def test_blocks_of_sizes_that_have_little_in_common_move_like_any_others(transfer, how, gap):
+def test_blocks_of_unrelated_sizes_move_correctly(transfer, how, gap):
     try:
         check_bytes(transfer, how, gap)
     except BaseException as error:
@@ -65,8 +66,9 @@ def check_bytes(transfer: Transfer, how: str, gap: int) -> None:
         event("moves something" if writes.any() else "moves nothing")
 
 
+@examples(40)
 @given(st.one_of(transfers(), transfers(st.sampled_from([(49, 1), (7, 7), (25, 1), (5, 5)]), tokens=60)))
-def test_indices_and_tally_tell_of_the_same_descriptors_as_addresses_do(transfer: Transfer):
+def test_prepared_indices_and_counts_describe_the_same_descriptors(transfer: Transfer):
     for template in templates(transfer):
         src_list, dst_list, bases = prepared(template)
         for route, (src_base, dst_base) in zip(template.routes, bases, strict=True):

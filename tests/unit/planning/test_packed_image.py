@@ -14,7 +14,7 @@ HALF_OF_THE_HEADS = StridedCopy(512, 0, 512, (Loop(16, 1024, 512),))
 """16 tokens of 2 heads of 512 bytes, the second of them wanted."""
 
 
-def test_what_is_gathered_is_dense_in_the_destinations_order():
+def test_gathered_image_is_dense_in_the_destinations_order():
     image = gather_image(cell_copy(HALF_OF_THE_HEADS))
     descriptors = image.reads[0].descriptors
     assert (descriptors.src.tolist(), descriptors.dst.tolist(), descriptors.length.tolist()) == (
@@ -25,7 +25,7 @@ def test_what_is_gathered_is_dense_in_the_destinations_order():
     assert image.stride == 16 * 512
 
 
-def test_what_others_supply_is_left_out_of_a_gathered_image():
+def test_gathered_image_leaves_out_bytes_of_other_sources():
     every_other = StridedCopy(0, 1000, 64, (Loop(4, 64, 128),))
     image = gather_image(cell_copy(every_other))
     descriptors = image.reads[0].descriptors
@@ -33,13 +33,13 @@ def test_what_others_supply_is_left_out_of_a_gathered_image():
     assert descriptors.dst.tolist() == [1000, 1128, 1256, 1384]
 
 
-def test_gaps_are_read_along_up_to_their_limit():
+def test_gaps_up_to_the_limit_are_read():
     assert fetch_image(cell_copy(HALF_OF_THE_HEADS), 511).reads[0].descriptors.length.tolist() == [512] * 16
     whole = fetch_image(cell_copy(HALF_OF_THE_HEADS), 512).reads[0].descriptors
     assert (whole.src.tolist(), whole.length.tolist()) == ([512], [15 * 1024 + 512])
 
 
-def test_nothing_is_read_across_the_beginning_of_a_region():
+def test_read_never_crosses_the_beginning_of_a_region():
     copies = [StridedCopy(0, 0, 64), StridedCopy(64, 64, 64)]
     assert len(fetch_image(cell_copy(*copies), 0).reads[0].descriptors) == 1
     assert fetch_image(cell_copy(*copies), 1000, region_starts=[0, 64]).reads[0].descriptors.src.tolist() == [
@@ -54,7 +54,7 @@ def test_images_begin_at_whole_words():
     assert image.bytes == 5
 
 
-def test_an_order_that_loops_cannot_follow_is_taken_apart():
+def test_order_that_loops_cannot_follow_is_split():
     # Destination: a run of the other copy lies between the first two of this one only.
     loop = StridedCopy(0, 0, 8, (Loop(3, 8, 20),))
     other = StridedCopy(500, 8, 4)
@@ -68,13 +68,13 @@ def test_an_order_that_loops_cannot_follow_is_taken_apart():
     assert image.reads[0].descriptors.length.tolist() == [12, 8, 8]
 
 
-def test_the_longest_stretch_is_that_of_any_plane():
+def test_longest_run_is_that_of_any_cell_copy():
     short = CellCopy((0, 8), ONE_CELL, (StridedCopy(0, 0, 4),))
     long = CellCopy((0, 16), ONE_CELL, (StridedCopy(100, 100, 12),))
     assert [fetch_image(cell_copies, 0).longest for cell_copies in ([short, long], [long, short])] == [12, 12]
 
 
-def test_more_stretches_than_are_worth_packing_are_no_image():
+def test_too_many_runs_make_no_image():
     scattered = StridedCopy(0, 0, 1, (Loop(1 << 9, 3, 1 << 10), Loop(1 << 9, 3 << 9, 2)))
     assert gather_image(cell_copy(scattered)) is None
 
@@ -88,7 +88,7 @@ def test_loops_of_an_image_keep_inside_of_it():
         assert len(np.unique(descriptors.dst)) == len(descriptors)
 
 
-def test_what_lies_inside_of_another_stretch_is_read_with_it():
+def test_run_inside_another_is_read_with_it():
     descriptors = (
         fetch_image(cell_copy(StridedCopy(0, 0, 100), StridedCopy(10, 200, 10), StridedCopy(50, 300, 8)), 0)
         .reads[0]
@@ -102,7 +102,7 @@ V = CellCopy((0, 256, 512), (0, 64), (StridedCopy(96, 1032, 32),))
 """K and V of a cell side by side at the destination, in planes of their own at the source."""
 
 
-def test_what_lies_alike_in_the_cells_of_the_stretched_side_is_one_stretch():
+def test_runs_alike_in_all_cells_are_one_read():
     image = gather_image([K, V])
     (stretch,) = image.reads
     assert stretch.at == (0, 64)
@@ -114,7 +114,7 @@ def test_what_lies_alike_in_the_cells_of_the_stretched_side_is_one_stretch():
     )
 
 
-def test_what_lies_apart_in_the_cells_of_the_stretched_side_is_a_stretch_each():
+def test_runs_apart_in_a_cell_are_a_read_each():
     image = fetch_image([K, V], 1 << 20)
     read = [(part.at, part.descriptors.src.tolist(), part.descriptors.dst.tolist()) for part in image.reads]
     assert read == [(K.src_offsets, [0], [0]), (V.src_offsets, [96], [32])]

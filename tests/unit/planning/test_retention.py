@@ -35,7 +35,7 @@ def test_an_attention_chunk_is_kept_from_its_beginning():
     assert kept(ATTENTION_CHUNK, 256, 416) == [4, 5, 6, 7, 12]
 
 
-def test_beside_state_a_window_is_kept_where_the_last_snapshot_is():
+def test_window_beside_state_is_kept_before_the_last_snapshot():
     # Blocks of 64: the last snapshot of 380 tokens is at 320, not at 352 or 380; token 319 sees from 220 on.
     assert kept(WINDOW, 256, 380, block_tokens=64) == [4, 5, 6, 7, 8, 9]
     assert kept(WINDOW, 256, 380) == [4, 5, 6, 7, 8, 9, 10]

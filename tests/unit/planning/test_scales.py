@@ -63,7 +63,7 @@ def test_equal_scales_pass_whatever_the_parallel_size(scales):
         (ONE, PER_HEAD),
     ],
 )
-def test_other_scales_are_refused_in_words(there, here):
+def test_other_scales_are_refused_by_layer(there, here):
     said = []
     for rank in engine(2, here):
         try:
@@ -75,7 +75,7 @@ def test_other_scales_are_refused_in_words(there, here):
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_one_rank_of_the_peer_with_other_scales_is_enough_to_refuse(number):
+def test_peer_is_refused_if_one_of_its_ranks_has_other_scales(number):
     other = {0: (Scale("k", (0.5, 0.25, 2.0, 1.5) if number else (0.75, 0.25, 2.0, 1.0)),)}
     ranks = engine(2, PER_HEAD)
     ranks[number] = engine(2, other)[number]
@@ -83,13 +83,13 @@ def test_one_rank_of_the_peer_with_other_scales_is_enough_to_refuse(number):
         build_templates(ranks, engine(1, PER_HEAD)[0])
 
 
-def test_a_scale_of_one_is_as_if_it_were_not_there():
+def test_scale_of_one_equals_no_scale():
     for there, here in ((1.0, None), (None, 1.0), (1.0, 1.0)):
         sides = [{} if each is None else {0: (Scale("k", (each,)),)} for each in (there, here)]
         assert build_templates(engine(1, sides[0]), engine(2, sides[1])[1])
 
 
-def test_scales_are_part_of_what_chunks_are():
+def test_scales_are_part_of_the_chunk_content():
     plain, scaled = (canonical_form_of(engine(2, scales), 32) for scales in ({}, ONE))
     assert plain.content != scaled.content
     more = set(scaled.describe()) - set(plain.describe())
@@ -98,7 +98,7 @@ def test_scales_are_part_of_what_chunks_are():
     assert scaled == canonical_form_of(engine(1, ONE), 32)
 
 
-def test_chunks_are_stored_and_loaded_under_the_scales_that_they_are_of():
+def test_chunks_load_only_under_their_own_scales():
     ranks = engine(2, ONE)
     pool = chunk_pool(canonical_form_of(ranks, 32), 0, 1 << 30, 4)
     assert build_templates(ranks, pool)

@@ -20,6 +20,7 @@ from kvferry.planning.select import (
     writable_blocks,
 )
 from kvferry.planning.template import Route, build_templates
+from support.examples import examples
 from support.pages import kv_page, rank_of, state_page
 
 FULL, SLIDING, CHUNKED, MLA, STATE = (
@@ -60,6 +61,7 @@ def test_the_last_prompt_token_is_computed_again_so_its_window_decides():
     assert needed_tokens(SLIDING, 24, LoadSpan(0, 63, 64)) == (40, 63)
 
 
+@examples(80)
 @given(
     kind=st.sampled_from((SLIDING, CHUNKED)),
     span=st.integers(1, 40),
@@ -167,7 +169,7 @@ def test_a_cell_that_would_overwrite_the_local_prefix_is_an_error(kind, attentio
 
 @pytest.mark.parametrize(("kind", "attention_span"), [(FULL, 0), (SLIDING, 24), (CHUNKED, 32)])
 @pytest.mark.parametrize(("src_tokens", "dst_tokens"), [(16, 48), (32, 48), (48, 16), (16, 16), (24, 64)])
-def test_uncovered_are_blocks_that_cells_fill_in_part_and_that_held_nothing(
+def test_partly_written_blocks_are_empty_blocks_that_cells_fill_in_part(
     src_tokens, dst_tokens, kind, attention_span
 ):
     found = replace(route(src_tokens, dst_tokens), src_blocks=40, dst_blocks=40)
@@ -185,10 +187,11 @@ def test_uncovered_are_blocks_that_cells_fill_in_part_and_that_held_nothing(
     assert (seen > 0) == (found.dst_cells > 1)
 
 
-def test_a_snapshot_leaves_nothing_uncovered():
+def test_snapshot_writes_no_block_partly():
     assert len(partly_written_blocks(state_route(), STATE, 0, LoadSpan(0, 40, 40), table(3))) == 0
 
 
+@examples(80)
 @given(
     kind=st.sampled_from([FULL, SLIDING, CHUNKED]),
     attention_span=st.integers(1, 40),
@@ -198,7 +201,7 @@ def test_a_snapshot_leaves_nothing_uncovered():
     total=st.integers(1, 120),
     rest=st.integers(0, 3),
 )
-def test_a_part_block_is_one_whose_beginning_was_not_there_and_is_not_loaded(
+def test_partial_block_begins_with_tokens_neither_local_nor_loaded(
     kind, attention_span, block, alignment_tokens, local_tokens, total, rest
 ):
     span = LoadSpan(min(local_tokens * block, total), total, total + rest)
@@ -216,13 +219,14 @@ def test_a_part_block_is_one_whose_beginning_was_not_there_and_is_not_loaded(
     assert ([] if found is None else [found]) == parts
 
 
+@examples(80)
 @given(
     st.data(),
     st.sampled_from((FULL, MLA, SLIDING, CHUNKED, STATE)),
     st.integers(1, 40),
     st.sampled_from([(16, 16), (8, 32), (32, 8), (12, 8)]),
 )
-def test_parts_of_a_prefix_bring_what_it_brings_at_once_and_nothing_twice(data, kind, attention_span, blocks):
+def test_parts_of_a_prefix_select_each_cell_of_the_whole_once(data, kind, attention_span, blocks):
     """Split where a block of the destination ends."""
     of = state_route() if kind is STATE else route(*blocks)
     attention_span = attention_span if kind in (SLIDING, CHUNKED) else 0
@@ -270,12 +274,11 @@ SPANS = st.builds(
 )
 
 
+@examples(80)
 @given(
     st.sampled_from((FULL, MLA, SLIDING, CHUNKED)), st.integers(1, 40), st.integers(1, 24), SPANS, st.data()
 )
-def test_blocks_begun_hold_something_that_is_needed_and_nothing_that_is_there(
-    kind, attention_span, block, span, data
-):
+def test_unwritten_blocks_hold_needed_tokens_and_no_local_ones(kind, attention_span, block, span, data):
     count = -(-span.total // block)
     ids = [at + 10 if data.draw(st.booleans()) else 0 for at in range(count)]
     attention_span = attention_span if kind in (SLIDING, CHUNKED) else 0
@@ -290,7 +293,7 @@ def test_blocks_begun_hold_something_that_is_needed_and_nothing_that_is_there(
 
 
 @pytest.mark.parametrize(("span", "begun"), [(LoadSpan(0, 64, 65), [7]), (LoadSpan(24, 64, 65), [7])])
-def test_the_block_of_a_snapshot_is_begun_wherever_the_prefix_here_ends(span, begun):
+def test_snapshot_block_is_unwritten_whatever_the_local_prefix(span, begun):
     assert unwritten_blocks_needed(STATE, 0, 16, span, table(7)).tolist() == begun
     assert (
         unwritten_blocks_needed(STATE, 0, 16, replace(span, part=(span.local_tokens, 48)), table(7)).tolist()
@@ -298,6 +301,7 @@ def test_the_block_of_a_snapshot_is_begun_wherever_the_prefix_here_ends(span, be
     )
 
 
+@examples(80)
 @given(st.sampled_from((FULL, MLA, SLIDING, CHUNKED)), st.integers(1, 40), st.integers(1, 24), SPANS)
 def test_a_load_writes_as_many_blocks_as_are_not_null_where_it_may_write(kind, attention_span, block, span):
     attention_span = attention_span if kind in (SLIDING, CHUNKED) else 0

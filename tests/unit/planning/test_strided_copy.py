@@ -9,6 +9,7 @@ from kvferry.planning.strided_copy import (
     fuse_copies,
     strided_copies,
 )
+from support.examples import examples
 
 loops = st.builds(Loop, st.integers(2, 4), st.integers(1, 40), st.integers(1, 40))
 copies = st.builds(
@@ -35,6 +36,7 @@ def vars_of(descriptors):
     return descriptors.src, descriptors.dst, descriptors.length
 
 
+@examples(60)
 @given(copies)
 def test_coalescing_moves_the_same_bytes_in_no_more_runs(copy):
     found = coalesce_copy(copy)
@@ -50,6 +52,7 @@ def test_outer_loops_are_joined_if_they_continue_each_other_on_both_sides():
         assert coalesce_copy(StridedCopy(0, 0, 8, (next_rows, rows))).loops == (next_rows, rows)
 
 
+@examples(60)
 @given(st.lists(copies, max_size=6))
 def test_fusing_moves_the_same_bytes_in_no_more_copies(several):
     found = fuse_copies(several)
@@ -57,6 +60,7 @@ def test_fusing_moves_the_same_bytes_in_no_more_copies(several):
     assert len(found) <= len(several)
 
 
+@examples(60)
 @given(st.lists(st.tuples(offsets, st.randoms()), min_size=1, max_size=3), st.integers(1, 4))
 def test_copies_of_axes_move_every_combination_of_positions(axes, item):
     pairs = []
@@ -93,6 +97,6 @@ def test_layers_at_regular_distances_are_a_loop_and_others_are_not():
     assert sorted(copy.run_count for copy in fuse_copies(odd)) == [1, 5]
 
 
-def test_spelled_runs_are_merged_across_copies():
+def test_expanded_runs_are_merged_across_copies():
     found = expand_copies([StridedCopy(0, 0, 8), StridedCopy(8, 8, 4), StridedCopy(100, 12, 4)])
     assert found.length.tolist() == [12, 4]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from kvferry.replay.content import keys_of
 from kvferry.replay.curve import StackDistances
@@ -13,6 +13,7 @@ from kvferry.replay.settings import ReplaySettings, TierSetting
 from kvferry.replay.simulation import Simulation
 from kvferry.replay.trace.request import TraceRequest
 from support.engine_pairs import Turn, conversations, small_model, trace_request
+from support.examples import examples
 from support.models import attention
 
 CHUNK, LONGEST = 8, 96
@@ -51,13 +52,14 @@ def rates(turns: Iterable[Turn], capacities: list[int], unit: int, skip: int = 0
     return [point.hit_rate for point in distances.points()]
 
 
+@examples(60)
 @given(
     turns=conversations(most_tokens=LONGEST, requests=30),
     capacities=st.lists(st.integers(1, 80), min_size=1, max_size=6, unique=True).map(sorted),
     unit=st.sampled_from([1, 4, CHUNK]),
     skip=st.integers(0, 3),
 )
-def test_one_pass_counts_what_a_cache_of_each_capacity_finds(turns, capacities, unit, skip):
+def test_curve_equals_a_plain_lru_cache_of_each_capacity(turns, capacities, unit, skip):
     total = max(sum(len(turn.prompt) for turn in turns[skip:]), 1)
     expected = []
     for capacity in capacities:
@@ -67,9 +69,9 @@ def test_one_pass_counts_what_a_cache_of_each_capacity_finds(turns, capacities, 
     assert rates(turns, capacities, unit, skip) == expected
 
 
+@examples(20)
 @given(turns=conversations(most_tokens=LONGEST, requests=20), spare=st.integers(0, 40))
-@settings(max_examples=50)
-def test_it_is_what_a_simulation_finds_if_requests_fit_into_host_memory(turns, spare):
+def test_curve_equals_a_simulation_if_requests_fit_into_host_memory(turns, spare):
     chunks = LONGEST // CHUNK + 2 + spare
     capacity = chunks * GROUP.chunk_bytes
     host = TierSetting(kind="host", capacity_bytes=capacity, shared=False, bytes_per_second=1e9)

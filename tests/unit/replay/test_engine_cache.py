@@ -6,6 +6,7 @@ from hypothesis import given, note, strategies as st
 
 from kvferry.replay.engine_cache import EngineCache
 from support.engine_pairs import Turn, conversations, small_model, trace_request
+from support.examples import examples
 from support.models import attention
 
 BLOCK, LONGEST = 4, 48
@@ -48,11 +49,12 @@ class BlockPool:
         self._free = uncached + self._free + cached
 
 
+@examples(60)
 @given(
     turns=conversations(most_tokens=LONGEST, requests=20),
     num_blocks=st.integers(LONGEST // BLOCK + 2, 24),
 )
-def test_it_finds_what_vllm_finds(turns, num_blocks):
+def test_engine_cache_finds_the_same_prefix_as_vllm(turns, num_blocks):
     cache, pool = EngineCache(MODEL, num_blocks, BLOCK), BlockPool(num_blocks)
     for number, turn in enumerate(turns):
         # vLLM keeps a second copy of a block that it computes again. No block is computed again if

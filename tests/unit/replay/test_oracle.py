@@ -6,13 +6,14 @@ Copies, reads and writes of the engine that serves end before its next step begi
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import length
 from kvferry.geometry.store import LayerCache
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from support.engine_pairs import Both, Turn, both, conversations, small_model
+from support.examples import examples
 from support.models import attention, state
 
 CHUNK, BLOCK, LONGEST = 8, 4, 96
@@ -69,8 +70,8 @@ def check(pair: Both, turns: list[Turn]) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @given(data=st.data(), steps=STEPS, policy=POLICIES, slow=st.sampled_from(SLOW), unit=UNITS)
-@settings(max_examples=25)
-def test_it_finds_and_keeps_what_an_engine_does(name, data, steps, policy, slow, unit):
+@examples(8)
+def test_replay_finds_and_stores_the_same_chunks_as_an_engine(name, data, steps, policy, slow, unit):
     model, rank = of_blocks(name, steps)
     # A slow tier accepts only so many writes at a time. With arc and s3fifo, that decides which chunks are
     # evicted if a request does not fit into host memory.
@@ -83,7 +84,7 @@ def test_it_finds_and_keeps_what_an_engine_does(name, data, steps, policy, slow,
 
 @pytest.mark.parametrize("name", MODELS)
 @given(turns=conversations(most_tokens=3 * LONGEST, block_tokens=BLOCK), steps=STEPS, policy=POLICIES)
-@settings(max_examples=10)
+@examples(4)
 def test_requests_of_many_chunks_are_stored_in_the_order_of_an_engine(name, turns, steps, policy):
     model, rank = of_blocks(name, steps)
     with both(model, rank, host_bytes=20 * PAGE, policy=policy, slow={}) as pair:
@@ -97,7 +98,7 @@ def test_requests_of_many_chunks_are_stored_in_the_order_of_an_engine(name, turn
     steps=STEPS,
     policy=POLICIES,
 )
-@settings(max_examples=20)
+@examples(8)
 def test_windows_that_no_likely_prefix_needs_leave_host_memory_first_in_both(
     name, turns, host, steps, policy
 ):
@@ -113,7 +114,7 @@ def test_windows_that_no_likely_prefix_needs_leave_host_memory_first_in_both(
     steps=STEPS,
     host=st.integers((LONGEST // CHUNK + 2) * 2, 40),
 )
-@settings(max_examples=20)
+@examples(8)
 def test_windows_that_no_likely_prefix_needs_leave_files_first_in_both(name, turns, file, steps, host):
     model, rank = of_blocks(name, steps)
     slow = {"file": file * 2 * PAGE}
@@ -122,7 +123,7 @@ def test_windows_that_no_likely_prefix_needs_leave_files_first_in_both(name, tur
 
 
 @given(turns=conversations(most_tokens=LONGEST), steps=STEPS, slow=st.sampled_from(SLOW[:4:3]))
-@settings(max_examples=12)
+@examples(5)
 def test_chunks_of_several_sizes_are_kept_alike_where_host_memory_is_large(turns, steps, slow):
     wide = LayerCache(GroupKind.FULL, 0, attention(heads=16, k=24, v=24).fields)
     model, rank = small_model([wide, WINDOW, state()], chunk_tokens=CHUNK, block_tokens=BLOCK, **steps)

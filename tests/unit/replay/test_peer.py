@@ -162,7 +162,7 @@ def test_the_peer_leaves_out_a_cache_that_is_not_full_before_the_second_half(pat
     assert trace.replay(3) == (3 * BLOCK, 4 * BLOCK)
 
 
-def test_of_a_prompt_larger_than_the_cache_the_peer_keeps_one_block_less_than_fits(path: Path) -> None:
+def test_peer_keeps_one_block_less_than_fits_of_a_prompt_larger_than_the_cache(path: Path) -> None:
     """A replay keeps what an engine does: the chunks of each step that fit, and the latest step's at the end.
 
     The peer evicts the last block that it has just added to make room for the next one, and then stops.

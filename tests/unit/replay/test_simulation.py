@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from io import StringIO
 
 import numpy as np
@@ -64,9 +65,11 @@ def prompt(tokens: int, *units: int, at: float = 0.0, session: str = "") -> Trac
     )
 
 
-def simulation(*tiers: str, of: ServedModel | None = None, **settings: object) -> Simulation:
+def simulation(
+    *tiers: str, of: ServedModel | None = None, on_hit: Callable[..., None] | None = None, **settings: object
+) -> Simulation:
     parsed = tuple(parse_tier(one) for one in tiers or ("host=unlimited",))
-    return Simulation(of or model(), ReplaySettings(tiers=parsed, **settings), UNIT)
+    return Simulation(of or model(), ReplaySettings(tiers=parsed, **settings), UNIT, on_hit)
 
 
 def test_a_second_prompt_finds_the_chunks_of_the_prefix_that_it_shares() -> None:
@@ -165,9 +168,8 @@ def test_a_load_of_a_recurrent_model_ends_at_a_snapshot() -> None:
 
 
 def test_a_second_prompt_that_shares_a_prefix_loads_half_of_it_and_a_third_all_of_it() -> None:
-    replay = simulation(of=model(RECURRENT, step_tokens=8192))
     hits: list[int] = []
-    replay._on_hit = lambda _, hit: hits.append(hit.found)
+    replay = simulation(of=model(RECURRENT, step_tokens=8192), on_hit=lambda _, hit: hits.append(hit.found))
     replay.run([prompt(8 * UNIT, *range(7), user) for user in (7, 99, 98, 97)])
     assert hits == [0, 2080, 3520, 3520], "at 1,040 and its doubles; 7 units have 3,584 tokens"
 

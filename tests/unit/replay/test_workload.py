@@ -82,7 +82,7 @@ def test_conversations_have_the_shared_prompt_in_common_and_nothing_else(convers
         assert not set(one[-1].prefix_ids[whole:].tolist()) & set(other[-1].prefix_ids.tolist())
 
 
-def test_without_a_shared_prompt_conversations_have_nothing_in_common():
+def test_conversations_without_a_shared_prompt_share_no_prefix():
     requests = list(replace(CHAT, shared_prompt_tokens=0, turns=1).requests())
     found = [one for each in requests for one in each.prefix_ids.tolist()]
     assert len(set(found)) == len(found)

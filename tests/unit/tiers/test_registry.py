@@ -110,7 +110,7 @@ def test_a_trial_says_whether_the_storage_can_be_used_and_leaves_nothing(kind, t
 
 
 @KINDS
-def test_what_was_stored_is_found_by_every_engine_of_the_namespace(kind, opened):
+def test_stored_chunk_is_found_by_every_engine_of_the_namespace(kind, opened):
     tier, other = opened(kind), opened(kind)
     assert not tier.contains([key(1)])[0]
     assert fetch(tier, 1) is GetOutcome.ABSENT

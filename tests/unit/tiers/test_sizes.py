@@ -5,6 +5,7 @@ from hypothesis import given, strategies as st
 
 from kvferry.errors import ConfigError
 from kvferry.tiers.sizes import parse_size
+from support.examples import examples
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,7 @@ def test_a_size_is_exact(text, size):
 @pytest.mark.parametrize(
     "text", ["", "GiB", "-1", "1e3", "1,5 GiB", "5 PiB", "4GiB 2", ".5GiB", "1.GiB", "nan"]
 )
-def test_what_is_no_size_is_refused(text):
+def test_invalid_size_is_refused(text):
     with pytest.raises(ConfigError) as caught:
         parse_size(text)
     assert str(caught.value) == (
@@ -39,6 +40,7 @@ def test_what_is_no_size_is_refused(text):
     )
 
 
+@examples(60)
 @given(st.text())
 def test_any_text_is_a_size_or_refused(text):
     with suppress(ConfigError):

@@ -23,7 +23,7 @@ PromptTokens: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
 OutputTokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 UnitTokens: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
 
-_BATCH_REQUESTS = 512
+BATCH_REQUESTS = 512
 _BATCH_UNITS = 1 << 16
 _SHOWN_CHARACTERS = 100
 _Item = TypeVar("_Item")
@@ -133,19 +133,26 @@ class ArrivalTimes:
         return self._newest
 
 
-def batches(items: Iterable[_Item], units: Callable[[_Item], int]) -> Iterator[list[_Item]]:
+def batches(
+    items: Iterable[_Item],
+    units: Callable[[_Item], int],
+    max_units: int = _BATCH_UNITS,
+    max_items: int = BATCH_REQUESTS,
+) -> Iterator[list[_Item]]:
     """Group consecutive items, so that the identities of many short requests are computed at once.
 
     Args:
         items: items to group.
-        units: function that returns the number of units of an item. A group has about 65,536 units at most.
+        units: function that returns the number of units of an item.
+        max_units: number of units at which a group ends.
+        max_items: maximum number of items in a group.
     """
     batch: list[_Item] = []
     total = 0
     for item in items:
         batch.append(item)
         total += units(item)
-        if total >= _BATCH_UNITS or len(batch) >= _BATCH_REQUESTS:
+        if total >= max_units or len(batch) >= max_items:
             yield batch
             batch, total = [], 0
     if batch:

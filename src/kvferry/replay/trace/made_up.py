@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.replay.trace.base import batches
+from kvferry.replay.trace.base import BATCH_REQUESTS, batches
 from kvferry.replay.trace.request import Ids, TraceRequest, mixed, places_within
 
 
@@ -50,7 +50,9 @@ class Outline(NamedTuple):
     session: str = ""
 
 
-def write_out(outlines: Iterable[Outline], unit_tokens: int) -> Iterator[TraceRequest]:
+def write_out(
+    outlines: Iterable[Outline], unit_tokens: int, batch_requests: int = BATCH_REQUESTS
+) -> Iterator[TraceRequest]:
     """Give requests the identities of their content. They cover the generated tokens too.
 
     >>> first = Outline(0.0, 40, 8, [Passage(0, seed=1)])
@@ -63,8 +65,13 @@ def write_out(outlines: Iterable[Outline], unit_tokens: int) -> Iterator[TraceRe
     Args:
         outlines: requests to write out.
         unit_tokens: number of tokens per unit.
+        batch_requests: maximum number of requests that are written out at once.
     """
-    for batch in batches(outlines, lambda each: (each.prompt_tokens + each.output_tokens) // unit_tokens):
+    for batch in batches(
+        outlines,
+        lambda each: (each.prompt_tokens + each.output_tokens) // unit_tokens,
+        max_items=batch_requests,
+    ):
         yield from _written(batch, unit_tokens)
 
 

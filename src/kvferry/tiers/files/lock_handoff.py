@@ -84,6 +84,11 @@ class LockHandoff(Generic[T]):
         self._sleep = sleep
         self._own = _WaitingThreads[T](os.getpid())
 
+    @property
+    def waiting(self) -> int:
+        """Number of threads of this process that wait for the lock."""
+        return self._own.waiting
+
     @contextmanager
     def held(self, seconds: float) -> Iterator[T]:
         """Return a context manager that locks the resource and gives it to this thread.

@@ -81,6 +81,8 @@ class FileTier(StorageTier):
         lock_seconds: maximum time for which `put` waits for the lock of the ledger (file with the capacity
             and the bytes in use). After that time, `put` does not store the chunk.
         table: hash table of chunk keys that the tiers of a cache share; None for a separate table.
+        write: function that writes a chunk to an open, empty file.
+        read: function that reads a chunk from an open file, and returns False for another chunk.
 
     Raises:
         ConfigError: the directory is missing or cannot be written, its layout has another version, or the
@@ -97,7 +99,10 @@ class FileTier(StorageTier):
         clock: Callable[[], float] = time.time,
         lock_seconds: float = 2.0,
         table: KeyTable | None = None,
+        write: Callable[[int, Chunk, memoryview], None] = write_chunk,
+        read: Callable[[int, Chunk, memoryview], bool] = read_chunk,
     ) -> None:
+        self._write_chunk, self._read_chunk = write, read
         self._root = os.path.abspath(path)
         self._namespace = namespace.digest
         self._durable = durable
@@ -263,7 +268,7 @@ class FileTier(StorageTier):
         Raises:
             OSError: the file cannot be written.
         """
-        write_chunk(fd, chunk, body)
+        self._write_chunk(fd, chunk, body)
         now = int(self._clock() * 1e9)
         os.utime(fd, ns=(now, now))
         if self._durable:
@@ -311,7 +316,7 @@ class FileTier(StorageTier):
             self._counter.add(quarantined=quarantine_file(self._root, self._ledger, os.lstat(path), path))
             raise _BadFile(str(error)) from error
         try:
-            good, status = read_chunk(fd, chunk, into), os.fstat(fd)
+            good, status = self._read_chunk(fd, chunk, into), os.fstat(fd)
             if not good or status.st_size != chunk.file_bytes:
                 explain_refusal(fd, chunk, into)
                 return GetOutcome.OTHER_SHAPE

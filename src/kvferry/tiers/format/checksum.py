@@ -7,7 +7,7 @@ digest has a secret key, so anyone who can write to the storage can forge both.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from blake3 import blake3
 from xxhash import xxh3_128, xxh3_128_digest
@@ -24,19 +24,20 @@ _LETS_OTHERS_RUN_BYTES = 100 << 10
 Buffer = bytes | bytearray | memoryview
 
 
-def unit_digests(data: Buffer, unit_bytes: int) -> bytes:
+def unit_digests(data: Buffer, unit_bytes: int, sleep: Callable[[float], None] = time.sleep) -> bytes:
     """Return the XXH3 digests of units, 16 bytes each, concatenated.
 
     Args:
         data: units without gaps between them. The length is a multiple of `unit_bytes`.
         unit_bytes: bytes of one unit (part of a chunk with a digest of its own), at least 1.
+        sleep: function that waits a number of seconds, for which other threads can run.
     """
     view, digests = memoryview(data), list[bytes]()
     stretch = min(_STRETCH_UNITS * unit_bytes, max(_STRETCH_BYTES // unit_bytes, 1) * unit_bytes)
     for begin in range(0, len(view), stretch):
         if begin and unit_bytes < _LETS_OTHERS_RUN_BYTES:
             # Without a pause, the engine's thread would wait for Python's switch interval, 5 ms.
-            time.sleep(_PAUSE_SECONDS)
+            sleep(_PAUSE_SECONDS)
         end = min(begin + stretch, len(view))
         digests += [xxh3_128_digest(view[at : at + unit_bytes]) for at in range(begin, end, unit_bytes)]
     return b"".join(digests)

@@ -100,6 +100,11 @@ class SlotTable:
         self._reads: dict[int, ResidentChunk] = {}
         self._serials = count(1)
 
+    @property
+    def holds(self) -> int:
+        """Number of holds of fills and reads that are not released yet."""
+        return len(self._fills) + len(self._reads)
+
     def reserve(self, key: bytes, group: int) -> Slot | None:
         """Allocate a slot for a chunk that will be filled, and return a hold on the slot.
 

@@ -79,6 +79,11 @@ class HostTier:
         """Number of bytes in all slots (memory of one chunk each) that are allocated."""
         return self._slots.slabs.used_bytes
 
+    @property
+    def holds(self) -> int:
+        """Number of slots that `reserve`, `open` and `hold` have returned and that are not released yet."""
+        return self._slots.holds
+
     def contains(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Return a mask of the keys whose chunks can be read now: bool of shape (len(keys),).
 
@@ -235,22 +240,20 @@ class HostTier:
         """
         size, evicted = self._slots.chunk_bytes[group], 0
         while not self._slots.slabs.has_room(size) and evicted < self._most_evicted:
-            keys = self._slots.keys_to_reclaim(group)
-            for key in keys:
-                self._policy.remove(key)
-            if not keys:
-                victim = self._policy.evict()
-                if victim is None:
-                    return
-                keys = [victim]
-            evicted += sum(self._evict(key) for key in keys)
+            if keys := self._slots.keys_to_reclaim(group):
+                evicted += sum(map(self.evict, keys))
+            elif (victim := self._policy.evict()) is not None:
+                evicted += self._free(victim)
+            else:
+                return
 
-    def _evict(self, key: bytes) -> int:
-        """Evict a chunk that the eviction policy has already removed from its queues, and count the eviction.
+    def evict(self, key: bytes) -> int:
+        """Evict a chunk of the tier, whatever its rank. Return the bytes of its slot."""
+        self._policy.remove(key)
+        return self._free(key)
 
-        Returns:
-            The bytes of the chunk's slot.
-        """
+    def _free(self, key: bytes) -> int:
+        """Free the slot of a chunk that has left the eviction policy's queues. Return the slot's bytes."""
         size = self._slots.evict(key).size
         self.keys.discard(key)
         self.counters.evicted += 1

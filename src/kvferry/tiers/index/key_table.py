@@ -68,8 +68,15 @@ class KeyTable:
     Then the look-up returns the tiers of the other tag's chunk, and a fetch from these tiers misses.
     """
 
-    def __init__(self) -> None:
-        self._rows = self._next = TagRows(_FIRST_ROWS)
+    def __init__(self, first_rows: int = _FIRST_ROWS, rows_per_step: int = _ROWS_PER_STEP) -> None:
+        """Create an empty table.
+
+        Args:
+            first_rows: number of rows at the start, a power of 2.
+            rows_per_step: number of rows that each added key moves while the table grows.
+        """
+        self._rows = self._next = TagRows(first_rows)
+        self._rows_per_step = rows_per_step
         self._moved = 0  # number of rows that have been moved to `_next` while the table grows
         self._count = self._tiers = 0
         self._lock = Lock()
@@ -78,6 +85,21 @@ class KeyTable:
     def __len__(self) -> int:
         """Return the number of chunks that at least one tier has."""
         return self._count
+
+    @property
+    def growing(self) -> bool:
+        """True while rows are being moved to a larger table."""
+        return self._next is not self._rows
+
+    @property
+    def row_count(self) -> int:
+        """Number of rows of the table."""
+        return len(self._rows)
+
+    @property
+    def overflow_count(self) -> int:
+        """Number of tags that did not fit into their rows."""
+        return len(self._rows.overflow)
 
     def tier_bits(self, tags: Tags) -> TierBits:
         """Look up which tiers have each chunk.
@@ -164,8 +186,8 @@ class KeyTable:
         """
         if self._next is self._rows:
             self._next = TagRows(2 * len(self._rows))
-        self._next.copy_rows(self._rows, self._moved, self._moved + _ROWS_PER_STEP)
-        self._moved += _ROWS_PER_STEP
+        self._next.copy_rows(self._rows, self._moved, self._moved + self._rows_per_step)
+        self._moved += self._rows_per_step
         if self._moved >= len(self._rows):
             for tag, bits in self._rows.overflow.items():
                 self._next.update(tag, keep=0, add=bits)

@@ -23,24 +23,23 @@ class RecentlyEvicted:
     (True, False)
     """
 
-    def __init__(self) -> None:
-        self._marks = array("Q", bytes(8 * _SLOTS))
+    def __init__(self, slots: int = _SLOTS) -> None:
+        self._marks = array("Q", bytes(8 * slots))
 
     def __contains__(self, key: bytes) -> bool:
-        slot, mark = _slot_and_mark(key)
+        slot, mark = self._slot_and_mark(key)
         return self._marks[slot] == mark
 
     def add(self, key: bytes) -> None:
         """Add the key of an evicted chunk. The key must have 12 bytes or more."""
-        slot, mark = _slot_and_mark(key)
+        slot, mark = self._slot_and_mark(key)
         self._marks[slot] = mark
 
+    def _slot_and_mark(self, key: bytes) -> tuple[int, int]:
+        """Return the index of a key's slot, and the mark (63 bits of the key) to store there.
 
-def _slot_and_mark(key: bytes) -> tuple[int, int]:
-    """Return the index of a key's slot, and the mark (63 bits of the key) to store there.
-
-    A mark is never 0, because 0 means an empty slot.
-    """
-    # The last byte is the index of the group. All groups of a chunk have the same bytes before it.
-    slot = (int.from_bytes(key[:4], "big") + 0x9E37 * key[-1]) % _SLOTS
-    return slot, int.from_bytes(key[4:12], "big") | 1
+        A mark is never 0, because 0 means an empty slot.
+        """
+        # The last byte is the index of the group. All groups of a chunk have the same bytes before it.
+        slot = (int.from_bytes(key[:4], "big") + 0x9E37 * key[-1]) % len(self._marks)
+        return slot, int.from_bytes(key[4:12], "big") | 1

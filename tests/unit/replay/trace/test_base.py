@@ -5,7 +5,6 @@ import math
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.replay.trace import base
 from kvferry.replay.trace.base import ArrivalTimes, batches
 from kvferry.replay.trace.trace_file import TraceFile
 
@@ -44,9 +43,7 @@ def test_times_in_another_unit_are_refused(arrivals, time):
         arrivals.arrival(1, time)
 
 
-def test_batches_are_limited_by_units_and_by_requests(monkeypatch):
-    monkeypatch.setattr(base, "_BATCH_UNITS", 10)
-    monkeypatch.setattr(base, "_BATCH_REQUESTS", 3)
-    found = list(batches([4, 4, 4, 100, 1, 1, 1, 1], int))
+def test_batches_are_limited_by_units_and_by_requests():
+    found = list(batches([4, 4, 4, 100, 1, 1, 1, 1], int, max_units=10, max_items=3))
     assert found == [[4, 4, 4], [100], [1, 1, 1], [1]]
     assert list(batches([], int)) == []

@@ -6,6 +6,7 @@ from hypothesis import given, strategies as st
 from kvferry.errors import ConfigError
 from kvferry.replay.trace.csv_trace import CsvTrace
 from kvferry.replay.trace.trace_file import TraceFile
+from support.examples import examples
 
 HEADER = "arrival,prompt_tokens,output_tokens,session\n"
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
@@ -49,7 +50,7 @@ def test_tables_of_many_sources_are_read(trace, text):
     assert found.notes() == []
 
 
-def test_without_a_session_nothing_is_shared(trace):
+def test_requests_without_a_session_share_no_prefix(trace):
     requests = list(trace(HEADER + "0,100,9,\n" * 3 + "0,100,9,someone\n", 16))
     found = [one for each in requests for one in (*each.prefix_ids.tolist(), each.prompt_id)]
     assert len(set(found)) == len(found) == 4 * 7
@@ -78,6 +79,7 @@ def test_a_repeated_prompt_is_equal_up_to_its_end(trace):
     assert first.prompt_id == again.prompt_id
 
 
+@examples(60)
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.integers(0, 30)), min_size=1, max_size=8), st.integers(1, 20)
 )
@@ -131,7 +133,7 @@ def test_the_line_of_an_error_counts_line_breaks_inside_of_cells(trace):
         list(trace(HEADER + '0,5,1,"a\nb"\n\n1,x,5,\n'))
 
 
-def test_what_is_no_csv_is_refused(trace):
+def test_invalid_csv_is_refused(trace):
     with pytest.raises(ConfigError, match=r"^trace, line 2: this is no CSV: "):
         list(trace(HEADER + '1,5,1,"' + "x" * 200_000))
     with pytest.raises(ConfigError, match=r"at most 1e.11 s"):

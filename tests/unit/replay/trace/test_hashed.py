@@ -9,6 +9,7 @@ from kvferry.errors import ConfigError
 from kvferry.replay.trace.hashed import HashedTrace
 from kvferry.replay.trace.request import chained
 from kvferry.replay.trace.trace_file import TraceFile
+from support.examples import examples
 
 MOONCAKE = [
     {"timestamp": 0, "input_length": 2290, "output_length": 316, "hash_ids": [0, 42, 43, 44, 45]},
@@ -130,6 +131,7 @@ def test_blocks_of_other_lengths_share_as_far_as_units_are_equal(trace):
     assert len(set(ids(requests)[3])) == 4
 
 
+@examples(60)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=5), st.integers(1, 20))
 def test_blocks_of_any_lengths_give_an_identity_for_each_unit(tmp_path_factory, block_tokens, unit_tokens):
     path = tmp_path_factory.getbasetemp() / "any lengths"

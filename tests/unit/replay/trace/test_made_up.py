@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.replay.trace import base
 from kvferry.replay.trace.made_up import Outline, Passage, write_out
+from support.examples import examples
 
 UNIT = 16
 
@@ -14,6 +14,7 @@ def shared_units(one, other):
     return sum(first == second for first, second in pairs)
 
 
+@examples(60)
 @given(st.integers(1, 100), st.integers(0, 100), st.integers(1, 100), st.integers(1, 20))
 def test_requests_share_the_units_before_their_texts_differ(fork, output, more, unit):
     shared, *others = [
@@ -47,13 +48,12 @@ def test_a_prompts_identity_depends_on_its_length_and_its_last_text():
 
 
 @pytest.mark.parametrize("limit", [1, 3, 1000])
-def test_requests_do_not_depend_on_the_batches(monkeypatch, limit):
+def test_requests_do_not_depend_on_the_batches(limit):
     outlines = [
         Outline(float(n), 20 + n, n, [Passage(0, 1), Passage(n, 2)][: 1 + n % 2], str(n)) for n in range(9)
     ]
     alone = [next(write_out([each], UNIT)) for each in outlines]
-    monkeypatch.setattr(base, "_BATCH_REQUESTS", limit)
-    for outline, one, other in zip(outlines, alone, write_out(outlines, UNIT), strict=True):
+    for outline, one, other in zip(outlines, alone, write_out(outlines, UNIT, limit), strict=True):
         assert (other.arrival, other.prompt_tokens, other.output_tokens) == outline[:3]
         assert (other.session, other.unit_tokens) == (outline.session, UNIT)
         assert (other.prefix_ids.tolist(), other.prompt_id) == (one.prefix_ids.tolist(), one.prompt_id)

@@ -10,6 +10,7 @@ from hypothesis import example, given, strategies as st
 
 from kvferry.errors import ConfigError
 from kvferry.replay.trace.open import open_trace
+from support.examples import examples
 
 MOONCAKE = b'{"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}\n'
 BAILIAN = b'{"chat_id": 1, "timestamp": 0.5, "input_length": 17, "output_length": 3, "hash_ids": [1, 2]}\n'
@@ -105,6 +106,7 @@ def outcome(path):
         return str(error)
 
 
+@examples(60)
 @given(
     st.sampled_from([b"", *FORMATS.values()]),
     st.lists(WORDS | st.binary(max_size=8), max_size=20),
@@ -129,6 +131,7 @@ def test_any_file_is_read_or_refused(tmp_path_factory, start, middle, length, en
     assert isinstance(found, list) or found.isprintable()
 
 
+@examples(60)
 @given(st.dictionaries(KEYS, VALUES, max_size=2))
 def test_any_object_is_read_or_refused(tmp_path_factory, change):
     path = tmp_path_factory.getbasetemp() / "any object"

@@ -15,6 +15,7 @@ from kvferry.errors import ConfigError
 from kvferry.replay.trace.recorded import RecordedTrace
 from kvferry.replay.trace.request import RecordedHits
 from kvferry.replay.trace.trace_file import TraceFile
+from support.examples import examples
 
 HEADER = {"kvferry_trace": 1, "unit_tokens": 16, "model": "m", "groups": ["full"]}
 START = 1764240000.0
@@ -87,7 +88,7 @@ def test_the_position_reaches_the_size_of_the_file(trace):
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
-def test_what_cannot_be_read_at_any_place_is_copied(trace, monkeypatch, pack):
+def test_unseekable_trace_is_copied(trace, monkeypatch, pack):
     content = pack(b"\n" + lines(HEADER, record(2), record(1), record(0)))
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(content)))
     for found in (trace(content), RecordedTrace(TraceFile("-"))):
@@ -129,6 +130,7 @@ def test_an_engine_that_is_started_again_repeats_the_header(trace):
     assert found.notes() == []
 
 
+@examples(60)
 @given(st.integers(0, 600))
 def test_a_file_may_end_anywhere_after_its_header(tmp_path_factory, length):
     path = tmp_path_factory.getbasetemp() / "torn"

@@ -4,10 +4,12 @@ import numpy as np
 from hypothesis import given, strategies as st
 
 from kvferry.replay.trace.request import chained, chained_each
+from support.examples import examples
 
 requests = st.lists(st.lists(st.integers(0, 3), max_size=6), min_size=1, max_size=8)
 
 
+@examples(60)
 @given(requests)
 def test_identities_are_equal_exactly_if_all_units_so_far_are_equal(hash_ids):
     counts = np.array([len(each) for each in hash_ids])
@@ -17,6 +19,7 @@ def test_identities_are_equal_exactly_if_all_units_so_far_are_equal(hash_ids):
     assert len(set(zip(found.tolist(), prefixes, strict=True))) == len(set(prefixes))
 
 
+@examples(60)
 @given(requests)
 def test_identities_do_not_depend_on_the_requests_beside(hash_ids):
     counts = np.array([len(each) for each in hash_ids])

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.replay.trace import trace_file
 from kvferry.replay.trace.trace_file import TraceFile
 
 TEXT = b"\n first\n\nsecond\r\nlast"
@@ -50,7 +49,7 @@ def test_gzip_is_decompressed_whatever_the_name_and_counted_compressed(tmp_path)
     assert file.open_seekable() is None
 
 
-def test_only_a_plain_file_can_be_read_at_any_place(tmp_path, stdin):
+def test_plain_file_is_seekable_and_standard_input_is_not(tmp_path, stdin):
     (tmp_path / "trace").write_bytes(TEXT)
     stream = TraceFile(tmp_path / "trace").open_seekable()
     with stream:
@@ -106,8 +105,8 @@ def test_a_damaged_compressed_file_is_refused(tmp_path, harm):
         list(TraceFile(tmp_path / "trace.gz").lines())
 
 
-def test_a_file_without_lines_does_not_fill_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace_file, "_MAX_LINE_BYTES", 1 << 20)
-    (tmp_path / "image").write_bytes(bytes(1 << 20))
-    with pytest.raises(ConfigError, match=r"^image, line 1: the line has 1 MiB or more; "):
+def test_a_file_without_lines_does_not_fill_the_memory(tmp_path):
+    (tmp_path / "image").touch()
+    os.truncate(tmp_path / "image", 64 << 20)
+    with pytest.raises(ConfigError, match=r"^image, line 1: the line has 64 MiB or more; "):
         TraceFile(tmp_path / "image").first_line()

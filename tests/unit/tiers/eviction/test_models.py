@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import settings, strategies as st
+from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvferry.tiers.eviction import EVICTION_POLICIES
+from support.examples import examples
 
 KEYS = [bytes([n]) for n in range(24)]
 
@@ -345,7 +346,7 @@ class Comparison(RuleBasedStateMachine):
 @pytest.mark.parametrize("name", EVICTION_POLICIES)
 def test_a_policy_evicts_what_a_plain_model_of_it_evicts(name):
     machine = type(f"Comparison_{name}", (Comparison,), {"name": name})
-    machine.TestCase.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+    machine.TestCase.settings = examples(60, stateful_step_count=60)
     case = machine.TestCase()
     case.runTest()
 

@@ -15,6 +15,7 @@ from kvferry.tiers.files.direct_io import whole_pages
 from kvferry.tiers.format import body as images
 from kvferry.tiers.format.chunk import Chunk, ChunkGroup, ChunkSection
 from support.chunk_files import CHUNKS, body_of, image, verify_bytes
+from support.examples import examples
 
 pytestmark = pytest.mark.slow
 
@@ -52,8 +53,9 @@ def in_file(call, content=b""):
         os.close(fd)
 
 
+@examples(60)
 @given(CHUNKS)
-def test_what_is_written_is_the_image_and_is_read_as_such(chunk: Chunk) -> None:
+def test_written_chunk_file_is_the_image_and_is_read_back(chunk: Chunk) -> None:
     body = body_of(chunk)
     _, written = in_file(lambda fd: write_chunk(fd, chunk, body))
     assert written == image(chunk)
@@ -63,14 +65,16 @@ def test_what_is_written_is_the_image_and_is_read_as_such(chunk: Chunk) -> None:
     assert into == body
 
 
+@examples(60)
 @given(CHUNKS, st.data())
-def test_what_is_not_the_image_is_told(chunk: Chunk, data: st.DataObject) -> None:
+def test_changed_byte_is_detected(chunk: Chunk, data: st.DataObject) -> None:
     made = bytearray(image(chunk))
     made[data.draw(st.integers(0, len(made) - 1))] ^= data.draw(st.integers(1, 255))
     into = whole_pages(chunk.body_bytes)
     assert in_file(lambda fd: read_chunk(fd, chunk, into), made)[0] is False
 
 
+@examples(60)
 @given(CHUNKS, st.data())
 def test_a_file_that_ends_early_is_no_image_even_if_memory_holds_the_rest(
     chunk: Chunk, data: st.DataObject
@@ -115,7 +119,7 @@ def test_a_broken_disk_is_an_error(fd, monkeypatch, name, after, piece):
         assert len(calls) == pieces
 
 
-def test_what_was_read_is_digested_before_the_rest_is_read(fd, monkeypatch, piece):
+def test_pieces_are_digested_while_later_ones_are_read(fd, monkeypatch, piece):
     write_chunk(fd, LARGE, body_of(LARGE))
     done = []
     move = os.preadv

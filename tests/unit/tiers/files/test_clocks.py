@@ -22,7 +22,7 @@ def kept(store) -> list[int]:
 
 
 @pytest.mark.parametrize("jump", [DAY, -DAY, 400 * DAY, -400 * DAY], ids=lambda jump: f"{jump / DAY:+g} days")
-def test_what_is_stored_after_a_clock_jumped_outlasts_what_was_stored_before(tmp_path, clock, jump):
+def test_chunks_stored_after_a_clock_jump_outlast_earlier_ones(tmp_path, clock, jump):
     store = open_store(tmp_path, capacity=ROOM * FILE_BYTES + 8192, clock=clock)
     for number in range(ROOM):
         assert keep(store, number) is PutOutcome.STORED
@@ -39,7 +39,7 @@ def test_what_is_stored_after_a_clock_jumped_outlasts_what_was_stored_before(tmp
 
 
 @pytest.mark.parametrize("jump", [DAY, -DAY])
-def test_what_is_used_after_a_clock_jumped_stays_longest(tmp_path, clock, jump):
+def test_chunks_used_after_a_clock_jump_stay_longest(tmp_path, clock, jump):
     store = open_store(tmp_path, capacity=ROOM * FILE_BYTES + 8192, clock=clock)
     for number in range(ROOM):
         keep(store, number)
@@ -68,7 +68,7 @@ def test_a_leftover_of_another_machine_goes_whatever_the_clock_did(tmp_path, clo
     assert open_store(tmp_path, clock=clock).stats.swept == 1
 
 
-def test_what_others_store_shows_though_the_clock_was_set_back(tmp_path, clock):
+def test_chunks_of_others_are_listed_though_the_clock_was_set_back(tmp_path, clock):
     clock.now = 4e9  # the file system's is earlier
     store, other = (open_store(tmp_path, capacity=1 << 20, clock=clock) for _ in range(2))
     for number, now in enumerate((4e9, 1e9, 4e9)):

@@ -143,7 +143,7 @@ def test_verify_leaves_chunks_of_other_releases_to_them(cache):
 
 @pytest.mark.parametrize("command", ["ls", "stat", "verify", "gc", "clear"])
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_what_another_user_may_not_do_is_told_in_one_sentence(command, capfd):
+def test_command_of_another_user_is_refused_in_one_sentence(command, capfd):
     """Of a user who may enter the directory, but none of the folders in it."""
     with TemporaryDirectory() as folder:
         cache = Path(folder)

@@ -89,7 +89,7 @@ def test_a_device_of_larger_blocks_than_pages_is_written_and_read_all_the_same(f
 
 @pytest.mark.parametrize("name", ["pwritev", "preadv"])
 @pytest.mark.parametrize("most", [1000, 4096, 3 * 4096])
-def test_what_is_moved_in_part_is_continued(fd, monkeypatch, name, most):
+def test_partial_transfer_is_continued(fd, monkeypatch, name, most):
     call, moved = getattr(os, name), []
 
     def in_part(fd, pieces, at):

@@ -28,7 +28,7 @@ def names(path, bucket, count):
     return made
 
 
-def test_it_follows_the_folders_that_changed(store, tmp_path):
+def test_index_follows_changed_folders(store, tmp_path):
     other = open_store(tmp_path)
     for number in range(8):
         keep(other, number)
@@ -50,7 +50,7 @@ def test_a_folder_that_changed_just_now_is_read_again(tmp_path):
     assert (store.refresh(), store.refresh()) == (1, 1)
 
 
-def test_what_comes_and_goes_while_a_folder_is_read_is_not_forgotten(tmp_path):
+def test_change_while_a_folder_is_read_is_not_lost(tmp_path):
     here, gone = names(tmp_path, 7, 2)
     come = bytes([7]) * 32
 

@@ -24,7 +24,7 @@ from kvferry.tiers.files.tier import FileTier
 from kvferry.tiers.format.chunk import ChunkGroup, ChunkSection
 from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from support.chunk_files import key, verify_file
-from support.stores import fetch, file_of, keep, open_store, temporaries, total
+from support.stores import die_while_writing, fetch, file_of, keep, open_store, temporaries, total
 from support.system_calls import CHANGING, WRITING, Fault, How, counted, possible, run
 
 SMALL = ChunkGroup("full", 64, (ChunkSection("k", 2, 2048), ChunkSection("v", 2, 2048)))
@@ -89,10 +89,7 @@ def spoil(path: Path) -> None:
 
 def leave(path: Path) -> None:
     """What a writer of this boot leaves that is killed."""
-    store = open_store(path)
-    fd, _ = store._space.reserve(str(file_of(path, 1)), FILE_BYTES)
-    os.write(fd, bytes(5000))
-    os.close(fd)
+    die_while_writing(path, 20, SMALL, size=5000)
 
 
 def add(path: Path) -> None:
@@ -225,7 +222,17 @@ def test_calls_are_counted_by_whatever_number_they_have(tmp_path):
     os.close(fd)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=str)
+SHORT = {"store for which another goes", "fetch what is damaged", "sweep"}
+"""Operations that make every kind of call between them. The others are `long`."""
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        pytest.param(one, id=str(one), marks=[] if one.name in SHORT else [pytest.mark.long])
+        for one in OPERATIONS
+    ],
+)
 def test_a_fault_at_any_call_costs_a_chunk_at_most(tmp_path, operation):
     template = tmp_path / "template"
     template.mkdir()

@@ -19,9 +19,9 @@ import pytest
 
 from kvferry.errors import ChunkError, ConfigError
 from kvferry.keys import Namespace
-from kvferry.tiers.files import chunk_file, direct_io, tier as file_tier
+from kvferry.tiers.files.chunk_file import read_chunk, write_chunk
 from kvferry.tiers.files.direct_io import whole_pages
-from kvferry.tiers.files.ledger import read_ledger
+from kvferry.tiers.files.ledger import Ledger, read_ledger
 from kvferry.tiers.format.chunk import ChunkGroup, ChunkSection
 from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from kvferry.tiers.paths import temporary_path
@@ -45,7 +45,7 @@ from support.stores import (
 PADDED = ChunkGroup("mamba", 0, (ChunkSection("ssm", 2, 100), ChunkSection("conv", 5, 819)))
 
 
-def test_what_was_stored_is_fetched(store):
+def test_stored_chunk_is_fetched(store):
     assert keep(store, 1) is PutOutcome.STORED
     assert fetch(store, 1) == (GetOutcome.HIT, True)
     assert fetch(store, 2) == (GetOutcome.ABSENT, False)
@@ -54,7 +54,7 @@ def test_what_was_stored_is_fetched(store):
     assert store.stats.stored_bytes == FILE_BYTES
 
 
-def test_what_pads_a_section_is_zero_in_memory_and_in_the_file(store, tmp_path):
+def test_padding_of_a_section_is_zero_in_memory_and_in_the_file(store, tmp_path):
     stored, into = body(1, PADDED), body(2, PADDED)
     assert store.put(key(1), PADDED, stored) is PutOutcome.STORED
     for memory in (stored, file_of(tmp_path, 1).read_bytes()[4096:]):
@@ -91,17 +91,12 @@ def test_no_room_is_made_for_a_chunk_that_is_there(store):
     assert store.stats.evicted == evicted > 0
 
 
-def test_a_chunk_that_two_write_at_once_is_there_once_and_counted_once(store, tmp_path, monkeypatch):
-    other = open_store(tmp_path)
-    write = file_tier.write_chunk
-
+def test_a_chunk_that_two_write_at_once_is_there_once_and_counted_once(store, tmp_path):
     def write_while_the_other_does(fd, *args):
-        monkeypatch.setattr(file_tier, "write_chunk", write)
-        assert keep(other, 1) is PutOutcome.STORED
-        write(fd, *args)
+        assert keep(store, 1) is PutOutcome.STORED
+        write_chunk(fd, *args)
 
-    monkeypatch.setattr(file_tier, "write_chunk", write_while_the_other_does)
-    assert keep(store, 1) is PutOutcome.PRESENT
+    assert keep(open_store(tmp_path, write=write_while_the_other_does), 1) is PutOutcome.PRESENT
     assert fetch(store, 1) == (GetOutcome.HIT, True)
     assert read_ledger(tmp_path) == (1 << 20, total(tmp_path))
 
@@ -164,49 +159,38 @@ def test_a_good_file_under_the_name_of_another_is_a_miss(store, tmp_path):
     assert fetch(store, 1) == (GetOutcome.HIT, True)
 
 
-def test_a_file_cut_off_while_it_is_read_is_a_miss(store, tmp_path, monkeypatch):
+def test_a_file_cut_off_while_it_is_read_is_a_miss(store, tmp_path):
     keep(store, 1)
-    read = file_tier.read_chunk
 
     def cut_off_before(fd, *args):
         os.truncate(file_of(tmp_path, 1), 5000)
-        return read(fd, *args)
+        return read_chunk(fd, *args)
 
-    monkeypatch.setattr(file_tier, "read_chunk", cut_off_before)
-    assert fetch(store, 1)[0] is GetOutcome.CORRUPT
+    assert fetch(open_store(tmp_path, read=cut_off_before), 1)[0] is GetOutcome.CORRUPT
 
 
-def test_a_file_that_reads_differently_each_time_is_a_miss_and_stays(store, tmp_path, monkeypatch, caplog):
+def test_a_file_that_reads_differently_each_time_is_a_miss_and_stays(store, tmp_path, caplog):
     keep(store, 1)
-    read = chunk_file.read_all
-
-    def misread(fd, pieces):
-        done = read(fd, pieces)
-        pieces[0][40] ^= 1
-        return done
-
-    monkeypatch.setattr(chunk_file, "read_all", misread)
-    assert fetch(store, 1)[0] is GetOutcome.IO_ERROR
+    misread = open_store(tmp_path, read=lambda *args: read_chunk(*args) and False)
+    assert fetch(misread, 1)[0] is GetOutcome.IO_ERROR
     assert "the header changed between two reads" in caplog.text
-    monkeypatch.undo()
     assert fetch(store, 1) == (GetOutcome.HIT, True)
 
 
-def test_a_bad_file_that_a_good_one_has_replaced_leaves_the_good_one_alone(store, tmp_path, monkeypatch):
+def test_a_bad_file_that_a_good_one_has_replaced_leaves_the_good_one_alone(store, tmp_path):
     keep(store, 1)
     spoil(file_of(tmp_path, 1), 5000)
-    check = chunk_file.check_body
 
     def replaced_meanwhile(*args):
+        good = read_chunk(*args)
         file_of(tmp_path, 1).unlink()
         keep(open_store(tmp_path), 1)
-        check(*args)
+        return good
 
-    monkeypatch.setattr(chunk_file, "check_body", replaced_meanwhile)
-    assert fetch(store, 1)[0] is GetOutcome.CORRUPT
-    monkeypatch.undo()
+    reader = open_store(tmp_path, read=replaced_meanwhile)
+    assert fetch(reader, 1)[0] is GetOutcome.CORRUPT
     assert fetch(store, 1) == (GetOutcome.HIT, True)
-    assert store.stats.quarantined == 0
+    assert reader.stats.quarantined == 0
 
 
 def test_the_file_used_longest_ago_goes_first(tmp_path, clock):
@@ -240,7 +224,7 @@ def used_ns(root, *numbers):
     return [file_of(root, number).stat().st_mtime_ns for number in numbers]
 
 
-def test_what_is_used_later_is_noted_as_later_however_soon(store, tmp_path, clock):
+def test_later_use_has_a_later_time_however_soon(store, tmp_path, clock):
     for number in (0, 1, 2):
         keep(store, number)
         clock.now += 3
@@ -283,7 +267,7 @@ def test_a_file_that_goes_while_its_use_is_noted_keeps_no_other_from_it(store, t
     assert used_ns(tmp_path, 1) == [int(clock.now * 1e9)]
 
 
-def test_what_was_used_after_it_was_listed_for_eviction_is_spared(tmp_path, clock):
+def test_chunk_used_after_it_was_listed_for_eviction_is_spared(tmp_path, clock):
     store = open_store(tmp_path, capacity=4 * FILE_BYTES, clock=clock)
     for number in range(4):
         clock.now += 60
@@ -313,14 +297,12 @@ def test_the_capacity_is_kept_across_namespaces_and_quarantine_counts(tmp_path, 
         assert read_ledger(tmp_path) == (capacity, total(tmp_path))
 
 
-def test_room_is_made_before_the_write_and_not_after(store, tmp_path, monkeypatch):
-    write = file_tier.write_chunk
-
+def test_room_is_made_before_the_write_and_not_after(tmp_path):
     def seen(fd, *args):
-        write(fd, *args)
+        write_chunk(fd, *args)
         assert total(tmp_path) <= 1 << 20
 
-    monkeypatch.setattr(file_tier, "write_chunk", seen)
+    store = open_store(tmp_path, capacity=1 << 20, write=seen)
     for number in range(40):
         keep(store, number)
     assert store.stats.evicted > 20
@@ -338,7 +320,7 @@ def test_a_chunk_larger_than_the_capacity_is_dropped_and_nothing_goes_for_it(sto
     assert "raise the capacity" in caplog.text
 
 
-def test_what_is_no_chunk_is_refused_and_nothing_is_done(store, tmp_path):
+def test_wrong_body_or_key_is_refused_without_effect(store, tmp_path):
     before = total(tmp_path)
     for call in (store.put, store.get):
         with pytest.raises(ChunkError, match="a body of 4096 bytes; expected 57344"):
@@ -348,7 +330,7 @@ def test_what_is_no_chunk_is_refused_and_nothing_is_done(store, tmp_path):
     assert (total(tmp_path), store.stats.puts, store.stats.gets) == (before, {}, {})
 
 
-def test_what_another_process_stored_or_evicted_is_noticed(store, tmp_path):
+def test_stores_and_evictions_of_another_process_are_noticed(store, tmp_path):
     other = open_store(tmp_path)
     keep(other, 1)
     assert list(store.contains([key(1), key(2)])) == [False, False]
@@ -411,15 +393,13 @@ def test_leftovers_of_a_dead_writer_are_swept_at_start_and_their_bytes_released(
     assert read_ledger(tmp_path)[1] == total(tmp_path)
 
 
-def test_a_file_that_is_being_written_is_not_swept(store, tmp_path, monkeypatch):
-    write = file_tier.write_chunk
-
+def test_a_file_that_is_being_written_is_not_swept(tmp_path):
     def opened_meanwhile(fd, *args):
         assert open_store(tmp_path).stats.swept == 0
         assert read_ledger(tmp_path)[1] == total(tmp_path) + FILE_BYTES
-        write(fd, *args)
+        write_chunk(fd, *args)
 
-    monkeypatch.setattr(file_tier, "write_chunk", opened_meanwhile)
+    store = open_store(tmp_path, capacity=1 << 20, write=opened_meanwhile)
     assert keep(store, 1) is PutOutcome.STORED
     assert fetch(store, 1) == (GetOutcome.HIT, True)
 
@@ -461,7 +441,7 @@ def test_a_damaged_ledger_is_counted_anew(store, tmp_path, damage):
 
 def test_a_ledger_that_says_too_much_is_counted_anew_before_a_store_is_dropped(store, tmp_path):
     keep(store, 0)
-    with store._ledger.held() as account:
+    with Ledger(str(tmp_path)).held() as account:
         account.charge(1 << 30)
     assert keep(store, 1) is PutOutcome.STORED
     assert read_ledger(tmp_path)[1] == total(tmp_path)
@@ -478,7 +458,7 @@ def test_a_ledger_that_was_replaced_while_it_was_waited_for_is_held_anew(store, 
 
     monkeypatch.setattr(fcntl, "flock", replaced_before)
     with (
-        store._ledger.held(),
+        Ledger(str(tmp_path)).held(),
         (tmp_path / "ledger").open("rb") as file,
         pytest.raises(BlockingIOError),
     ):
@@ -496,19 +476,16 @@ def test_a_ledger_held_by_a_process_that_hangs_drops_the_store_and_not_the_fetch
     assert keep(store, 2) is PutOutcome.STORED
 
 
-def test_a_ledger_lost_while_a_file_is_written_costs_no_space_for_ever(tmp_path, monkeypatch):
-    store = open_store(tmp_path, capacity=1 << 20, lock_seconds=0.05)
-    write = file_tier.write_chunk
+def test_a_ledger_lost_while_a_file_is_written_costs_no_space_for_ever(tmp_path):
+    store = open_store(tmp_path, capacity=1 << 20)
     held = (tmp_path / "ledger").open("rb")
 
     def taken_meanwhile(fd, *args):
-        write(fd, *args)
+        write_chunk(fd, *args)
         fcntl.flock(held, fcntl.LOCK_EX)
 
-    monkeypatch.setattr(file_tier, "write_chunk", taken_meanwhile)
-    assert keep(store, 1) is PutOutcome.BUSY
+    assert keep(open_store(tmp_path, lock_seconds=0.05, write=taken_meanwhile), 1) is PutOutcome.BUSY
     held.close()
-    monkeypatch.undo()
     (left,) = temporaries(tmp_path)
     assert left.stat().st_size == 0
     for number in range(2, 30):
@@ -539,25 +516,20 @@ def test_no_file_comes_or_goes_unless_the_ledger_is_held(store, tmp_path, monkey
     spoil(file_of(tmp_path, 19), 5000)
     assert fetch(store, 19)[0] is GetOutcome.CORRUPT
     assert set(seen) == {"unlink", "rename", "open"}
+    store = open_store(tmp_path, write=out_of_space)
     seen.clear()
-    monkeypatch.setattr(file_tier, "write_chunk", out_of_space)
     assert keep(store, 50) is PutOutcome.NO_SPACE
     assert seen == ["unlink", "open", "unlink"]
 
 
-def test_a_full_device_drops_the_store_in_words_and_leaves_nothing(store, tmp_path, monkeypatch, caplog):
-    calls = []
+def test_a_full_device_drops_the_store_in_words_and_leaves_nothing(tmp_path, caplog):
+    def full(fd, *args):
+        os.write(fd, bytes(4096))
+        out_of_space(fd, *args)
 
-    def full(fd, buffers, at):
-        calls.append(fd)
-        if len(calls) == 1:
-            return os.pwrite(fd, buffers[0], at)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(direct_io.os, "pwritev", full)
+    store = open_store(tmp_path, capacity=1 << 20, write=full)
     for _ in range(2):
         assert keep(store, 1) is PutOutcome.NO_SPACE
-    monkeypatch.undo()
     assert not temporaries(tmp_path)
     assert read_ledger(tmp_path)[1] == total(tmp_path)
     assert store.stats.dropped == {PutOutcome.NO_SPACE: 2}
@@ -663,15 +635,13 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
         open_store(tmp_path)
 
 
-def test_a_file_that_cannot_be_read_is_a_miss_and_stays(store, tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_read_is_a_miss_and_stays(store, tmp_path):
     keep(store, 1)
 
     def broken(*args):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(direct_io.os, "preadv", broken)
-    assert fetch(store, 1)[0] is GetOutcome.IO_ERROR
-    monkeypatch.undo()
+    assert fetch(open_store(tmp_path, read=broken), 1)[0] is GetOutcome.IO_ERROR
     assert file_of(tmp_path, 1).exists()
 
 
@@ -701,8 +671,7 @@ def die_while_writing(path, number=1):
         os.write(fd, bytes(10_000))
         os.kill(os.getpid(), 9)
 
-    file_tier.write_chunk = die
-    keep(open_store(path), number)
+    keep(open_store(path, write=die), number)
 
 
 def store_under_a_limit(path):

@@ -11,6 +11,7 @@ from multiprocessing import get_context
 import pytest
 
 from kvferry.tiers.files.lock_handoff import LockHandoff, LockTimeout
+from support.waiting import wait_for
 
 
 class Lock:
@@ -68,13 +69,12 @@ def queued(relay, threads, work):
     with relay.held(30):
         for one in waiting:
             one.start()
-        while relay._own.waiting < threads:
-            time.sleep(0.001)
+        wait_for(lambda: relay.waiting == threads)
     for one in waiting:
         one.join()
 
 
-def test_it_is_given_back_when_nobody_waits(relay, lock):
+def test_lock_is_released_if_no_thread_waits(relay, lock):
     for times in (1, 2):
         with relay.held(1) as had:
             assert had is lock
@@ -96,7 +96,7 @@ def test_threads_hand_it_on_one_at_a_time(relay, lock):
     assert (lock.got, lock.given) == (1, 1)
 
 
-def test_what_was_had_for_long_is_left_to_other_processes_for_a_moment(relay, lock, clock):
+def test_lock_held_for_long_is_left_to_other_processes_for_a_moment(relay, lock, clock):
     def work(_number):
         clock.now += 0.009
 
@@ -106,7 +106,7 @@ def test_what_was_had_for_long_is_left_to_other_processes_for_a_moment(relay, lo
     assert clock.slept == [0.002, 0.002]
 
 
-def test_who_fails_while_having_it_hands_nothing_on(relay, lock):
+def test_thread_that_fails_hands_the_lock_on_unharmed(relay, lock):
     def have():
         with suppress(ConnectionError), relay.held(30):
             raise ConnectionError
@@ -115,15 +115,14 @@ def test_who_fails_while_having_it_hands_nothing_on(relay, lock):
     with relay.held(30):
         for one in waiting:
             one.start()
-        while relay._own.waiting < 3:
-            time.sleep(0.001)
+        wait_for(lambda: relay.waiting == 3)
     for one in waiting:
         one.join()
     # The first of them was handed it.
     assert (lock.got, lock.given) == (3, 3)
 
 
-def test_what_cannot_be_got_is_not_had_by_anybody(lock, clock):
+def test_failed_acquisition_leaves_the_lock_free(lock, clock):
     def get(deadline):
         if lock.got == 0:
             lock.got += 1
@@ -137,7 +136,7 @@ def test_what_cannot_be_got_is_not_had_by_anybody(lock, clock):
         assert had is lock
 
 
-def test_who_waits_too_long_is_told_and_nothing_is_kept_for_him(relay, lock):
+def test_waiting_too_long_raises_and_leaves_no_waiter(relay, lock):
     done = []
 
     def late():

@@ -14,7 +14,7 @@ import pytest
 from kvferry.tiers.files.permissions import writable_by_others
 from kvferry.tiers.host.arena import Arena
 from kvferry.tiers.outcome import GetOutcome
-from support.stores import FILE_BYTES, fetch, file_of, keep, open_store
+from support.stores import FILE_BYTES, die_while_writing, fetch, file_of, keep, open_store, temporaries
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ def cache(tmp_path):
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077])
-def test_what_is_made_is_the_users_alone_whatever_the_umask(cache, umask):
+def test_files_are_private_to_the_user_whatever_the_umask(cache, umask):
     before = os.umask(umask)
     try:
         store = open_store(cache, capacity=5 * FILE_BYTES)
@@ -35,13 +35,12 @@ def test_what_is_made_is_the_users_alone_whatever_the_umask(cache, umask):
             keep(store, number)
         file_of(cache, 5).write_bytes(b"damaged")
         assert fetch(store, 5)[0] is GetOutcome.CORRUPT
-        fd, temporary = store._space.reserve(str(file_of(cache, 4)), 4096)
-        os.close(fd)
+        die_while_writing(cache, 7)
     finally:
         os.umask(before)
     paths = list(cache.rglob("*"))
     assert len(list((cache / "quarantine").iterdir())) == 1
-    assert Path(temporary) in paths
+    assert len(temporaries(cache)) == 1
     modes = {(path.is_dir(), stat.S_IMODE(path.lstat().st_mode)) for path in paths}
     assert modes == {(True, 0o700), (False, 0o600)}
 

@@ -139,7 +139,7 @@ def owned(path: Path) -> int:
 
 
 @pytest.mark.parametrize("plant", LINKS + ODD + FOLDERS + FILES)
-def test_what_has_the_name_of_a_chunk_and_is_none_is_moved_aside(cache, outside, plant: Plant):
+def test_planted_chunk_is_moved_aside(cache, outside, plant: Plant):
     store = open_store(cache, capacity=CAPACITY)
     keep(store, 1)
     file_of(cache, 2).parent.mkdir()
@@ -157,7 +157,7 @@ def test_what_has_the_name_of_a_chunk_and_is_none_is_moved_aside(cache, outside,
 
 
 @pytest.mark.parametrize("plant", LINKS + ODD)
-def test_what_is_in_the_place_of_a_chunk_that_is_stored_goes(cache, outside, plant: Plant):
+def test_store_replaces_a_planted_chunk(cache, outside, plant: Plant):
     store = open_store(cache, capacity=CAPACITY)
     file_of(cache, 2).parent.mkdir()
     plant(file_of(cache, 2), outside)
@@ -167,7 +167,7 @@ def test_what_is_in_the_place_of_a_chunk_that_is_stored_goes(cache, outside, pla
 
 
 @pytest.mark.parametrize("plant", LINKS + ODD + [an_empty_file, a_hard_link])
-def test_what_is_no_folder_of_chunks_costs_those_chunks(cache, outside, plant: Plant):
+def test_planted_folder_of_chunks_costs_only_its_chunks(cache, outside, plant: Plant):
     store = open_store(cache, capacity=CAPACITY)
     keep(store, 1)
     plant(file_of(cache, 2).parent, outside)
@@ -187,7 +187,7 @@ def test_what_is_no_folder_of_chunks_costs_those_chunks(cache, outside, plant: P
 
 
 @pytest.mark.parametrize("plant", LINKS + ODD + [an_empty_file])
-def test_what_is_no_folder_of_a_namespace_is_refused(cache, outside, plant: Plant):
+def test_planted_namespace_folder_is_refused(cache, outside, plant: Plant):
     open_store(cache, capacity=CAPACITY)
     (cache / SPACE / "namespace.json").unlink()
     (cache / SPACE).rmdir()
@@ -219,7 +219,7 @@ def test_a_folder_of_a_namespace_that_becomes_a_link_is_not_followed(cache, outs
 
 @pytest.mark.parametrize("plant", LINKS + ODD + FOLDERS)
 @pytest.mark.parametrize("name", ["ledger", "kvferry.json"])
-def test_what_has_the_name_of_the_ledger_or_marker_is_refused(cache, outside, plant: Plant, name: str):
+def test_planted_ledger_or_marker_is_refused(cache, outside, plant: Plant, name: str):
     plant(cache / name, outside)
     with pytest.raises(ConfigError, match="expected a plain file"):
         open_store(cache)
@@ -259,7 +259,7 @@ def test_a_quarantine_that_is_no_folder_is_not_filled(cache, outside, plant: Pla
 
 
 @pytest.mark.parametrize("plant", LINKS + ODD + FOLDERS)
-def test_what_has_the_name_of_a_leftover_is_swept_unless_it_is_a_folder_or_link(cache, outside, plant: Plant):
+def test_planted_leftover_is_swept_unless_it_is_a_folder_or_link(cache, outside, plant: Plant):
     store = open_store(cache, capacity=CAPACITY)
     keep(store, 1)
     keep(store, 2)

@@ -19,13 +19,13 @@ from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from support.chunk_files import verify_file
 from support.sharing import work
 from support.stores import FILE_BYTES, keep, open_store, temporaries, total
+from support.waiting import wait_for
 
 _SPAWN = get_context("spawn")
 _CAPACITY = 20 * FILE_BYTES
-_SECONDS = 10.0
 _KILLS = 20
-
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(120)]
+_LEAST = 21
+"""Hits and stores of each process, and looks of the one that watches."""
 
 
 def watch(path: Path, report: Path) -> None:
@@ -33,7 +33,7 @@ def watch(path: Path, report: Path) -> None:
     ledger = Ledger(str(path), 30)
     report.with_suffix(".begun").touch()
     worst, samples, short = 0, 0, 0
-    while not report.with_suffix(".stop").exists():
+    while not report.with_suffix(".stop").exists() or samples < _LEAST:
         with ledger.held() as account:
             found = total(path)
             worst, samples = max(worst, found), samples + 1
@@ -43,53 +43,47 @@ def watch(path: Path, report: Path) -> None:
 
 
 def wait_begun(reports: Path, *names: str) -> None:
-    """Until these processes have: to start takes seconds on a busy machine."""
-    deadline = time.monotonic() + 60
-    while not all((reports / f"{name}.begun").exists() for name in names):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: all((reports / f"{name}.begun").exists() for name in names))
 
 
 def run(path: Path, reports: Path) -> tuple[dict, list[dict]]:
     """Three processes that store and fetch, one that watches; one of the three is killed over and over."""
     watcher = _SPAWN.Process(target=watch, args=(path, reports / "watch"))
-    steady = [_SPAWN.Process(target=work, args=(path, seed, reports / f"{seed}")) for seed in (1, 2)]
+    steady = [
+        _SPAWN.Process(target=work, args=(path, seed, reports / f"{seed}", True, _LEAST)) for seed in (1, 2)
+    ]
     for process in (watcher, *steady):
         process.start()
     wait_begun(reports, "watch", "1", "2")
-    deadline, kills, draw = time.monotonic() + _SECONDS, 0, random.Random(0)
-    context = get_context("fork")
-    while time.monotonic() < deadline or kills < _KILLS:
+    draw, context = random.Random(0), get_context("fork")
+    for kills in range(_KILLS):
         victim = context.Process(target=work, args=(path, 100 + kills, reports / "victim"))
         victim.start()
         victim.join(draw.uniform(0.05, 0.3))
         victim.kill()
         victim.join()
-        kills += 1
     for name in ("watch", "1", "2"):
         (reports / f"{name}.stop").touch()
     for process in (watcher, *steady):
-        process.join(30)
+        process.join(100)
         assert process.exitcode == 0
     read = [json.loads((reports / name).read_text()) for name in ("watch", "1", "2")]
     return read[0], read[1:]
 
 
+@pytest.mark.long
 def test_processes_that_are_killed_while_they_write_break_nothing(tmp_path):
     path, reports = tmp_path / "cache", tmp_path / "reports"
     path.mkdir()
     reports.mkdir()
     open_store(path, capacity=_CAPACITY)
     watched, worked = run(path, reports)
-    assert watched["samples"] > 100
     assert watched["worst"] <= _CAPACITY
     assert watched["short"] == 0
     for one in worked:
         assert one["wrong"] == 0
         assert GetOutcome.CORRUPT not in one["gets"]
         assert set(one["puts"]) <= {PutOutcome.STORED, PutOutcome.PRESENT}
-        assert one["gets"][GetOutcome.HIT] > 20
-        assert one["puts"][PutOutcome.STORED] > 20
     assert not list((path / "quarantine").iterdir())
     for chunk in path.rglob("*.kv"):
         with chunk.open("rb") as file:
@@ -100,6 +94,7 @@ def test_processes_that_are_killed_while_they_write_break_nothing(tmp_path):
     assert watched["worst"] > _CAPACITY - 3 * FILE_BYTES
 
 
+@pytest.mark.long
 def test_the_disk_itself_never_sees_more_than_the_capacity(tmp_path):
     # A disk of just the capacity, and the blocks of the three small files: what is too much gives ENOSPC.
     size = _CAPACITY + 3 * 4096
@@ -112,27 +107,25 @@ def test_the_disk_itself_never_sees_more_than_the_capacity(tmp_path):
         open_store(tmp_path, capacity=_CAPACITY)
         # No fetches: an evicted file takes space for as long as somebody has it open.
         workers = [
-            _SPAWN.Process(target=work, args=(tmp_path, n, reports / f"{n}", False)) for n in (1, 2, 3)
+            _SPAWN.Process(target=work, args=(tmp_path, n, reports / f"{n}", False, _LEAST))
+            for n in (1, 2, 3)
         ]
         for one in workers:
             one.start()
         wait_begun(reports, "1", "2", "3")
-        deadline, most = time.monotonic() + 5, 0
-        while time.monotonic() < deadline:
-            space = os.statvfs(tmp_path)
-            most = max(most, (space.f_blocks - space.f_bfree) * space.f_frsize)
         for n in (1, 2, 3):
             (reports / f"{n}.stop").touch()
-        for one in workers:
-            one.join(30)
-            assert one.exitcode == 0
+        most = 0
+        while any(one.is_alive() for one in workers):
+            space = os.statvfs(tmp_path)
+            most = max(most, (space.f_blocks - space.f_bfree) * space.f_frsize)
+        assert [one.exitcode for one in workers] == [0] * 3
     finally:
         subprocess.run(["umount", tmp_path], check=True)
     assert _CAPACITY - 2 * FILE_BYTES < most <= size
     for n in (1, 2, 3):
         puts = json.loads((reports / f"{n}").read_text())["puts"]
         assert set(puts) <= {PutOutcome.STORED, PutOutcome.PRESENT}
-        assert puts[PutOutcome.STORED] > 20
 
 
 @pytest.mark.parametrize("call", range(1, 14))

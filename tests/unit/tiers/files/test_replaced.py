@@ -14,7 +14,8 @@ import pytest
 from blake3 import blake3
 
 from kvferry.errors import ConfigError
-from kvferry.tiers.files.ledger import read_ledger
+from kvferry.tiers.files.chunk_file import write_chunk
+from kvferry.tiers.files.ledger import Ledger, read_ledger
 from kvferry.tiers.files.tier import FileTier
 from kvferry.tiers.format.chunk import ChunkGroup, ChunkSection
 from kvferry.tiers.outcome import GetOutcome, PutOutcome
@@ -81,18 +82,15 @@ def test_a_directory_that_is_removed_is_not_made_again_and_used_when_it_is_back(
     goes_on(store, cache)
 
 
-def test_a_directory_that_is_moved_away_is_whole_there(store, cache, monkeypatch):
+def test_a_directory_that_is_moved_away_is_whole_there(store, cache):
     away = cache.with_name("away")
-    write = FileTier._write
 
-    def moved_meanwhile(self, fd, chunk, body):
-        write(self, fd, chunk, body)
+    def moved_meanwhile(fd, chunk, body):
+        write_chunk(fd, chunk, body)
         cache.rename(away)
         cache.mkdir()
 
-    monkeypatch.setattr(FileTier, "_write", moved_meanwhile)
-    assert keep(store, 9) is PutOutcome.IO_ERROR
-    monkeypatch.undo()
+    assert keep(open_store(cache, write=moved_meanwhile), 9) is PutOutcome.IO_ERROR
     goes_on(store, cache)
     moved = open_store(away)
     assert [fetch(moved, number) for number in range(4)] == [(GetOutcome.HIT, True)] * 4
@@ -146,7 +144,7 @@ def test_the_ledger_is_what_is_specified(store, cache):
     _, used = read_ledger(str(cache))
     (cache / "ledger").write_bytes(ledger_of(1))
     assert read_ledger(str(cache)) == (CAPACITY, 5000)
-    with store._ledger.held() as account:
+    with Ledger(str(cache)).held() as account:
         account.charge(used - 5000)
     fields = struct.pack("<8s II QQ 16x", b"KVFLEDGR", 1, 0, CAPACITY, used)
     assert (cache / "ledger").read_bytes() == fields + blake3(fields).digest(16)

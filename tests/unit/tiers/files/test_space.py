@@ -13,9 +13,11 @@ from kvferry.tiers.files.least_recent import least_recently_used
 from kvferry.tiers.files.ledger import read_ledger
 from kvferry.tiers.outcome import PutOutcome
 from support.chunk_files import key
+from support.examples import examples
 from support.stores import FILE_BYTES, file_of, keep, open_store, total
 
 
+@examples(60)
 @given(st.lists(st.tuples(st.integers(0, 9), st.text(max_size=2))), st.integers(1, 5))
 def test_the_oldest_are_listed_in_order_and_whether_there_are_more(files, most):
     listed, more = least_recently_used(iter(files), most)

@@ -9,7 +9,7 @@ from kvferry.tiers.storage_tier import StoreUsage
 from support.stores import NAMESPACE, OTHER, keep, open_store
 
 
-def test_what_is_in_use_is_what_all_processes_have_taken(tmp_path) -> None:
+def test_usage_counts_the_chunks_of_all_processes(tmp_path) -> None:
     store = open_store(tmp_path, capacity=1 << 20)
     keep(store, 1)
     other = open_store(tmp_path)

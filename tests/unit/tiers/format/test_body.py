@@ -14,6 +14,7 @@ from kvferry.tiers.format.body import check_body, chunk_group, is_chunk, make_he
 from kvferry.tiers.format.chunk import Chunk
 from kvferry.tiers.format.decode import decode_header
 from support.chunk_files import CHUNKS, image, verify_bytes
+from support.examples import examples
 
 PARTS = (SectionField("layers.0", "ssm", 4, (("channel", 9),)),)
 CONV = (SectionField("layers.0", "conv", 2, (("width", 3),)),)
@@ -39,6 +40,7 @@ def test_header_and_body_are_a_file() -> None:
     assert is_chunk(CHUNK, header, memoryview(made))
 
 
+@examples(60)
 @given(CHUNKS, st.data())
 def test_an_image_is_what_verifies_and_nothing_else(chunk: Chunk, data: st.DataObject) -> None:
     made = bytearray(image(chunk))
@@ -50,6 +52,7 @@ def test_an_image_is_what_verifies_and_nothing_else(chunk: Chunk, data: st.DataO
     assert not is_chunk(chunk, made[:start], memoryview(made)[start:])
 
 
+@examples(60)
 @given(CHUNKS)
 def test_no_byte_of_a_body_is_looked_at_before_it_is_there(chunk: Chunk) -> None:
     good, start = image(chunk), chunk.offsets[0]

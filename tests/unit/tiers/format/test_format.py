@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from kvferry.errors import ChunkError
 from kvferry.tiers.format import chunk as chunk_format
@@ -14,14 +14,16 @@ from kvferry.tiers.format.checksum import header_digest
 from kvferry.tiers.format.chunk import Chunk, ChunkGroup, ChunkSection, aligned
 from kvferry.tiers.format.decode import check_units, decode_header, header_span
 from support.chunk_files import CHUNKS, content, image, verify_bytes
+from support.examples import examples
 
 _KV = ChunkGroup("full", 16, (ChunkSection("k", 3, 1000), ChunkSection("v", 3, 1000)))
 _STATE = ChunkGroup("mamba", 0, (ChunkSection("ssm", 2, 4096),))
 _CHUNK = Chunk(bytes(range(32)), b"0123456789abcdef", (_KV, _STATE))
 
 
+@examples(60)
 @given(CHUNKS)
-def test_what_was_encoded_is_decoded(chunk):
+def test_encoded_chunk_is_decoded(chunk):
     data = content(chunk)
     made = image(chunk, data)
     header = verify_bytes(made)
@@ -32,6 +34,7 @@ def test_what_was_encoded_is_decoded(chunk):
         assert made[offset : offset + section.total_bytes] == part
 
 
+@examples(60)
 @given(CHUNKS, st.data())
 def test_a_changed_byte_anywhere_is_found(chunk, data):
     made = bytearray(image(chunk))
@@ -51,6 +54,7 @@ def test_each_byte_of_one_file_matters():
     verify_bytes(made)
 
 
+@examples(60)
 @given(CHUNKS, st.data())
 def test_a_file_cut_off_anywhere_is_found(chunk, data):
     made = image(chunk)
@@ -63,6 +67,7 @@ def test_a_file_that_goes_on_after_its_end_is_found():
         verify_bytes(image(_CHUNK) + b"\0")
 
 
+@examples(60)
 @given(CHUNKS, st.data())
 def test_units_are_checked_alone(chunk, data):
     made = image(chunk)
@@ -88,6 +93,7 @@ def test_two_units_that_changed_places_are_found():
         verify_bytes(made)
 
 
+@examples(60)
 @given(st.binary(max_size=9000))
 def test_any_bytes_are_refused_by_the_projects_own_error(data):
     with pytest.raises(ChunkError):
@@ -96,7 +102,7 @@ def test_any_bytes_are_refused_by_the_projects_own_error(data):
         verify_bytes(image(_CHUNK)[:8] + b"\1\0\0\0" + data)
 
 
-@settings(max_examples=400)
+@examples(150)
 @given(st.lists(st.tuples(st.integers(8, 400), st.binary(min_size=1, max_size=8)), min_size=1, max_size=4))
 def test_a_header_signed_by_a_liar_is_refused_or_is_the_one_image_of_its_chunk(changes):
     made = bytearray(image(_CHUNK))
@@ -169,7 +175,7 @@ def test_a_hostile_header_is_refused_in_one_sentence(at, value, said):
         ),
     ],
 )
-def test_what_cannot_be_a_chunk_is_refused_in_words(make, said):
+def test_impossible_chunk_is_refused(make, said):
     with pytest.raises(ChunkError, match=said):
         make()
 

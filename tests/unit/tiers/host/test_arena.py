@@ -185,7 +185,7 @@ def test_a_closed_arena_is_unmapped_once_nobody_looks_at_it():
     assert open_files() == before
 
 
-def test_what_is_gathered_into_slots_lies_in_the_chunks():
+def test_gathered_blocks_lie_in_the_slots_of_their_chunks():
     blocks = torch.arange(6 * 64, dtype=torch.uint8)
     pool = AddressSpace([Region(blocks.data_ptr(), 6 * 64, "DRAM", 0)])
     with arena_of() as arena:

@@ -33,7 +33,7 @@ def test_slots_never_overlap_and_everything_given_back_is_there_again():
     assert slabs.take(7) is None
 
 
-def test_one_size_alone_has_all_of_the_memory():
+def test_single_slot_size_uses_all_memory():
     slabs = Slabs(1_000_003, [1000])
     assert sum(slabs.take(1000) is not None for _ in range(2000)) == 1000
 

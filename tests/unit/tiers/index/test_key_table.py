@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from itertools import count
-from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from kvferry.tiers.index.key_table import MAX_TIERS, KeyTable, tags_of
+from kvferry.tiers.index.tag_rows import TagRows
 from kvferry.tiers.index.tier_keys import TierKeys
+from support.examples import examples
 
 # Few beginnings and many groups: keys that share a row, and what one chunk's groups have in common.
 KEYS = st.builds(
@@ -36,24 +37,15 @@ def tags_with(keys, table=None):
     return tags
 
 
-@pytest.fixture
-def slowly():
-    """Tables grow from few rows on, a row at a time, so that they do most of the time."""
-    with (
-        patch("kvferry.tiers.index.key_table._FIRST_ROWS", 2),
-        patch("kvferry.tiers.index.key_table._ROWS_PER_STEP", 1),
-    ):
-        yield
+def growing_table():
+    """A table that grows most of the time: from few rows on, a row at a time."""
+    return KeyTable(first_rows=2, rows_per_step=1)
 
 
-@pytest.mark.usefixtures("slowly")
-@settings(
-    max_examples=200, deadline=None, derandomize=True, database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)  # fmt: skip
+@examples(100)
 @given(CHANGES, st.lists(KEYS, max_size=50), st.integers(0, PLACES - 1))
-def test_they_say_what_a_set_for_each_place_would_say(changes, others, cleared):
-    table = KeyTable()
+def test_table_equals_a_set_of_keys_for_each_tier(changes, others, cleared):
+    table = growing_table()
     places, there = [TierKeys(table) for _ in range(PLACES)], [set() for _ in range(PLACES)]
     asked = [key for key, *_ in changes] + others
 
@@ -79,11 +71,10 @@ def alike(number):
     return [bytes(24) + (at << 40).to_bytes(8, "little") for at in range(number)]
 
 
-@pytest.mark.usefixtures("slowly")
 @pytest.mark.parametrize("make", [drawn, alike])
 def test_none_is_lost_and_none_comes_back_while_the_table_grows(make):
     keys = make(1200)
-    table = KeyTable()
+    table = growing_table()
     one, other, cleared = TierKeys(table), TierKeys(table), tags_with(keys[:100], table)
     growing = 0
     for at, key in enumerate(keys):  # whose row has been moved, or has not
@@ -91,7 +82,7 @@ def test_none_is_lost_and_none_comes_back_while_the_table_grows(make):
         other.add(key)
         (one if at % 2 else other).discard(keys[at // 2])
         if at % 7 == 0:
-            growing += table._next is not table._rows
+            growing += table.growing
             if growing == 3:
                 cleared.clear()
             assert cleared.contains(tags_of(keys)).tolist() == [n < 100 and growing < 3 for n in range(1200)]
@@ -105,31 +96,31 @@ def test_none_is_lost_and_none_comes_back_while_the_table_grows(make):
 def test_rows_hold_two_in_the_mean_and_hardly_one_runs_over():
     table = KeyTable()
     tags_with(drawn(20_000), table)
-    assert len(table._rows) == 16384
-    assert len(table._rows.overflow) < 20_000 / 1000
+    assert table.row_count == 16384
+    assert table.overflow_count < 20_000 / 1000
 
 
 def test_groups_of_a_chunk_do_not_crowd_one_row():
     table = KeyTable()
     tags_with((chunk + bytes((group,)) for chunk in drawn(1000, 31) for group in range(12)), table)
-    assert len(table._rows.overflow) < 12_000 / 500
+    assert table.overflow_count < 12_000 / 500
 
 
-def test_what_ran_over_is_found_and_forgotten():
+def test_overflowed_tags_are_found_and_discarded():
     keys = alike(100)
     table = KeyTable()
     tags = tags_with(keys, table)
-    assert len(table._rows.overflow) == 93
+    assert table.overflow_count == 93
     assert tags.contains(tags_of(keys)).all()
     for key in keys[::2]:
         tags.discard(key)
     assert tags.contains(tags_of(keys)).tolist() == [at % 2 == 1 for at in range(100)]
-    assert len(table._rows.overflow) == 47
+    assert table.overflow_count == 47
     tags.clear()
-    assert (len(tags), len(table._rows.overflow)) == (0, 0)
+    assert (len(tags), table.overflow_count) == (0, 0)
 
 
-def test_who_asks_while_other_threads_add_sees_all_that_was_there():
+def test_lookup_during_additions_of_other_threads_finds_all_earlier_tags():
     keys, table = drawn(20_000, seed=5), KeyTable()
     tags, asked = tags_with(keys[:1500], table), tags_of(keys[:1500])
     others = [TierKeys(table) for _ in range(3)]
@@ -153,20 +144,21 @@ def test_who_asks_while_other_threads_add_sees_all_that_was_there():
     assert (len(tags), len(table)) == (1500, 10_000 + 750)
 
 
-def test_what_ran_over_is_never_missing_while_another_place_changes():
+def test_overflowed_tag_is_never_missing_while_another_tier_changes():
     """Who asks takes no lock: between two steps of a change it is in the one place or in the other."""
 
     class Never(dict):
         def pop(self, tag):
             raise AssertionError(f"{tag} is nowhere for a moment")
 
-    keys, table = alike(20), KeyTable()
-    tags, other = tags_with(keys, table), TierKeys(table)
-    table._rows.overflow = Never(table._rows.overflow)
-    for key in keys:
-        other.add(key)
-        other.discard(key)
-    assert tags.contains(tags_of(keys)).all()
+    tags, rows = tags_of(alike(20)), TagRows(128)
+    for tag in tags.tolist():
+        rows.update(tag, keep=0, add=1)
+    rows.overflow = Never(rows.overflow)
+    for tag in tags.tolist():
+        rows.update(tag, keep=1, add=2)
+        rows.update(tag, keep=1, add=0)
+    assert rows.tier_bits(tags).tolist() == [1] * 20
 
 
 @pytest.mark.parametrize("asked", [0, 1])

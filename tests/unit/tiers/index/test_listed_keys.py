@@ -49,7 +49,7 @@ def test_a_listing_that_breaks_off_removes_nothing():
     assert has(listed, 1, 2) == [True, True]
 
 
-def test_what_happens_during_a_listing_is_newer_than_it():
+def test_change_during_a_listing_is_newer_than_the_listing():
     listed = ListedKeys(TierKeys())
     list_all(listed, 1, 2)
     with listed.listing():

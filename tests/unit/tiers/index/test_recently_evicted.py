@@ -6,19 +6,20 @@ from hashlib import blake2b
 
 from hypothesis import given, strategies as st
 
-from kvferry.tiers.index import recently_evicted
 from kvferry.tiers.index.key_table import tags_of
 from kvferry.tiers.index.listed_keys import ListedKeys
 from kvferry.tiers.index.recently_evicted import RecentlyEvicted
 from kvferry.tiers.index.tier_keys import TierKeys
 from support.chunk_files import key
-from support.stores import file_of, keep, open_store
+from support.examples import examples
+from support.stores import FILE_BYTES, Clock, file_of, keep, open_store
 
 
 def keys(count: int) -> list[bytes]:
     return [blake2b(b"%d" % number, digest_size=32).digest() for number in range(count)]
 
 
+@examples(60)
 @given(st.lists(st.tuples(st.sampled_from(["add", "discard", "clear"]), st.integers(0, 40))))
 def test_a_tier_remembers_the_keys_that_it_had_and_lost(steps) -> None:
     some, tier, here, lost = keys(41), TierKeys(), set(), set()
@@ -37,9 +38,8 @@ def test_a_tier_remembers_the_keys_that_it_had_and_lost(steps) -> None:
         assert {each for each in some if tier.recently_evicted(each)} == lost
 
 
-def test_of_more_than_there_is_room_for_the_later_are_remembered(monkeypatch) -> None:
-    monkeypatch.setattr(recently_evicted, "_SLOTS", 64)
-    memory, some = RecentlyEvicted(), keys(1000)
+def test_later_keys_replace_the_earlier_ones() -> None:
+    memory, some = RecentlyEvicted(slots=64), keys(1000)
     for each in some:
         memory.add(each)
     left = [number for number, each in enumerate(some) if each in memory]
@@ -57,13 +57,15 @@ def test_keys_of_one_chunk_of_several_groups_do_not_share_a_slot() -> None:
 
 
 def test_a_directory_remembers_what_this_process_and_others_evicted(tmp_path) -> None:
-    store = open_store(tmp_path, capacity=1 << 20)
-    for number in range(3):
+    clock = Clock()
+    store = open_store(tmp_path, capacity=4 * FILE_BYTES, clock=clock)
+    for number in (2, 0, 1):
+        clock.now += 60
         keep(store, number)
     assert not any(store.keys.recently_evicted(key(number)) for number in range(4))
     file_of(tmp_path, 1).unlink()
     store.refresh()
-    store._on_evicted(str(file_of(tmp_path, 2)))
+    keep(store, 3)
     assert [store.keys.recently_evicted(key(number)) for number in range(4)] == [False, True, True, False]
 
 

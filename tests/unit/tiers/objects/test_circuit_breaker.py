@@ -35,7 +35,7 @@ def test_failures_in_a_row_open_it(breaker):
     assert breaker.enter() is None
 
 
-def test_after_its_rest_one_is_let_through(breaker, clock):
+def test_open_breaker_admits_one_call_after_its_pause(breaker, clock):
     fail(breaker, 3)
     clock.now = 29.9
     assert breaker.enter() is None
@@ -51,7 +51,7 @@ def test_after_its_rest_one_is_let_through(breaker, clock):
     assert not breaker.is_open
 
 
-def test_if_that_one_fails_it_rests_again(breaker, clock):
+def test_breaker_pauses_again_if_that_call_fails(breaker, clock):
     fail(breaker, 3)
     clock.now = 40.0
     fail(breaker)
@@ -62,7 +62,7 @@ def test_if_that_one_fails_it_rests_again(breaker, clock):
     assert not breaker.is_open
 
 
-def test_what_was_let_in_before_says_nothing_about_now(breaker, clock):
+def test_calls_admitted_before_the_breaker_opened_do_not_close_it(breaker, clock):
     tickets = [breaker.enter() for _ in range(8)]
     for ticket in tickets[:3]:
         breaker.leave(ticket, succeeded=False)

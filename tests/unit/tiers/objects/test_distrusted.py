@@ -20,7 +20,7 @@ def test_a_bad_object_is_left_out_until_it_has_changed():
     assert distrusted.trusted(page(1)) == [key(1)]
 
 
-def test_without_etags_a_bad_object_is_left_out_until_it_is_stored_again():
+def test_bad_object_without_etag_is_distrusted_until_stored_again():
     distrusted = DistrustedObjects()
     distrusted.add(key(1), "")
     assert distrusted.trusted(page(1, etag="")) == []

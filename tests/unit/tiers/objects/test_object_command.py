@@ -166,14 +166,14 @@ def test_options_are_not_for_paths(kvferry, tmp_path):
 
 
 @pytest.mark.parametrize("size", ["ten", "10XB", "-1", "1e9"])
-def test_what_is_no_size_is_refused(kvferry, store, size):
+def test_invalid_size_is_refused(kvferry, store, size):
     assert "; write a number of bytes, or one with KiB, MiB, GiB or TiB" in kvferry(
         "gc", "--capacity=" + size, code=2
     )
 
 
 @pytest.mark.parametrize("command", ["ls", "stat", "verify", "gc", "clear"])
-def test_what_cannot_be_reached_is_told_in_one_sentence(kvferry, command):
+def test_unreachable_storage_is_reported_in_one_sentence(kvferry, command):
     closed = Server(1)
     said = kvferry(command, url="s3://bucket/path", environment=closed.environment, code=2)
     assert said.startswith(

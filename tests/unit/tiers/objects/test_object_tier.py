@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections import Counter
 
 import numpy as np
@@ -71,7 +70,7 @@ def test_an_object_is_the_file_of_its_chunk_with_its_note_beside_it(store, bucke
     assert content(bucket, note).decode() == NAMESPACE.note
 
 
-def test_what_pads_a_chunk_is_zero_whatever_was_in_memory(store, bucket):
+def test_padding_of_a_chunk_is_zero_whatever_was_in_memory(store, bucket):
     group = ChunkGroup("state", 0, (ChunkSection("head.3", 3, 36), ChunkSection("channel.4", 4, 1000)))
     chunk = Chunk(NAMESPACE.digest, key(1), (group,))
     memory = bytearray(b"\xee" * (chunk.file_bytes - chunk.offsets[0]))
@@ -142,7 +141,7 @@ def test_a_refresh_forgets_what_is_gone(store, other, bucket):
     assert known(store, 1, 2) == [False, True]
 
 
-def test_what_is_there_is_not_sent_again(store, other, bucket):
+def test_existing_object_is_not_sent_again(store, other, bucket):
     put(store, 1)
     [before] = [one for page in bucket.list() for one in page if one.path == name(1)]
     assert put(store, 1) is PutOutcome.PRESENT
@@ -152,7 +151,7 @@ def test_what_is_there_is_not_sent_again(store, other, bucket):
     assert before in [one for page in bucket.list() for one in page]
 
 
-def test_what_is_known_to_be_there_is_not_asked_for(store, other, bucket):
+def test_known_object_is_not_looked_up(store, other, bucket):
     put(store, 1)
     bucket.remove([name(1)])
     assert put(store, 1) is PutOutcome.PRESENT
@@ -217,18 +216,13 @@ def test_many_threads_at_once(store, other):
     assert known(store, *range(25)) == [True] * 24 + [False]
 
 
-def test_knowing_takes_no_time(store):
+def test_lookup_of_many_keys_does_not_ask_the_storage(store, bucket):
     for number in range(3):
         put(store, number)
-    keys = [key(number) for number in range(1500)]
-    times = []
-    for _ in range(20):
-        start = time.perf_counter()
-        found = store.contains(keys)
-        times.append(time.perf_counter() - start)
+    bucket.remove([name(number) for number in range(3)])
+    found = store.contains([key(number) for number in range(1500)])
     assert found.dtype == np.bool_
     assert found.nonzero()[0].tolist() == [0, 1, 2]
-    assert min(times) < 0.001
 
 
 def test_a_body_of_another_length_is_the_callers_mistake(store):

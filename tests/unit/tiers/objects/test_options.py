@@ -66,7 +66,7 @@ def test_options_of_the_store_and_of_its_connections_are_told_apart():
         ("file:///no/such/folder", {}, "file:///no/such/folder: Generic LocalFileSystem error"),
     ],
 )
-def test_what_cannot_be_used_is_refused_in_words(url, options, said):
+def test_unusable_url_or_option_is_refused(url, options, said):
     with pytest.raises(ConfigError, match=f"object tier: .*{said}"):
         BucketClient(url, options, 1.0)
 

@@ -23,7 +23,7 @@ def test_a_head_is_read_and_the_rest_filled_in_however_it_comes(ends):
     assert into == WHOLE[10:]
 
 
-def test_what_ends_early_is_read_short_and_not_filled_in():
+def test_stream_that_ends_early_is_short_or_an_error():
     assert stream(5).read(2, 8) == WHOLE[2:5]
     one = stream(10, 99)
     one.read(0, 10)
@@ -32,6 +32,6 @@ def test_what_ends_early_is_read_short_and_not_filled_in():
 
 
 @pytest.mark.parametrize("ends", [(100,), (99, 100), (10, 100)])
-def test_what_is_longer_is_refused(ends):
+def test_stream_that_is_too_long_is_refused(ends):
     with pytest.raises(ChunkError, match="more than the 99 bytes"):
         stream(*ends).fill(0, memoryview(bytearray(99)))
