@@ -41,7 +41,7 @@ class Content:
 
 
 class WitnessedScheduler(VllmScheduler):
-    """A scheduler with a record of the content of its blocks, with which it checks every step that reads them.
+    """A scheduler that records the content of its blocks, and checks every step that reads them.
 
     Attributes:
         content: of each block that was written, by its id.
