@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 from kvferry.serving.tiny import trained_tokenizer
+from support.vllm_config import inspect_models_here
 
 IMAGE_TOKEN, IMAGE_TOKENS = 2048, 16
 _SIZE = {"height": 56, "width": 56}
@@ -54,6 +55,8 @@ def paligemma(folder: Path, tokenizers: Path) -> Path:
 def model_config(model: Path, **arguments: Any) -> Any:
     """vLLM's configuration of that model."""
     from vllm.engine.arg_utils import EngineArgs
+
+    inspect_models_here()
 
     return EngineArgs(model=str(model), dtype="float32", **arguments).create_model_config()
 

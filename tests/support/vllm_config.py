@@ -5,6 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 
+def inspect_models_here() -> None:
+    """Let vLLM inspect model classes in this process: it starts another one for each class, for seconds."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda inspect: inspect()
+
+
 def configured(
     engine_id: str = "e",
     index: int = 0,
@@ -13,7 +20,7 @@ def configured(
     endpoint: str | None = None,
     engines: int = 1,
 ) -> SimpleNamespace:
-    """What vLLM's VllmConfig has.
+    """Return the part of vLLM's VllmConfig that is read.
 
     Args:
         engine_id: name of the engine.

@@ -1,21 +1,23 @@
-"""vLLM's own scheduler and cache manager over kvferry's admission; only the model and the workers are played.
+"""A driver of vLLM's own scheduler and cache manager over kvferry's admission, without a model and workers.
 
-A step's output comes back as late as the engine's pipeline is deep. The workers know which blocks each step
-writes, so it shows when a load is given one of them.
+The output of a step arrives as late as the engine's pipeline is deep. The driver knows which blocks each step
+writes, so it notices when a load is given one of them.
 """
 
 from __future__ import annotations
 
+import json
 import random
+import tempfile
+import time
 from collections import Counter, deque
-from collections.abc import Sequence, Set as AbstractSet
+from collections.abc import Callable, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from vllm import SamplingParams
 from vllm.config import (
     CacheConfig,
@@ -32,12 +34,9 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
-    SlidingWindowSpec,
 )
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
@@ -47,6 +46,7 @@ from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.compose import Composition
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.decisions import MissReason, SourceMiss
+from kvferry.connector.events import LeaseEnded, LeaseGranted
 from kvferry.connector.load import Load
 from kvferry.connector.messages import Report, StepOrders, StepReports
 from kvferry.connector.peers.producer import Producer
@@ -57,33 +57,35 @@ from kvferry.connector.stream import EventStream
 from kvferry.connector.tiers.source import TierSource
 from kvferry.engines.vllm.compat.frees import defer_frees
 from kvferry.engines.vllm.compat.prefix_cache import VLLMPrefixCache
+from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.info import engine_info
 from kvferry.engines.vllm.meta import SchedulerMeta, WorkerMeta
+from kvferry.engines.vllm.multi.connector import FerryMultiConnector
 from kvferry.engines.vllm.requests import VLLMRequests
 from kvferry.geometry import Group
-from kvferry.serving.tiny import tiny_checkpoint
 from kvferry.tiers.names import TIERS
 from kvferry.transport.control_server import LeasesClaimed, LeasesReleased
 from kvferry.transport.tickets import TicketBook
 from kvferry.transport.turns import TurnIndex
+from support.vllm_cache import BLOCK, KINDS, STEP
+from support.vllm_config import inspect_models_here
 
-BLOCK, STEP, LONGEST = 16, 64, 400
+LONGEST = 400
 ATTEMPTS, PATIENCE = 2, 10.0
-LIKE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
-KINDS = {
-    "full": FullAttentionSpec(**LIKE),
-    "window": SlidingWindowSpec(sliding_window=20, **LIKE),
-    "wide window": SlidingWindowSpec(sliding_window=50, **LIKE),
-    "chunked": ChunkedLocalAttentionSpec(attention_chunk_size=48, **LIKE),
-    "state": MambaSpec(
-        block_size=BLOCK, shapes=((16, 16),), dtypes=(torch.float32,), mamba_cache_mode="align"
-    ),
-}
 
 
 @cache
-def _model(folder: Path) -> ModelConfig:
-    return ModelConfig(str(tiny_checkpoint("qwen3", folder)), dtype="float32", max_model_len=LONGEST)
+def _model() -> ModelConfig:
+    """The configuration of a model that is never built."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 2048, "hidden_size": 64,
+        "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 32, "max_position_embeddings": LONGEST,
+    }  # fmt: skip
+    inspect_models_here()
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        return ModelConfig(folder, skip_tokenizer_init=True, dtype="float32", max_model_len=LONGEST)
 
 
 def _speculation(model: ModelConfig, drafts: int) -> SpeculativeConfig:
@@ -182,20 +184,22 @@ class Played:
 class PlayedConnector(KVConnectorBase_V1, SupportsHMA):
     """kvferry's admission as `KVFerryConnector` calls it, over sources that are played.
 
-    Attributes:
-        sources: both.
-        admissions: of each request since something of it was last computed.
-        most: of these there ever were.
-        loads: (tokens at hand before, after, of the request) of each that began.
-        found: tokens of its own prefix cache that vLLM reported last, by request.
-        defers: whether vLLM is made to defer frees, as `KVFerryConnector` does.
-    """
+    Settings (``kv_connector_extra_config``): `clock`, and `defers`: whether vLLM is made to defer frees, as
+    `KVFerryConnector` does.
 
-    defers = True
+    Attributes:
+        sources: both sources.
+        admissions: number of admissions of each request since tokens of it were last computed.
+        most: largest of these numbers so far.
+        loads: (tokens in the engine before, after, tokens of the request) of each load that began.
+        found: tokens of its own prefix cache that vLLM reported last, by request.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        if self.defers:
+        settings = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self.clock = settings.get("clock", time.monotonic)
+        if settings.get("defers", True):
             defer_frees(vllm_config)
 
     def bind_kv_cache_manager(self, manager: Any) -> None:
@@ -225,6 +229,7 @@ class PlayedConnector(KVConnectorBase_V1, SupportsHMA):
             adapters=Adapters(),
             refusals=Refusals(),
             prefix_cache=self.prefix_cache,
+            clock=self.clock,
         )
         self.parts, self.pins = composition.parts, composition.pins
         for source in self.sources:
@@ -278,28 +283,37 @@ class PlayedConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 class OfferingConnector(PlayedConnector):
-    """The same in an engine that also computes prompts for others, and keeps them under leases.
+    """A connector of an engine that also computes prompts for others, and keeps them under leases.
 
     Attributes:
         producer: kvferry's.
-        heard: what consumers have said, which the coming step hears.
+        leases: leases that have not ended, oldest first.
+        heard: messages of consumers, which the next step handles.
     """
 
     def bind_gpu_block_pool(self, pool: Any) -> None:
         super().bind_gpu_block_pool(pool)
         adapters = Adapters()
+        self.leases: list[str] = []
         self.producer = Producer(
             self.engine,
             ConnectorConfig(),
             incarnation=1,
-            events=EventStream(),
+            events=EventStream(self._on_event),
             names=TurnNames(adapters),
             adapters=adapters,
+            clock=self.clock,
         )
         channel = SimpleNamespace(port=7, tickets=TicketBook(1), turns=TurnIndex())
         self.producer.start(channel, pool, 1)
         self.heard: deque[LeasesClaimed | LeasesReleased] = deque()
         self.ended: set[str] = set()
+
+    def _on_event(self, event: Any) -> None:
+        if isinstance(event, LeaseGranted):
+            self.leases.append(event.request_id)
+        elif isinstance(event, LeaseEnded):
+            self.leases.remove(event.request_id)
 
     def on_new_request(self, request: Any) -> None:
         self.producer.on_new_request(self.wrap(request))
@@ -321,8 +335,19 @@ class OfferingConnector(PlayedConnector):
         return self.producer.finished(self.wrap(request), block_ids)
 
 
-class Engine:
-    """A scheduler with a pipeline of one step, or of two under asynchronous scheduling.
+SETTINGS: dict[type[KVConnectorBase_V1], dict[str, Any]] = {
+    KVFerryConnector: {},
+    FerryMultiConnector: {
+        "connectors": [
+            {"kv_connector": "KVFerryConnector", "kv_connector_module_path": KVFerryConnector.__module__}
+        ]
+    },
+}
+"""Settings with which each of kvferry's own connectors starts."""
+
+
+class VllmScheduler:
+    """vLLM's scheduler with a pipeline of one step, or of two under asynchronous scheduling.
 
     Attributes:
         scheduler: vLLM's.
@@ -330,13 +355,12 @@ class Engine:
         answered: requests that have ended by themselves.
         torn: blocks that a load was given while a step in flight still writes them.
         misplaced: (state's block of a load, block where the first step after it looks), where they differ.
-        continued: first steps after loads that went on from a loaded state.
-        accepted: drafts so far.
+        continued: number of first steps after loads that went on from a loaded state.
+        accepted: number of accepted drafts.
     """
 
     def __init__(
         self,
-        folder: Path,
         kinds: Sequence[str] = ("full",),
         blocks: int = 60,
         *,
@@ -344,11 +368,25 @@ class Engine:
         role: str = "kv_both",
         seed: int = 0,
         seats: int = 4,
-        connector: str = "PlayedConnector",
-        connector_module: str = __name__,
+        connector: type[KVConnectorBase_V1] = PlayedConnector,
         settings: dict[str, Any] | None = None,
         drafts: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Start a scheduler.
+
+        Args:
+            kinds: kinds of the KV cache groups, of `KINDS`.
+            blocks: number of blocks in the pool.
+            overlaps: whether scheduling is asynchronous.
+            role: of the connector.
+            seed: of sampled tokens and accepted drafts.
+            seats: maximum number of running requests.
+            connector: class of the connector.
+            settings: ``kv_connector_extra_config``.
+            drafts: maximum number of draft tokens per step.
+            clock: of the admission and the producer, monotonic seconds.
+        """
         init_none_hash(sha256)
         self._drafts = drafts
         self._draw, self._depth = random.Random(seed), 1 + overlaps
@@ -368,15 +406,16 @@ class Engine:
             is_encoder_decoder=False,
             async_scheduling=False,
         )
+        played = {"clock": clock} if issubclass(connector, PlayedConnector) else {}
         transfer = KVTransferConfig(
-            kv_connector=connector,
-            kv_connector_module_path=connector_module,
-            kv_connector_extra_config=settings or {},
+            kv_connector=connector.__name__,
+            kv_connector_module_path=connector.__module__,
+            kv_connector_extra_config={**played, **(settings or {})},
             kv_role=role,
             kv_load_failure_policy="recompute",
             engine_id="engine",
         )
-        model = _model(folder)
+        model = _model()
         vllm_config = VllmConfig(
             model_config=model,
             cache_config=cache_config,
@@ -398,7 +437,7 @@ class Engine:
             ),
         )
         self.connector: PlayedConnector = self.scheduler.connector
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self.block_hasher = get_request_block_hasher(BLOCK, sha256)
         self._in_flight: deque[Any] = deque()
         self._writes: deque[set[int]] = deque()
         self.loading: list[Load] = []
@@ -418,14 +457,14 @@ class Engine:
     def ask(
         self, tokens: Sequence[int], answer: int = 3, sampling: dict[str, Any] | None = None, **totals: int
     ) -> Request:
-        """A request; `totals` are tokens that each source has of it."""
+        """Add a request; `totals` are tokens of it that each source has."""
         self.count += 1
         one = Request(
             f"r{self.count}",
             list(tokens),
             SamplingParams(max_tokens=answer, ignore_eos=True, **(sampling or {})),
             None,
-            block_hasher=self._hasher,
+            block_hasher=self.block_hasher,
         )
         for source in self.connector.sources:
             source.total[one.request_id] = totals.get(source.name, 0)
@@ -442,24 +481,24 @@ class Engine:
         self.scheduler._preempt_request(self.scheduler.running.pop(), 0.0)
 
     def step(self) -> None:
-        """Schedule as long as the pipeline takes more, then hear of its oldest step."""
+        """Schedule a step, and take the output of the oldest one if the pipeline is full."""
         output = self.scheduler.schedule()
         samples = {name for name in output.num_scheduled_tokens if not self._prefills(name)}
         self._in_flight.append((output, samples))
-        self._writes.append(self._written(output))
+        self._writes.append(self.blocks_written(output))
         self._look_at_states(output)
         for source in self.connector.sources:
             for load in source.begun:
-                held = {block.block_id for block in self.connector.pins._pins[load.key].blocks}
+                held = {block.block_id for block in self.connector.pins.by_load[load.key].blocks}
                 self.torn += sorted(held.intersection(*[set().union(*self._writes)]))
             self.loading += source.begun
             source.begun.clear()
         if len(self._in_flight) >= self._depth:
             self._writes.popleft()
-            self._hear(*self._in_flight.popleft())
+            self._take_output(*self._in_flight.popleft())
 
     def end(self, load: Load, failure: str | None = None, *, late: bool = False) -> None:
-        """A load ends with the coming step; what is late lands later."""
+        """End a load. The transfers of a late load end with `land`."""
         self.loading.remove(load)
         if failure is None:
             self._landed[load.request_id] = load
@@ -471,12 +510,12 @@ class Engine:
         self._report(meta, {load.request_id}, {load.request_id} if failure is not None else set())
 
     def land(self) -> None:
-        """All late loads have landed."""
+        """End the transfers of all late loads."""
         while self._late:
             self._report(StepReports(released={self._late.pop().key: 1}), set(), set())
 
-    def raise_words(self) -> None:
-        """The workers of an `OfferingConnector` raise the words of leases that end."""
+    def confirm_ended_leases(self) -> None:
+        """Report that the workers of an `OfferingConnector` have raised the words of leases that end."""
         ended, self.connector.ended = self.connector.ended, set()
         self._report(StepReports(), set(), set(), ended)
 
@@ -510,8 +549,8 @@ class Engine:
                     found = table[(before - 1) // BLOCK]
                     self.misplaced += [(int(block), found) for block in loaded if block != found]
 
-    def _written(self, output: Any) -> set[int]:
-        """Blocks that a step writes."""
+    def blocks_written(self, output: Any) -> set[int]:
+        """Return the blocks that a step writes. Called once when the step is scheduled."""
         found: set[int] = set()
         for name, count in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[name]
@@ -530,7 +569,7 @@ class Engine:
     def _prefills(self, name: str) -> bool:
         return bool(self.scheduler.requests[name].is_prefill_chunk)
 
-    def _hear(self, output: Any, samples: set[str]) -> None:
+    def _take_output(self, output: Any, samples: set[str]) -> None:
         names = list(output.num_scheduled_tokens)
         sampled = [self._sampled(output, name) if name in samples else [] for name in names]
         ran = ModelRunnerOutput(names, {name: n for n, name in enumerate(names)}, sampled)

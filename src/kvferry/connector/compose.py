@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from kvferry.cache.chunk_cache import ChunkCache
@@ -62,6 +63,7 @@ class Composition:
         idle: Callable[[], bool] = lambda: False,
         prefix_cache: PrefixCache | None = None,
         describe_blocks: DescribeBlocks | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the records of blocks and speeds that the sources of KV and the admission share.
 
@@ -80,7 +82,9 @@ class Composition:
                 state; else None.
             describe_blocks: function that returns the engine's blocks that end in a range of a request's
                 tokens, if the engine publishes events about its blocks; else None.
+            clock: function that returns monotonic seconds.
         """
+        self._clock = clock
         self._prefix_cache, self._describe_blocks = prefix_cache, describe_blocks
         self.engine, self.config, self.pool, self._workers = engine, config, pool, workers
         self._groups, self.events, self.adapters, self._refusals = tuple(groups), events, adapters, refusals
@@ -176,4 +180,5 @@ class Composition:
             chooser=BidChooser(policy, self.speeds, config.patience_seconds),
             events=self.events,
             prefix_cache=self._prefix_cache,
+            clock=self._clock,
         )

@@ -43,7 +43,9 @@ def may_hold(source: str, blocks: int, held: Mapping[str, int], most: int) -> bo
 
 
 @dataclass(slots=True)
-class _Pin(Generic[BlockT]):
+class Pin(Generic[BlockT]):
+    """Pinned blocks of one load, the number of workers that have not ended it, and whether it is late."""
+
     source: str
     blocks: Sequence[BlockT]
     waiting_for: int
@@ -63,7 +65,7 @@ class Pins(Generic[BlockT]):
             workers: number of workers that must report the end of each load.
         """
         self._workers = workers
-        self._pins: dict[str, _Pin[BlockT]] = {}
+        self._pins: dict[str, Pin[BlockT]] = {}
         self._late: dict[str, int] = defaultdict(int)
         self._held = Counter[str]()
 
@@ -81,7 +83,7 @@ class Pins(Generic[BlockT]):
         """
         if key in self._pins:
             raise ValueError(f"load {key!r} is pinned already")
-        self._pins[key] = _Pin(source, blocks, self._workers)
+        self._pins[key] = Pin(source, blocks, self._workers)
         self._held[source] += len(blocks)
 
     def mark_late(self, key: str) -> None:
@@ -90,6 +92,11 @@ class Pins(Generic[BlockT]):
         if pin is not None and not pin.late:
             pin.late = True
             self._late[pin.source] += len(pin.blocks)
+
+    @property
+    def by_load(self) -> Mapping[str, Pin[BlockT]]:
+        """Pinned blocks by the unique name of their load."""
+        return self._pins
 
     @property
     def held(self) -> Mapping[str, int]:

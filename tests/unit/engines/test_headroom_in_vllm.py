@@ -1,50 +1,32 @@
-"""Loads that `Headroom` lets begin, over vLLM's cache manager: whoever waits with blocks goes on in turn."""
+"""Loads that `Headroom` lets begin, over vLLM's cache manager: requests with blocks go on in turn."""
 
 from __future__ import annotations
 
-import torch
-from hypothesis import given, settings, strategies as st
-from vllm import SamplingParams
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    SlidingWindowSpec,
-)
-from vllm.v1.request import Request
+from hypothesis import given, strategies as st
 
 from kvferry.connector.headroom import Headroom
-from kvferry.engines.vllm.info import cache_group
+from support.examples import examples
+from support.vllm_cache import STEP, VllmCache, chunked, full, window
 
-BLOCK, STEP, LONGEST = 16, 64, 400
-LIKE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
-FULL = FullAttentionSpec(**LIKE)
-REACHING = [
-    *(SlidingWindowSpec(sliding_window=attention_span, **LIKE) for attention_span in (7, 20, 32)),
-    ChunkedLocalAttentionSpec(attention_chunk_size=48, **LIKE),
-]
+LONGEST = 400
+FULL = full()
+REACHING = [window(7), window(20), window(32), chunked(48)]
 LOADS = st.tuples(st.integers(1, 300), st.sampled_from([0, 0, 1, 30, 64, 100]))
-"""Tokens that are loaded, and that come after them."""
+"""Tokens that are loaded, and tokens of the prompt after them."""
 
 
-class Engine:
+class LoadingCache(VllmCache):
     """Requests that wait with blocks, in vLLM's order and by its rules."""
 
     def __init__(self, specs, blocks, *, cautious=True) -> None:
-        groups = [KVCacheGroupSpec([f"layer {n}"], spec) for n, spec in enumerate(specs)]
-        config = KVCacheConfig(blocks, [], groups)
-        self.manager = KVCacheManager(
-            config, LONGEST, BLOCK, BLOCK, max_in_flight_tokens=STEP, enable_caching=False
-        )
-        self.free = self.manager.block_pool.get_num_free_blocks
-        self.headroom = Headroom.of(tuple(map(cache_group, groups)), STEP, self.manager.block_pool)
+        super().__init__(specs, blocks, longest=LONGEST, caching=False)
+        self.free = self.pool.get_num_free_blocks
+        self.headroom = Headroom.of(self.groups, STEP, self.pool)
         self.cautious, self.waiting = cautious, []
 
     def load(self, name, total, tokens) -> bool:
-        """Begin one, if that may be."""
-        one = Request(name, list(range(tokens)), SamplingParams(max_tokens=1), None)
+        """Begin a load if it may; return whether it began."""
+        one = self.request(name, range(tokens))
         if self.cautious and not self.headroom.fits(name, total, tokens):
             return False
         begun = self.manager.allocate_slots(
@@ -77,7 +59,7 @@ class Engine:
         )
 
     def go_on(self) -> bool:
-        """The first computes to its end, by itself, and ends; whether it could."""
+        """Compute the first request alone to its end; return whether it had room."""
         one = self.waiting.pop(0)
         one.num_computed_tokens = min(one.num_computed_tokens, one.num_tokens - 1)
         while (left := one.num_tokens - one.num_computed_tokens) > 0:
@@ -90,39 +72,43 @@ class Engine:
         return True
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(
     windows=st.lists(st.sampled_from(REACHING), min_size=1, max_size=5),
     blocks=st.integers(80, 120),
     loads=st.lists(LOADS, min_size=10, max_size=30),
     running=st.integers(0, 79),
 )
-def test_whoever_waits_with_blocks_goes_on_whatever_else_was_begun(windows, blocks, loads, running) -> None:
-    """Of what runs meanwhile, blocks come free sooner or later."""
-    engine = Engine([FULL, *windows], blocks)
-    free, pool = engine.free(), engine.manager.block_pool
+def test_requests_that_wait_with_blocks_go_on_after_any_loads(windows, blocks, loads, running) -> None:
+    # Requests that run meanwhile free their blocks sooner or later.
+    cache = LoadingCache([FULL, *windows], blocks)
+    free, pool = cache.free(), cache.pool
     held = pool.get_new_blocks(running)
     for number, (total, after) in enumerate(loads):
-        engine.load(f"r{number}", total, total + after)
+        cache.load(f"r{number}", total, total + after)
     pool.free_blocks(held)
-    while engine.waiting:
-        assert engine.go_on()
-    assert engine.free() == free
-    assert len(engine.headroom) == 0
+    while cache.waiting:
+        assert cache.go_on()
+    assert cache.free() == free
+    assert len(cache.headroom) == 0
 
 
-def test_a_load_takes_no_more_blocks_than_it_is_taken_for() -> None:
+def test_headroom_counts_as_many_blocks_for_a_load_as_vllm_allocates() -> None:
     for total in range(1, LONGEST + 1):
-        engine = Engine([FULL, *REACHING], 300)
-        before = engine.free()
-        assert engine.load("a", total, LONGEST)
-        assert before - engine.free() == engine.headroom._blocks_to_allocate(total)
+        cache = LoadingCache([FULL, *REACHING], 300)
+        before = cache.free()
+        assert cache.load("a", total, total)
+        taken = before - cache.free()
+        cache.pool.get_new_blocks(cache.free() - taken)
+        assert cache.headroom.fits("b", total, total)
+        cache.pool.get_new_blocks(1)
+        assert not cache.headroom.fits("b", total, total)
 
 
-def test_left_to_itself_vllm_begins_loads_of_which_none_goes_on() -> None:
+def test_vllm_alone_begins_loads_of_which_none_goes_on() -> None:
     """When this fails, vLLM counts windows as they are, and `Headroom` is not needed any more."""
-    engine = Engine([FULL, *REACHING[:1] * 5], 100, cautious=False)
-    assert engine.load("large", 256, 320)
-    while engine.load(f"whole {len(engine.waiting)}", 64, 64):
+    cache = LoadingCache([FULL, *REACHING[:1] * 5], 100, cautious=False)
+    assert cache.load("large", 256, 320)
+    while cache.load(f"whole {len(cache.waiting)}", 64, 64):
         pass
-    assert not engine.go_on()
+    assert not cache.go_on()

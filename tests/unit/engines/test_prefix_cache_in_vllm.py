@@ -7,26 +7,20 @@ the recurrent state after exactly these tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from kvferry.engines.vllm.compat.prefix_cache import VLLMPrefixCache
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.multi.connector import FerryMultiConnector
 from kvferry.geometry import GroupKind
-from support.vllm_scheduler import BLOCK, Engine
+from support.examples import examples
+from support.vllm_cache import BLOCK
+from support.vllm_scheduler import SETTINGS, VllmScheduler
 
-FOLDER = Path("/tmp")
 HYBRID = ("full", "state")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    global FOLDER  # noqa: PLW0603 - hypothesis takes no fixtures of a function
-    FOLDER = tmp_path_factory.mktemp("checkpoints")
 
 
 class Content:
@@ -46,8 +40,8 @@ class Content:
         return self.end >= end and self.tokens[:known] == tuple(tokens[:known])
 
 
-class WitnessedEngine(Engine):
-    """An engine that knows what its blocks hold, and checks what each step reads.
+class WitnessedScheduler(VllmScheduler):
+    """A scheduler that records the content of its blocks, and checks every step that reads them.
 
     Attributes:
         content: of each block that was written, by its id.
@@ -55,7 +49,7 @@ class WitnessedEngine(Engine):
     """
 
     def __init__(self, kinds: tuple[str, ...] = HYBRID, blocks: int = 80, **more: Any) -> None:
-        super().__init__(FOLDER, kinds, blocks, **more)
+        super().__init__(kinds, blocks, **more)
         self.content: dict[int, Content] = {}
         self.checked = 0
 
@@ -71,7 +65,7 @@ class WitnessedEngine(Engine):
                     self.content[int(table[number])] = Content(tokens, min(span.ends, (number + 1) * BLOCK))
         super().end(load, failure, late=late)
 
-    def _written(self, output: Any) -> set[int]:
+    def blocks_written(self, output: Any) -> set[int]:
         for name, count in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[name]
             tokens, end = request.all_token_ids, request.num_computed_tokens
@@ -92,7 +86,7 @@ class WitnessedEngine(Engine):
                     assert self.content[table[number]].has_kv_of(tokens, read), "not the KV of these tokens"
                 for number in range(before // BLOCK, -(-end // BLOCK)):
                     self.content[table[number]] = Content(tokens, min(end, (number + 1) * BLOCK))
-        return super()._written(output)
+        return super().blocks_written(output)
 
     def serve(self, tokens: Any, answer: int = 1, failure: str | None = None, **totals: int) -> Any:
         """Ask, and step until it is answered. The first load fails if there is a `failure`."""
@@ -119,12 +113,12 @@ class WitnessedEngine(Engine):
         return taken
 
 
-def two_turns(**more: Any) -> tuple[WitnessedEngine, Any]:
+def two_turns(**more: Any) -> tuple[WitnessedScheduler, Any]:
     """An engine that has loaded 70 tokens of a first turn, and the prompt of the second, of 100 tokens.
 
     The engine has four attention blocks, and no snapshot at the end of a block.
     """
-    engine = WitnessedEngine(**more)
+    engine = WitnessedScheduler(**more)
     engine.serve(range(71), peer=70)
     assert engine.loads == [(0, 70, 71)]
     return engine, range(100)
@@ -156,14 +150,14 @@ def test_a_source_that_has_no_more_than_the_engines_blocks_brings_the_last_of_th
 
 def test_a_prompt_of_whole_blocks_whose_state_is_missing_is_loaded_not_computed() -> None:
     """Its last token is computed here. All of its other tokens have attention blocks."""
-    engine = WitnessedEngine()
+    engine = WitnessedScheduler()
     engine.serve(range(71), peer=70)
     engine.serve(range(65), peer=64)
     assert engine.loads == [(0, 70, 71), (48, 64, 65)]
 
 
 def test_all_copies_of_a_block_are_evicted() -> None:
-    engine = WitnessedEngine()
+    engine = WitnessedScheduler()
     both = [engine.ask(range(71), 1, peer=70) for _ in range(2)]
     engine.run()
     (one,) = engine.pool.get_cached_block(both[0].block_hashes[3], [0])
@@ -181,7 +175,7 @@ def test_a_prefix_that_stays_as_long_is_not_shortened_again(monkeypatch) -> None
     assert (engine.loads, shortened) == ([], [48])
 
 
-def test_if_the_load_fails_the_next_source_completes_the_blocks_or_the_prompt_is_computed() -> None:
+def test_the_next_source_completes_the_blocks_after_a_failed_load_or_the_prompt_is_computed() -> None:
     engine, prompt = two_turns()
     engine.serve(prompt, failure="lost", peer=99, tiers=90)
     assert engine.loads == [(64, 99, 100), (64, 90, 100)]
@@ -211,7 +205,7 @@ TURNS = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(
     steps=st.lists(
         st.tuples(st.lists(TURNS, min_size=1, max_size=3), st.sampled_from([None, None, None, "lost"])),
@@ -223,7 +217,7 @@ TURNS = st.tuples(
 )
 def test_each_step_of_a_conversation_finds_what_it_needs(steps, blocks, overlaps) -> None:
     """Turns are asked together, too, so they share blocks that are in use. Few blocks mean evictions."""
-    engine = WitnessedEngine(blocks=blocks, overlaps=overlaps)
+    engine = WitnessedScheduler(blocks=blocks, overlaps=overlaps)
     free = engine.pool.get_num_free_blocks()
     said: list[list[int]] = [[], []]
     for number, (turns, failure) in enumerate(steps):
@@ -250,7 +244,7 @@ def test_each_step_of_a_conversation_finds_what_it_needs(steps, blocks, overlaps
 
 def test_the_witness_notices_a_load_without_the_state(monkeypatch) -> None:
     engine, prompt = two_turns()
-    end = WitnessedEngine.end
+    end = WitnessedScheduler.end
 
     def without_state(self: Any, load: Any, *more: Any, **named: Any) -> None:
         before = dict(self.content)
@@ -258,7 +252,7 @@ def test_the_witness_notices_a_load_without_the_state(monkeypatch) -> None:
         block = int(load.tables[1][0])
         self.content[block] = before.get(block, Content((), 0))
 
-    monkeypatch.setattr(WitnessedEngine, "end", without_state)
+    monkeypatch.setattr(WitnessedScheduler, "end", without_state)
     with pytest.raises(AssertionError, match="not the state"):
         engine.serve(prompt, peer=99)
 
@@ -290,7 +284,7 @@ def test_the_witness_notices_blocks_that_are_used_without_a_load(monkeypatch) ->
     ids=str,
 )
 def test_only_state_may_be_missing(kinds, completes) -> None:
-    engine = Engine(FOLDER, kinds)
+    engine = VllmScheduler(kinds)
     assert (VLLMPrefixCache.of(engine.scheduler.kv_cache_manager) is not None) == completes
     assert engine.connector.supports_divergent_local_hybrid_hits == completes
 
@@ -309,15 +303,10 @@ def test_computing_is_valued_from_the_state_that_the_engine_has(monkeypatch) -> 
     assert {missing for computing, missing in asked if computing} == {100}, "the engine has no state"
 
 
-@pytest.mark.parametrize("connector", ["KVFerryConnector", "FerryMultiConnector"])
+@pytest.mark.parametrize("connector", [KVFerryConnector, FerryMultiConnector])
 @pytest.mark.parametrize(("kinds", "completes"), [(HYBRID, True), (("full", "window"), False)], ids=str)
-def test_kvferrys_connectors_say_so(connector, kinds, completes) -> None:
-    own = {"kv_connector": "KVFerryConnector", "kv_connector_module_path": KVFerryConnector.__module__}
-    module, extra = own["kv_connector_module_path"], {}
-    if connector == "FerryMultiConnector":
-        module, extra = FerryMultiConnector.__module__, {"connectors": [own]}
-    engine = Engine(FOLDER, kinds, connector=connector, connector_module=module, settings=extra)
-    found = engine.scheduler.connector
-    assert found.supports_divergent_local_hybrid_hits == completes
-    if connector == "FerryMultiConnector":
-        assert (found._admission.prefix_cache is not None) == completes
+def test_kvferrys_connectors_complete_prefixes_of_hybrids_alone(connector, kinds, completes) -> None:
+    engine = VllmScheduler(kinds, connector=connector, settings=SETTINGS[connector])
+    assert engine.scheduler.connector.supports_divergent_local_hybrid_hits == completes
+    if connector is FerryMultiConnector:
+        assert (engine.scheduler.connector._admission.prefix_cache is not None) == completes

@@ -1,30 +1,29 @@
-"""Every request ends, over vLLM's scheduler: each admission computes something or leaves less to load."""
+"""Every request ends: each admission computes tokens or leaves fewer to load. Over vLLM's scheduler."""
 
 from __future__ import annotations
 
 import random
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from hypothesis import HealthCheck, Phase, event, settings, strategies as st
+from hypothesis import HealthCheck, Phase, event, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
 from kvferry.connector import admission, bids
-from kvferry.connector.peers import producer
+from kvferry.connector.config import ConnectorConfig
 from kvferry.engines.vllm.compat.requests import trim_prompt
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.multi.connector import FerryMultiConnector
 from kvferry.transport.control_server import LeasesClaimed, LeasesReleased
 from support.clock import Clock
-from support.vllm_scheduler import ATTEMPTS, BLOCK, PATIENCE, Engine, PlayedConnector
+from support.examples import examples
+from support.vllm_cache import BLOCK
+from support.vllm_scheduler import ATTEMPTS, PATIENCE, SETTINGS, OfferingConnector, VllmScheduler
 
 pytestmark = pytest.mark.slow
 
 CLOCK = Clock()
-FOLDER = Path("/tmp")
 KINDS = [
     ("full",),
     ("full", "window"),
@@ -34,16 +33,6 @@ KINDS = [
 ]
 ENDS = [1, 2, 3, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 64, 65, 128, 129]
 """Prompt lengths at which something ends: a prompt, a block, a step."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def clock(tmp_path_factory: pytest.TempPathFactory) -> None:
-    global FOLDER  # noqa: PLW0603 - a state machine takes no fixtures
-    FOLDER = tmp_path_factory.mktemp("checkpoints")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(admission, "time", SimpleNamespace(monotonic=CLOCK))
-        patch.setattr(producer, "time", SimpleNamespace(monotonic=CLOCK))
-        yield
 
 
 OFFERED = {"extra_args": {"kv_transfer_params": {"do_remote_decode": True}}}
@@ -64,15 +53,15 @@ class Serving(RuleBasedStateMachine):
         drafts=st.sampled_from([0, 3]),
     )
     def start(self, kinds, blocks, overlaps, role, strikes, most_held, seed, drafts):
-        self.engine = Engine(
-            FOLDER,
+        self.engine = VllmScheduler(
             kinds,
             blocks + drafts,
             overlaps=overlaps,
             role=role,
             seed=seed,
-            connector="OfferingConnector",
+            connector=OfferingConnector,
             drafts=drafts,
+            clock=CLOCK,
         )
         self.free = self.engine.pool.get_num_free_blocks()
         for source in self.engine.connector.sources:
@@ -110,16 +99,16 @@ class Serving(RuleBasedStateMachine):
     def land(self):
         self.engine.land()
 
-    @precondition(lambda self: self.engine.connector.producer._book.held)
+    @precondition(lambda self: self.engine.connector.leases)
     @rule(data=st.data(), says=st.sampled_from([LeasesClaimed, LeasesReleased]))
     def hear(self, data, says):
         event(f"a consumer's {says.__name__}")
-        lease = data.draw(st.sampled_from(self.engine.connector.producer._book.held))
+        lease = data.draw(st.sampled_from(self.engine.connector.leases))
         self.engine.connector.heard.append(says([lease]))
 
     @rule()
-    def raise_words(self):
-        self.engine.raise_words()
+    def confirm_ended_leases(self):
+        self.engine.confirm_ended_leases()
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data())
@@ -158,12 +147,12 @@ class Serving(RuleBasedStateMachine):
     def loads_hold_no_more_than_they_may_if_they_are_late(self):
         if hasattr(self, "engine") and self.most_held is not None:
             pins = self.engine.connector.pins
-            peers = [pin for pin in pins._pins.values() if pin.source == "peer"]
+            peers = [pin for pin in pins.by_load.values() if pin.source == "peer"]
             assert pins.held.get("peer", 0) <= self.most_held or len(peers) == 1
-            blocks = [block for pin in pins._pins.values() for block in pin.blocks]
+            blocks = [block for pin in pins.by_load.values() for block in pin.blocks]
             assert len(blocks) == sum(pins.held.values())
             assert all(block.ref_cnt > 0 for block in blocks), "a load may write a block that is free"
-            late = [pin for pin in pins._pins.values() if pin.late]
+            late = [pin for pin in pins.by_load.values() if pin.late]
             event("late reads hold blocks" if late else "no read is late")
             assert pins.all_late_blocks == sum(len(pin.blocks) for pin in late)
 
@@ -178,23 +167,23 @@ class Serving(RuleBasedStateMachine):
             for load in list(self.engine.loading):
                 self.engine.end(load)
             self.engine.land()
-            self.engine.raise_words()
+            self.engine.confirm_ended_leases()
             self.each_load_brings_a_request_further()
         assert expected <= self.engine.answered | self.aborted, "a request never ends"
         for _ in range(3):
             self.step(1)
         assert len(self.engine.connector.pins) == len(self.engine.connector.admission) == 0
         assert not self.engine.connector.admission._phases._loaded, "attempts of a request that has ended"
-        prefill = self.engine.connector.producer
-        assert (len(prefill._book), prefill._unclaimed._blocks, prefill._unclaimed._leaving) == (0, {}, {})
+        assert not self.engine.connector.leases
+        unclaimed = self.engine.connector.producer._unclaimed
+        assert (unclaimed._blocks, unclaimed._leaving) == ({}, {})
         assert self.engine.pool.get_num_free_blocks() == self.free
 
 
 TestServing = Serving.TestCase
-TestServing.settings = settings(
-    max_examples=40,
+TestServing.settings = examples(
+    40,
     stateful_step_count=40,
-    deadline=None,
     phases=(Phase.reuse, Phase.generate),  # to shrink takes minutes
     suppress_health_check=list(HealthCheck),
 )
@@ -204,7 +193,7 @@ TestServing.settings = settings(
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_requests_go_on_from_the_states_that_were_loaded_whether_they_speculate_or_not(drafts, overlaps):
     draw = random.Random(drafts)
-    engine = Engine(FOLDER, ("full", "state"), 80, overlaps=overlaps, drafts=drafts)
+    engine = VllmScheduler(("full", "state"), 80, overlaps=overlaps, drafts=drafts, clock=CLOCK)
     free, asked = engine.pool.get_num_free_blocks(), []
     while len(asked) < 60 or engine.scheduler.requests:
         CLOCK.now += PATIENCE / 20
@@ -232,7 +221,7 @@ def test_requests_go_on_from_the_states_that_were_loaded_whether_they_speculate_
 def test_a_prompt_of_which_sources_have_all_is_loaded_once_whatever_its_length(kinds, overlaps) -> None:
     """Alone, so that each step is its own: one load, and the step that computes its last token."""
     for tokens in range(1, 2 * BLOCK + 2):
-        engine = Engine(FOLDER, kinds, overlaps=overlaps)
+        engine = VllmScheduler(kinds, overlaps=overlaps, clock=CLOCK)
         one = engine.ask(range(tokens), 1, tiers=tokens)
         steps = 0
         while one.request_id not in engine.answered:
@@ -248,7 +237,7 @@ def test_vllm_asks_again_for_a_prompt_of_one_token_that_was_loaded(monkeypatch) 
     """When this fails vLLM has mended it, and a load may bring the only token of a prompt."""
     monkeypatch.setattr(admission, "must_compute", lambda *_: None)
     monkeypatch.setattr(bids, "saves_computation", lambda _: True)
-    engine = Engine(FOLDER)
+    engine = VllmScheduler(clock=CLOCK)
     one = engine.ask([7], tiers=1)
     for _ in range(ATTEMPTS):
         engine.step()
@@ -262,7 +251,7 @@ def test_vllm_asks_again_for_a_prompt_of_one_token_that_was_loaded(monkeypatch) 
 
 def test_a_prefill_engine_loads_for_a_prompt_of_two_tokens_no_more_than_for_one_of_one() -> None:
     """Its last token is dropped, since the consumer computes it."""
-    engine = Engine(FOLDER)
+    engine = VllmScheduler(clock=CLOCK)
     one = engine.ask([7, 8], answer=1, tiers=2)
     assert trim_prompt(one, BLOCK)
     for _ in range(2):
@@ -272,7 +261,7 @@ def test_a_prefill_engine_loads_for_a_prompt_of_two_tokens_no_more_than_for_one_
 
 
 def test_a_source_that_hangs_holds_no_more_than_it_may_and_others_go_on() -> None:
-    engine = Engine(FOLDER, blocks=100, seats=64)
+    engine = VllmScheduler(blocks=100, seats=64, clock=CLOCK)
     tiers, peer = engine.connector.sources
     tiers.most_held = peer.most_held = 40
     hung = [engine.ask(range(n, n + 65), answer=1, peer=64) for n in range(0, 3000, 100)]
@@ -281,7 +270,7 @@ def test_a_source_that_hangs_holds_no_more_than_it_may_and_others_go_on() -> Non
         engine.step()
     held, late = engine.connector.pins.held, list(engine.loading)
     assert (
-        0 < held["peer"] <= 20 < sum(len(engine.connector.pins._pins[load.key].blocks) for load in late) + 4
+        0 < held["peer"] <= 20 < sum(len(engine.connector.pins.by_load[load.key].blocks) for load in late) + 4
     )
     assert len(engine.answered) == len(hung) - len(late), "the others are computed, once they have waited"
     for load in late:
@@ -298,8 +287,8 @@ def test_a_source_that_hangs_holds_no_more_than_it_may_and_others_go_on() -> Non
 @pytest.mark.parametrize("kinds", KINDS, ids=" ".join)
 def test_a_prompt_waits_a_quarter_of_their_time_for_leases_that_nobody_claims(kinds, overlaps) -> None:
     """Clients have left between both engines, and their prompts hold the prefill engine's blocks."""
-    engine = Engine(FOLDER, kinds, 40, overlaps=overlaps, connector="OfferingConnector")
-    leases = engine.connector.producer._book
+    engine = VllmScheduler(kinds, 40, overlaps=overlaps, connector=OfferingConnector, clock=CLOCK)
+    leases, seconds = engine.connector.leases, ConnectorConfig().lease_seconds
     free = left = engine.pool.get_num_free_blocks()
     taken = 0
     while left >= 2 * taken:
@@ -308,27 +297,27 @@ def test_a_prompt_waits_a_quarter_of_their_time_for_leases_that_nobody_claims(ki
             engine.step()
         assert one.request_id in engine.answered
         taken, left = left - engine.pool.get_num_free_blocks(), engine.pool.get_num_free_blocks()
-    claimed = leases.held[0]
+    claimed = leases[0]
     engine.connector.heard.append(LeasesClaimed([claimed]))
     waits = engine.ask(range(9000, 9000 + 8 * BLOCK), 1)
     begun = CLOCK.now
     while waits.request_id not in engine.answered:
-        assert CLOCK.now <= begun + leases.seconds / 4 + 1, "it waits until the leases expire"
+        assert CLOCK.now <= begun + seconds / 4 + 1, "it waits until the leases expire"
         CLOCK.now += 0.1
         engine.step()
-        engine.raise_words()
-    assert CLOCK.now >= begun + leases.seconds / 4, "consumers have had time to claim them"
-    assert leases.held[0] == claimed
-    CLOCK.now += leases.seconds
+        engine.confirm_ended_leases()
+    assert CLOCK.now >= begun + seconds / 4, "consumers have had time to claim them"
+    assert leases[0] == claimed
+    CLOCK.now += seconds
     for _ in range(3):
         engine.step()
-        engine.raise_words()
+        engine.confirm_ended_leases()
     assert (len(leases), engine.pool.get_num_free_blocks()) == (0, free)
 
 
-def aborted_while_a_step_writes(role: str) -> Engine:
+def aborted_while_a_step_writes(role: str, **settings: bool) -> VllmScheduler:
     """A request is aborted in the step that computes it; the next one loads into the few blocks there are."""
-    engine = Engine(FOLDER, blocks=6, overlaps=True, role=role)
+    engine = VllmScheduler(blocks=6, overlaps=True, role=role, clock=CLOCK, settings=settings)
     engine.ask(range(64), answer=9)
     engine.step()
     engine.abort("r1")
@@ -347,32 +336,22 @@ def test_a_load_is_given_no_block_that_a_step_in_flight_writes_whatever_the_role
     assert not engine.torn
 
 
-def test_left_to_itself_vllm_gives_a_producers_load_blocks_that_a_step_still_writes(monkeypatch) -> None:
+def test_vllm_alone_gives_a_producers_load_blocks_that_a_step_still_writes() -> None:
     """When this fails, vLLM defers frees for every engine that loads, and `defer_frees` is not needed."""
-    monkeypatch.setattr(PlayedConnector, "defers", False)
-    assert aborted_while_a_step_writes("kv_producer").torn
+    assert aborted_while_a_step_writes("kv_producer", defers=False).torn
 
 
-@pytest.mark.parametrize("connector", ["KVFerryConnector", "FerryMultiConnector"])
+@pytest.mark.parametrize("connector", [KVFerryConnector, FerryMultiConnector])
 def test_kvferrys_connectors_make_vllm_defer_frees(connector) -> None:
-    own = {"kv_connector": "KVFerryConnector", "kv_connector_module_path": KVFerryConnector.__module__}
-    module, extra = own["kv_connector_module_path"], {}
-    if connector == "FerryMultiConnector":
-        module, extra = FerryMultiConnector.__module__, {"connectors": [own]}
-    engine = Engine(
-        FOLDER,
-        overlaps=True,
-        role="kv_producer",
-        connector=connector,
-        connector_module=module,
-        settings=extra,
+    engine = VllmScheduler(
+        overlaps=True, role="kv_producer", connector=connector, settings=SETTINGS[connector]
     )
     assert engine.scheduler.defer_block_free
 
 
 @pytest.mark.parametrize("how", [{"prompt_logprobs": 0}, {"skip_reading_prefix_cache": True}, {}], ids=str)
 def test_a_prompt_that_reads_no_cache_is_neither_cut_for_a_consumer_nor_loaded(how) -> None:
-    engine = Engine(FOLDER)
+    engine = VllmScheduler(clock=CLOCK)
     one = engine.ask(range(40), answer=1, tiers=40, sampling=how)
     assert trim_prompt(one, BLOCK) == (not how)
     engine.step()
