@@ -89,6 +89,7 @@ class ControlClient:
         heartbeat_seconds: float = 5.0,
         *,
         linger_seconds: float = 0.5,
+        max_unresolved: int = MAX_UNRESOLVED,
         resolve: ResolveName | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -104,10 +105,12 @@ class ControlClient:
             handshake_seconds: timeout in seconds of a handshake, and of the exchange of a ticket (random id)
                 for a lease.
             heartbeat_seconds: seconds between two heartbeats to the same peer.
+            max_unresolved: maximum number of commands that wait for a peer's name to be resolved.
             linger_seconds: time to send the queued messages of a socket after it is closed.
             resolve: function that resolves the names in `peers`; None for the system's resolver.
             clock: function that returns the current time in seconds.
         """
+        self._max_unresolved = max_unresolved
         self._clock, self._linger_milliseconds = clock, int(linger_seconds * 1000)
         self._keys, self._heartbeat_seconds = keys, heartbeat_seconds
         self._check_ranks = check
@@ -448,9 +451,9 @@ class ControlClient:
         Raises:
             AddressNotAllowed: too many commands are waiting already.
         """
-        if len(self._unresolved) >= MAX_UNRESOLVED:
+        if len(self._unresolved) >= self._max_unresolved:
             raise AddressNotAllowed(
-                f"{MAX_UNRESOLVED} messages already wait for names of peers; see whether the name "
+                f"{self._max_unresolved} messages already wait for names of peers; see whether the name "
                 "server answers"
             )
         self._unresolved.append(command)

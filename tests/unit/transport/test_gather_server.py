@@ -13,9 +13,9 @@ import zmq
 from kvferry.errors import ConfigError
 from kvferry.geometry import Region
 from kvferry.geometry.rank import RankGeometry
+from kvferry.memory.staging_copies import StagingCopies
 from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.strided_copy import Loop, StridedCopy
-from kvferry.memory.staging_copies import StagingCopies
 from kvferry.transport import security
 from kvferry.transport.allowed_peers import ANY_PEER, AllowedPeers, parse_allowed_peers
 from kvferry.transport.gather_messages import (
@@ -234,8 +234,8 @@ def test_a_copy_that_fails_when_its_turn_comes_holds_up_nobody(world):
     reader = world.reader(world.route(StridedCopy(0, 0, 8), stride=WIDE))
     reader.say(ask(1, (1,) * 5), ask(2), ask(3))
     assert reader.hear().segment == 1
-    steps = iter([failing])
-    world.gather = lambda copy: next(steps, lambda copy: copy())(copy)
+    faults = iter([True])
+    world.gather = lambda copy: failing(copy) if next(faults, False) else copy()
     reader.say(Done(1))
     assert reader.hear() == NotGathered(2, "the copy failed: no such device")
     assert isinstance(reader.hear(), Gathered)
