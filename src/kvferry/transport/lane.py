@@ -184,7 +184,8 @@ class Lane:
             validator: object that decides whether a peer's transport metadata may be loaded.
             in_flight: maximum number of orders that are executed at the same time; further orders wait.
             on_result: function that the thread calls when `results` has a new result.
-            clock: function that returns the current time in seconds, for the timeouts of packed reads.
+            clock: function that returns the current time in seconds, for timeouts and for the pauses between
+                attempts to connect a peer.
         """
         self._clock = clock
         self._on_result = on_result
@@ -282,6 +283,7 @@ class Lane:
             partial(self._make_peer, agent),
             lambda cards: self._validator.validate(cards, self._wake.set),
             lambda: [read.peer for read in self._reads],
+            self._clock,
         )
         self._resources = PackedReadResources(
             agent,
