@@ -27,8 +27,8 @@ from transport.producer import SLOTS
 
 MIB = 1 << 20
 FAMILIES = (Family(GroupKind.FULL, fields=tuple(Stored(name, 2, 4, (("content", 512),)) for name in "kv")),)
-BLOCKS = 140
-TOKENS = 128 * 16
+BLOCKS = 76
+TOKENS = 64 * 16
 SPAN = LoadSpan(0, TOKENS, TOKENS)
 
 
@@ -43,7 +43,7 @@ FROM, INTO = scattered_tables(SRC, TOKENS, 1), scattered_tables(DST, TOKENS, 2)
 PACKED = [Strategy.STAGED, Strategy.OVER_READ]
 
 
-def settings(strategy: Strategy | None = Strategy.STAGED, staging: int = 2 * MIB) -> TransferSettings:
+def settings(strategy: Strategy | None = Strategy.STAGED, staging: int = MIB) -> TransferSettings:
     return TransferSettings(strategy, staging_bytes=staging, lanes=1)
 
 
@@ -85,10 +85,10 @@ def test_reads_that_share_a_small_area_all_end_right(world, strategy, theirs):
     reader = world.reader(RANK, settings=settings(strategy, MIB))
     producer = world.shared_producer(SRC, FAMILIES, FROM, settings=settings(staging=theirs))
     reader.thread.connect("P", producer.cards)
-    for number in range(8):
+    for number in range(4):
         reader.submit(f"load {number}", "P", LoadSpan(0, 256, 256), FROM, part(number))
     after = reader.before
-    for number in range(8):
+    for number in range(4):
         assert reader.result(f"load {number}").failure is None
         after = expect(reader.rank, [SOURCE], [LoadSpan(0, 256, 256)], part(number), after).value
     assert (reader.memory.bytes == after).all()
