@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -11,7 +10,7 @@ import numpy as np
 from fuzz.judge import seed
 from fuzz.lies import Lies
 from fuzz.odd import Odd
-from fuzz.rigs import BLOCKS, HOST, STRIDE, Rig, redeem, until
+from fuzz.rigs import BLOCKS, HOST, STRIDE, Rig, redeem
 from fuzz.seeds import CHUNK_TOKENS, CONTENT, GRANT, KEYS, TOKENS, gather_replies, replies
 from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.strided_copy import StridedCopy
@@ -23,6 +22,7 @@ from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import MAX_TURNS
 from kvferry.transport.redeem import Redeemed
 from kvferry.transport.turns import TurnContent, shared_tokens
+from support.waiting import wait_for
 from transport.cards import ticket
 
 _NOWHERE = (HOST, 1)
@@ -75,7 +75,7 @@ class Consumer:
         # Of the next number, which the liar names now and then.
         unanswered = client.redeem(_NOWHERE, ticket("x"), TOKENS, CONTENT)
         question = client.ask_turn({there: 1}, self._prompt)
-        until(lambda: not isinstance(client.look_up(there, 1), Pending), 20.0, "an end")
+        wait_for(lambda: not isinstance(client.look_up(there, 1), Pending))
         answer = client.redemption(asked, 0.05)
         self.taken[type(answer).__name__] += 1
         lie = client.redemption(unanswered)
@@ -93,14 +93,13 @@ class Consumer:
         told = self._lies.more = self._told
         heard = self._heard() + len(told)
         asked = self._client.redeem(self._there, ticket("x"), TOKENS, CONTENT)
-        until(lambda: self._heard() >= heard, 60.0, "all is heard")
+        wait_for(lambda: self._heard() >= heard)
         self._lies.more = []
         self._end(asked)
         return len(told), bytes_of(told)
 
     def _look_at_turns(self, question: int) -> None:
-        while (found := self._client.turns(question)) is None:
-            time.sleep(0.001)
+        (found,) = wait_for(lambda: None if (a := self._client.turns(question)) is None else [a])
         assert {address for address, _ in found} <= {self._there}
         assert len(found) <= MAX_TURNS
         assert all(0 <= shared_tokens(self._prompt, kept) <= 600 for _, kept in found)

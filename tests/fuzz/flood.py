@@ -113,7 +113,7 @@ def honest(keys: Any, port: int, stop: Any, told: Any) -> None:
         rig.keys = keys
         client = rig.client(20.0)
         while not stop.is_set():
-            told.put(meet(client, port, 60.0))
+            told.put(meet(client, port))
             time.sleep(0.05)
 
 
@@ -166,7 +166,7 @@ def row(name: str, rig: Rig, server: Any, client: Any, attack: Any, seconds: flo
         time.sleep(0.2)
         while server.events:
             server.events.popleft()
-        now = memory(), threading.active_count(), descriptors(), server._listener._connections.open
+        now = memory(), threading.active_count(), descriptors(), server.connections
         most = [max(a, b) for a, b in zip(most, now, strict=True)]
     stop.set()
     ended.set()

@@ -25,8 +25,8 @@ MOST_CPU_SECONDS = 0.5
 """Of one message, under the tracer of lines, which makes handlers several times slower."""
 
 
-def seconds(default: float = 3.0) -> float:
-    """How long one fuzzer runs."""
+def seconds(default: float = 10.0) -> float:
+    """Return how long one fuzzer of the long list runs."""
     return float(os.environ.get("KVFERRY_FUZZ_SECONDS", default))
 
 
@@ -85,8 +85,11 @@ class Costs:
 
 
 @contextmanager
-def judged(caplog: Any, *costs: Costs) -> Iterator[None]:
-    """Judge what happens inside: threads live, memory and descriptors stay, nothing unexpected is logged."""
+def judged(caplog: Any, *costs: Costs, long: bool = True) -> Iterator[None]:
+    """Judge what happens inside: threads live, memory and descriptors stay, nothing unexpected is logged.
+
+    CPU time is judged only in a long run.
+    """
     before = {one.name for one in threading.enumerate()}
     began, files = memory(), descriptors()
     yield
@@ -99,4 +102,4 @@ def judged(caplog: Any, *costs: Costs) -> Iterator[None]:
     assert descriptors() - files < 64
     for one in costs:
         assert one.calls
-        assert one.most < MOST_CPU_SECONDS, f"a message took {one.most:.3f} s of CPU"
+        assert not long or one.most < MOST_CPU_SECONDS, f"a message took {one.most:.3f} s of CPU"

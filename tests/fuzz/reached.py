@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
 from typing import Any, Self
 
 
@@ -56,6 +56,16 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
     for one in code.co_consts:
         if isinstance(one, CodeType):
             yield from _codes(one)
+
+
+def functions(*modules: ModuleType) -> list[Callable[..., Any]]:
+    """Return the functions that modules define."""
+    return [
+        one
+        for module in modules
+        for one in vars(module).values()
+        if hasattr(one, "__code__") and one.__module__ == module.__name__
+    ]
 
 
 def methods(*classes: type, without: tuple[str, ...] = ()) -> list[Callable[..., Any]]:

@@ -23,6 +23,8 @@ from kvferry.transport.handshake import PeerInfo, Pending
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.redeem import Redeemed
 from kvferry.transport.staging import UNIT_BYTES, StagingArea
+from support.memory import memory
+from support.waiting import wait_for
 from transport.cards import cards, facts, ticket
 
 HOST = "127.0.0.1"
@@ -35,15 +37,6 @@ def new_keys() -> security.Keys:
     """Return the key that peers share."""
     public, secret = zmq.curve_keypair()
     return security.Keys(public, secret)
-
-
-def until(there: Any, limit: float, what: str) -> Any:
-    """Return what `there` returns once it is something."""
-    deadline = time.monotonic() + limit
-    while not (found := there()):
-        assert time.monotonic() < deadline, f"{what}: not within {limit} s"
-        time.sleep(0.002)
-    return found
 
 
 class Rig:
@@ -105,13 +98,11 @@ class Rig:
         return int(port)
 
 
-def meet(client: ControlClient, port: int, limit: float = 20.0) -> float:
+def meet(client: ControlClient, port: int) -> float:
     """Shake hands anew; return the seconds that it took."""
     client.forget((HOST, port))
     began = time.monotonic()
-    answer = until(
-        lambda: None if isinstance(a := client.look_up((HOST, port), 1), Pending) else a, limit, "handshake"
-    )
+    answer = wait_for(lambda: None if isinstance(a := client.look_up((HOST, port), 1), Pending) else a)
     assert isinstance(answer, PeerInfo), answer
     return time.monotonic() - began
 
@@ -125,23 +116,21 @@ def keep(client: ControlClient, server: ControlServer) -> None:
 
 def redeem(client: ControlClient, port: int) -> Redeemed:
     """Redeem the ticket of the name ``honest``; return the answer, however slow the machine is."""
-    deadline = time.monotonic() + 60.0
-    while True:
+
+    def answered() -> Redeemed | None:
         client.look_up((HOST, port))
         number = client.redeem((HOST, port), ticket("honest"), TOKENS, CONTENT)
-        answer = until(
-            lambda n=number: None if isinstance(a := client.redemption(n), Pending) else a, 20.0, "redemption"
-        )
+        answer = wait_for(lambda: None if isinstance(a := client.redemption(number), Pending) else a)
         client.end_redemption(number)
-        if isinstance(answer, Redeemed):
-            return answer
-        assert "no answer" in answer.reason, answer
-        assert time.monotonic() < deadline, answer
+        assert isinstance(answer, Redeemed) or "no answer" in answer.reason, answer
+        return answer if isinstance(answer, Redeemed) else None
+
+    return wait_for(answered)
 
 
 def alive(server: ControlServer) -> None:
     """Wait for a heartbeat of that lease; takes all that has been heard."""
-    until(lambda: any("honest" in heard.leases for heard in server.events), 10.0, "heartbeat")
+    wait_for(lambda: any("honest" in heard.leases for heard in server.events))
     server.events.clear()
 
 
@@ -161,5 +150,4 @@ class Worker:
 
     def image(self, position: int, stride: int) -> bytes:
         """Return the image at a position of the area."""
-        whole = self.area.images(stride).space._flat(0, 1).numpy()
-        return bytes(whole[position * stride : (position + 1) * stride])
+        return bytes(memory(self.area.region)[position * stride : (position + 1) * stride])

@@ -1,6 +1,7 @@
 """Odd messages to both ends of both channels; an honest peer is served meanwhile and afterwards.
 
-KVFERRY_FUZZ_SECONDS and KVFERRY_FUZZ_SEED set how long and which. A failure names the seed.
+The short list sends a fixed number of messages. In the long list, KVFERRY_FUZZ_SECONDS says for how long each
+fuzzer runs. KVFERRY_FUZZ_SEED says which messages they send; a failure names it.
 """
 
 import socket
@@ -16,8 +17,8 @@ from fuzz.asking import Consumer, Reader, again
 from fuzz.judge import Costs, holds_nothing, judged, seconds, seed
 from fuzz.model import Model
 from fuzz.odd import Odd
-from fuzz.reached import Reached, methods
-from fuzz.rigs import BLOCKS, HOST, STRIDE, Rig, Worker, alive, keep, meet, redeem, until
+from fuzz.reached import Reached, functions, methods
+from fuzz.rigs import BLOCKS, HOST, STRIDE, Rig, Worker, alive, keep, meet, redeem
 from fuzz.seeds import (
     GRANT,
     gather_requests,
@@ -38,8 +39,14 @@ from kvferry.transport.redeem import PromptContent
 from kvferry.transport.redemptions import Redemptions
 from kvferry.transport.tickets import TicketBook
 from kvferry.transport.turns import TurnIndex, TurnQueries
+from support.waiting import wait_for
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.parametrize(
+        "long", [False, pytest.param(True, marks=pytest.mark.long)], ids=["short", "long"]
+    ),
+]
 
 
 @pytest.fixture
@@ -48,14 +55,13 @@ def rig():
         yield Rig(stack)
 
 
-def until_over(step, enough=lambda: True, each: int = 50, least: int = 2000):
-    """Call `step` until the time is over, and yield after every `each` calls.
+def rounds(step, enough=lambda: True, each: int = 50, least: int = 2000, *, long: bool):
+    """Call `step` at least `least` times, and yield after every `each` calls.
 
-    Calls it at least `least` times, and up to ten times as often until `enough` returns true: how much
-    happens in a few seconds depends on the machine.
+    Go on until `enough` returns true, up to ten times as often; in a long run, until its time is over.
     """
-    deadline, number = time.monotonic() + seconds(), 0
-    while time.monotonic() < deadline or number < least or (number < 10 * least and not enough()):
+    deadline, number = time.monotonic() + (seconds() if long else 0), 0
+    while number < least or (number < 10 * least and not enough()) or (long and time.monotonic() < deadline):
         step()
         number += 1
         if number % each == 0:
@@ -68,20 +74,10 @@ def said(reached: Reached, least: float) -> None:
     assert reached.share >= least, reached.missed
 
 
-def test_a_producer_serves_on_whatever_a_peer_with_the_key_says(rig, caplog):
+def test_a_producer_serves_on_whatever_a_peer_with_the_key_says(rig, caplog, long):
     odd = Odd(seed(), requests())
-    handlers = [
-        ControlServer._serve,
-        ControlServer._handle_request,
-        ControlServer._add_keeper,
-        ProducerCard.answer,
-        FairQueue.put,
-    ]
-    handlers += [
-        ControlServer._redeem,
-        ControlServer._handle_lease_message,
-        *methods(TicketBook, without=("__len__",)),
-    ]
+    handlers = [ProducerCard.answer, FairQueue.put, *methods(TicketBook, without=("__len__",))]
+    handlers += methods(ControlServer, without=("__init__", "close", "_run"))
     handlers += [TurnIndex.find, TurnIndex.leases, PromptContent.difference]
     with Reached(*handlers, messages.decode_request, messages.compare_facts) as reached:
         server, honest = rig.server(), rig.client()
@@ -99,14 +95,13 @@ def test_a_producer_serves_on_whatever_a_peer_with_the_key_says(rig, caplog):
         def enough() -> bool:
             return min(model.redeemed, model.ended, model.found) > 5
 
-        with judged(caplog, cost):
-            for _ in until_over(lambda: say(odd.frames()), enough, each=200):
+        with judged(caplog, cost, long=long):
+            for _ in rounds(lambda: say(odd.frames()), enough, each=200, least=1000, long=long):
                 slowest = max(slowest, meet(honest, server.port))
                 alive(server)
                 assert redeem(honest, server.port).grant == GRANT
-            holds_nothing(again(odd, say), lambda: (meet(honest, server.port), alive(server)))
-        assert server._thread.is_alive()
-        assert honest._thread.is_alive()
+            if long:
+                holds_nothing(again(odd, say), lambda: (meet(honest, server.port), alive(server)))
         meet(honest, server.port)
         assert not model.wrong, model.wrong[:5]
     print(
@@ -118,16 +113,17 @@ def test_a_producer_serves_on_whatever_a_peer_with_the_key_says(rig, caplog):
     said(reached, 0.80)
 
 
-def test_a_consumer_goes_on_whatever_a_peer_with_the_key_answers(rig, caplog, monkeypatch):
+def test_a_consumer_goes_on_whatever_a_peer_with_the_key_answers(rig, caplog, monkeypatch, long):
     monkeypatch.setattr(turns, "SILENT_SECONDS", 0.0)
     monkeypatch.setattr(turns, "ASK_SECONDS", 0.05)
     handlers = methods(Handshakes, without=("__init__",))
     handlers += methods(Redemptions, TurnQueries, without=("__init__",))
-    checks = [
-        one for one in vars(check_ranks).values() if getattr(one, "__module__", "") == check_ranks.__name__
-    ]
     with Reached(
-        ControlClient._receive, *handlers, *checks, messages.decode_reply, messages.decode_numbered
+        ControlClient._receive,
+        *handlers,
+        *functions(check_ranks),
+        messages.decode_reply,
+        messages.decode_numbered,
     ) as reached:
         server, consumer = rig.server(), rig.client(0.5)
         consumer._receive = cost = Costs(consumer._receive)
@@ -142,11 +138,11 @@ def test_a_consumer_goes_on_whatever_a_peer_with_the_key_answers(rig, caplog, mo
         def enough() -> bool:
             return min(asking.taken[one] for one in ("Redeemed", "Unusable", "turns")) > 5
 
-        with judged(caplog, cost):
-            for _ in until_over(asking.ask, enough, each=10, least=100):
+        with judged(caplog, cost, long=long):
+            for _ in rounds(asking.ask, enough, each=10, least=40, long=long):
                 settled()
-            holds_nothing(asking.repeat, settled)
-        assert consumer._thread.is_alive()
+            if long:
+                holds_nothing(asking.repeat, settled)
         assert not consumer._redemptions._asked
         assert not consumer._questions._open
         meet(consumer, server.port)
@@ -155,11 +151,10 @@ def test_a_consumer_goes_on_whatever_a_peer_with_the_key_answers(rig, caplog, mo
     said(reached, 0.75)
 
 
-def test_a_worker_gathers_on_whatever_a_reader_with_the_key_says(rig, caplog, monkeypatch):
+def test_a_worker_gathers_on_whatever_a_reader_with_the_key_says(rig, caplog, monkeypatch, long):
     monkeypatch.setattr(gather_server, "WAIT_SECONDS", 0.3)
     handlers = methods(GatherServer, without=("__init__", "close", "_run"))
-    checks = [gather_messages.decode_request, gather_messages._check, gather_messages._check_route]
-    with Reached(*handlers, *checks, gather_messages._check_copy) as reached:
+    with Reached(*handlers, *functions(gather_messages)) as reached:
         worker = Worker(rig)
         worker.server._serve = cost = Costs(worker.server._serve)
         odd = Odd(seed(), gather_requests(worker.address, STRIDE, BLOCKS))
@@ -188,27 +183,28 @@ def test_a_worker_gathers_on_whatever_a_reader_with_the_key_says(rig, caplog, mo
 
         def settled() -> None:
             served()
-            until(lambda: not worker.server._waiting, 10.0, "nobody waits")
+            wait_for(lambda: not worker.server._waiting)
 
         served()
-        with judged(caplog, cost):
-            for _ in until_over(lambda: say(odd.frames()), each=200):
+        with judged(caplog, cost, long=long):
+            for _ in rounds(lambda: say(odd.frames()), each=200, least=1000, long=long):
                 served()
-            holds_nothing(again(odd, say), settled)
-        assert worker.server._thread.is_alive()
+            if long:
+                holds_nothing(again(odd, say), settled)
     print(f"{cost.calls} messages, {cost.most * 1e3:.1f} ms at most")
     said(reached, 0.75)
 
 
-def test_a_reader_goes_on_whatever_a_worker_with_the_key_answers(rig, caplog):
+def test_a_reader_goes_on_whatever_a_worker_with_the_key_answers(rig, caplog, long):
     handlers = [GatherClient._receive, GatherClient.answer, GatherClient.ask, GatherClient._announce_routes]
     with Reached(*handlers, gather_messages.decode_reply) as reached:
         asking = Reader(rig)
         cost = Costs(asking.ask)
-        with judged(caplog, cost):
-            for _ in until_over(cost, least=200):
+        with judged(caplog, cost, long=long):
+            for _ in rounds(cost, least=200, long=long):
                 pass
-            holds_nothing(asking.repeat, lambda: None)
+            if long:
+                holds_nothing(asking.repeat, lambda: None)
     print(f"{cost.calls} rounds, {asking.messages} answers, {cost.most * 1e3:.1f} ms at most")
     assert asking.messages > cost.calls
     said(reached, 0.90)
@@ -239,7 +235,7 @@ def stranger(draw) -> list[bytes]:
     )
 
 
-def test_strangers_without_the_key_cost_a_known_peer_nothing(rig, caplog):
+def test_strangers_without_the_key_cost_a_known_peer_nothing(rig, caplog, long):
     server, honest, draw = rig.server(), rig.client(), Odd(seed(), [b""]).draw
     meet(honest, server.port)
     keep(honest, server)
@@ -262,14 +258,14 @@ def test_strangers_without_the_key_cost_a_known_peer_nothing(rig, caplog):
             one.close()
 
     with judged(caplog):
-        for _ in until_over(connect, each=20, least=100):
+        for _ in rounds(connect, each=20, least=100, long=long):
             with suppress(zmq.Again):  # few wait for a connection that never comes about
                 wrong.send(requests()[0], zmq.NOBLOCK)
             meet(honest, server.port)
             alive(server)
         for one in slow:
             one.close()
-        until(lambda: server._listener._connections.open <= 3, 20.0, "strangers are gone")
+        wait_for(lambda: server.connections <= 3)  # strangers are gone
     assert not server.rejected, "what strangers say is never read"
     assert not wrong.poll(100), "nor answered"
     assert threading.active_count() < 30

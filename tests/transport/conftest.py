@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.geometry import RankGeometry
 from support.engines import EngineSpec, Family
-from transport.pair import INCARNATION, Producer, Reader
+from transport.pair import INCARNATION, KeptValidator, Producer, Reader
 from transport.producer import Produce
 
 _numbers = itertools.count()
@@ -26,8 +26,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 class World:
     """Starts what a test needs."""
 
-    def __init__(self, stack: ExitStack, shared: Producer) -> None:
-        self._stack, self._shared = stack, shared
+    def __init__(self, stack: ExitStack, shared: Producer, validator: KeptValidator) -> None:
+        self._stack, self._shared, self._validator = stack, shared, validator
 
     def producer(
         self, spec: EngineSpec, families: tuple[Family, ...], tables=None, seed: int = 0
@@ -44,6 +44,9 @@ class World:
         return self._shared.become(_order(spec, families, tables, seed, settings))
 
     def reader(self, rank: RankGeometry, **options) -> Reader:
+        # The child process of the shared validator has the transports of the environment that it started in.
+        if "UCX_TLS" not in os.environ:
+            options.setdefault("validator", self._validator)
         reader = Reader(rank, f"D{next(_numbers)}.{os.getpid()}", **options)
         self._stack.callback(reader.end)
         return reader
@@ -60,10 +63,17 @@ def shared_producer() -> Iterator[Producer]:
     producer.end()
 
 
+@pytest.fixture(scope="session")
+def shared_validator() -> Iterator[KeptValidator]:
+    validator = KeptValidator()
+    yield validator
+    validator.end()
+
+
 @pytest.fixture
-def world(shared_producer) -> Iterator[World]:
+def world(shared_producer, shared_validator) -> Iterator[World]:
     with ExitStack() as stack:
-        yield World(stack, shared_producer)
+        yield World(stack, shared_producer, shared_validator)
 
 
 @pytest.fixture

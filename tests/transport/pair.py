@@ -8,26 +8,29 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvferry.geometry import RankGeometry
+from kvferry.geometry import RankGeometry, Region
 from kvferry.planning.select import LoadSpan
 from kvferry.transport.agent import Agent, ReadState
 from kvferry.transport.lane import ReadResult
 from kvferry.transport.lease import LeaseWord, LeaseWords
 from kvferry.transport.messages import RankCard
+from kvferry.transport.metadata_sandbox import MetadataSandbox
+from kvferry.transport.metadata_validation import SandboxValidator
 from kvferry.transport.read_order import ReadOrder
 from kvferry.transport.settings import TransferSettings
 from kvferry.transport.transfers import Transfers
 from support.keys import KEYS
+from support.waiting import wait_for
 from transport.memory import place
 from transport.producer import Produce
 
@@ -93,19 +96,26 @@ class Producer:
 class Watched(Agent):
     """NIXL, counting what is held, and noting whether anything in flight is given back.
 
-    While `gate` is clear a finished READ is not seen to be finished.
+    Attributes:
+        gate: while it is clear, a finished READ is not seen to be finished.
+        before_read: called with the number of READs so far before the next one is made.
+        most_reads: the largest number of READs that were held at a time.
+        regions: memory that was registered.
     """
 
     def __init__(self, name: str, *, progress: bool) -> None:
         super().__init__(name, progress=progress)
         self.held: dict[str, int] = {"peers": 0, "lists": 0, "reads": 0, "regions": 0}
         self.released_in_flight = 0
-        self.posted = 0
+        self.made = self.posted = self.most_reads = 0
+        self.regions: list[Region] = []
+        self.before_read: Callable[[int], object] = lambda number: None
         self.gate = threading.Event()
         self.gate.set()
 
     def register(self, regions: Any) -> None:
         super().register(regions)
+        self.regions += regions
         self.held["regions"] += 1
 
     def add_peer(self, metadata: bytes) -> str:
@@ -127,8 +137,11 @@ class Watched(Agent):
         self.held["lists"] -= 1
 
     def read(self, *arguments: Any) -> Any:
+        self.before_read(self.made)
         handle = super().read(*arguments)
+        self.made += 1
         self.held["reads"] += 1
+        self.most_reads = max(self.most_reads, self.held["reads"])
         return handle
 
     def post(self, handle: Any) -> ReadState:
@@ -150,6 +163,21 @@ class Watched(Agent):
         self.held["regions"] = 0
 
 
+class KeptValidator:
+    """A validator that all readers of a session share, so that its child process starts once."""
+
+    def __init__(self) -> None:
+        self._shared = SandboxValidator(partial(MetadataSandbox, "127.0.0.1"))
+        self.validate, self.warm_up, self.end = (
+            self._shared.validate,
+            self._shared.warm_up,
+            self._shared.close,
+        )
+
+    def close(self) -> None:
+        """Stay open: the next reader uses it."""
+
+
 class Reader:
     """One rank of the engine that reads, in this process."""
 
@@ -159,12 +187,15 @@ class Reader:
         name: str,
         in_flight: int = 8,
         settings: TransferSettings | None = None,
+        **options: Any,
     ) -> None:
         self.rank, self.memory = place(made_up, 1000)
         self.before = self.memory.bytes.copy()
         self.agents: list[Watched] = []
         settings = replace(settings or TransferSettings(lanes=1), keys=KEYS)
-        self.thread = Transfers(name, self.rank, LeaseWords(1, 1), settings, self._make_agent, in_flight)
+        self.thread = Transfers(
+            name, self.rank, LeaseWords(1, 1), settings, self._make_agent, in_flight, **options
+        )
         self._results: dict[str, ReadResult] = {}
 
     def _make_agent(self, name: str, *, progress: bool) -> Agent:
@@ -190,23 +221,16 @@ class Reader:
     ) -> None:
         self.thread.submit(ReadOrder(key, peer, span, tuple(src), tuple(dst), lease))
 
-    def result(self, key: str, seconds: float = 30.0) -> ReadResult | None:
-        """How an order ended; None if it has not, after so many seconds."""
-        deadline = time.monotonic() + seconds
-        while True:
-            for result in self.thread.results():
-                assert result.key not in self._results, f"{result.key} has two results"
-                self._results[result.key] = result
-            if key in self._results or time.monotonic() >= deadline:
-                return self._results.get(key)
-            time.sleep(0.001)
+    def poll(self, key: str) -> ReadResult | None:
+        """Return how an order ended; None if it has not."""
+        for result in self.thread.results():
+            assert result.key not in self._results, f"{result.key} has two results"
+            self._results[result.key] = result
+        return self._results.get(key)
 
-    def until(self, there: Callable[[], object], seconds: float = 30.0) -> None:
-        """Wait for something that the thread does."""
-        deadline = time.monotonic() + seconds
-        while not there():
-            assert time.monotonic() < deadline, f"still not so after {seconds} s"
-            time.sleep(0.001)
+    def result(self, key: str) -> ReadResult:
+        """Wait until an order has ended."""
+        return wait_for(lambda: self.poll(key))
 
     def end(self) -> None:
         for agent in self.agents:

@@ -1,7 +1,7 @@
 """The other process: all ranks of a made-up engine that others read from.
 
 `main` is given one end of a socket. For every `Produce` it receives it becomes that engine and answers with
-its ranks' cards; in between it does what the methods of `Engine` do. It ends when the socket closes.
+its ranks' cards; in between it does what the methods of `ProducerRanks` do. It ends when the socket closes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Produce:
     settings: TransferSettings | None = None
 
 
-class Engine:
+class ProducerRanks:
     """All ranks of what was ordered."""
 
     def __init__(self, order: Produce) -> None:
@@ -70,18 +70,18 @@ class Engine:
 
 
 def main(connection: Connection[Any, Any]) -> None:
-    engine: Engine | None = None
+    produced: ProducerRanks | None = None
     while True:
         try:
             order = connection.recv()
         except EOFError:
             return
         if isinstance(order, Produce):
-            if engine is not None:
-                engine.close()
-            engine = Engine(order)
-            connection.send(engine.cards)
+            if produced is not None:
+                produced.close()
+            produced = ProducerRanks(order)
+            connection.send(produced.cards)
         else:
             verb, *arguments = order
-            getattr(engine, verb)(*arguments)
+            getattr(produced, verb)(*arguments)
             connection.send(verb)

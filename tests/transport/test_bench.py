@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,7 @@ from kvferry.measuring.simulated import SimulatedEngine, read_geometry, simulate
 from kvferry.plan.side import EngineSide
 from kvferry.planning.strategy import Strategy
 from kvferry.transport.costs_file import read_costs, write_costs
+from support.waiting import wait_for
 
 pytestmark = pytest.mark.transport
 
@@ -51,9 +54,15 @@ def _engine(name: str, seed: int, **side: int | str) -> SimulatedEngine:
 SOURCE = _engine("source", 1)
 
 
-@pytest.fixture
-def reader():
+@contextmanager
+def _pair() -> Iterator[Reader]:
     with ProducerProcess([SOURCE], {}) as producer, Reader(_engine("destination", 2), producer) as reader:
+        yield reader
+
+
+@pytest.fixture(scope="module")
+def reader():
+    with _pair() as reader:
         yield reader
 
 
@@ -68,6 +77,7 @@ def test_everything_is_measured_once_through() -> None:
     assert all(len(series["seconds"]) == 7 for series in loaded["comparison"]["others"])
 
 
+@pytest.mark.long
 def test_hooks_and_planning_are_measured_while_requests_move() -> None:
     job = OverheadJob(reading=TINY, planned_tokens=4096, moved_tokens=TOKENS, repeats=7)
     measured = measure_overhead(job, _quiet)
@@ -84,7 +94,7 @@ def test_a_move_is_checked_byte_for_byte(reader: Reader) -> None:
         reader.check()
 
 
-def test_what_is_read_in_the_wrong_order_is_noticed(reader: Reader) -> None:
+def test_blocks_read_in_the_wrong_order_are_noticed(reader: Reader) -> None:
     other = _engine("source", 3)
     with pytest.raises(TransferError, match="are not what they must be"):
         KVFerryMover("", reader, other).move()
@@ -104,12 +114,14 @@ def test_every_lease_is_acknowledged(reader: Reader) -> None:
     assert leases[1].generation == leases[0].generation + 2
 
 
-def test_a_producer_that_dies_is_one_sentence(reader: Reader) -> None:
-    os.kill(reader.producer.pid, signal.SIGKILL)
-    with pytest.raises(TransferError, match=r"the producer process \(pid \d+\) died: killed by signal 9"):
-        KVFerryMover("", reader, SOURCE).move()
+def test_a_producer_that_dies_is_one_sentence() -> None:
+    with _pair() as reader:
+        os.kill(reader.producer.pid, signal.SIGKILL)
+        with pytest.raises(TransferError, match=r"the producer process \(pid \d+\) died: killed by signal 9"):
+            KVFerryMover("", reader, SOURCE).move()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "fewer"),
     [
@@ -141,6 +153,7 @@ def test_a_pinned_strategy_is_what_moves(reader: Reader) -> None:
         assert ferry.strategies == (strategy,)
 
 
+@pytest.mark.long
 def test_encryption_is_measured_beside_the_same_talk_without() -> None:
     job = SafetyJob(
         parts=("curve",),
@@ -163,6 +176,7 @@ def test_encryption_is_measured_beside_the_same_talk_without() -> None:
     json.dumps(safety_report.as_json(measured))
 
 
+@pytest.mark.long
 def test_costs_are_fitted_and_nothing_is_written(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     app(["calibrate", "--dry-run", "--json", "--repeats", "7"], standalone_mode=False)
@@ -196,6 +210,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed"])
 def test_both_processes_end_together(number: int, tmp_path: Path) -> None:
     script = tmp_path / "run.py"
@@ -205,14 +220,14 @@ def test_both_processes_end_together(number: int, tmp_path: Path) -> None:
         command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
-        _until(lambda: len(_in_session(running.pid)) >= 2, 60)
-        time.sleep(2)
+        wait_for(lambda: len(_in_session(running.pid)) >= 2)
+        time.sleep(2)  # NIXL starts meanwhile, most of the time
         if number == signal.SIGINT:
             os.killpg(running.pid, number)
         else:
             os.kill(running.pid, number)
-        assert running.wait(30) != 0
-        _until(lambda: not _in_session(running.pid), 30)
+        assert running.wait(60) != 0
+        wait_for(lambda: not _in_session(running.pid))
     finally:
         for pid in _in_session(running.pid):
             os.kill(pid, signal.SIGKILL)
@@ -229,10 +244,3 @@ def _in_session(session: int) -> list[int]:
         if after_name[0] != "Z" and int(after_name[3]) == session:
             found.append(int(stat.parent.name))
     return found
-
-
-def _until(condition, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not so within {seconds:g} s"
-        time.sleep(0.05)

@@ -10,7 +10,8 @@ import pytest
 from kvferry.geometry import Region
 from kvferry.transport.agent import Agent
 
-pytestmark = pytest.mark.transport
+# It measures CPU time of this process for two seconds.
+pytestmark = [pytest.mark.transport, pytest.mark.long]
 
 
 def test_an_idle_agent_takes_no_processor_time() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from kvferry.transport.lease import LeaseWord
 from support.local_agent import Trusting
+from support.memory import memory
+from support.waiting import wait_for
 from transport import large
 from transport.pair import INCARNATION
 from transport.producer import SLOTS
@@ -42,8 +45,8 @@ def test_a_word_that_was_raised_before_the_read_is_a_failure_and_only_for_its_sl
 def test_a_word_that_is_raised_after_the_data_was_read_and_before_it_is_known_is_a_failure(reader, producer):
     reader.agent.gate.clear()
     reader.submit("load", "P", large.span(2), large.FORWARD, large.FORWARD)
-    reader.until(lambda: reader.agent.posted)
-    assert reader.result("load", 0.2) is None
+    wait_for(lambda: reader.agent.posted)
+    assert reader.poll("load") is None
     assert reader.agent.posted == 1, "the word is asked for after the data, not with it"
     producer.tell("end", [0])
     producer.tell("zero")
@@ -70,11 +73,9 @@ def test_blocks_reused_while_they_are_read_are_never_taken_for_good(over_tcp, wo
 
 
 def test_a_word_of_another_run_of_the_worker_is_a_failure(world, producer):
-    reader = world.reader(large.RANK)
+    reader = world.reader(large.RANK, validator=Trusting())  # it restarted after its metadata had been tried
     (card,) = producer.cards
     restarted = type(card)(card.geometry, card.agent, card.words_address, card.words, INCARNATION + 1)
-    (lane,) = reader.thread._lanes
-    lane._validator = Trusting()  # it restarted after its metadata had been tried
     reader.thread.connect("P", [restarted])
     reader.submit("load", "P", large.span(1), large.FORWARD, large.FORWARD)
     result = reader.result("load")
@@ -89,16 +90,11 @@ def test_a_slot_that_does_not_exist_is_a_failure_and_nothing_is_read(reader, slo
     assert reader.agent.posted == 0
 
 
-def test_what_an_earlier_read_left_in_a_landing_place_is_not_taken_for_an_answer(world, producer):
+def test_a_word_of_an_earlier_read_is_not_taken_for_an_answer(world, producer):
     reader = world.reader(large.RANK, in_flight=1)
     reader.thread.connect("P", producer.cards)
-    seen, read = [], reader.agent.read
-
-    def looking(*arguments):
-        seen.append(int(reader.thread._lanes[0]._landing[0]))
-        return read(*arguments)
-
-    reader.agent.read = looking
+    seen, landing = [], memory(reader.agent.regions[-1]).view(np.uint64)
+    reader.agent.before_read = lambda _: seen.append(int(landing[0]))
     for key in ("first", "second"):
         reader.submit(key, "P", large.span(1), large.FORWARD, large.FORWARD)
         assert reader.result(key).failure is None

@@ -18,7 +18,7 @@ from zmq.utils import z85
 from kvferry.limited_log import LimitedLog
 from kvferry.transport.address import parse_ip
 from kvferry.transport.allowed_peers import AllowedPeers
-from kvferry.transport.resolver import PeerResolver
+from kvferry.transport.resolver import PeerResolver, ResolveName
 from kvferry.transport.security import Keys
 
 logger = logging.getLogger(__name__)
@@ -38,15 +38,18 @@ class Authenticator:
     connects from an allowed address.
     """
 
-    def __init__(self, context: zmq.Context[Any], keys: Keys, peers: AllowedPeers) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], keys: Keys, peers: AllowedPeers, resolve: ResolveName | None = None
+    ) -> None:
         """Bind the socket on which ZeroMQ asks about new clients, and start the thread that answers.
 
         Args:
             context: ZeroMQ context of the listener; only one listener may use it.
             keys: CURVE key pair that a client must have.
             peers: machines that may connect.
+            resolve: function that resolves the names in `peers`; None for the system's resolver.
         """
-        self._public, self._names = z85.decode(keys.public), PeerResolver(peers)
+        self._public, self._names = z85.decode(keys.public), PeerResolver(peers, resolve=resolve)
         self._log = LimitedLog(logger)
         self._socket: zmq.Socket[Any] = context.socket(zmq.REP)
         self._socket.linger = 0

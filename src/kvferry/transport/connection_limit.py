@@ -54,19 +54,25 @@ class ConnectionLimiter:
             `process_events`.
     """
 
-    def __init__(self, listener: zmq.Socket[Any], max_connections: int | None = None) -> None:
+    def __init__(
+        self,
+        listener: zmq.Socket[Any],
+        max_connections: int | None = None,
+        handshake_seconds: float = HANDSHAKE_SECONDS,
+    ) -> None:
         """Start to monitor the connections of a ZeroMQ socket.
 
         Args:
             listener: ZeroMQ socket, not bound yet.
             max_connections: maximum number of open connections. None for a quarter of the process's limit of
                 file descriptors, at most `MAX_CONNECTIONS`.
+            handshake_seconds: timeout in seconds for a client to authenticate.
         """
         self.open, self.paused = 0, False
         self._listener, self._most = listener, max_connections or _limit()
         self._log = LimitedLog(logger)
         self._accepting: socket.socket | None = None
-        listener.handshake_ivl = int(HANDSHAKE_SECONDS * 1000)
+        listener.handshake_ivl = int(handshake_seconds * 1000)
         listener.backlog = BACKLOG
         told = f"inproc://connections-{id(self)}"
         listener.monitor(

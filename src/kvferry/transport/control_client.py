@@ -43,7 +43,7 @@ from kvferry.transport.messages import (
 )
 from kvferry.transport.redeem import PromptContent, Redeem, Redeemed
 from kvferry.transport.redemptions import Redemptions
-from kvferry.transport.resolver import AddressNotAllowed, PeerResolver
+from kvferry.transport.resolver import AddressNotAllowed, PeerResolver, ResolveName
 from kvferry.transport.socket_poller import SocketPoller
 from kvferry.transport.turns import TurnContent, TurnQueries
 
@@ -52,9 +52,6 @@ logger = logging.getLogger(__name__)
 
 MAX_UNRESOLVED = 4096
 """Maximum number of commands that wait for a peer's name to be resolved."""
-
-_LINGER_MILLISECONDS = 500
-"""Time in milliseconds to send the queued messages of a socket after it is closed."""
 
 _Command: TypeAlias = tuple[Address, Request | None]
 """A peer's address and the message to send to it; None instead of a message starts a handshake."""
@@ -90,6 +87,11 @@ class ControlClient:
         peers: AllowedPeers = ANY_PEER,
         handshake_seconds: float = 5.0,
         heartbeat_seconds: float = 5.0,
+        *,
+        linger_seconds: float = 0.5,
+        max_unresolved: int = MAX_UNRESOLVED,
+        resolve: ResolveName | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start the client's thread.
 
@@ -103,26 +105,37 @@ class ControlClient:
             handshake_seconds: timeout in seconds of a handshake, and of the exchange of a ticket (random id)
                 for a lease.
             heartbeat_seconds: seconds between two heartbeats to the same peer.
+            max_unresolved: maximum number of commands that wait for a peer's name to be resolved.
+            linger_seconds: time to send the queued messages of a socket after it is closed.
+            resolve: function that resolves the names in `peers`; None for the system's resolver.
+            clock: function that returns the current time in seconds.
         """
+        self._max_unresolved = max_unresolved
+        self._clock, self._linger_milliseconds = clock, int(linger_seconds * 1000)
         self._keys, self._heartbeat_seconds = keys, heartbeat_seconds
         self._check_ranks = check
-        self._handshakes = Handshakes(facts, self._check_and_resolve, handshake_seconds)
-        self._questions = TurnQueries(time.monotonic)
+        self._handshakes = Handshakes(facts, self._check_and_resolve, handshake_seconds, clock)
+        self._questions = TurnQueries(clock)
         self._consumer = facts.incarnation
-        self._redemptions = Redemptions(self._consumer, handshake_seconds)
+        self._redemptions = Redemptions(self._consumer, handshake_seconds, clock)
         self._commands: deque[_Command] = deque()
         self._unresolved: list[_Command] = []
         self._unnamed: set[Address] = set()
         self._context: zmq.Context[Any] = zmq.Context()
         self._peers: dict[Address, _Peer] = {}
         self._poller = SocketPoller[Address]()
-        self._names = PeerResolver(peers, self._poller.wake)
+        self._names = PeerResolver(peers, self._poller.wake, resolve, clock)
         self._log = LimitedLog(logger)
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="kvferry-control-client", daemon=True)
         self._thread.start()
 
     # -- the engine's thread ------------------------------------------------------------------------------
+
+    @property
+    def connections(self) -> int:
+        """Number of sockets to peers."""
+        return len(self._peers)
 
     def look_up(self, address: Address, incarnation: int | None = None) -> PeerStatus:
         """Return the status of a peer, and start a handshake with the peer if a new one is needed.
@@ -289,7 +302,7 @@ class ControlClient:
 
     def _run(self) -> None:
         delay = DelayMonitor("control channel, asking")
-        self._next_beat = time.monotonic() + self._heartbeat_seconds
+        self._next_beat = self._clock() + self._heartbeat_seconds
         stop = False
         while not stop:
             heard = self._poller.wait(delay.before_wait(self._wait_seconds(self._next_beat)))
@@ -300,7 +313,7 @@ class ControlClient:
             except Exception as error:  # noqa: BLE001 - one peer's message must not silence all others
                 self._log.say(type(error).__name__, "control channel: an unexpected error", error)
         for peer in self._peers.values():
-            peer.socket.close(_LINGER_MILLISECONDS)
+            peer.socket.close(self._linger_milliseconds)
         self._context.term()
 
     def _run_once(self, heard: list[Address]) -> None:
@@ -319,7 +332,7 @@ class ControlClient:
             self._try_execute(*self._commands.popleft())
         for question in self._redemptions.due():
             self._try_execute(*question)
-        now = time.monotonic()
+        now = self._clock()
         if now >= self._next_beat:
             self._next_beat = now + self._heartbeat_seconds
             self._send_heartbeats()
@@ -333,10 +346,10 @@ class ControlClient:
         The thread wakes up at least once a second so that `DelayMonitor` notices if the thread is delayed.
 
         Args:
-            beat: time of the next heartbeat, in monotonic seconds.
+            beat: time of the next heartbeat, in seconds of the client's clock.
         """
         soonest = min([beat, *self._handshakes.deadlines, *self._redemptions.deadlines])
-        return min(1.0, max(0.0, soonest - time.monotonic()) + 0.001)
+        return min(1.0, max(0.0, soonest - self._clock()) + 0.001)
 
     def _send_heartbeats(self) -> None:
         """Send a heartbeat for every lease that this engine holds, and close the sockets to unused peers.
@@ -412,7 +425,7 @@ class ControlClient:
         if peer is None:
             return set()
         self._poller.remove(address)
-        peer.socket.close(_LINGER_MILLISECONDS)
+        peer.socket.close(self._linger_milliseconds)
         return peer.held
 
     def _close_if_idle(self, address: Address) -> None:
@@ -438,9 +451,9 @@ class ControlClient:
         Raises:
             AddressNotAllowed: too many commands are waiting already.
         """
-        if len(self._unresolved) >= MAX_UNRESOLVED:
+        if len(self._unresolved) >= self._max_unresolved:
             raise AddressNotAllowed(
-                f"{MAX_UNRESOLVED} messages already wait for names of peers; see whether the name "
+                f"{self._max_unresolved} messages already wait for names of peers; see whether the name "
                 "server answers"
             )
         self._unresolved.append(command)

@@ -45,6 +45,7 @@ from kvferry.transport.messages import (
 )
 from kvferry.transport.port_range import PortRange
 from kvferry.transport.redeem import Redeem, Redeemed
+from kvferry.transport.resolver import ResolveName
 from kvferry.transport.tickets import TicketBook
 from kvferry.transport.turns import TurnIndex
 
@@ -140,6 +141,7 @@ class ControlServer:
         card: ProducerCard,
         keys: security.Keys,
         peers: AllowedPeers = ANY_PEER,
+        resolve: ResolveName | None = None,
     ) -> None:
         """Bind the socket, and start the thread that answers consumers.
 
@@ -149,6 +151,7 @@ class ControlServer:
             card: description of this engine and its ranks, sent in reply to handshakes.
             keys: CURVE keys, with which peers authenticate each other.
             peers: machines that may connect. An address on any other machine does not appear in `keepers`.
+            resolve: function that resolves the names in `peers`; None for the system's resolver.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -160,7 +163,9 @@ class ControlServer:
         self._keepers: dict[Address, int] = {}
         self._log = LimitedLog(logger)
         self._card, self._peers = card, peers
-        self._listener = Listener("control channel", host, port, keys, MAX_REQUEST_BYTES, peers=peers)
+        self._listener = Listener(
+            "control channel", host, port, keys, MAX_REQUEST_BYTES, peers=peers, resolve=resolve
+        )
         self.port = self._listener.port
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-control-server", daemon=True)
@@ -175,6 +180,11 @@ class ControlServer:
         the consumers with the most recent handshakes, up to a fixed number.
         """
         return self._keepers.copy()
+
+    @property
+    def connections(self) -> int:
+        """Number of open connections."""
+        return self._listener.connections.open
 
     def close(self) -> None:
         """Stop listening, and wait until the server's thread has ended."""

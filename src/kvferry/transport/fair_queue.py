@@ -33,6 +33,11 @@ class FairQueue(Generic[_Message]):
         self._of: Counter[bytes] = Counter()
         self._lock = threading.Lock()
 
+    @property
+    def senders(self) -> int:
+        """Number of senders that have queued messages."""
+        return len(self._of)
+
     def __len__(self) -> int:
         """Return the number of queued messages."""
         return len(self._waiting)

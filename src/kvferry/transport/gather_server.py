@@ -57,17 +57,28 @@ ALLOCATION_SECONDS = 60.0
 WAIT_SECONDS = 5.0
 """Maximum seconds that a request waits for staging memory. The timeout of readers is about the same."""
 
-MAX_READERS = 1024
-MAX_WAITING = 4096
-MAX_WAITING_OF_READER = 1024
-MAX_WAITING_BYTES = 64 << 20
-"""Maximum total size in bytes of the block ids of all waiting requests."""
-
-MAX_CELLS_OF_ALL_READERS = 1 << 22
-"""Maximum number of cell offsets in the routes of all readers. Beyond it, the oldest reader is forgotten."""
-
 _POLL_SECONDS = 0.2
 _SWEEP_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class GatherLimits:
+    """Limits of the state that readers can make a `GatherServer` keep.
+
+    Attributes:
+        readers: maximum number of readers. Beyond it, the oldest reader is forgotten.
+        cells: maximum number of cell offsets in the routes of all readers. Beyond it, the oldest reader is
+            forgotten.
+        waiting: maximum number of waiting requests.
+        waiting_of_reader: maximum number of waiting requests of one reader.
+        waiting_bytes: maximum total size in bytes of the block ids of all waiting requests.
+    """
+
+    readers: int = 1024
+    cells: int = 1 << 22
+    waiting: int = 4096
+    waiting_of_reader: int = 1024
+    waiting_bytes: int = 64 << 20
 
 
 @dataclass(slots=True)
@@ -81,7 +92,7 @@ class _Reader:
         allocations: maps the id of each segment (the cells of one request) to the staging memory that holds
             its packed cells.
         cells: total number of cell offsets in the announced routes. The sum over all readers is at most
-            `MAX_CELLS_OF_ALL_READERS`, which limits the memory of the routes.
+            `GatherLimits.cells`, which limits the memory of the routes.
     """
 
     routes: list[tuple[GatherRoute, StagingCopies]]
@@ -139,6 +150,8 @@ class GatherServer:
         clock: Callable[[], float] = time.monotonic,
         *,
         ports: PortRange | None = None,
+        limits: GatherLimits | None = None,
+        make_copies: Callable[..., StagingCopies] = StagingCopies,
     ) -> None:
         """Bind a socket to a free port, and start the thread that packs cells (parts of blocks).
 
@@ -154,11 +167,14 @@ class GatherServer:
             peers: machines that may connect.
             clock: function that returns the current time in seconds.
             ports: range of the port; None for any.
+            limits: limits of what readers can make the server keep; None for the defaults.
+            make_copies: function that prepares the copies of a route, with the arguments of `StagingCopies`.
 
         Raises:
             ConfigError: the address cannot be bound.
         """
         self.area = area
+        self._limits, self._make_copies = limits or GatherLimits(), make_copies
         self._words, self._first_word, self._clock = words, first_word, clock
         self._blocks = geometry.num_blocks
         self._pool = AddressSpace(geometry.regions)
@@ -216,7 +232,7 @@ class GatherServer:
 
     def _set_routes(self, sender: bytes, message: AnnounceRoutes) -> None:
         routes = [
-            (route, StagingCopies(route.parts, self._pool, "src", route.src_stride, route.src_blocks))
+            (route, self._make_copies(route.parts, self._pool, "src", route.src_stride, route.src_blocks))
             for route in message.routes
         ]
         if known := self._readers.pop(sender, None):
@@ -234,7 +250,7 @@ class GatherServer:
         (sets of layers that are read together).
         """
         cells = sum(reader.cells for reader in self._readers.values())
-        return len(self._readers) > MAX_READERS or cells > MAX_CELLS_OF_ALL_READERS
+        return len(self._readers) > self._limits.readers or cells > self._limits.cells
 
     def _ask(self, sender: bytes, message: Gather) -> None:
         if self._is_full(sender, message):
@@ -257,9 +273,9 @@ class GatherServer:
         of_reader = sum(one.sender == sender for one in self._waiting)
         size = sum(len(one.message.blocks) for one in self._waiting) + len(message.blocks)
         return (
-            len(self._waiting) >= MAX_WAITING
-            or of_reader >= MAX_WAITING_OF_READER
-            or size > MAX_WAITING_BYTES
+            len(self._waiting) >= self._limits.waiting
+            or of_reader >= self._limits.waiting_of_reader
+            or size > self._limits.waiting_bytes
         )
 
     def _serve_waiting(self) -> None:

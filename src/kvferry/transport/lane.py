@@ -170,6 +170,7 @@ class Lane:
         validator: MetadataValidator,
         in_flight: int,
         on_result: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start the thread. Use `wait_ready` to wait until it can read.
 
@@ -183,7 +184,10 @@ class Lane:
             validator: object that decides whether a peer's transport metadata may be loaded.
             in_flight: maximum number of orders that are executed at the same time; further orders wait.
             on_result: function that the thread calls when `results` has a new result.
+            clock: function that returns the current time in seconds, for timeouts and for the pauses between
+                attempts to connect a peer.
         """
+        self._clock = clock
         self._on_result = on_result
         self._settings, self._geometry, self._images = settings, geometry, landing
         self._landing = np.zeros(in_flight * MAX_SOURCES + MAX_SEGMENTS, np.uint64)
@@ -279,6 +283,7 @@ class Lane:
             partial(self._make_peer, agent),
             lambda cards: self._validator.validate(cards, self._wake.set),
             lambda: [read.peer for read in self._reads],
+            self._clock,
         )
         self._resources = PackedReadResources(
             agent,
@@ -378,6 +383,7 @@ class Lane:
                     method=part.method,
                     cells=part.cells,
                     lease=order.lease,
+                    clock=self._clock,
                 )
                 for part in rank.packed
             ]

@@ -13,9 +13,10 @@ from kvferry.errors import ConfigError, ProtocolError
 from kvferry.transport import security
 from kvferry.transport.allowed_peers import ANY_PEER, AllowedPeers
 from kvferry.transport.authenticator import Authenticator
-from kvferry.transport.connection_limit import ConnectionLimiter
+from kvferry.transport.connection_limit import HANDSHAKE_SECONDS, ConnectionLimiter
 from kvferry.transport.endpoint import zmq_endpoint
 from kvferry.transport.port_range import PortRange
+from kvferry.transport.resolver import ResolveName
 
 _TAKEN = (errno.EADDRINUSE, errno.EACCES)
 """Errors of ports that this process cannot have: another process has them, or they are below 1024."""
@@ -34,6 +35,7 @@ class Listener:
 
     Attributes:
         port: port that the socket listens on.
+        connections: counts and limits the open connections. Only the thread with the socket changes it.
     """
 
     def __init__(
@@ -45,6 +47,8 @@ class Listener:
         max_message_bytes: int,
         max_connections: int | None = None,
         peers: AllowedPeers = ANY_PEER,
+        resolve: ResolveName | None = None,
+        handshake_seconds: float = HANDSHAKE_SECONDS,
     ) -> None:
         """Create and bind the socket.
 
@@ -56,6 +60,8 @@ class Listener:
             max_message_bytes: maximum size of a message; a peer that sends a longer one is disconnected.
             max_connections: maximum number of open connections; None for the default of `ConnectionLimiter`.
             peers: machines that may connect.
+            resolve: function that resolves the names in `peers`; None for the system's resolver.
+            handshake_seconds: timeout in seconds for a client to authenticate.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -63,13 +69,13 @@ class Listener:
         self._lock, self._closed = threading.Lock(), False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: zmq.Context[Any] = zmq.Context()
-        self._door = Authenticator(self._context, keys, peers)
+        self._door = Authenticator(self._context, keys, peers, resolve)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.maxmsgsize = max_message_bytes
         self._socket.rcvhwm = self._socket.sndhwm = _QUEUED
         security.secure_server(self._socket, keys)
-        self._connections = ConnectionLimiter(self._socket, max_connections)
+        self.connections = ConnectionLimiter(self._socket, max_connections, handshake_seconds)
         try:
             self._bind(host, port)
         except zmq.ZMQError as error:
@@ -80,7 +86,7 @@ class Listener:
             ) from error
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._connections.events, zmq.POLLIN)
+        self._poller.register(self.connections.events, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
@@ -107,8 +113,8 @@ class Listener:
         or close, and enforce the limit on their number.
         """
         heard = dict(self._poller.poll(int(seconds * 1000)))
-        if self._connections.events in heard:
-            self._connections.process_events()
+        if self.connections.events in heard:
+            self.connections.process_events()
         return self._socket in heard
 
     def receive(self) -> tuple[bytes, bytes]:
@@ -145,7 +151,7 @@ class Listener:
         with self._lock:
             self._closed = True
             os.close(self._wake)
-        self._connections.close()
+        self.connections.close()
         self._socket.close()
         self._door.close()
         self._context.term()

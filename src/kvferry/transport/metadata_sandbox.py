@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -80,18 +81,27 @@ class MetadataSandbox:
     Only the thread that starts the child may use this object. The child ends when that thread ends.
     """
 
-    def __init__(self, host: str, ports: PortRange | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        ports: PortRange | None = None,
+        start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Start the child process. Do not wait until it is ready.
 
         Args:
             host: address of this machine. The child uses only the network devices that have this address.
             ports: TCP ports that the child's UCX may listen on; None for any.
+            start: function that starts the process. It takes the arguments of `subprocess.Popen`.
+            clock: function that returns the current time in seconds.
 
         Raises:
             OSError: the process cannot be started.
         """
+        self._clock = clock
         ours, theirs = socket.socketpair()
-        self._process = subprocess.Popen(
+        self._process = start(
             [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), str(os.getpid()), nixl_package()],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -103,19 +113,24 @@ class MetadataSandbox:
         self._connection: Connection[Any, Any] = Connection(ours.detach())
         self._ready = False
 
-    def wait_ready(self) -> str:
-        """Wait until the child process is ready, at most `START_SECONDS`.
+    @property
+    def pid(self) -> int:
+        """Process id of the child."""
+        return self._process.pid
+
+    def wait_ready(self, seconds: float = START_SECONDS) -> str:
+        """Wait until the child process is ready, at most `seconds`.
 
         Returns:
             Error message; an empty text if the child is ready.
         """
         try:
-            if not self._ready and self._connection.poll(START_SECONDS):
+            if not self._ready and self._connection.poll(seconds):
                 self._ready = bool(self._connection.recv_bytes())
         except (EOFError, OSError):
             return f"the process that tries transport metadata ended as it started ({self._how()})"
         late = (
-            f"the process that tries transport metadata did not start in {START_SECONDS:g} s; are there more "
+            f"the process that tries transport metadata did not start in {seconds:g} s; are there more "
             "busy processes on this machine than cores?"
         )
         return "" if self._ready else late
@@ -141,12 +156,12 @@ class MetadataSandbox:
             return f"its transport metadata ended the process that tried it ({self._how()})"
 
     def _replies_within(self, seconds: float) -> bool:
-        began = time.monotonic()
+        began = self._clock()
         if self._connection.poll(seconds):
             return True
         # Whoever stopped this process, or the whole machine, has stopped the child as well. If the child is
         # killed while it connects, the peer's UCX logs an error: it connects back to the child's port.
-        stalled = time.monotonic() - began > seconds + _STALL_SECONDS
+        stalled = self._clock() - began > seconds + _STALL_SECONDS
         return stalled and self._connection.poll(seconds)
 
     def kill(self) -> None:

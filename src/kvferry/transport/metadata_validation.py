@@ -97,15 +97,22 @@ class SandboxValidator:
     """
 
     def __init__(
-        self, start: Callable[[], MetadataSandbox], clock: Callable[[], float] = time.monotonic
+        self,
+        start: Callable[[], MetadataSandbox],
+        clock: Callable[[], float] = time.monotonic,
+        try_seconds: float = TRY_SECONDS,
+        max_passed: int = MAX_PASSED,
     ) -> None:
         """Start the thread. The child process starts with the first validation, or with `warm_up`.
 
         Args:
             start: function that starts a child process and returns the object that controls it.
             clock: function that returns the current time in seconds.
+            try_seconds: timeout in seconds for trying the metadata of all ranks of a peer.
+            max_passed: maximum number of remembered digests of metadata that has passed.
         """
         self._start, self._clock = start, clock
+        self._try_seconds, self._max_passed = try_seconds, max_passed
         self._sandbox: MetadataSandbox | None = None
         self._trials = 0
         self._passed: dict[bytes, None] = {}
@@ -166,7 +173,7 @@ class SandboxValidator:
             return reason
         if reason := self._ensure_ready():
             return reason
-        deadline = self._clock() + TRY_SECONDS
+        deadline = self._clock() + self._try_seconds
         return next(filter(None, (self._validate_card(card, deadline) for card in cards)), "")
 
     def _validate_card(self, card: RankCard, deadline: float) -> str:
@@ -190,7 +197,7 @@ class SandboxValidator:
             self._refused[digest] = reason, self._clock() + REFUSED_SECONDS
             return reason
         self._passed[digest] = None
-        if len(self._passed) > MAX_PASSED:
+        if len(self._passed) > self._max_passed:
             del self._passed[next(iter(self._passed))]
         return ""
 

@@ -38,10 +38,11 @@ With 3, Linux 6.18 gave up after 20 s; with its default, not within two minutes.
 waits for a connection are free again before its deadline (`load_timeout_seconds`, 30 s by default).
 """
 _EVERY_ADDRESS = ("0.0.0.0", "::", "*")  # noqa: S104 - with these hosts nothing is restricted
+_INFINIBAND = Path("/sys/class/infiniband")
 _lock = threading.Lock()
 
 
-def devices_for(host: str) -> tuple[str, ...]:
+def devices_for(host: str, infiniband: Path = _INFINIBAND) -> tuple[str, ...]:
     """Return the names of the network devices to which UCX (NIXL's transport) is restricted.
 
     For a loopback address, these are the loopback devices. For any other address, they are the devices that
@@ -49,6 +50,7 @@ def devices_for(host: str) -> tuple[str, ...]:
 
     Args:
         host: address of this machine, or a name that resolves to one.
+        infiniband: directory in which the kernel lists RDMA devices.
 
     Returns:
         Names of devices. Empty, so that UCX may use all devices, if `host` stands for every address (such as
@@ -58,7 +60,7 @@ def devices_for(host: str) -> tuple[str, ...]:
         return ()
     if is_loopback(host):
         return _loopbacks()
-    return (*found, *_rdma()) if (found := _with_address(host)) else ()
+    return (*found, *_rdma(infiniband)) if (found := _with_address(host)) else ()
 
 
 def is_local_address(host: str) -> bool:
@@ -147,7 +149,7 @@ def _with_address(host: str) -> tuple[str, ...]:
     return tuple(sorted({name for name, address in addresses() if address in wanted}))
 
 
-def _rdma(root: Path = Path("/sys/class/infiniband")) -> tuple[str, ...]:
+def _rdma(root: Path) -> tuple[str, ...]:
     """Return the names of all RDMA devices as UCX (NIXL's transport) spells them: ``device:port``.
 
     Args:

@@ -95,8 +95,8 @@ class DescriptorList:
         entries: number of descriptors so far.
     """
 
-    def __init__(self) -> None:
-        self._tables = [np.empty((0, 4), np.int64)]
+    def __init__(self, max_descriptors: int = MAX_DESCRIPTORS) -> None:
+        self._tables, self._most = [np.empty((0, 4), np.int64)], max_descriptors
         self.entries = 0
 
     def add(self, rows: _DescriptorRows) -> int:
@@ -106,13 +106,11 @@ class DescriptorList:
             rows: descriptors to append, in compact form.
 
         Raises:
-            TransferError: the list would have more than `MAX_DESCRIPTORS` descriptors.
+            TransferError: the list would have more than the maximum number of descriptors.
         """
         base = self.entries
-        if base + rows.entries > MAX_DESCRIPTORS:
-            raise TransferError(
-                f"{base + rows.entries} descriptors would be prepared, at most {MAX_DESCRIPTORS}"
-            )
+        if base + rows.entries > self._most:
+            raise TransferError(f"{base + rows.entries} descriptors would be prepared, at most {self._most}")
         for address, length, at in rows.parts:
             table = np.empty((len(address), len(at), 4), np.int64)
             table[:, :, 0] = address[:, None] + np.array(at, np.int64)
@@ -272,7 +270,13 @@ class RoutePreparation:
     """
 
     def __init__(
-        self, own_geometry: RankGeometry, landing: StagingArea, card: RankCard, costs: Costs
+        self,
+        own_geometry: RankGeometry,
+        landing: StagingArea,
+        card: RankCard,
+        costs: Costs,
+        max_descriptors: int = MAX_DESCRIPTORS,
+        max_strided_copies: int = MAX_STRIDED_COPIES,
     ) -> None:
         """Create empty descriptor lists for reading from one rank of a peer.
 
@@ -282,8 +286,11 @@ class RoutePreparation:
             card: description of the peer's rank.
             costs: measured transfer costs of this machine. They decide whether two runs of bytes are read
                 with one descriptor each, or with one that also covers the bytes between them.
+            max_descriptors: maximum length of each list.
+            max_strided_copies: maximum number of strided copies in the announced routes.
         """
-        self.src, self.dst = DescriptorList(), DescriptorList()
+        self._max_descriptors, self._max_strided_copies = max_descriptors, max_strided_copies
+        self.src, self.dst = DescriptorList(max_descriptors), DescriptorList(max_descriptors)
         self.gathers: list[GatherRoute] = []
         self.routes: list[PreparedRoute] = []
         self._space = AddressSpace(own_geometry.regions)
@@ -320,7 +327,7 @@ class RoutePreparation:
             return True
         parts = [*(part for gather in self.gathers for part in gather.parts), *method.image.pool_copies]
         few = (
-            sum(len(part.nests) for part in parts) <= MAX_STRIDED_COPIES
+            sum(len(part.nests) for part in parts) <= self._max_strided_copies
             and sum(len(p.at) for p in parts) <= MAX_CELLS
         )
         return self._card.outgoing is not None and method.image.stride <= room and few
@@ -336,7 +343,7 @@ class RoutePreparation:
                 memory, its descriptors in this rank's memory).
         """
         while len(found) > 1 and any(
-            so_far.entries + sum(rows[side].entries for _, *rows in found) > MAX_DESCRIPTORS
+            so_far.entries + sum(rows[side].entries for _, *rows in found) > self._max_descriptors
             for side, so_far in enumerate((self.src, self.dst))
         ):
             most = max(range(len(found)), key=lambda i: max(rows.entries for rows in found[i][1:]))

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvferry.errors import KVFerryError
 from kvferry.transport.address import IP, parse_ip
@@ -38,6 +39,9 @@ NEW_SECONDS = 2.0
 """Age in seconds from which all names are looked up again if a client has an unknown address."""
 
 THREADS = 4
+
+ResolveName: TypeAlias = Callable[[str], Sequence[str]]
+"""Type of functions that return the addresses of a host name, or raise OSError."""
 
 
 class AddressNotAllowed(KVFerryError):
@@ -73,7 +77,7 @@ class PeerResolver:
         self,
         peers: AllowedPeers,
         on_answer: Callable[[], None] = lambda: None,
-        resolve: Callable[[str], Sequence[str]] | None = None,
+        resolve: ResolveName | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the resolver. It resolves a host name when the name is first needed.

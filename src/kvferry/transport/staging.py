@@ -76,6 +76,11 @@ class StagingArea:
         """
         return self.units * UNIT_BYTES // 4
 
+    @property
+    def used_units(self) -> int:
+        """Number of units that are allocated."""
+        return sum(self._taken)
+
     def images(self, stride: int) -> StagedImages:
         """Return a view of the whole staging area as a sequence of images.
 

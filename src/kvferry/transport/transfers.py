@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -57,6 +58,7 @@ class Transfers:
     Attributes:
         words: lease words of this worker: integers that change before leased blocks are freed.
         card: description of this worker, which the scheduler sends to peers.
+        landing: staging area that all lanes (reading threads) read packed cells into.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Transfers:
         in_flight: int = MAX_IN_FLIGHT,
         validator: MetadataValidator | None = None,
         on_result: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start the lanes (reading threads), and register this worker's memory. Block until both are done.
 
@@ -83,6 +86,7 @@ class Transfers:
             validator: object that decides whether a peer's transport metadata may be loaded. None for a
                 `SandboxValidator`, which first loads the metadata in a child process.
             on_result: function that a lane's thread calls when it has done its share of an order.
+            clock: function that returns the current time in seconds.
 
         Raises:
             ConfigError: NIXL is missing, cannot start on this machine, has no UCX backend, or writes
@@ -94,7 +98,7 @@ class Transfers:
         self._least_bytes = settings.lane_bytes
         self._turns = itertools.count()
         self._parts: dict[str, _Parts] = {}
-        landing = StagingArea(settings.staging_bytes, geometry.regions[0])
+        self.landing = landing = StagingArea(settings.staging_bytes, geometry.regions[0])
         if landing.units:
             request_huge_pages(landing.region, touched=False)
         with (
@@ -118,6 +122,7 @@ class Transfers:
                     validator=self._validator,
                     in_flight=in_flight,
                     on_result=on_result,
+                    clock=clock,
                 )
                 for number in range(settings.lanes)
             ]

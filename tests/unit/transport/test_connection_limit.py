@@ -3,31 +3,29 @@
 import os
 import socket
 import threading
-import time
 from contextlib import ExitStack, suppress
 
 import pytest
 import zmq
 
-from kvferry.transport import connection_limit
 from kvferry.transport.listener import Listener
 from kvferry.transport.security import secure_client
 from support.keys import KEYS
+from support.waiting import wait_for
 
 HOST = "127.0.0.1"
 MOST = 8
 
 
 @pytest.fixture
-def stack(monkeypatch):
-    monkeypatch.setattr(connection_limit, "HANDSHAKE_SECONDS", 1.0)
+def stack():
     with ExitStack() as stack:
         yield stack
 
 
 @pytest.fixture
 def listener(stack):
-    listener = Listener("channel", HOST, 0, KEYS, 1 << 20, MOST)
+    listener = Listener("channel", HOST, 0, KEYS, 1 << 20, MOST, handshake_seconds=1.0)
     stack.callback(listener.close)
     return listener
 
@@ -50,37 +48,32 @@ def strangers(stack, listener, number: int) -> None:
         one.connect_ex((HOST, listener.port))
 
 
-def heard(listener, dealer, seconds: float = 10.0) -> bool:
-    """Say something until it is heard."""
-    deadline = time.monotonic() + seconds
+def heard(listener, dealer) -> bool:
+    """Say something, and return whether it is what the listener hears."""
     dealer.send(b"hello")
-    while time.monotonic() < deadline:
-        if listener.wait(0.05):
-            return listener.receive()[1] == b"hello"
-    return False
+    wait_for(lambda: listener.wait(0.05))
+    return listener.receive()[1] == b"hello"
 
 
-def look(listener, until, seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not until():
-        listener.wait(0.02)
-        assert time.monotonic() < deadline
+def look(listener, condition) -> None:
+    """Have the listener look at its connections until the condition holds."""
+    wait_for(lambda: condition() or (listener.wait(0.02) and None))
 
 
 def test_too_many_strangers_stop_it_from_listening_and_a_known_peer_is_served_on(stack, listener):
     known = peer(stack, listener)
     assert heard(listener, known)
     strangers(stack, listener, MOST)
-    look(listener, lambda: listener._connections.paused)
+    look(listener, lambda: listener.connections.paused)
     with pytest.raises(TimeoutError):
         socket.create_connection((HOST, listener.port), timeout=0.5).close()
     assert heard(listener, known)
 
 
-def test_it_listens_again_once_strangers_have_had_their_time(stack, listener):
+def test_a_listener_accepts_again_once_strangers_have_had_their_time(stack, listener):
     strangers(stack, listener, MOST)
-    look(listener, lambda: listener._connections.paused)
-    look(listener, lambda: not listener._connections.paused)
+    look(listener, lambda: listener.connections.paused)
+    look(listener, lambda: not listener.connections.paused)
     assert heard(listener, peer(stack, listener))
 
 
@@ -89,15 +82,15 @@ def test_strangers_who_leave_are_not_counted(stack, listener):
         socket.create_connection((HOST, listener.port)).close()
         listener.wait(0.02)
     assert heard(listener, peer(stack, listener))
-    look(listener, lambda: listener._connections.open == 1)
-    assert not listener._connections.paused
+    look(listener, lambda: listener.connections.open == 1)
+    assert not listener.connections.paused
 
 
 def test_a_frame_that_is_longer_than_the_limit_ends_the_connection(stack, listener):
     dealer = peer(stack, listener)
     assert heard(listener, dealer)
     dealer.send(bytes((1 << 20) + 1))
-    look(listener, lambda: listener._connections.open == 0)
+    look(listener, lambda: listener.connections.open == 0)
 
 
 def test_a_listener_that_nobody_looks_at_accepts_a_thousand_and_closes(stack):

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import threading
-import time
 from contextlib import ExitStack
 
 import pytest
@@ -11,7 +10,7 @@ import zmq
 from msgspec import structs
 
 from kvferry.limited_log import LimitedLog
-from kvferry.transport import control_client, resolver, security
+from kvferry.transport import resolver, security
 from kvferry.transport.allowed_peers import ANY_PEER, parse_allowed_peers
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased, ProducerCard
@@ -21,12 +20,15 @@ from kvferry.transport.listener import Listener
 from kvferry.transport.messages import PROTOCOL, Hello, Outgoing, encode
 from kvferry.transport.redeem import Grant, PromptContent, Redeem
 from kvferry.transport.resolver import PeerResolver
+from support.clock import Clock
 from support.keys import KEYS
+from support.waiting import wait_for
 from transport.cards import cards, facts, ticket
 
 pytestmark = pytest.mark.slow
 
 HOST, OTHER_HOST = "127.0.0.1", "127.0.0.2"
+HEARTBEAT_SECONDS = 4.0
 ONE = parse_allowed_peers([HOST], "10.0.0.1", None)
 
 
@@ -36,28 +38,37 @@ def stack():
         yield stack
 
 
-def server(stack, peers=ANY_PEER, ranks=None) -> ControlServer:
-    one = ControlServer(HOST, 0, ProducerCard(facts(), ranks or cards()), KEYS, peers)
+def server(stack, peers=ANY_PEER, ranks=None, resolve=None) -> ControlServer:
+    one = ControlServer(HOST, 0, ProducerCard(facts(), ranks or cards()), KEYS, peers, resolve)
     stack.callback(one.close)
     return one
 
 
-def client(stack, peers=ANY_PEER, **seconds) -> ControlClient:
-    one = ControlClient(facts("D", 9), lambda ranks: None, KEYS, peers, **seconds)
+def client(stack, peers=ANY_PEER, **options) -> ControlClient:
+    one = ControlClient(facts("D", 9), lambda ranks: None, KEYS, peers, **options)
     stack.callback(one.close)
     return one
 
 
-def until(there, seconds: float = 30.0):
-    deadline = time.monotonic() + seconds
-    while not (found := there()):
-        assert time.monotonic() < deadline, f"still nothing after {seconds} s"
-        time.sleep(0.002)
-    return found
+def status(one: ControlClient, address):
+    """Return the status of a peer when its handshake has ended."""
+    return wait_for(lambda: None if isinstance(answer := one.look_up(address, 1), Pending) else answer)
 
 
-def settled(one: ControlClient, address):
-    return until(lambda: None if isinstance(answer := one.look_up(address, 1), Pending) else answer)
+class HangingNames:
+    """A name server that answers nothing before `answer` is set.
+
+    Attributes:
+        asked: set when it has been asked.
+    """
+
+    def __init__(self, stack, addresses=()) -> None:
+        self.asked, self.answer, self._addresses = threading.Event(), threading.Event(), addresses
+        stack.callback(self.answer.set)
+
+    def resolve(self, name: str):
+        self.asked.set()
+        return self._addresses if self.answer.wait(60) else []
 
 
 def claimed(of: ControlServer, name: str) -> bytes:
@@ -99,80 +110,80 @@ def test_a_client_from_an_allowed_address_is_let_in_and_another_is_not(stack, ca
     ]
 
 
-def test_a_stranger_at_an_allowed_address_is_not_let_in_and_resolves_no_name(stack, monkeypatch):
+def test_a_stranger_at_an_allowed_address_is_not_let_in_and_resolves_no_name(stack):
     asked = []
-    monkeypatch.setattr(resolver, "_resolve", lambda name: asked.append(name) or [OTHER_HOST])
     listener = Listener(
-        "channel", HOST, 0, KEYS, 1 << 20, peers=parse_allowed_peers(["svc"], "10.0.0.1", None)
+        "channel",
+        HOST,
+        0,
+        KEYS,
+        1 << 20,
+        peers=parse_allowed_peers(["svc"], "10.0.0.1", None),
+        resolve=lambda name: asked.append(name) or [OTHER_HOST],
     )
     stack.callback(listener.close)
     # It knows the public part of the key, so ZeroMQ asks about it.
     public, own = zmq.curve_keypair()
     stranger = speaker(stack, listener.port, OTHER_HOST, (public, own))
     say(stranger, b"hello")
-    ends = time.monotonic() + 0.5
-    while time.monotonic() < ends:
-        assert not listener.wait(0.1)
+    assert not any(listener.wait(0.1) for _ in range(5))
     assert asked == []
     friend = speaker(stack, listener.port, OTHER_HOST)
     friend.send(b"hello")
-    until(lambda: listener.wait(0.1))  # it is let in when its name has been resolved
+    wait_for(lambda: listener.wait(0.1))  # it is let in when its name has been resolved
     assert (listener.receive()[1], asked) == (b"hello", ["svc"])
 
 
-def test_a_clients_name_that_hangs_holds_up_no_other_client(stack, monkeypatch):
-    hang = threading.Event()
-    stack.callback(hang.set)
-    monkeypatch.setattr(resolver, "_resolve", lambda name: hang.wait(30) and [])
-    at = server(stack, parse_allowed_peers([HOST, "svc"], "10.0.0.1", None)).port
+def test_a_clients_name_that_hangs_holds_up_no_other_client(stack):
+    names = HangingNames(stack)
+    at = server(stack, parse_allowed_peers([HOST, "svc"], "10.0.0.1", None), resolve=names.resolve).port
     far = speaker(stack, at, OTHER_HOST)
     say(far, encode(Hello(PROTOCOL, facts("D"))))
-    time.sleep(0.1)
+    assert names.asked.wait(60)
     near = speaker(stack, at, HOST)
     near.send(encode(Hello(PROTOCOL, facts("D"))))
-    assert near.poll(5_000)
+    assert near.poll(60_000)
     assert not far.poll(0)
 
 
 def test_an_address_of_a_request_is_dialled_only_if_it_is_allowed(stack):
     at = server(stack).port
     one = client(stack, ONE)
-    assert isinstance(settled(one, (HOST, at)), PeerInfo)
+    assert isinstance(status(one, (HOST, at)), PeerInfo)
     with zmq.Context() as context, context.socket(zmq.STREAM) as listening:
         listening.linger = 0
         port = listening.bind_to_random_port(f"tcp://{OTHER_HOST}")
         one.hold((OTHER_HOST, port), ticket("a"))
-        answer = settled(one, (OTHER_HOST, port))
+        answer = status(one, (OTHER_HOST, port))
         assert isinstance(answer, Unusable)
         assert "127.0.0.2 is none of the peers that this engine's configuration allows" in answer.reason
         assert not listening.poll(300), "nobody has connected"
 
 
 def test_an_engine_on_loopback_dials_no_other_machine(stack):
-    answer = settled(client(stack, parse_allowed_peers(None, HOST, None)), ("10.255.255.1", 7))
+    answer = status(client(stack, parse_allowed_peers(None, HOST, None)), ("10.255.255.1", 7))
     assert isinstance(answer, Unusable)
     assert "10.255.255.1 is another machine" in answer.reason
 
 
-def test_a_name_of_a_request_reaches_no_resolver(stack, monkeypatch):
+def test_a_name_of_a_request_reaches_no_resolver(stack):
     asked = []
-    monkeypatch.setattr(resolver.socket, "getaddrinfo", lambda *name, **more: asked.append(name) or [])
-    answer = settled(client(stack), ("evil.example.org", 7))
+    answer = status(client(stack, resolve=lambda name: asked.append(name) or []), ("evil.example.org", 7))
     assert isinstance(answer, Unusable)
     assert "a name that this engine's peers setting does not list" in answer.reason
     assert asked == []
 
 
-def test_a_listed_name_is_dialled_at_the_address_that_was_found(stack, monkeypatch):
-    monkeypatch.setattr(resolver, "_resolve", lambda name: {"svc": [HOST]}[name])
+def test_a_listed_name_is_dialled_at_the_address_that_was_found(stack):
     at = server(stack)
-    one = client(stack, parse_allowed_peers(["svc"], "10.0.0.1", None), heartbeat_seconds=1.0)
+    peers = parse_allowed_peers(["svc"], "10.0.0.1", None)
+    one = client(stack, peers, heartbeat_seconds=1.0, resolve=lambda name: {"svc": [HOST]}[name])
     first, second = claimed(at, "a"), claimed(at, "b")
     one.hold(("svc", at.port), first)
     one.hold(("svc", at.port), second)
     one.release(("svc", at.port), first)
-    assert isinstance(settled(one, ("svc", at.port)), PeerInfo)
-    heard = until(lambda: len(at.events) > 3 and [at.events.popleft() for _ in range(4)])
+    assert isinstance(status(one, ("svc", at.port)), PeerInfo)
+    heard = wait_for(lambda: len(at.events) > 3 and [at.events.popleft() for _ in range(4)])
     assert heard == [
         LeasesClaimed(["a"]),
         LeasesClaimed(["b"]),
@@ -181,52 +192,39 @@ def test_a_listed_name_is_dialled_at_the_address_that_was_found(stack, monkeypat
     ], "in order"
 
 
-def test_what_is_said_to_a_name_that_is_not_resolved_yet_is_bounded_and_keeps_its_order(stack, monkeypatch):
-    resolved = threading.Event()
-    stack.callback(resolved.set)
-    monkeypatch.setattr(resolver, "_resolve", lambda name: [HOST] if resolved.wait(60) else [])
-    monkeypatch.setattr(resolver, "PATIENCE_SECONDS", 60.0)
-    monkeypatch.setattr(control_client, "MAX_UNRESOLVED", 3)
-    at = server(stack)
-    one = client(stack, parse_allowed_peers(["svc"], "10.0.0.1", None), heartbeat_seconds=600.0)
+def test_messages_to_a_name_that_is_not_resolved_yet_are_bounded_and_keep_their_order(stack):
+    names, at = HangingNames(stack, [HOST]), server(stack)
+    peers = parse_allowed_peers([HOST, "svc"], "10.0.0.1", None)
+    one = client(stack, peers, clock=Clock(), resolve=names.resolve, max_unresolved=3)
     for name in "abcde":
         one.hold(("svc", at.port), claimed(at, name))
-        until(lambda: not one._commands)
-    resolved.set()
-    heard = until(lambda: len(at.events) > 2 and list(at.events))
+    assert isinstance(status(one, (HOST, server(stack).port)), PeerInfo)  # all before it was executed
+    names.answer.set()
+    heard = wait_for(lambda: len(at.events) > 2 and list(at.events))
     assert heard == [LeasesClaimed(["a"]), LeasesClaimed(["b"]), LeasesClaimed(["c"])]
 
 
-def test_a_resolver_that_hangs_delays_no_heartbeat_and_no_other_handshake(stack, monkeypatch):
-    hang = threading.Event()
-    stack.callback(hang.set)
-    monkeypatch.setattr(resolver, "_resolve", lambda name: hang.wait(30) and [])
-    monkeypatch.setattr(resolver, "PATIENCE_SECONDS", 1.0)
-    near, other = server(stack), server(stack)
-    one = client(stack, parse_allowed_peers([HOST, "svc", "svc2"], "10.0.0.1", None), heartbeat_seconds=0.02)
+def test_a_resolver_that_hangs_delays_no_heartbeat_and_no_other_handshake(stack):
+    names, clock, near, other = HangingNames(stack), Clock(), server(stack), server(stack)
+    peers = parse_allowed_peers([HOST, "svc", "svc2"], "10.0.0.1", None)
+    one = client(stack, peers, clock=clock, resolve=names.resolve, heartbeat_seconds=HEARTBEAT_SECONDS)
     one.hold((HOST, near.port), claimed(near, "a"))
-    until(lambda: near.events)
-    began = time.monotonic()
+    wait_for(lambda: near.events)
     for name in ("svc", "svc2"):
         one.hold((name, near.port), ticket("b"))
         assert isinstance(one.look_up((name, near.port), 1), Pending)
-    assert isinstance(settled(one, (HOST, other.port)), PeerInfo)
-    before, gap, last = near.events.clear() or 0, 0.0, time.monotonic()
-    while time.monotonic() - began < 0.8:
-        if near.events:
-            near.events.popleft()
-            before, gap, last = before + 1, max(gap, time.monotonic() - last), time.monotonic()
-        time.sleep(0.001)
-    assert before > 5
-    assert gap < 0.5
+    assert isinstance(status(one, (HOST, other.port)), PeerInfo)
+    near.events.clear()
+    clock.now += HEARTBEAT_SECONDS
+    wait_for(lambda: near.events)
     assert isinstance(one.look_up(("svc", near.port), 1), Pending)
-    answer = settled(one, ("svc", near.port))
+    clock.now += resolver.PATIENCE_SECONDS
+    answer = status(one, ("svc", near.port))
     assert isinstance(answer, Unusable)
     assert "its name has no address: the name server does not answer" in answer.reason
-    assert time.monotonic() - began < 10
 
 
-def test_where_a_peer_keeps_turns_is_remembered_only_if_it_is_allowed(stack):
+def test_an_address_with_kept_turns_is_remembered_only_if_it_is_allowed(stack):
     asker = server(stack, ONE)
     dealer = speaker(stack, asker.port, HOST)
     for number, host in enumerate((OTHER_HOST, "evil.example.org", HOST), 1):
@@ -241,7 +239,7 @@ def test_a_peers_worker_is_known_to_gather_only_where_it_may_be_dialled(stack, h
     (card,) = cards()
     outgoing = Outgoing(host, 7, 4096, 4096, 1)
     at = server(stack, ranks=(structs.replace(card, outgoing=outgoing),))
-    (found,) = settled(client(stack, ONE), (HOST, at.port)).ranks
+    (found,) = status(client(stack, ONE), (HOST, at.port)).ranks
     assert found.outgoing == (outgoing if gathers else None)
 
 

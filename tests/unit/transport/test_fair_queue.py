@@ -30,7 +30,7 @@ def test_a_sender_that_floods_loses_its_own_messages_and_no_others():
     assert inbox.put(b"flood", 1000)
 
 
-def test_what_would_be_lost_for_good_is_taken_beyond_the_limits():
+def test_forced_messages_are_taken_beyond_the_limits():
     inbox = FairQueue[str](per_sender=2, total=3)
     for sender in (b"a", b"a", b"b"):
         assert inbox.put(sender, "beat")
@@ -45,10 +45,10 @@ def test_made_up_senders_do_not_make_it_grow():
     for number in range(1000):
         inbox.put(str(number).encode(), number)
     assert len(inbox) == 10
-    assert len(inbox._of) == 10
+    assert inbox.senders == 10
     while inbox:
         inbox.popleft()
-    assert not inbox._of
+    assert inbox.senders == 0
 
 
 def test_both_threads_use_it_under_its_lock_alone():

@@ -1,6 +1,9 @@
 """The producer's gatherer over real ZeroMQ on loopback, with a clock of its own."""
 
+import errno
+import socket
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import numpy as np
@@ -10,9 +13,10 @@ import zmq
 from kvferry.errors import ConfigError
 from kvferry.geometry import Region
 from kvferry.geometry.rank import RankGeometry
+from kvferry.memory.staging_copies import StagingCopies
 from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.strided_copy import Loop, StridedCopy
-from kvferry.transport import gather_server, security
+from kvferry.transport import security
 from kvferry.transport.allowed_peers import ANY_PEER, AllowedPeers, parse_allowed_peers
 from kvferry.transport.gather_messages import (
     AnnounceRoutes,
@@ -24,11 +28,13 @@ from kvferry.transport.gather_messages import (
     decode_reply,
     encode,
 )
-from kvferry.transport.gather_server import ALLOCATION_SECONDS, WAIT_SECONDS, GatherServer
+from kvferry.transport.gather_server import ALLOCATION_SECONDS, WAIT_SECONDS, GatherLimits, GatherServer
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.messages import PROTOCOL
 from kvferry.transport.staging import UNIT_BYTES, StagingArea
 from support.keys import KEYS, OTHER_KEYS
+from support.memory import memory
+from support.waiting import wait_for
 
 # The last block of memory is none of the engine's.
 BLOCKS, STRIDE, LEASES, UNITS, INCARNATION = 8, 4096, 4, 3, 77
@@ -38,10 +44,21 @@ WIDE = UNIT_BYTES // 2
 
 
 class World:
-    """A pool of noise, a gatherer, and whoever speaks to it."""
+    """A pool of noise, a gatherer, and whoever speaks to it.
 
-    def __init__(self, stack: ExitStack, units: int = UNITS, peers: AllowedPeers = ANY_PEER) -> None:
+    Attributes:
+        gather: called in place of a copy, with the copy that it stands for.
+    """
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        units: int = UNITS,
+        peers: AllowedPeers = ANY_PEER,
+        limits: GatherLimits | None = None,
+    ) -> None:
         self.stack, self.now = stack, 1000.0
+        self.gather: Callable[[Callable[[], None]], object] = lambda copy: copy()
         self.pool = np.random.default_rng(1).integers(0, 256, BLOCKS * STRIDE, np.uint8)
         self.address = int(self.pool.ctypes.data)
         region = Region(self.address, len(self.pool))
@@ -50,9 +67,27 @@ class World:
         first = self.words.add(units)
         geometry = RankGeometry(0, 1, 0, 1, BLOCKS - 1, (), (region,))
         self.server = GatherServer(
-            HOST, geometry, self.area, self.words, first, KEYS, peers, lambda: self.now
+            HOST,
+            geometry,
+            self.area,
+            self.words,
+            first,
+            KEYS,
+            peers,
+            lambda: self.now,
+            limits=limits,
+            make_copies=self._copies,
         )
         stack.callback(self.server.close)
+
+    def _copies(self, *arguments) -> StagingCopies:
+        world = self
+
+        class Copies(StagingCopies):
+            def gather(self, *order) -> None:
+                world.gather(lambda: StagingCopies.gather(self, *order))
+
+        return Copies(*arguments)
 
     def reader(self, *routes: GatherRoute, keys: security.Keys | None = KEYS) -> "Reader":
         reader = Reader(self, keys)
@@ -65,7 +100,7 @@ class World:
         return GatherRoute(STRIDE, blocks, stride, parts)
 
     def images(self, position: int, stride: int, count: int) -> np.ndarray:
-        whole = self.area.images(stride).space._flat(0, 1).numpy()
+        whole = memory(self.area.region)
         return whole[position * stride : (position + count) * stride].reshape(count, stride)
 
     def word(self, gathered: Gathered) -> int:
@@ -100,6 +135,12 @@ class Reader:
         return decode_reply(self._socket.recv()) if self._socket.poll(seconds * 1000) else None
 
 
+def closed(server: GatherServer) -> bool:
+    """Return whether the port of the server is free again."""
+    with socket.socket() as other:
+        return other.connect_ex((HOST, server.port)) == errno.ECONNREFUSED
+
+
 def ask(
     segment: int, blocks=(1,), route: int = 0, slot: int = 0, generation: int = 0, cell: int = 0
 ) -> Gather:
@@ -117,9 +158,9 @@ def world(stack):
     return World(stack)
 
 
-def test_it_gathers_what_the_copies_say(world):
+def test_gathered_images_hold_the_bytes_that_the_copies_name(world):
     reader = world.reader(world.route(StridedCopy(16, 8, 4, (Loop(3, 100, 12),))))
-    before = world.area.images(64).space._flat(0, 1).numpy().copy()
+    before = memory(world.area.region).copy()
     reader.say(ask(5, (3, 6, 1)))
     found = reader.hear()
     assert isinstance(found, Gathered)
@@ -149,12 +190,9 @@ def test_cells_begin_anywhere_in_a_block_and_follow_one_another(world, cell):
         assert (found[number, 40:] == world.pool[second : second + 24]).all()
 
 
-def test_an_ended_lease_is_refused_and_nothing_is_gathered(world, monkeypatch):
+def test_an_ended_lease_is_refused_and_nothing_is_gathered(world):
     copies = []
-    gather = gather_server.StagingCopies.gather
-    monkeypatch.setattr(
-        gather_server.StagingCopies, "gather", lambda *order: copies.append(1) or gather(*order)
-    )
+    world.gather = lambda copy: copies.append(copy())
     world.words.end([2])
     reader = world.reader(world.route(StridedCopy(0, 0, 8)))
     reader.say(ask(1, slot=2), ask(2, slot=2, generation=1), ask(3, slot=LEASES), ask(4, slot=1 << 30))
@@ -162,52 +200,44 @@ def test_an_ended_lease_is_refused_and_nothing_is_gathered(world, monkeypatch):
     assert isinstance(reader.hear(), Gathered)
     assert reader.hear() == NotGathered(3, "the lease has ended"), "the area's words are no leases"
     assert reader.hear() == NotGathered(4, "the lease has ended")
-    assert sum(world.area._taken) == len(copies) == 1
+    assert world.area.used_units == len(copies) == 1
 
 
-def test_a_lease_that_ends_while_its_blocks_are_gathered_is_refused_and_gives_its_room_back(
-    world, monkeypatch
-):
-    gather = gather_server.StagingCopies.gather
-
-    def ending(self, *arguments):
-        gather(self, *arguments)
+def test_a_lease_that_ends_while_its_blocks_are_gathered_is_refused_and_gives_its_room_back(world):
+    def ending(copy):
+        copy()
         world.words.end([0])
 
-    monkeypatch.setattr(gather_server.StagingCopies, "gather", ending)
+    world.gather = ending
     reader = world.reader(world.route(StridedCopy(0, 0, 8)))
     reader.say(ask(1))
     assert reader.hear() == NotGathered(1, "the lease has ended")
-    assert not any(world.area._taken)
+    assert world.area.used_units == 0
 
 
-def test_a_copy_that_fails_is_refused_and_gives_its_room_back(world, monkeypatch):
-    def failing(self, *arguments):
-        raise RuntimeError("no such device")
+def failing(_):
+    raise RuntimeError("no such device")
 
-    monkeypatch.setattr(gather_server.StagingCopies, "gather", failing)
+
+def test_a_copy_that_fails_is_refused_and_gives_its_room_back(world):
+    world.gather = failing
     reader = world.reader(world.route(StridedCopy(0, 0, 8)))
     reader.say(ask(1))
     assert reader.hear() == NotGathered(1, "the copy failed: no such device")
-    assert not any(world.area._taken)
-    monkeypatch.undo()
+    assert world.area.used_units == 0
+    world.gather = lambda copy: copy()
     reader.say(ask(2))
     assert isinstance(reader.hear(), Gathered), "it serves on"
 
 
-def test_a_copy_that_fails_when_its_turn_comes_holds_up_nobody(world, monkeypatch):
+def test_a_copy_that_fails_when_its_turn_comes_holds_up_nobody(world):
     reader = world.reader(world.route(StridedCopy(0, 0, 8), stride=WIDE))
     reader.say(ask(1, (1,) * 5), ask(2), ask(3))
     assert reader.hear().segment == 1
-    gather = gather_server.StagingCopies.gather
-
-    def failing_once(self, *arguments):
-        monkeypatch.setattr(gather_server.StagingCopies, "gather", gather)
-        raise RuntimeError("only once")
-
-    monkeypatch.setattr(gather_server.StagingCopies, "gather", failing_once)
+    faults = iter([True])
+    world.gather = lambda copy: failing(copy) if next(faults, False) else copy()
     reader.say(Done(1))
-    assert reader.hear() == NotGathered(2, "the copy failed: only once")
+    assert reader.hear() == NotGathered(2, "the copy failed: no such device")
     assert isinstance(reader.hear(), Gathered)
 
 
@@ -223,11 +253,11 @@ def test_a_copy_that_fails_when_its_turn_comes_holds_up_nobody(world, monkeypatc
         (ask(1, (1,) * (UNITS * 16384)), "the images of one request have no room in the staging area"),
     ],
 )
-def test_what_cannot_be_gathered_is_refused_in_words(world, order, says):
+def test_an_impossible_request_is_refused_with_its_reason(world, order, says):
     reader = world.reader(world.route(StridedCopy(0, 0, 8)))
     reader.say(order)
     assert reader.hear() == NotGathered(1, says)
-    assert not any(world.area._taken)
+    assert world.area.used_units == 0
 
 
 def test_blocks_past_those_introduced_are_not_in_the_pool(world):
@@ -245,7 +275,7 @@ def test_a_chunk_of_a_name_that_is_held_is_refused_and_the_first_stays(world):
     assert world.word(first) == INCARNATION << 32 | first.generation
 
 
-def test_who_has_not_introduced_itself_is_told_to(world):
+def test_a_reader_without_routes_is_asked_to_announce_them(world):
     reader = world.reader()
     reader.say(ask(1))
     assert reader.hear() == NotGathered(1, "the reader has not introduced itself", unknown=True)
@@ -286,19 +316,19 @@ def test_without_room_a_request_waits_until_there_is_some(world):
     assert (world.images(second.position, WIDE, 1)[0, :8] == world.pool[2 * STRIDE :][:8]).all()
 
 
-def test_a_request_that_raises_once_there_is_room_ends_the_waiting_of_no_other(world, monkeypatch):
+def test_a_request_that_raises_once_there_is_room_ends_the_waiting_of_no_other(world):
     reader = world.reader(world.route(StridedCopy(0, 0, 8), stride=WIDE))
     reader.say(ask(1, (1,) * 5), ask(2, (2,)), ask(3, (3,)))
     assert reader.hear().segment == 1
     assert reader.hear(0.3) is None, "both wait"
-    inner = world.server._gather
+    allocate, faults = world.area.allocate, iter([True])
 
-    def raising(sender, message):
-        if message.segment == 2:
+    def raising(*arguments):
+        if next(faults, False):
             raise RuntimeError("nobody expects this")
-        return inner(sender, message)
+        return allocate(*arguments)
 
-    monkeypatch.setattr(world.server, "_gather", raising)
+    world.area.allocate = raising
     reader.say(Done(1))
     third = reader.hear()
     assert (third.segment, type(third)) == (3, Gathered)
@@ -333,7 +363,7 @@ def test_a_request_that_waits_in_vain_is_refused(world):
     assert reader.hear() == NotGathered(2, f"no room in the staging area for {WAIT_SECONDS:g} s")
 
 
-def test_what_a_silent_reader_holds_is_reclaimed_and_its_word_raised_before(world):
+def test_room_of_a_silent_reader_is_reclaimed_and_its_word_raised_before(world):
     silent, other = (world.reader(world.route(StridedCopy(0, 0, 8), stride=WIDE)) for _ in range(2))
     silent.say(ask(1, (1,) * 5))
     held = silent.hear()
@@ -348,7 +378,7 @@ def test_what_a_silent_reader_holds_is_reclaimed_and_its_word_raised_before(worl
     assert world.word(held) != INCARNATION << 32 | held.generation
 
 
-def test_it_is_reclaimed_while_others_speak_without_pause(world):
+def test_room_of_a_silent_reader_is_reclaimed_while_others_speak_without_pause(world):
     silent, talker = (world.reader(world.route(StridedCopy(0, 0, 8))) for _ in range(2))
     silent.say(ask(1))
     held = silent.hear()
@@ -370,13 +400,6 @@ def test_the_word_of_a_part_of_the_area_that_was_given_often_is_said_in_full(wor
     assert (found.word, found.generation) == (LEASES, generation)
 
 
-def test_it_does_not_look_for_silent_readers_after_every_message(world):
-    world.now += 2.0
-    world.idle()
-    world.idle()  # it looks between two messages
-    assert world.server._swept == world.now
-
-
 def test_done_for_a_chunk_that_nobody_has_changes_nothing(world):
     reader, stranger = world.reader(world.route(StridedCopy(0, 0, 8))), world.reader()
     reader.say(ask(1))
@@ -385,7 +408,7 @@ def test_done_for_a_chunk_that_nobody_has_changes_nothing(world):
     stranger.say(Done(1))
     world.idle()
     assert world.word(held) == INCARNATION << 32 | held.generation
-    assert sum(world.area._taken) == 1
+    assert world.area.used_units == 1
 
 
 def test_done_raises_the_word_and_frees_the_room(world):
@@ -395,17 +418,15 @@ def test_done_raises_the_word_and_frees_the_room(world):
     reader.say(Done(1))
     world.idle()
     assert world.word(held) == INCARNATION << 32 | held.generation + 1
-    assert not any(world.area._taken)
+    assert world.area.used_units == 0
 
 
-def test_room_is_free_only_once_its_word_is_raised(world, monkeypatch):
+def test_room_is_free_only_once_its_word_is_raised(world):
     reader = world.reader(world.route(StridedCopy(0, 0, 8)))
     reader.say(ask(1))
     held, seen = reader.hear(), []
     inner = world.area.free
-    monkeypatch.setattr(
-        world.area, "free", lambda allocation: seen.append(world.word(held)) or inner(allocation)
-    )
+    world.area.free = lambda allocation: seen.append(world.word(held)) or inner(allocation)
     reader.say(Done(1))
     world.idle()
     assert seen == [INCARNATION << 32 | held.generation + 1]
@@ -419,25 +440,25 @@ def test_another_introduction_frees_what_was_held(world):
     again = reader.hear()
     assert world.word(held) != INCARNATION << 32 | held.generation
     assert (world.images(again.position, 64, 1)[0, :8] == world.pool[STRIDE + 8 :][:8]).all()
-    assert sum(world.area._taken) == 1
+    assert world.area.used_units == 1
 
 
-def test_of_too_many_readers_the_first_is_forgotten(world, monkeypatch):
-    monkeypatch.setattr(gather_server, "MAX_READERS", 2)
+def test_of_too_many_readers_the_first_is_forgotten(stack):
+    world = World(stack, limits=GatherLimits(readers=2))
     readers = []
     for _ in range(3):
         readers.append(world.reader(world.route(StridedCopy(0, 0, 8))))
         readers[-1].say(ask(1))
         assert isinstance(readers[-1].hear(), Gathered)
-    assert sum(world.area._taken) == 2
+    assert world.area.used_units == 2
     readers[0].say(ask(2))
     assert readers[0].hear().unknown
     readers[1].say(ask(2))
     assert isinstance(readers[1].hear(), Gathered)
 
 
-def test_more_than_may_wait_are_refused(world, monkeypatch):
-    monkeypatch.setattr(gather_server, "MAX_WAITING", 1)
+def test_more_than_may_wait_are_refused(stack):
+    world = World(stack, limits=GatherLimits(waiting=1))
     reader = world.reader(world.route(StridedCopy(0, 0, 8), stride=WIDE))
     reader.say(ask(1, (1,) * 5), ask(2), ask(3))
     assert reader.hear().segment == 1
@@ -489,26 +510,24 @@ def test_closing_ends_the_thread_with_messages_still_to_come(world):
     reader = world.reader(world.route(StridedCopy(0, 0, 8)))
     reader.say(*[ask(number) for number in range(100)])
     world.server.close()
-    assert not world.server._thread.is_alive()
-    assert world.server._listener._context.closed
+    assert closed(world.server)
 
 
-def test_closing_leaves_a_copy_behind_that_hangs(world, monkeypatch, caplog):
+def test_closing_leaves_a_copy_behind_that_hangs(world, caplog):
     begun, let_go = threading.Event(), threading.Event()
-    monkeypatch.setattr(gather_server.StagingCopies, "gather", lambda *order: begun.set() or let_go.wait(30))
+    world.gather = lambda _: begun.set() or let_go.wait(60)
     reader = world.reader(world.route(StridedCopy(0, 0, 8)))
     reader.say(ask(1))
-    assert begun.wait(5)
+    assert begun.wait(60)
     world.server.close(patience_seconds=0.1)
-    assert world.server._thread.is_alive()
+    assert not closed(world.server)
     assert "still busy after 0.1 s, left behind" in caplog.text
     let_go.set()
-    world.server._thread.join(5)
-    assert world.server._listener._context.closed, "it ends by itself once the copy does"
+    wait_for(lambda: closed(world.server))  # it ends by itself once the copy does
 
 
-def test_readers_with_very_many_cells_are_forgotten_the_oldest_first(world, monkeypatch):
-    monkeypatch.setattr(gather_server, "MAX_CELLS_OF_ALL_READERS", 100)
+def test_readers_with_very_many_cells_are_forgotten_the_oldest_first(stack):
+    world = World(stack, limits=GatherLimits(cells=100))
     readers = []
     for _ in range(2):
         readers.append(world.reader(world.route(StridedCopy(0, 0, 8), at=tuple(range(60)))))
@@ -518,10 +537,8 @@ def test_readers_with_very_many_cells_are_forgotten_the_oldest_first(world, monk
     assert readers[0].hear().unknown
 
 
-def test_what_waits_is_bounded_by_its_size_and_by_its_reader(stack, monkeypatch):
-    monkeypatch.setattr(gather_server, "MAX_WAITING_OF_READER", 2)
-    monkeypatch.setattr(gather_server, "MAX_WAITING_BYTES", 100)
-    world = World(stack, units=1)
+def test_waiting_requests_are_bounded_by_their_size_and_by_their_reader(stack):
+    world = World(stack, units=1, limits=GatherLimits(waiting_of_reader=2, waiting_bytes=100))
     one, other = (world.reader(world.route(StridedCopy(0, 0, 8), stride=WIDE)) for _ in range(2))
     one.say(ask(1))
     assert isinstance(one.hear(), Gathered)

@@ -87,8 +87,6 @@ def test_a_refusal_stands_for_its_time_and_is_then_forgotten(handshakes, clock):
     assert handshakes.status(PEER, 1) is None
     handshakes.forget_refusals()
     assert handshakes.is_unknown(PEER)
-    assert not handshakes._answers
-    assert not handshakes._refused_at
 
 
 def test_a_peer_that_is_asked_again_is_not_forgotten_with_its_old_refusal(handshakes, clock):
@@ -177,21 +175,21 @@ def test_silent_peers_are_given_up_early_while_many_are_asked_and_one_that_has_a
     clock.now += HURRY_SECONDS
     handshakes.refuse_silent()
     assert not handshakes.is_full
-    assert len(handshakes._running) == HURRY_HANDSHAKES
+    assert len(handshakes.deadlines) == HURRY_HANDSHAKES
     assert handshakes.status(PEER, 1) == Pending()
     assert handshakes.handle_reply(PEER, RANKS) is None
     assert isinstance(handshakes.status(PEER, 1), PeerInfo)
 
 
 def test_the_peers_that_are_known_are_bounded(handshakes):
-    for number in range(MAX_REMEMBERED + 10):
-        address = f"10.3.{number // 250}.{number % 250}", 7000
+    addresses = [(f"10.3.{number // 250}.{number % 250}", 7000) for number in range(MAX_REMEMBERED + 10)]
+    for address in addresses:
         handshakes.start(address)
         handshakes.open(address)
         handshakes.handle_reply(address, ACCEPTED)
         handshakes.handle_reply(address, RANKS)
-    assert len(handshakes._answers) == MAX_REMEMBERED
-    assert isinstance(handshakes.status(address, 1), PeerInfo)
+    assert sum(not handshakes.is_unknown(one) for one in addresses) == MAX_REMEMBERED
+    assert isinstance(handshakes.status(addresses[-1], 1), PeerInfo)
 
 
 def test_a_reason_of_megabytes_is_cut(handshakes, caplog):

@@ -36,13 +36,15 @@ class Child:
 
 
 class World:
-    def __init__(self) -> None:
+    def __init__(self, **options) -> None:
         self.children, self.tried, self.says, self.unready, self.takes = [], [], "", "", 0.0
-        self.starts = 0.0
+        self.starts, self.full = 0.0, False
         self.fails, self.clock = None, Clock()
-        self.validator = SandboxValidator(self.start, self.clock)
+        self.validator = SandboxValidator(self.start, self.clock, **options)
 
     def start(self) -> Child:
+        if self.full:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
         self.children.append(Child(self))
         return self.children[-1]
 
@@ -73,14 +75,14 @@ def world():
     made.validator.close()
 
 
-def test_what_has_passed_is_not_tried_again(world):
+def test_metadata_that_has_passed_is_not_tried_again(world):
     assert [world.verdict(card()) for _ in range(3)] == ["", "", ""]
     assert world.verdict(card(), card(2)) == ""
     assert (world.tried, len(world.children)) == ([1, 2], 1)
 
 
 @pytest.mark.parametrize("of", ["words", "run", "agent"])
-def test_what_the_child_is_asked_otherwise_is_tried_again(world, of):
+def test_another_question_to_the_child_is_tried_again(world, of):
     one = card()
     other = {
         "words": card(words_address=elsewhere(one)),
@@ -105,10 +107,11 @@ def test_metadata_that_has_passed_covers_no_other_claim(world, lie):
     assert "does not register" in world.verdict(card(**lies[lie]))
 
 
-def test_so_many_that_have_passed_are_remembered_and_the_oldest_is_tried_again(world, monkeypatch):
-    monkeypatch.setattr("kvferry.transport.metadata_validation.MAX_PASSED", 2)
+def test_so_many_that_have_passed_are_remembered_and_the_oldest_is_tried_again():
+    world = World(max_passed=2)
     assert [world.verdict(card(number)) for number in (1, 2, 3, 3, 2, 1)] == [""] * 6
     assert world.tried == [1, 2, 3, 1]
+    world.validator.close()
 
 
 def test_an_unexpected_error_refuses_one_peer_and_the_next_is_tried(world, caplog):
@@ -163,10 +166,7 @@ def test_a_child_that_does_not_start_is_a_refusal_and_another_is_started(world):
 
 
 def test_a_machine_without_room_for_a_process_refuses_in_words(world, caplog):
-    def full():
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-
-    world.validator._start = full
+    world.full = True
     assert world.verdict(card()).startswith("the process that tries transport metadata cannot be started")
     assert "temporarily unavailable" in caplog.text
 

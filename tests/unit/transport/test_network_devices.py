@@ -35,15 +35,12 @@ def test_every_address_and_no_address_of_ours_restrict_nothing(host):
     assert ucx_environment(host) == CONNECTIONS
 
 
-def test_another_address_is_its_device_and_all_rdma_devices(monkeypatch, tmp_path):
+def test_another_address_is_its_device_and_all_rdma_devices(tmp_path):
     for port in ("mlx5_0/ports/1", "mlx5_1/ports/1"):
         (tmp_path / port).mkdir(parents=True)
-    rdma = network_devices._rdma(tmp_path)
-    assert rdma == ("mlx5_0:1", "mlx5_1:1")
-    monkeypatch.setattr(network_devices, "_rdma", lambda: rdma)
     for name, address in network_devices.addresses():
         if not address.is_loopback and not address.is_link_local:
-            assert devices_for(str(address)) == (name, *rdma)
+            assert devices_for(str(address), tmp_path) == (name, "mlx5_0:1", "mlx5_1:1")
 
 
 def test_agents_made_in_the_block_are_kept_to_the_device():

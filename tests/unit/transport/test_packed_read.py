@@ -165,7 +165,7 @@ class Table:
 
     def all_given_back(self):
         assert self.read.finished
-        assert not any(self.landing._taken)
+        assert self.landing.used_units == 0
         assert sorted(self.bench.free_words) == list(range(len(self.transport.words)))
         assert len(self.transport.released) == len(self.transport.posted)
         assert sorted(self.source.ended) == list(range(1, len(self.source.asked) + 1))
@@ -208,7 +208,7 @@ def test_an_over_read_chunk_is_read_and_scattered_without_asking():
 def test_a_chunk_that_is_read_into_place_takes_no_room_and_scatters_nothing():
     table = Table(cells=1, scatters=False)
     table.gather()
-    assert not any(table.landing._taken)
+    assert table.landing.used_units == 0
     table.land()
     table.land()
     assert table.scattered == []
@@ -421,7 +421,7 @@ def test_what_fails_while_it_is_posted_is_held_until_it_is_over():
     assert table.read.failure == "the transport failed: post failed"
     assert table.read.peer_lost
     assert not table.read.finished
-    assert any(table.landing._taken)
+    assert table.landing.used_units
     table.land(ReadState.FAILED)
     assert table.all_given_back()
 
@@ -437,7 +437,7 @@ def test_what_is_in_flight_when_a_read_is_abandoned_is_waited_for(ends):
     table.run()
     assert table.transport.posted == ["images"]
     assert not table.read.finished
-    assert any(table.landing._taken)
+    assert table.landing.used_units
     assert table.source.ended == [2, 3, 4]
     table.land(ends)
     table.land()

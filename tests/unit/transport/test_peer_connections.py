@@ -9,6 +9,8 @@ from kvferry.transport.metadata_validation import ValidationResult
 from kvferry.transport.peer_connections import PeerConnections
 from support.clock import Clock
 
+UNREACHABLE = TransferError("unreachable")
+
 
 class Peer:
     def __init__(self) -> None:
@@ -19,10 +21,11 @@ class Peer:
 
 
 class World:
-    """What connections are made of: each attempt fails while `faulty`."""
+    """What connections are made of: each attempt raises `fault`, if there is one."""
 
     def __init__(self) -> None:
-        self.clock, self.faulty, self.attempts, self.in_use = Clock(), False, 0, list[Peer]()
+        self.clock, self.attempts, self.in_use = Clock(), 0, list[Peer]()
+        self.fault: Exception | None = None
         self.verdict = ""
         self.links = PeerConnections(self.make, self.validate, lambda: self.in_use, self.clock)
 
@@ -32,8 +35,8 @@ class World:
 
     def make(self, cards) -> Peer:
         self.attempts += 1
-        if self.faulty:
-            raise TransferError("unreachable")
+        if self.fault is not None:
+            raise self.fault
         return Peer()
 
 
@@ -43,7 +46,7 @@ def world() -> World:
 
 
 def test_a_peer_that_cannot_be_connected_is_tried_again_after_growing_pauses(world):
-    world.faulty = True
+    world.fault = UNREACHABLE
     world.links.connect("P", ())
     tried = []
     for second in range(300):
@@ -53,7 +56,7 @@ def test_a_peer_that_cannot_be_connected_is_tried_again_after_growing_pauses(wor
             tried.append(second)
         world.clock.now += 1
     assert tried == [0, 1, 3, 7, 15, 31, 63, 123, 183, 243]
-    world.faulty = False
+    world.fault = None
     world.clock.now += 60
     assert isinstance(world.links.get("P"), Peer)
 
@@ -96,9 +99,9 @@ def test_a_success_with_one_peer_says_nothing_of_another(world):
     assert world.links.get("P") == "the transport failed", "its second failure in a row"
 
 
-def test_what_is_not_connected_can_be_disconnected(world, caplog):
+def test_a_peer_that_is_not_connected_can_be_disconnected(world, caplog):
     world.links.disconnect("nobody")
-    world.faulty = True
+    world.fault = UNREACHABLE
     world.links.connect("P", ())
     assert list(world.links) == []
     world.links.disconnect("P")
@@ -121,7 +124,7 @@ def test_no_second_connection_is_made_while_a_read_uses_the_first(world):
     assert (first.closed, second.closed) == (True, False)
 
 
-def test_what_was_disconnected_is_closed_when_nothing_uses_it(world):
+def test_a_disconnected_peer_is_closed_when_nothing_uses_it(world):
     world.links.connect("P", ())
     peer = world.links.get("P")
     world.in_use = [peer]
@@ -149,11 +152,8 @@ def test_a_connection_that_cannot_be_closed_keeps_no_other_open(world, caplog):
     assert "closing the connection to P" in caplog.text
 
 
-def test_what_nobody_expects_of_a_peer_costs_that_peer(world, monkeypatch, caplog):
-    def failing(cards):
-        raise RuntimeError("nobody expects this")
-
-    monkeypatch.setattr(world.links, "_make", failing)
+def test_an_unexpected_error_costs_that_peer(world, caplog):
+    world.fault = RuntimeError("nobody expects this")
     world.links.connect("P", ())
     assert world.links.get("P") == "peer P cannot be read from: nobody expects this"
     assert "please report it" in caplog.text
@@ -181,7 +181,7 @@ def test_a_refused_peer_is_asked_about_again_after_growing_pauses(world):
     assert isinstance(world.links.get("P"), Peer)
 
 
-def test_what_is_said_of_a_peer_that_was_disconnected_meanwhile_is_of_no_use(world):
+def test_a_verdict_on_a_peer_that_was_disconnected_is_ignored(world):
     world.verdict = None
     world.links.connect("P", ())
     world.links.disconnect("P")

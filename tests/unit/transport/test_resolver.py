@@ -2,7 +2,6 @@
 
 import socket
 import threading
-import time
 
 import pytest
 
@@ -10,6 +9,8 @@ from kvferry.transport import resolver as resolver_module
 from kvferry.transport.address import parse_ip
 from kvferry.transport.allowed_peers import ANY_PEER, AllowedPeers, parse_allowed_peers
 from kvferry.transport.resolver import AddressNotAllowed, PeerResolver
+from support.clock import Clock
+from support.waiting import wait_for
 
 
 class Resolver:
@@ -38,29 +39,23 @@ def resolver():
     resolver.ended.set()
 
 
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return Clock(1000.0)
+
+
+def resolving() -> list[threading.Thread]:
+    """Return the threads that resolve names."""
+    return [one for one in threading.enumerate() if one.name == "kvferry-names"]
 
 
 def listing(*entries: str) -> AllowedPeers:
     return parse_allowed_peers(entries, "10.0.0.1", None)
 
 
-def settled(ask, seconds: float = 10.0):
-    """What is answered once nothing is being resolved."""
-    deadline = time.monotonic() + seconds
-    while (answer := ask()) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    return answer
+def resolved(ask):
+    """Return the answer when nothing is being resolved."""
+    return wait_for(lambda: None if (answer := ask()) is None else [answer])[0]
 
 
 def test_a_numeric_address_is_dialled_as_it_is_and_nothing_is_resolved(resolver):
@@ -91,7 +86,7 @@ def test_an_address_that_is_not_allowed_is_refused_with_what_to_do(resolver):
     resolver.book["node7"] = ["10.0.0.8"]
     listed = PeerResolver(parse_allowed_peers(["localhost", "node7"], "127.0.0.1", None), resolve=resolver)
     with pytest.raises(AddressNotAllowed, match="is none of the peers"):
-        settled(lambda: listed.resolve("10.0.0.7"))
+        resolved(lambda: listed.resolve("10.0.0.7"))
     with pytest.raises(
         AddressNotAllowed, match=r"10\.0\.0\.7 is another machine, .*listens on loopback; set host"
     ):
@@ -116,7 +111,7 @@ def test_addresses_of_a_listed_name_are_allowed_and_others_are_not(resolver):
     resolver.book["node7"] = ["10.0.0.7"]
     found = PeerResolver(listing("node7", "192.168.0.0/16"), resolve=resolver)
     assert found.is_allowed(parse_ip("10.0.0.7")) is None, "its name is being resolved"
-    assert settled(lambda: found.is_allowed(parse_ip("10.0.0.7"))) is True
+    assert resolved(lambda: found.is_allowed(parse_ip("10.0.0.7"))) is True
     assert found.resolve("10.0.0.7") == "10.0.0.7"
     assert found.is_allowed(parse_ip("192.168.3.3")) is True
     assert found.is_allowed(parse_ip("10.0.0.8")) is False
@@ -125,19 +120,19 @@ def test_addresses_of_a_listed_name_are_allowed_and_others_are_not(resolver):
 def test_an_address_that_is_new_for_a_name_is_learned(resolver, clock):
     resolver.book["svc"] = ["10.0.0.7"]
     found = PeerResolver(listing("svc"), resolve=resolver, clock=clock)
-    settled(lambda: found.resolve("svc"))
+    resolved(lambda: found.resolve("svc"))
     resolver.book["svc"] = ["10.0.0.8"]
     assert found.is_allowed(parse_ip("10.0.0.8")) is False, "it was resolved just now"
     clock.now += resolver_module.NEW_SECONDS
     assert found.is_allowed(parse_ip("10.0.0.8")) is None
-    assert settled(lambda: found.is_allowed(parse_ip("10.0.0.8"))) is True
+    assert resolved(lambda: found.is_allowed(parse_ip("10.0.0.8"))) is True
     assert found.is_allowed(parse_ip("10.0.0.7")) is False, "the name has left it"
 
 
 def test_old_addresses_serve_while_the_resolver_hangs_and_are_forgotten_after_a_while(resolver, clock):
     resolver.book["svc"] = ["10.0.0.7"]
     found = PeerResolver(listing("svc"), resolve=resolver, clock=clock)
-    settled(lambda: found.resolve("svc"))
+    resolved(lambda: found.resolve("svc"))
     del resolver.book["svc"]
     clock.now += resolver_module.FRESH_SECONDS
     assert found.resolve("svc") == "10.0.0.7"
@@ -145,11 +140,12 @@ def test_old_addresses_serve_while_the_resolver_hangs_and_are_forgotten_after_a_
     with pytest.raises(AddressNotAllowed, match="the name server does not answer"):
         found.resolve("svc")
     assert found.is_allowed(parse_ip("10.0.0.7")) is False
-    settled(lambda: len(resolver.asked) == 2 or None)
+    wait_for(lambda: len(resolver.asked) == 2)
     clock.now += resolver_module.FRESH_SECONDS
     with pytest.raises(AddressNotAllowed):
         found.resolve("svc")
-    time.sleep(0.05)
+    resolver.ended.set()
+    wait_for(lambda: not resolving())
     assert resolver.asked == ["svc", "svc"], "a name that hangs is not asked for again"
 
 
@@ -163,12 +159,12 @@ def test_a_name_without_an_address_is_refused_in_words_and_tried_again(resolver,
         except AddressNotAllowed as error:
             return str(error)
 
-    assert settled(refused) == "its name has no address: Name or service not known"
+    assert resolved(refused) == "its name has no address: Name or service not known"
     assert resolver.asked == ["svc"]
     resolver.book["svc"] = ["0.0.0.0", "ff02::1", "10.0.0.9"]
     clock.now += resolver_module.RETRY_SECONDS
     found.resolve("svc")
-    assert settled(refused) == "10.0.0.9"
+    assert resolved(refused) == "10.0.0.9"
 
 
 def test_few_threads_resolve_however_many_names_hang(resolver):
@@ -176,26 +172,21 @@ def test_few_threads_resolve_however_many_names_hang(resolver):
     for number in range(50):
         assert found.resolve(f"n{number}") is None
     assert found.is_allowed(parse_ip("10.0.0.1")) is None
-    threads = [one for one in threading.enumerate() if one.name == "kvferry-names"]
-    assert 1 <= len(threads) <= resolver_module.THREADS
+    assert 1 <= len(resolving()) <= resolver_module.THREADS
     assert len(resolver.asked) <= resolver_module.THREADS
 
 
-def test_nobody_is_told_of_answers_after_the_end(resolver):
+def test_answers_after_the_end_are_told_to_nobody(resolver):
     told = []
     found = PeerResolver(listing("svc"), lambda: told.append(1), resolver)
     assert found.resolve("svc") is None
     found.close()
     resolver.ended.set()
-    deadline = time.monotonic() + 10
-    while any(one.name == "kvferry-names" for one in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_for(lambda: not resolving())
     assert told == []
 
 
 def test_the_systems_resolver_is_asked():
-    found = PeerResolver(listing(socket.gethostname()))
-    assert settled(lambda: found.resolve(socket.gethostname())) in resolver_module._resolve(
-        socket.gethostname()
-    )
+    name = socket.gethostname()
+    found = PeerResolver(listing(name))
+    assert resolved(lambda: found.resolve(name)) in {place[0] for *_, place in socket.getaddrinfo(name, None)}
