@@ -1,13 +1,16 @@
-"""Parse a command line of `kvferry` without running it."""
+"""Parse or run a command line of `kvferry` in this process."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 
-from kvferry.cli.main import app
+from kvferry.cli.main import app, main
 
 
 def parse_command_line(arguments: Sequence[str]) -> None:
@@ -27,3 +30,39 @@ def parse_command_line(arguments: Sequence[str]) -> None:
         if not hasattr(command, "commands"):
             return
         name, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+
+
+class FinishedCommand(NamedTuple):
+    """How a command ended.
+
+    Attributes:
+        returncode: exit code.
+        stdout, stderr: text that it printed.
+    """
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_command(*arguments: str) -> FinishedCommand:
+    """Run `kvferry` with these arguments in this process, without a terminal.
+
+    Output of other threads and of C libraries is not captured.
+    """
+    out, err, before = io.StringIO(), io.StringIO(), sys.argv
+    sys.argv = ["kvferry", *arguments]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            main()
+    except SystemExit as end:
+        return FinishedCommand(int(end.code or 0), out.getvalue(), err.getvalue())
+    finally:
+        sys.argv = before
+    raise AssertionError("the command did not exit")
+
+
+def run_command_in_terminal(*arguments: str) -> None:
+    """Run `kvferry` with these arguments, and exit, in a process that owns its standard streams."""
+    sys.argv = ["kvferry", *arguments]
+    main()
