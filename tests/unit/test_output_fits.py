@@ -234,7 +234,7 @@ def test_columns_of_the_highest_rank_are_left_out_first():
     assert fit_table(columns, [["a", "1", "2", "3"]], 13).left_out == ("one", "three")
 
 
-def test_without_a_limit_a_row_is_one_line_with_every_field():
+def test_a_row_without_a_limit_is_one_line_with_every_field():
     columns = (Column("name", left=True), Column("kinds of layer", left=True), Column("bytes", rank=9))
     assert fit_table(columns, [["a", "one\ntwo", ""], ["b", "three", "4 KiB"]], None).lines == [
         "name  kinds of layer  bytes",

@@ -122,7 +122,7 @@ def answers(directory: Path) -> Iterator[TraceServer]:
     serving.close()
 
 
-def test_what_is_told_arrives_as_it_was(answers: TraceServer) -> None:
+def test_a_trace_arrives_unchanged(answers: TraceServer) -> None:
     (answer,) = ask_engines(Question("a", 5)).answers
     (trace,) = answer.traces
     came = trace.events[0].at
@@ -134,7 +134,7 @@ def test_what_is_told_arrives_as_it_was(answers: TraceServer) -> None:
     assert answer.wall(came) == pytest.approx(time.time() - 100, abs=5)
 
 
-def test_several_engines_are_asked_and_who_had_the_request_first_comes_first(answers: TraceServer) -> None:
+def test_traces_of_all_engines_are_sorted_by_arrival(answers: TraceServer) -> None:
     prefill = TraceServer(remembered("old", "cmpl-a-0-87654321"), engine("prefill"), 100, SECONDS)
     for event in everything("cmpl-a-0-99999999", time.monotonic() - 1000):
         prefill._traces(event)
@@ -175,7 +175,9 @@ def test_answers_are_read_in_one_thread(answers: TraceServer, monkeypatch: pytes
         ("cmpl-5f3a-0-1b2c3d4e", "f3a", False),
     ],
 )
-def test_a_request_is_known_by_what_its_client_saw_or_sent(request_id: str, said: str, known: bool) -> None:
+def test_a_request_is_found_by_the_id_that_its_client_saw_or_sent(
+    request_id: str, said: str, known: bool
+) -> None:
     assert matches_id(request_id, said) == known
 
 
@@ -204,12 +206,12 @@ def say(answers: TraceServer, said: bytes, seconds: float = 10.0) -> bytes:
         b"x" * (MAX_QUESTION_BYTES + 1),
     ],
 )
-def test_a_question_that_is_none_is_refused_in_a_sentence(answers: TraceServer, said: bytes) -> None:
+def test_a_malformed_question_is_refused_in_one_sentence(answers: TraceServer, said: bytes) -> None:
     assert set(json.loads(say(answers, said))) == {"error"}
     assert ask_engines(Question("a")).traces(), "the next one is answered"
 
 
-def test_whoever_says_nothing_or_hears_nothing_holds_up_others_for_moments_only(answers: TraceServer) -> None:
+def test_a_silent_or_deaf_client_is_dropped_at_its_deadline(answers: TraceServer) -> None:
     before = time.monotonic()
     for said in (b"", b"{"):
         assert say(answers, said) == b""
@@ -266,7 +268,7 @@ def test_a_directory_that_another_user_has_made_hides_no_engine(
     assert "has mode 777" in found.problems[0]
 
 
-def test_a_path_that_is_too_long_is_said_and_the_engine_goes_on(
+def test_an_engine_with_too_long_a_path_logs_it_and_goes_on(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = directory.parent / ("x" * 100)
@@ -277,7 +279,7 @@ def test_a_path_that_is_too_long_is_said_and_the_engine_goes_on(
 
 
 @pytest.mark.parametrize("what", [PermissionError(13, "no"), OSError(24, "too many open files")])
-def test_whatever_cannot_be_made_is_said_and_the_engine_goes_on(
+def test_an_engine_without_a_socket_logs_the_error_and_goes_on(
     directory: Path, monkeypatch: pytest.MonkeyPatch, what: OSError
 ) -> None:
     def refused(*_: object) -> None:
@@ -290,9 +292,7 @@ def test_whatever_cannot_be_made_is_said_and_the_engine_goes_on(
     assert TraceServer(remembered(), engine(), 100).error is what
 
 
-def test_a_directory_that_has_become_something_else_ends_no_engine(
-    directory: Path, answers: TraceServer
-) -> None:
+def test_closing_survives_a_directory_that_became_a_file(directory: Path, answers: TraceServer) -> None:
     answers._path.unlink()
     directory.rmdir()
     directory.touch()
@@ -300,14 +300,14 @@ def test_a_directory_that_has_become_something_else_ends_no_engine(
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "\0"])
-def test_a_runtime_directory_of_an_impossible_name_is_done_without(
+def test_a_runtime_directory_with_an_impossible_name_is_ignored(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(socket_directory.os, "environ", {"XDG_RUNTIME_DIR": f"/tmp/{name}"})
     assert [place.name for place in socket_directory.socket_directories()] == [f"kvferry-{os.getuid()}"]
 
 
-def test_what_an_engine_that_is_gone_has_left_is_removed(directory: Path, answers: TraceServer) -> None:
+def test_the_socket_of_an_ended_engine_is_removed(directory: Path, answers: TraceServer) -> None:
     listening, path = socket_directory.listen(directory, "engine-gone")
     listening.close()
     (directory / "something else").touch()
@@ -316,7 +316,7 @@ def test_what_an_engine_that_is_gone_has_left_is_removed(directory: Path, answer
     assert sorted(directory.iterdir()) == sorted([answers._path, directory / "something else"])
 
 
-def test_an_engine_that_begins_removes_what_others_have_left(directory: Path) -> None:
+def test_a_starting_engine_removes_sockets_of_ended_engines(directory: Path) -> None:
     directory.mkdir(0o700)
     listening, path = socket_directory.listen(directory, "engine-gone")
     listening.close()
@@ -329,7 +329,7 @@ def test_an_engine_that_begins_removes_what_others_have_left(directory: Path) ->
     serving.close()
 
 
-def test_an_engine_that_ends_leaves_nothing_and_waits_for_nobody(directory: Path) -> None:
+def test_a_closing_server_leaves_nothing_and_waits_for_no_client(directory: Path) -> None:
     threads = set(threading.enumerate())
     serving = TraceServer(remembered("a"), engine(), 100, seconds=60.0)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
@@ -355,7 +355,7 @@ def test_an_engine_that_ends_leaves_nothing_and_waits_for_nobody(directory: Path
         (b'{"kvferry":"9","engine_id":"e","model":"m","pid":1,"role":"both"}\n{"request_id":"a"}\n', "trace"),
     ],
 )
-def test_an_engine_that_answers_otherwise_is_said_to_be_silent(
+def test_a_malformed_answer_is_a_problem(
     directory: Path, answers: TraceServer, said: bytes, sentence: str
 ) -> None:
     listening, _ = socket_directory.listen(directory, "engine-other")
@@ -376,7 +376,7 @@ def test_an_engine_that_answers_otherwise_is_said_to_be_silent(
     assert sentence in silent
 
 
-def test_engines_that_never_answer_cost_one_deadline_together(
+def test_all_engines_share_one_deadline(
     directory: Path, answers: TraceServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "_SECONDS", 1.0)
@@ -390,7 +390,7 @@ def test_engines_that_never_answer_cost_one_deadline_together(
         one.close()
 
 
-def test_an_engine_that_too_many_ask_is_tried_again_and_not_forgotten(
+def test_a_full_queue_of_an_engine_is_retried_until_the_deadline(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "_SECONDS", 0.4)
@@ -418,9 +418,7 @@ def test_an_engine_that_too_many_ask_is_tried_again_and_not_forgotten(
     taken.join()
 
 
-def test_what_a_process_has_left_that_was_killed_as_it_began_is_removed(
-    directory: Path, answers: TraceServer
-) -> None:
+def test_an_old_unfinished_socket_is_removed(directory: Path, answers: TraceServer) -> None:
     left, begins = (directory / f"engine-{name}.new" for name in ("left", "begins"))
     for path in (left, begins):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bound:
@@ -431,7 +429,7 @@ def test_what_a_process_has_left_that_was_killed_as_it_began_is_removed(
     assert begins.exists(), "somebody may be about to listen there"
 
 
-def test_a_trace_that_is_none_is_refused() -> None:
+def test_a_malformed_trace_is_refused() -> None:
     for line in (
         b"x",
         b"{}",
@@ -448,7 +446,7 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_the_command_lists_and_tells_and_fits_a_terminal(
+def test_the_command_lists_and_explains_requests_within_80_columns(
     answers: TraceServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -467,7 +465,7 @@ def test_the_command_lists_and_tells_and_fits_a_terminal(
     assert plain["engine"]["role"] == "decode"
 
 
-def test_a_name_that_would_change_a_terminal_is_shown_without(
+def test_control_characters_of_a_request_id_are_replaced(
     answers: TraceServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for event in everything("cmpl-\x1b[31mred-0-12345678", time.monotonic()):
@@ -476,7 +474,7 @@ def test_a_name_that_would_change_a_terminal_is_shown_without(
     assert "\x1b" not in command(capsys, "\x1b[31mred")
 
 
-def test_without_a_terminal_a_request_is_one_line(
+def test_a_request_is_one_line_without_a_terminal(
     answers: TraceServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
@@ -484,7 +482,7 @@ def test_without_a_terminal_a_request_is_one_line(
     assert re.fullmatch(r"cmpl-a-0-12345678  10\d s ago, decode engine, 20 tokens: .*; 1 load failed", line)
 
 
-def test_a_long_name_is_told_whole_and_fits_a_terminal(
+def test_a_long_request_id_is_wrapped_and_complete(
     answers: TraceServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -496,7 +494,7 @@ def test_a_long_name_is_told_whole_and_fits_a_terminal(
         assert name in said.replace("\n  ", "")
 
 
-def test_what_an_engine_says_in_refusing_changes_no_terminal(
+def test_control_characters_of_a_refusal_are_replaced(
     directory: Path, answers: TraceServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvferry.explain.client._ask", lambda *_: "an engine says \x1b[31m")
@@ -505,7 +503,7 @@ def test_what_an_engine_says_in_refusing_changes_no_terminal(
     assert capsys.readouterr().err == "kvferry: an engine says ?[31m\n"
 
 
-def test_engines_that_are_not_there_are_told_apart_from_requests_that_are_not(
+def test_errors_distinguish_missing_engines_from_missing_requests(
     directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvferry.cli import main

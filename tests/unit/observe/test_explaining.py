@@ -29,7 +29,7 @@ def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 ENGINE = {"engine_id": "e", "model": "tiny", "role": "prefill"}
 
 
-def test_what_is_told_is_answered_as_long_as_the_engine_runs(directory: Path) -> None:
+def test_events_are_served_until_the_explainer_is_closed(directory: Path) -> None:
     events = EventStream()
     explaining = RequestExplainer(events, 2, **ENGINE)
     explaining.start()
@@ -44,7 +44,7 @@ def test_what_is_told_is_answered_as_long_as_the_engine_runs(directory: Path) ->
     assert not ask_engines(Question()).answers
 
 
-def test_connectors_of_one_engine_are_told_apart_by_their_names(directory: Path) -> None:
+def test_connectors_of_one_engine_are_distinguished_by_name(directory: Path) -> None:
     both = []
     for name in ("memory", "disk", ""):
         events = EventStream()

@@ -68,7 +68,7 @@ def test_the_rest_of_a_line_is_written_if_the_disk_takes_a_part(path: Path) -> N
     assert path.read_text() == "a long line\nanother\n"
 
 
-def test_nobody_waits_for_a_disk_that_is_stuck_and_what_is_left_out_is_counted(
+def test_lines_are_left_out_and_counted_while_the_disk_is_stuck(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = StuckFile(path)
@@ -100,7 +100,7 @@ def test_lines_that_were_written_make_room_for_others(path: Path) -> None:
     assert len(path.read_bytes()) == 20
 
 
-def test_closing_waits_for_a_disk_that_is_stuck_for_a_while_only(
+def test_closing_gives_up_a_stuck_disk_at_its_deadline(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(line_file, "_CLOSING_SECONDS", 0.01)

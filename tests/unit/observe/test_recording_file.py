@@ -126,7 +126,7 @@ def test_half_a_line_of_an_engine_that_was_killed_is_removed(engines: Engines, r
     assert engines.read() == [b"a\n", b"b\n"]
 
 
-def test_a_setting_that_no_file_is_left_for_says_so(
+def test_an_error_names_the_limit_of_recordings_with_one_name(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recording_file, "_MOST_FILES", 2)
@@ -136,7 +136,7 @@ def test_a_setting_that_no_file_is_left_for_says_so(
         engines.start()
 
 
-def test_a_device_gets_a_header_and_no_look_at_what_it_has(tmp_path: Path) -> None:
+def test_a_device_gets_a_header_without_being_read(tmp_path: Path) -> None:
     name, file = open_recording("/dev/null", HEADER)
     assert name == "/dev/null"
     file.close()
