@@ -1,4 +1,4 @@
-"""An engine that remembers its requests, and one that is told not to."""
+"""An engine that remembers its requests, and one whose setting disables that."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from kvferry.connector.events import Arrived
 from kvferry.connector.stream import EventStream
 from kvferry.explain.client import ask_engines
 from kvferry.explain.text import render, render_list
-from kvferry.observe import socket_directory
 from kvferry.observe.explaining import RequestExplainer
 from kvferry.observe.wire import Question
 
@@ -22,7 +21,7 @@ from kvferry.observe.wire import Question
 @pytest.fixture
 def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="kvferry-", dir="/tmp") as folder:
-        monkeypatch.setattr(socket_directory, "socket_directories", lambda: [Path(folder) / "kvferry"])
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
         yield Path(folder) / "kvferry"
 
 

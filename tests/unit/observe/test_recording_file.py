@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.observe import recording_file
-from kvferry.observe.recording_file import open_recording
+from kvferry.observe.recording_file import MOST_FILES, open_recording
 
 HEADER = {"kvferry_trace": 1, "unit_tokens": 16, "model": "tiny\n"}
 OTHER = {**HEADER, "unit_tokens": 32}
@@ -127,12 +126,11 @@ def test_half_a_line_of_an_engine_that_was_killed_is_removed(engines: Engines, r
 
 
 def test_an_error_names_the_limit_of_recordings_with_one_name(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
+    engines: Engines,
 ) -> None:
-    monkeypatch.setattr(recording_file, "_MOST_FILES", 2)
-    for _ in range(2):
+    for _ in range(MOST_FILES):
         engines.start()
-    with pytest.raises(ConfigError, match=r"^2 files beside .*trace.jsonl are .*; name another file$"):
+    with pytest.raises(ConfigError, match=rf"^{MOST_FILES} files beside .*trace.jsonl are .*; name another"):
         engines.start()
 
 
