@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from kvferry.serving.tiny import tiny_checkpoint
-from support.in_process import kvferry
+from support.command_line import run_kvferry
 from support.vllm_engine import copied
 from support.vllm_engine.pair import connector, prompt
 from support.vllm_engine.plugins import with_plugins
@@ -75,7 +75,7 @@ class Server:
 
     def cache(self, *arguments: str, code: int = 0) -> dict[str, Any]:
         """The JSON answer of `kvferry cache`."""
-        done = kvferry("cache", *arguments, "--engine", self.admin, "--json")
+        done = run_kvferry("cache", *arguments, "--engine", self.admin, "--json")
         assert done.returncode == code, done.stderr
         return json.loads(done.stdout)
 

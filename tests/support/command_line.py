@@ -55,3 +55,9 @@ def parse_command_line(arguments: Sequence[str]) -> None:
         if not hasattr(command, "commands"):
             return
         name, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+
+
+def run_command_in_terminal(*arguments: str) -> None:
+    """Run `kvferry` with these arguments, and exit, in a process that owns its standard streams."""
+    sys.argv = ["kvferry", *arguments]
+    main()

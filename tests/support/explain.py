@@ -6,12 +6,12 @@ import json
 import subprocess
 from typing import Any
 
-from support.in_process import kvferry
+from support.command_line import run_kvferry
 
 
 def explain(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command with these arguments. Every line of what it prints fits a terminal."""
-    done = kvferry("explain", *arguments)
+    done = run_kvferry("explain", *arguments)
     if "--json" not in arguments:
         assert all(len(line) <= 80 for line in done.stdout.splitlines())
     return done

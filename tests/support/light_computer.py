@@ -1,5 +1,7 @@
-"""Run `kvferry` as on a computer without engines: `python light_computer.py Windows|Linux COMMAND ...`.
+"""Run commands of `kvferry` as on a computer without engines: `python light_computer.py Windows|Linux`.
 
+Each line of standard input is a command line, as JSON: a list of arguments and a folder. Each line of
+standard output is what a fork of this process made of it: [exit code, standard output, standard error].
 On either system, imports of what the core installation lacks fail. Linux is otherwise as it is. On Windows,
 imports of what Windows lacks fail too, and so do system calls that Windows lacks.
 Libraries that have code of their own for Windows are imported before that, with their code for Linux.
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import asyncio  # noqa: F401
 import ctypes
+import json
 import multiprocessing  # noqa: F401
 import os
 import platform
@@ -17,7 +20,8 @@ import shutil  # noqa: F401
 import signal
 import subprocess  # noqa: F401
 import sys
-import tempfile  # noqa: F401
+import tempfile
+import traceback
 
 import anyio  # noqa: F401
 import filelock  # noqa: F401
@@ -87,11 +91,52 @@ def become_windows() -> None:
     platform.system = lambda: "Windows"
 
 
-if __name__ == "__main__":
-    leave_the_core_only()
-    if sys.argv.pop(1) == "Windows":
-        become_windows()
+def run_in_fork(fork, arguments, folder):
+    """Run `kvferry` with these arguments in a folder, and return its exit code, output and errors."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        if (child := fork()) == 0:
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            os.chdir(folder)
+            sys.argv = ["kvferry", *arguments]
+            os._exit(exit_code())
+        _, status = os.waitpid(child, 0)
+        said = []
+        for file in (out, err):
+            file.seek(0)
+            said.append(file.read())
+    return os.waitstatus_to_exitcode(status), *said
+
+
+def exit_code():
+    """Run `kvferry` and return its exit code."""
     from kvferry.cli.entry import main
 
-    sys.argv[0] = "kvferry"
-    main()
+    try:
+        main()
+    except SystemExit as end:
+        return end.code or 0
+    except BaseException:  # noqa: BLE001 - shown as an interpreter shows it
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
+
+
+def serve():
+    """Run the command lines of standard input."""
+    fork = os.fork
+    leave_the_core_only()
+    if sys.argv[1] == "Windows":
+        become_windows()
+    import kvferry.cli.main  # noqa: F401 - once for all forks
+
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps(run_in_fork(fork, *json.loads(line))) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    serve()

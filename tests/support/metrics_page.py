@@ -1,10 +1,10 @@
-"""`/metrics` pages of engines that never ran, made from the project's own definitions, on real sockets."""
+"""`/metrics` pages made from the project's own definitions, without engines, on real sockets."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -62,8 +62,9 @@ def shown(pages: dict[str, Any], port: int = 0) -> Iterator[str]:
             found = pages.get(self.path)
             body = (found() if callable(found) else found or "").encode()
             self.send_response(200 if found is not None else 404)
-            self.end_headers()
-            self.wfile.write(body)
+            with suppress(ConnectionError):  # the client has gone
+                self.end_headers()
+                self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
             pass
@@ -80,58 +81,59 @@ def shown(pages: dict[str, Any], port: int = 0) -> Iterator[str]:
 
 
 def busy(page: Page, times: int = 1, engine: int = 0) -> None:
-    """Something of everything that can be counted, the same again and again."""
-    for _ in range(times):
-        counted = MetricsDelta()
-        counted.count("queries", "peer", by=10)
-        counted.count("queries", "tiers", by=8)
-        counted.count("hits", "peer", by=6)
-        counted.count("hits", "tiers", by=3)
-        counted.count("hit_tokens", "peer", "peer", by=600)
-        counted.count("hit_tokens", "tiers", "host", by=200)
-        counted.count("hit_tokens", "tiers", "file", by=100)
-        counted.count("misses", "peer", "looking", "", by=2)
-        counted.count("misses", "peer", "local", "", by=2)
-        counted.count("misses", "tiers", "not_stored", "1 sliding_window(64)", by=5)
-        counted.set("pending_loads", "peer", to=2)
-        counted.count("loads", "peer", "ready", by=6)
-        counted.count("loads", "peer", "failed", by=1)
-        counted.count("loads", "peer", "expired", by=1)
-        counted.count("load_bytes", "peer", "0 full_attention", "direct", by=12 << 20)
-        counted.count("load_bytes", "tiers", "0 full_attention", "copied", by=4 << 20)
-        counted.sample("load_seconds", "peer", of=[0.02] * 6)
-        counted.sample("load_seconds", "tiers", of=[0.2] * 3)
-        for stage, seconds in (("plan", 0.0002), ("read", 0.015), ("check", 0.0004)):
-            counted.sample("transfer_seconds", stage, of=[seconds] * 6)
-        counted.count("transfer_pages", by=120)
-        counted.count("transfer_descriptors", by=12)
-        for tier, used, capacity in (("host", 3 << 30, 8 << 30), ("file", 9 << 30, 10 << 30)):
-            counted.set("tier_used_bytes", tier, to=used)
-            counted.set("tier_capacity_bytes", tier, to=capacity)
-            counted.count("tier_fetched_chunks", tier, by=30)
-            counted.count("tier_stored_chunks", tier, by=20)
-            counted.count("tier_stored_bytes", tier, by=20 << 20)
-            counted.count("tier_evicted_chunks", tier, by=5)
-            counted.sample("tier_fetch_seconds", tier, of=[0.003] * 30)
-            counted.sample("tier_store_seconds", tier, of=[0.004] * 20)
-        counted.set("tier_owed_chunks", "file", to=7)
-        counted.count("tier_dropped_chunks", "file", "no space on the device", by=2)
-        counted.count("tier_missed_chunks", "file", "corrupt", by=1)
-        counted.count("recomputed_tokens", "peer", by=40)
-        counted.set("late_blocks", to=3)
-        counted.set("leases", to=4)
-        counted.count("leases_granted", by=9)
-        counted.count("leases_ended", "released", by=7)
-        counted.count("leases_ended", "expired", by=1)
-        page.count(counted, engine)
-        page.vllm("prompt_tokens_total", engine=engine).inc(1500)
-        for source, n in (("local_compute", 300), ("local_cache_hit", 300), ("external_kv_transfer", 900)):
-            page.vllm("prompt_tokens_by_source_total", source, engine=engine).inc(n)
-        page.vllm("generation_tokens_total", engine=engine).inc(50)
+    """Count something of every metric, `times` times. Observations are fewer, because each takes time."""
+    observations = times.bit_length()
+    counted = MetricsDelta()
+    counted.count("queries", "peer", by=10 * times)
+    counted.count("queries", "tiers", by=8 * times)
+    counted.count("hits", "peer", by=6 * times)
+    counted.count("hits", "tiers", by=3 * times)
+    counted.count("hit_tokens", "peer", "peer", by=600 * times)
+    counted.count("hit_tokens", "tiers", "host", by=200 * times)
+    counted.count("hit_tokens", "tiers", "file", by=100 * times)
+    counted.count("misses", "peer", "looking", "", by=2 * times)
+    counted.count("misses", "peer", "local", "", by=2 * times)
+    counted.count("misses", "tiers", "not_stored", "1 sliding_window(64)", by=5 * times)
+    counted.set("pending_loads", "peer", to=2)
+    counted.count("loads", "peer", "ready", by=6 * times)
+    counted.count("loads", "peer", "failed", by=times)
+    counted.count("loads", "peer", "expired", by=times)
+    counted.count("load_bytes", "peer", "0 full_attention", "direct", by=(12 << 20) * times)
+    counted.count("load_bytes", "tiers", "0 full_attention", "copied", by=(4 << 20) * times)
+    counted.sample("load_seconds", "peer", of=[0.02] * 6 * observations)
+    counted.sample("load_seconds", "tiers", of=[0.2] * 3 * observations)
+    for stage, seconds in (("plan", 0.0002), ("read", 0.015), ("check", 0.0004)):
+        counted.sample("transfer_seconds", stage, of=[seconds] * 6 * observations)
+    counted.count("transfer_pages", by=120 * times)
+    counted.count("transfer_descriptors", by=12 * times)
+    for tier, used, capacity in (("host", 3 << 30, 8 << 30), ("file", 9 << 30, 10 << 30)):
+        counted.set("tier_used_bytes", tier, to=used)
+        counted.set("tier_capacity_bytes", tier, to=capacity)
+        counted.count("tier_fetched_chunks", tier, by=30 * times)
+        counted.count("tier_stored_chunks", tier, by=20 * times)
+        counted.count("tier_stored_bytes", tier, by=(20 << 20) * times)
+        counted.count("tier_evicted_chunks", tier, by=5 * times)
+        counted.sample("tier_fetch_seconds", tier, of=[0.003] * 30 * observations)
+        counted.sample("tier_store_seconds", tier, of=[0.004] * 20 * observations)
+    counted.set("tier_owed_chunks", "file", to=7)
+    counted.count("tier_dropped_chunks", "file", "no space on the device", by=2 * times)
+    counted.count("tier_missed_chunks", "file", "corrupt", by=times)
+    counted.count("recomputed_tokens", "peer", by=40 * times)
+    counted.set("late_blocks", to=3)
+    counted.set("leases", to=4)
+    counted.count("leases_granted", by=9 * times)
+    counted.count("leases_ended", "released", by=7 * times)
+    counted.count("leases_ended", "expired", by=times)
+    page.count(counted, engine)
+    page.vllm("prompt_tokens_total", engine=engine).inc(1500 * times)
+    for source, n in (("local_compute", 300), ("local_cache_hit", 300), ("external_kv_transfer", 900)):
+        page.vllm("prompt_tokens_by_source_total", source, engine=engine).inc(n * times)
+    page.vllm("generation_tokens_total", engine=engine).inc(50 * times)
+    for _ in range(observations):
         page.vllm("time_to_first_token_seconds", engine=engine).observe(0.04)
-        page.vllm("num_requests_running", engine=engine).set(5)
-        page.vllm("num_requests_waiting", engine=engine).set(1)
-        page.vllm("kv_cache_usage_perc", engine=engine).set(0.45)
+    page.vllm("num_requests_running", engine=engine).set(5)
+    page.vllm("num_requests_waiting", engine=engine).set(1)
+    page.vllm("kv_cache_usage_perc", engine=engine).set(0.45)
 
 
 def several(page: Page) -> None:

@@ -74,14 +74,17 @@ def page() -> str:
 
 
 def test_the_page_says_what_the_data_say():
-    assert PAGE.read_text() == page()
+    assert PAGE.read_text() == page(), (
+        "run .venv/bin/python tests/unit/test_compatibility.py, which writes docs/compatibility.md"
+    )
 
 
 @pytest.mark.parametrize("proof", DATA["proofs"].values())
 def test_every_test_that_proves_something_exists(proof):
     file, _, name = proof.partition("::")
     tree = ast.parse((ROOT / file).read_text())
-    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    tests = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert name in tests, f"{file} has no test {name}; change docs/compatibility.toml"
 
 
 def test_everything_else_that_may_differ_is_shown_by_engines():

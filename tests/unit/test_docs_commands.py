@@ -12,6 +12,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -93,7 +94,7 @@ BLOCKS = [block for page in PAGES for block in shell_blocks(page)]
 NAMES = {f"{block.page}:{block.line}": block for block in BLOCKS}
 
 
-def test_there_are_commands_on_many_pages():
+def test_commands_are_found_on_many_pages():
     assert len({block.page for block in BLOCKS}) > 15
 
 
@@ -104,12 +105,12 @@ def test_every_block_of_commands_is_run_or_says_why_not():
         for name, block in NAMES.items()
         if block.mark != RUN and not REASON.fullmatch(block.mark) and block.page not in excused
     ]
-    assert not unmarked, f"write {RUN} or <!-- not run: REASON --> above them"
+    assert not unmarked, f"write {RUN} or <!-- not run: REASON --> above these blocks"
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in BLOCKS}))
-def test_kvferry_takes_every_command_on_the_page(page):
-    wrong = {}
+def test_kvferry_accepts_every_command_on_the_page(page):
+    wrong: dict[str, object] = {}
     for name, block in NAMES.items():
         for found in FERRY.finditer(block.commands) if block.page == page else ():
             try:
@@ -118,26 +119,43 @@ def test_kvferry_takes_every_command_on_the_page(page):
                 pass  # --version, --help
             except Exception as error:  # noqa: BLE001 - all that a command line may be refused with
                 wrong[f"{name}: {found[0].strip()}"] = getattr(error, "message", error)
-    assert not wrong
+    assert not wrong, "correct these commands of the page"
 
 
-def test_every_target_of_make_is_there():
+def test_every_target_of_make_exists():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {
-        name
-        for block in BLOCKS
-        for name in re.findall(r"^make ([a-z][a-z -]*)", block.commands, re.MULTILINE)
+    missing = {
+        f"{name}: make {target}"
+        for name, block in NAMES.items()
+        for each in re.findall(r"^make ([a-z][a-z -]*)", block.commands, re.MULTILINE)
+        for target in each.split()
+        if target not in targets
     }
-    assert {each for name in named for each in name.split()} <= targets
+    assert not missing, "correct these pages, or add the targets to Makefile"
 
 
-def test_every_benchmark_is_there():
-    named = {name for block in BLOCKS for name in re.findall(r"python -m benchmarks (\w+)", block.commands)}
-    assert not [name for name in named if not (ROOT / "benchmarks" / name).exists()]
+def test_every_benchmark_exists():
+    missing = {
+        f"{name}: {benchmark}"
+        for name, block in NAMES.items()
+        for benchmark in re.findall(r"python -m benchmarks (\w+)", block.commands)
+        if not (ROOT / "benchmarks" / benchmark).exists()
+    }
+    assert not missing, "correct these pages: there is no such folder in benchmarks"
+
+
+def blocks_to_run() -> Iterator[Any]:
+    """Yield the names of the blocks to run. A block of commands that blocks before it have run is long."""
+    tried: set[str] = set()
+    for name, block in NAMES.items():
+        if block.mark == RUN:
+            commands = {found[1].partition(" ")[0] for found in FERRY.finditer(block.commands)}
+            yield pytest.param(name, marks=[pytest.mark.long] if commands <= tried else [])
+            tried |= commands
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, block in NAMES.items() if block.mark == RUN])
+@pytest.mark.parametrize("name", list(blocks_to_run()))
 def test_the_commands_run(name, tmp_path):
     """Each in a folder of its own, with a model's ``config.json``."""
     model = tmp_path / "model"

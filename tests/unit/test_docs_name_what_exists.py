@@ -1,4 +1,4 @@
-"""Modules and files that package docstrings and the docs name are there."""
+"""Modules, files and tests named in docstrings of packages and in the docs exist."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)")
 ANCHOR = re.compile(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 TEST = re.compile(r"`(?:[\w/.]+::)?(test_\w+)`")
+FUNCTION = re.compile(r"^ *def (test_\w+)\(", re.MULTILINE)
 FOLDER = re.compile(r"^  ([a-z/]+)/ ", re.MULTILINE)
 
 
@@ -69,14 +70,14 @@ def exists(name: str, package: Path) -> bool:
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.relative_to(SOURCE).as_posix())
-def test_what_a_packages_docstring_names_exists(package):
+def test_names_in_the_docstring_of_a_package_exist(package):
     text = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
     missing = [name for name in NAMED.findall(text) if not exists(name, package)]
-    assert not missing, f"{package.relative_to(ROOT)}/__init__.py names what does not exist"
+    assert not missing, f"correct these names in {package.relative_to(ROOT)}/__init__.py: they do not exist"
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_files_that_the_docs_name_exist(page):
+def test_files_named_in_the_docs_exist(page):
     text = page.read_text()
     named = [name for name in FILE.findall(text) if name != "config.json"]
     known = {path.name for path in (ROOT / "src").rglob("*.py")}
@@ -87,7 +88,7 @@ def test_files_that_the_docs_name_exist(page):
         and not ("/" not in name and name in known)
     ]
     missing += [link for link in LINK.findall(text) if not (page.parent / link).exists()]
-    assert not missing, f"{page.name} names files that do not exist"
+    assert not missing, f"correct these names in {page.relative_to(ROOT)}: no such files exist"
 
 
 def anchors(page: Path) -> set[str]:
@@ -102,36 +103,39 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_sections_that_the_docs_link_to_exist(page):
+def test_sections_linked_from_the_docs_exist(page):
     missing = [
         f"{link}#{anchor}"
         for link, anchor in ANCHOR.findall(page.read_text())
         if (target := page.parent / link if link else page).exists() and anchor not in anchors(target)
     ]
-    assert not missing, f"{page.name} links to sections that do not exist"
+    assert not missing, f"correct these links in {page.relative_to(ROOT)}: no such headings exist"
 
 
 @cache
 def names_of_tests() -> frozenset[str]:
     """Return the names of all test functions, and of modules of tests."""
     files = list((ROOT / "tests").rglob("*.py"))
-    return frozenset(name for file in files for name in (file.stem, *defined(file)))
+    return frozenset(name for file in files for name in (file.stem, *FUNCTION.findall(file.read_text())))
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_tests_that_the_docs_name_exist(page):
+def test_tests_named_in_the_docs_exist(page):
     missing = [name for name in TEST.findall(page.read_text()) if name not in names_of_tests()]
-    assert not missing, f"{page.name} names tests that do not exist"
+    assert not missing, f"correct these names in {page.relative_to(ROOT)}: no such tests exist"
 
 
-def test_the_house_has_these_folders_and_no_others():
+def test_the_architecture_lists_every_package_of_kvferry():
     text = (ROOT / "docs" / "architecture.md").read_text()
     house = text.split("```")[1]
     named = {name.split("/")[0] for name in FOLDER.findall(house)}
-    assert named == {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    packages = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    lines = "".join(f"  {name}/    PURPOSE\n" for name in sorted(packages - named))
+    assert not lines, f"add to the tree of packages in docs/architecture.md:\n{lines}"
+    assert not named - packages, "remove these from the tree of packages in docs/architecture.md"
 
 
-def test_modules_that_the_architecture_names_exist():
+def test_modules_named_in_the_architecture_exist():
     text = (ROOT / "docs" / "architecture.md").read_text()
     missing = [
         name
@@ -140,24 +144,34 @@ def test_modules_that_the_architecture_names_exist():
         and not name.endswith(".py")
         and not any(exists(name, package) for package in PACKAGES)
     ]
-    assert not missing
+    assert not missing, (
+        "correct these names in docs/architecture.md, or add them to OTHERS if they are no code"
+    )
 
 
 def test_make_clean_names_folders_that_exist():
-    """All that it searches; what it removes need not be there."""
     makefile = (ROOT / "Makefile").read_text()
     (folders,) = re.findall(r"^\tfind ([\w ]+?) -name __pycache__", makefile, re.MULTILINE)
-    assert not [folder for folder in folders.split() if not (ROOT / folder).is_dir()]
+    missing = [folder for folder in folders.split() if not (ROOT / folder).is_dir()]
+    assert not missing, "correct the folders that `make clean` searches in Makefile"
 
 
-def test_functions_of_the_walks_exist():
+def test_methods_named_in_the_walks_of_the_architecture_exist():
     page = (ROOT / "docs" / "architecture.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("| ") and line.count("|") == 4]
     named = {name for row in rows for name in re.findall(r"`([A-Z]\w+\.\w+)`", row.split("|")[2])}
     assert len(named) > 30
-    known = set()
-    for file in (ROOT / "src" / "kvferry").rglob("*.py"):
-        for one in ast.walk(ast.parse(file.read_text())):
-            if isinstance(one, ast.ClassDef):
-                known |= {f"{one.name}.{each.name}" for each in one.body if isinstance(each, ast.FunctionDef)}
-    assert named <= known, sorted(named - known)
+    declared = re.compile(
+        rf"^class (?:{'|'.join({name.partition('.')[0] for name in named})})\b", re.MULTILINE
+    )
+    known = {
+        f"{node.name}.{each.name}"
+        for text in (file.read_text() for file in SOURCE.rglob("*.py"))
+        if declared.search(text)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ClassDef)
+        for each in node.body
+        if isinstance(each, ast.FunctionDef)
+    }
+    missing = sorted(named - known)
+    assert not missing, "correct these names in the tables of docs/architecture.md: no such methods exist"

@@ -23,7 +23,7 @@ def missing(release: str) -> list[str]:
     raise NoRelease("pip found no wheel")
 
 
-def test_without_a_package_index_the_news_are_one_sentence() -> None:
+def test_an_unreachable_package_index_is_reported_in_one_sentence() -> None:
     [line] = report(None, never, lambda: None)
     assert line.startswith("The package index does not answer")
     assert report("0.99.0", missing) == ["pip found no wheel."]

@@ -78,14 +78,30 @@ def page() -> str:
     return HEAD + "".join(sections)
 
 
-def test_the_page_says_what_the_config_classes_say() -> None:
-    assert PAGE.read_text() == page()
+def missing_examples() -> str:
+    """Return the lines to paste into `support.setting_examples`, for all settings without an example."""
+    return "".join(
+        f"    {kind.__name__}: {{{field.name!r}: VALUE, ...}}, with a VALUE that is not the default\n"
+        for kind in KINDS
+        for field in msgspec.structs.fields(kind)
+        if field.name not in EXAMPLES.get(kind, {})
+    )
 
 
 def test_every_setting_has_an_example_and_no_other_key_has_one() -> None:
-    assert {kind: [*given] for kind, given in EXAMPLES.items()} == {
-        kind: [field.name for field in msgspec.structs.fields(kind)] for kind in KINDS
-    }
+    assert not missing_examples(), (
+        f"add to EXAMPLES in tests/support/setting_examples.py:\n{missing_examples()}"
+    )
+    fields = {kind: {field.name for field in msgspec.structs.fields(kind)} for kind in KINDS}
+    gone = {kind.__name__: given.keys() - fields.get(kind, set()) for kind, given in EXAMPLES.items()}
+    assert not any(gone.values()), "remove these from EXAMPLES in tests/support/setting_examples.py"
+
+
+def test_the_page_says_what_the_config_classes_say() -> None:
+    assert not missing_examples(), "the page shows an example of every setting; add the missing ones first"
+    assert PAGE.read_text() == page(), (
+        "run PYTHONPATH=src:tests .venv/bin/python tests/unit/test_settings_page.py to write docs/settings.md"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,67 +1,87 @@
-"""Users without a home, or with one that they may not look into: an engine's parts do without, in words."""
+"""Users without a home directory, or with one that they may not read."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+import kvferry
+import kvferry.cache.weights
+import kvferry.doctor.costs
+import kvferry.plan.find
+import kvferry.planning.strategy
+import kvferry.serving.specs
+import kvferry.serving.temporary
+import kvferry.tiers.paths
+import kvferry.transport.costs_file
+import kvferry.transport.key_file
 from kvferry.user_cache import user_cache
 
 NOBODY = 54321
 """A number without an entry in the table of users, as containers run as."""
 
-REFUSED = "kvferry.errors.ConfigError: "
-
-IMPORTS = """
-import kvferry.transport.costs_file, kvferry.tiers.paths, kvferry.cache.weights, kvferry.doctor.costs
-import kvferry.plan.find, kvferry.serving.specs, kvferry.serving.temporary, kvferry.transport.key_file
-"""
-"""Before the process is another user's: it may not be allowed to read the interpreter's folder."""
+REFUSED = "ConfigError: "
 
 
-def said(line: str, **environment: str) -> str:
-    """What a process of such a user prints; the last line, if it raises."""
+def said(expression: str, **environment: str) -> str:
+    """Return the value of an expression in a process of such a user, or the error that it raises, as text."""
     if os.geteuid() != 0:
         pytest.skip("only root can run a process as another user")
-    lines = [IMPORTS, f"import os; os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})", line]
-    run = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ["PATH"], **environment},
-    )
-    return (run.stdout or run.stderr).strip().splitlines()[-1]
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        _evaluate(expression, environment, write)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        text = pipe.read()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    return text
+
+
+def _evaluate(expression: str, environment: dict[str, str], write: int) -> NoReturn:
+    """Become another user, write the value of an expression to a pipe, and exit."""
+    try:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+        path = os.environ["PATH"]
+        os.environ.clear()
+        os.environ.update(environment, PATH=path)
+        try:
+            text = str(eval(expression, {"kvferry": kvferry}))
+        except Exception as error:  # noqa: BLE001 - the answer
+            text = f"{type(error).__name__}: {error}"
+        os.write(write, text.encode())
+        os._exit(0)
+    finally:
+        os._exit(1)
 
 
 def test_the_directory_is_below_the_users_cache():
     assert str(user_cache({"XDG_CACHE_HOME": "/cache"})) == "/cache/kvferry"
 
 
-def test_a_user_without_a_home_is_told_what_to_set():
+def test_an_error_names_the_variable_to_set_for_a_user_without_a_home():
     assert said("kvferry.tiers.paths.default_directory()") == (
-        "kvferry.errors.ConfigError: this user has no home directory; "
-        "set XDG_CACHE_HOME to a directory that it may write"
+        f"{REFUSED}this user has no home directory; set XDG_CACHE_HOME to a directory that it may write"
     )
 
 
 @pytest.mark.parametrize("environment", [{}, {"HOME": "/root"}, {"XDG_CACHE_HOME": "/root/cache"}], ids=str)
-def test_costs_and_digests_are_done_without_where_they_cannot_be_looked_for(environment):
+def test_built_in_costs_and_no_digests_are_used_if_the_cache_cannot_be_read(environment):
     costs = "kvferry.transport.costs_file.load_costs() == kvferry.planning.strategy.Costs()"
-    assert said(f"print({costs}, kvferry.cache.weights.cached_digests()[1])", **environment) == "True 0"
+    assert said(f"{costs}, kvferry.cache.weights.cached_digests()[1]", **environment) == "(True, 0)"
 
 
 @pytest.mark.parametrize("environment", [{}, {"HOME": "/root"}], ids=str)
-def test_the_doctor_says_that_costs_are_built_in(environment):
-    found = said("print(kvferry.doctor.costs.check(None, None).found)", **environment)
+def test_the_doctor_reports_built_in_costs(environment):
+    found = said("kvferry.doctor.costs.check(None, None).found", **environment)
     assert found.startswith("the planner uses built-in costs")
 
 
-def test_a_home_that_the_user_may_not_enter_holds_no_key(tmp_path):
+def test_a_home_that_the_user_may_not_enter_is_named_in_the_error_about_the_key(tmp_path):
     closed(tmp_path)
     assert said("kvferry.transport.key_file.read_keys(None)", HOME=str(tmp_path)) == (
         f"{REFUSED}no secret_file is set, and {tmp_path}/.local/state/kvferry cannot hold the "
@@ -82,16 +102,14 @@ def test_a_model_that_the_user_may_not_read_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["~/model", "~nobody-of-this-name/model"])
-def test_a_home_that_nobody_has_is_a_path_that_is_not_there(path):
+def test_the_home_of_an_unknown_user_is_a_missing_path(path):
     assert said(f"kvferry.serving.specs.fleet_specs('{path}')") == (
         f"{REFUSED}there is no model at {path}; give a folder that exists, or the id of a model"
     )
 
 
-def test_compiled_code_of_a_user_without_a_name_goes_by_the_number():
-    assert (
-        Path(said("print(kvferry.serving.temporary.compiled_code())")).name == f"torchinductor_uid_{NOBODY}"
-    )
+def test_the_folder_of_compiled_code_has_the_number_of_a_user_without_a_name():
+    assert Path(said("kvferry.serving.temporary.compiled_code()")).name == f"torchinductor_uid_{NOBODY}"
 
 
 def closed(folder: Path) -> None:

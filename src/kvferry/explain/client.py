@@ -17,7 +17,7 @@ from kvferry.observe import socket_directory
 from kvferry.observe.traces import RequestTrace
 from kvferry.observe.wire import DECODE_ERRORS, MAX_ANSWER_BYTES, EngineInfo, Question, decode_trace
 
-_SECONDS = 5.0
+SECONDS = 5.0
 """Seconds after which all engines together must have answered."""
 _SHORTEST = 0.001
 _MOST_AT_ONCE = 64
@@ -88,13 +88,12 @@ class AllAnswers:
         return sorted(found, key=lambda one: one.arrived)
 
 
-def ask_engines(question: Question) -> AllAnswers:
+def ask_engines(question: Question, seconds: float = SECONDS) -> AllAnswers:
     """Ask every engine that this user runs on this machine for traces, and return the answers.
-
-    Engines that have not answered within 5 s are reported as problems.
 
     Args:
         question: description of the traces to find.
+        seconds: time limit for all answers. Engines that have not answered by then are reported as problems.
 
     Raises:
         ConfigError: no engine answered, and a directory that may have engines' sockets cannot be used, for
@@ -107,7 +106,7 @@ def ask_engines(question: Question) -> AllAnswers:
             paths += socket_directory.engine_sockets(directory)
         except ConfigError as error:
             refused.append(error)
-    until = time.monotonic() + _SECONDS
+    until = time.monotonic() + seconds
     encoded = msgspec.json.encode(question) + b"\n"
     with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
         lines = list(pool.map(lambda path: _ask(path, encoded, until), paths))
@@ -198,9 +197,7 @@ def _lines(connection: socket.socket, until: float) -> Iterator[bytes]:
             break
         received += piece
         if len(received) > MAX_ANSWER_BYTES or time.monotonic() > until:
-            raise ProtocolError(
-                f"its answer is larger than {MAX_ANSWER_BYTES} bytes, or takes longer than {_SECONDS:g} s"
-            )
+            raise ProtocolError(f"its answer is larger than {MAX_ANSWER_BYTES} bytes, or takes too long")
     if not received.endswith(b"\n"):
         raise ProtocolError("its answer was cut short")
     yield from bytes(received).splitlines()

@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 MOST_QUEUED_BYTES = 64 << 20
 """Maximum memory of the lines that wait to be written. Further lines are left out."""
 
-_CLOSING_SECONDS = 5.0
+CLOSING_SECONDS = 5.0
+"""Longest time for which closing a file waits for the disk, in seconds."""
 
 Line: TypeAlias = Callable[[], bytes]
 """Function that returns a line, with its line feed. The thread that writes the file calls it."""
@@ -68,7 +69,13 @@ class LineFile:
     """
 
     def __init__(
-        self, setting: str, path: str, file: FileIO, *, most_queued_bytes: int = MOST_QUEUED_BYTES
+        self,
+        setting: str,
+        path: str,
+        file: FileIO,
+        *,
+        most_queued_bytes: int = MOST_QUEUED_BYTES,
+        closing_seconds: float = CLOSING_SECONDS,
     ) -> None:
         """Start the thread.
 
@@ -77,9 +84,10 @@ class LineFile:
             path: path of the file, for log messages.
             file: file opened for appending, without a buffer. The thread closes it.
             most_queued_bytes: maximum memory of the lines that wait to be written.
+            closing_seconds: longest time for which `close` waits.
         """
         self._setting, self._path, self._file = setting, path, file
-        self._most = most_queued_bytes
+        self._most, self._closing_seconds = most_queued_bytes, closing_seconds
         self._lines: SimpleQueue[tuple[Line, int] | None] = SimpleQueue()
         # Bytes of all lines so far. The engine's thread changes the first number, the other one the second.
         self._added = self._taken = 0
@@ -107,10 +115,10 @@ class LineFile:
         self._lines.put((line, size))
 
     def close(self) -> None:
-        """Wait until all lines are written, for at most `_CLOSING_SECONDS`, and close the file."""
+        """Wait until all lines are written, for at most `closing_seconds`, and close the file."""
         self._is_open = False
         self._lines.put(None)
-        self._thread.join(_CLOSING_SECONDS)
+        self._thread.join(self._closing_seconds)
         if self._thread.is_alive():
             slow = f"{self._setting}: {self._path} is written too slowly"
             logger.warning("%s; its last lines may be lost", slow)

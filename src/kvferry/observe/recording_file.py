@@ -19,7 +19,8 @@ from kvferry.errors import ConfigError
 from kvferry.operating_system import fcntl
 from kvferry.private_file import open_private
 
-_MOST_FILES = 100
+MOST_FILES = 100
+"""Largest number of files with one name that recordings go to."""
 _LONGEST_HEADER = 1 << 20
 _PIECE_BYTES = 1 << 16
 
@@ -39,7 +40,7 @@ def open_recording(path: str, header: Mapping[str, Any], engine_index: int = 0) 
         Path of the file, and the file, without a buffer.
 
     Raises:
-        ConfigError: each of `_MOST_FILES` names has a file with another header, or is in use.
+        ConfigError: each of `MOST_FILES` names has a file with another header, or is in use.
         OSError: the file cannot be opened or written, or cannot be locked.
         ValueError: no file can have this path.
     """
@@ -55,14 +56,14 @@ def open_recording(path: str, header: Mapping[str, Any], engine_index: int = 0) 
             raise
         file.close()
     raise ConfigError(
-        f"{_MOST_FILES} files beside {path} are recordings with other headers, or in use; name another file"
+        f"{MOST_FILES} files beside {path} are recordings with other headers, or in use; name another file"
     )
 
 
 def _candidates(path: str, engine_index: int) -> Iterator[str]:
     whole = Path(path)
     stem = whole.stem + (f"-dp{engine_index}" if engine_index else "")
-    for number in range(1, _MOST_FILES + 1):
+    for number in range(1, MOST_FILES + 1):
         yield str(whole.with_name(f"{stem}{f'-{number}' if number > 1 else ''}{whole.suffix}"))
 
 

@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 from kvferry.serving.demo import pair
 
 
-def test_no_import_of_the_routers_thread_can_be_ended_by_a_signal(monkeypatch, tmp_path: Path) -> None:
+def test_a_router_thread_imports_nothing_that_a_signal_may_interrupt(monkeypatch, tmp_path: Path) -> None:
     """To make a client imports what the router needs; a second Ctrl-C may interrupt it in this thread."""
     urls = ["http://127.0.0.1:1"]
     fleet = SimpleNamespace(prefill_urls=urls, decode_urls=urls, wait_ready=lambda _: None)

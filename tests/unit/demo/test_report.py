@@ -56,7 +56,7 @@ def test_a_row_without_limit_is_one_line() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 130, None])
-def test_what_did_not_move_is_said_and_not_counted(width: int | None) -> None:
+def test_a_request_that_moved_no_kv_is_listed_and_not_counted(width: int | None) -> None:
     failed = transfer(outcome="expired", reason="no answer in 30 s")
     text = printed(
         [RequestRow(70, None, 0.1, AnswerVerdict.YES), RequestRow(71, failed, 0.1, AnswerVerdict.NO)], width

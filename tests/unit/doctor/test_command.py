@@ -52,7 +52,7 @@ def test_a_configuration_that_is_well(run, tmp_path, monkeypatch):
     assert done.stderr == ""
 
 
-def test_everything_that_is_wrong_with_a_configuration_is_said_at_once(run, tmp_path):
+def test_all_faults_of_a_configuration_are_reported_together(run, tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -67,7 +67,7 @@ def test_everything_that_is_wrong_with_a_configuration_is_said_at_once(run, tmp_
     assert wrong == ["port", "costs", "host memory", "tier 1, file"]
 
 
-def test_an_address_where_nobody_answers_is_bad_and_ends_in_time(run):
+def test_unreachable_addresses_are_bad(run):
     began = time.monotonic()
     # Of a network that is in use nowhere (RFC 5737), and a port of this machine.
     done = run("doctor", "--no-machine", "kvferry://192.0.2.1:5600", "kvferry://127.0.0.1:1")
@@ -98,7 +98,7 @@ def test_versions_are_printed(run):
     assert re.match(r"kvferry \d+\.\d+\.\d+\n", done.stdout)
 
 
-def test_versions_of_what_is_not_installed_are_left_out(run, monkeypatch):
+def test_versions_of_missing_packages_are_left_out(run, monkeypatch):
     monkeypatch.setattr("kvferry.engines.vllm.version.version", missing)
     assert re.fullmatch(r"kvferry \S+\n", run("--version").stdout)
 
@@ -107,7 +107,7 @@ def missing(name: str) -> str:
     raise PackageNotFoundError(name)
 
 
-def test_a_machine_without_vllm_and_nixl_is_looked_at_all_the_same(run, monkeypatch):
+def test_a_machine_without_vllm_and_nixl_is_checked(run, monkeypatch):
     monkeypatch.setattr("kvferry.engines.vllm.version.version", missing)
     done = run("doctor", "--json")
     (section,) = json.loads(done.stdout)["sections"]
@@ -138,7 +138,7 @@ def secured(tmp_path):
     server.close()
 
 
-def test_an_engine_with_this_machines_key_is_met_without_a_word(run, monkeypatch, tmp_path):
+def test_an_engine_with_this_machines_key_needs_no_option(run, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     server = ControlServer("127.0.0.1", 0, ProducerCard(facts(), cards()), read_keys(None))
     done = run("doctor", "--no-machine", f"kvferry://127.0.0.1:{server.port}")
@@ -146,7 +146,7 @@ def test_an_engine_with_this_machines_key_is_met_without_a_word(run, monkeypatch
     assert (done.returncode, "encrypted, answers in" in done.stdout) == (0, True)
 
 
-def test_an_engine_with_a_secret_is_met_with_the_option_or_the_configuration(
+def test_an_engine_with_a_secret_is_reached_with_the_option_or_the_configuration(
     run, secured, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "no key here"))

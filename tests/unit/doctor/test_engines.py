@@ -306,7 +306,7 @@ def test_engines_of_a_router_without_prefill_engines_serve_alone():
         ),
     ],
 )
-def test_what_is_wrong_with_an_engine_is_said(changes, subject, state, words):
+def test_a_faulty_answer_of_an_engine_is_a_finding(changes, subject, state, words):
     with http(engine(None, **changes)) as url:
         (section,), _ = examine_engines([parse_target(url)], KEYS)
     found = said(section)[subject]
@@ -364,7 +364,7 @@ def test_loopback_told_by_an_engine_that_serves_others_is_noted(control):
     "text",
     ["", "x", "ftp://a:1", "kvferry://a", "host:port", "kvferry://a:1/x", "http://", "a:99999", "[::1"],
 )
-def test_what_is_no_address_is_one_sentence(text):
+def test_an_invalid_address_is_refused_in_one_sentence(text):
     with pytest.raises(ConfigError, match="is not an engine's address; give"):
         parse_target(text)
 

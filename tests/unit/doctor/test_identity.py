@@ -60,14 +60,14 @@ def listener(answer: bytes | None):
                 connection.close()
 
 
-def test_an_engine_says_who_it_is_to_whoever_states_nothing():
+def test_an_engine_describes_itself_to_a_client_without_facts():
     with server() as one:
         met = identify((HOST, one.port), KEYS, 5.0)
     assert (met.facts, met.ranks) == (facts(weights="theirs"), cards())
     assert 0 < met.round_trip_seconds < 5
 
 
-def test_without_a_key_it_is_said_that_one_is_needed():
+def test_an_engine_asks_for_a_key_if_none_is_given():
     with server() as one, pytest.raises(IdentifyError, match="asks for a key") as refused:
         identify((HOST, one.port), None, 5.0)
     assert "--secret-file" in refused.value.advice
@@ -88,14 +88,14 @@ def test_a_channel_without_encryption_is_no_engines():
             identify((HOST, port), KEYS, 5.0)
 
 
-def test_nobody_listens():
+def test_a_refused_connection_is_reported():
     with socket.socket() as sock:
         sock.bind((HOST, 0))
         with pytest.raises(IdentifyError, match="cannot be reached: Connection refused"):
             identify((HOST, sock.getsockname()[1]), KEYS, 5.0)
 
 
-def test_what_is_no_control_channel_is_told_apart():
+def test_another_server_is_not_taken_for_a_control_channel():
     with (
         listener(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port,
         pytest.raises(IdentifyError, match="not an engine's control channel"),
@@ -103,14 +103,14 @@ def test_what_is_no_control_channel_is_told_apart():
         identify((HOST, port), KEYS, 5.0)
 
 
-def test_who_says_nothing_is_given_up():
+def test_a_silent_server_is_given_up():
     began = time.monotonic()
     with listener(None) as port, pytest.raises(IdentifyError, match=r"no answer within 0\.3 s"):
         identify((HOST, port), KEYS, 0.3)
     assert time.monotonic() - began < 5
 
 
-def test_another_protocol_is_refused_in_words(monkeypatch):
+def test_another_protocol_version_is_refused(monkeypatch):
     monkeypatch.setattr(identity, "PROTOCOL", 99)
     with server() as one, pytest.raises(IdentifyError, match=f"protocol {PROTOCOL} there, 99 here"):
         identify((HOST, one.port), KEYS, 5.0)

@@ -14,20 +14,20 @@ pytestmark = pytest.mark.slow
 FOREVER = "import time; time.sleep(600)"
 
 
-def test_what_takes_too_long_is_left_behind():
+def test_a_slow_call_is_left_in_its_thread():
     began = time.monotonic()
     with pytest.raises(CheckTimeout):
         run_within(0.05, lambda: time.sleep(30))
     assert time.monotonic() - began < 5
 
 
-def test_what_is_in_time_returns_or_raises():
+def test_a_call_in_time_returns_or_raises():
     assert run_within(5, lambda: 7) == 7
     with pytest.raises(KeyError):
         run_within(5, lambda: {}["nothing"])
 
 
-def test_one_that_hangs_hides_none_of_the_others():
+def test_a_hanging_call_hides_no_other_result():
     slow, good, broken = run_all_within(0.5, [lambda: time.sleep(30), lambda: 1, lambda: {}[0]])
     assert isinstance(slow, CheckTimeout)
     assert good == 1
@@ -62,7 +62,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_how_a_process_ended_is_told():
+def test_the_result_says_how_a_process_ended():
     done = run_python(["-c", "import os, sys; print(os.environ['A']); sys.exit(3)"], 20, {"A": "given"})
     assert (done.code, done.out, done.how) == (3, "given\n", "it ended with exit code 3")
     killed = run_python(["-c", f"import os; os.kill(os.getpid(), {int(signal.SIGSEGV)})"], 20)

@@ -63,7 +63,7 @@ def test_the_machines_key_is_looked_at_and_not_made(tmp_path, monkeypatch):
         ({"host": "0.0.0.0", "advertise_host": "kv1", "secret_file": "x"}, State.OK, "kv1: all engines"),
     ],
 )
-def test_who_may_read_an_engines_memory(extra, state, said):
+def test_the_finding_says_which_machines_may_read_memory(extra, state, said):
     config = parse_config(extra)
     found = listening.access(config, config.host)
     assert found.state is state
@@ -100,7 +100,7 @@ def test_the_address_of_a_node():
     assert listening.node_address({})
 
 
-def test_nothing_listens_where_no_kv_is_exchanged():
+def test_an_engine_that_exchanges_no_kv_listens_on_no_port():
     assert states(listening.check(parse_config({"tiers": "default"}))) == [State.OK]
     assert [one.subject for one in listening.check(parse_config({}))] == ["key", "host", "port"]
     assert listening.check(parse_config({"host": "node"}))[0].state is not State.NOTE

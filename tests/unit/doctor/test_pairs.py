@@ -76,7 +76,7 @@ def test_settings_that_differ_are_named_with_both_values_and_have_advice():
     assert "--hf-overrides" in section.findings[0].advice
 
 
-def test_what_differs_of_the_built_model_has_advice():
+def test_a_difference_of_the_built_model_has_advice():
     (section,) = checked(identity(**{"built model, A.b": "1"}), identity("D", **{"built model, A.b": "2"}))
     assert found(section, "difference") == ["built model, A.b: 1 there, 2 here"]
     assert "--max-model-len" in section.findings[0].advice
@@ -139,13 +139,13 @@ def test_loopback_is_of_no_use_to_another_machine():
         ((("10.0.0.1", 1), ("10.0.0.2", 1)), "neither the speed between them nor"),
     ],
 )
-def test_of_the_link_no_more_is_said_than_was_measured(addresses, said):
+def test_a_link_is_described_only_by_measurements(addresses, said):
     one, other = (identity(name, address=address) for name, address in zip("PD", addresses, strict=True))
     (section,) = checked(one, other, local="by cma")
     assert said in found(section, "link")[0]
 
 
-def test_what_is_not_certain_is_noted():
+def test_unverified_weights_and_other_software_are_noted():
     one = identity(weights="unverified m at main")
     other = replace(one, facts=Facts("D", 9, "another version", one.facts.must_agree))
     (section,) = checked(one, other)

@@ -68,7 +68,7 @@ def listening_process(address, number):
         started.communicate()
 
 
-def test_of_engines_with_equal_ports_the_one_at_the_address_is_found(process):
+def test_an_engine_is_found_by_its_address_if_another_has_the_same_port(process):
     number = process.numbers[0]
     with listening_process("127.0.0.2", number) as other:
         assert list(ports.engine_of("127.0.0.1", number)) == [process.pid]
@@ -93,7 +93,7 @@ def test_a_process_that_is_gone_has_none():
     assert ports.listening_ports(1 << 30) == []
 
 
-def test_who_may_use_a_port_is_said(process):
+def test_a_finding_says_which_clients_may_use_a_port(process):
     one, other, third = process.numbers
     processes = {process.pid: "VLLM::Worker_TP0"}
     found = ports.findings(processes, {one: "control channel"})

@@ -26,7 +26,7 @@ def test_a_report_fits_its_width(monkeypatch, width):
     assert max(map(len, shown(SECTIONS).splitlines())) <= width
 
 
-def test_without_a_terminal_a_finding_is_one_plain_line(monkeypatch):
+def test_a_finding_is_one_plain_line_without_a_terminal(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     text = shown(SECTIONS)
     assert f"  ok   one: {LONG}" in text.splitlines()
@@ -55,7 +55,7 @@ def test_only_what_is_bad_is_not_well():
     assert not is_well(SECTIONS)
 
 
-def test_what_is_bad_says_what_to_do():
+def test_a_bad_finding_needs_advice():
     with pytest.raises(ValueError, match="what is bad says what to do"):
         Finding("it", State.BAD, "is wrong")
 

@@ -26,7 +26,7 @@ def states(found) -> set[State]:
     return {one.state for one in found.findings}
 
 
-def test_what_kvferry_config_prints_is_well(given):
+def test_the_output_of_kvferry_config_has_no_findings(given):
     found = read_file(given(kv_transfer_config(Role.PREFILL, {"tiers": "default", "transfer": True})))
     assert states(found) == {State.OK}
     (config,) = found.configs
@@ -47,7 +47,7 @@ def test_the_extra_config_alone_will_do(given):
         ({"tiers": [{"type": "host", "capacity": "many"}]}, "'many' is not a size", "write a number"),
     ],
 )
-def test_what_the_connector_refuses_is_refused_in_its_words(given, extra, said, advice):
+def test_settings_that_the_connector_refuses_are_findings_in_its_words(given, extra, said, advice):
     found = read_file(given({**kv_transfer_config(Role.BOTH), "kv_connector_extra_config": extra}))
     (bad,) = [one for one in found.findings if one.state is State.BAD]
     assert said in bad.found
@@ -82,7 +82,7 @@ def test_a_connector_is_named_by_a_text(given, name):
         ({"kv_role": "prefill"}, "kv_role"),
     ],
 )
-def test_what_stands_around_the_settings_is_checked(given, change, subject):
+def test_keys_beside_the_extra_config_are_checked(given, change, subject):
     found = read_file(given({**kv_transfer_config(Role.BOTH), **change}))
     assert [one.subject for one in found.findings if one.state is State.BAD] == [subject]
     assert len(found.configs) == 1
@@ -92,7 +92,9 @@ def test_what_stands_around_the_settings_is_checked(given, change, subject):
     ("plugins", "installed", "found"),
     [(None, True, True), ("kvferry,other", True, True), ("other", True, False), (None, False, False)],
 )
-def test_where_vllm_knows_ours_by_name_no_module_need_be_given(given, monkeypatch, plugins, installed, found):
+def test_the_module_path_may_be_missing_if_vllm_loads_the_plugin(
+    given, monkeypatch, plugins, installed, found
+):
     ours = EntryPoint("kvferry", "kvferry.engines.vllm.plugin:register", "vllm.general_plugins")
     others = EntryPoint("lora", "vllm.plugins.lora:register", "vllm.general_plugins")
     monkeypatch.setattr(settings, "entry_points", lambda group: [others, ours] if installed else [others])

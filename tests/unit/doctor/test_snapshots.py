@@ -22,7 +22,7 @@ def test_a_configuration_that_turns_them_off_is_noted():
     assert "leave first_snapshot_tokens out" in found.advice
 
 
-def test_it_is_noted_when_a_configuration_is_checked():
+def test_a_check_of_a_configuration_notes_disabled_first_snapshots():
     host = {"tiers": [{"type": "host", "capacity": "1MiB"}], "first_snapshot_tokens": 0}
     found = {one.subject: one.state for one in _check_config((parse_config(host),), None)}
     assert found[snapshots.SUBJECT] is State.NOTE
@@ -47,5 +47,5 @@ def test_an_engine_that_keeps_none_says_what_to_change_and_what_that_costs():
 
 
 @pytest.mark.parametrize("text", ["", "kvferry_tier_used_bytes 5\n", "kvferry_snapshot_bytes 5\n"])
-def test_nothing_is_said_of_an_engine_without_recurrent_state_or_tiers(text):
+def test_an_engine_without_recurrent_state_or_tiers_has_no_finding(text):
     assert snapshots.of_metrics(text) == []

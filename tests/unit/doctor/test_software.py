@@ -16,7 +16,7 @@ def told(*lines: dict, err: str = "", code: int | None = 0) -> ProcessResult:
     return ProcessResult(code, "\n".join(f"noise {MARK}{json.dumps(line)}" for line in lines), err)
 
 
-def test_what_a_probe_says_is_found_among_what_libraries_print():
+def test_the_output_of_a_probe_is_found_among_that_of_libraries():
     out = f'chatter\n\x1b[0m{MARK}{{"a": 1}}\n{MARK}{{"b": [2]}}\n{MARK}{{"cut'
     assert parse_output(out) == [{"a": 1}, {"b": [2]}]
 
@@ -75,7 +75,7 @@ def test_a_connector_that_does_not_load(ended, words):
     assert words in found.found
 
 
-def test_it_is_said_what_copies_cells():
+def test_the_finding_names_the_code_that_copies_cells():
     assert software.copies(kernel=True, why="").state is State.OK
     found = software.copies(kernel=False, why="it was not built")
     assert (found.state, found.found[-16:]) == (State.NOTE, "it was not built")
@@ -87,7 +87,7 @@ def test_the_hash_seed_plays_no_part():
     assert "(7)" in software.hash_seed({"PYTHONHASHSEED": "7"}).found
 
 
-def test_whether_weights_are_read_at_every_start(tmp_path, monkeypatch):
+def test_the_finding_says_if_weights_are_read_at_every_start(tmp_path, monkeypatch):
     memory = tmp_path / "kvferry" / "weights.json"
     assert software.weights_cache(None, 0).state is State.NOTE
     assert "will be remembered" in software.weights_cache(memory, 0).found

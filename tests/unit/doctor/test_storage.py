@@ -92,7 +92,7 @@ def test_a_capacity_must_fit(settings, room, state, said):
         (Mount("/", "overlay", "overlay"), "it is lost with the container"),
     ],
 )
-def test_what_a_directory_is_on_is_said(mount, said):
+def test_the_finding_names_the_file_system_of_a_directory(mount, said):
     found = looked(on=mount)
     assert worst(found) is State.NOTE
     assert any(said in one.found for one in found)
@@ -227,7 +227,7 @@ def test_directories_that_are_not_one_are_well(tmp_path, paths):
     assert list(storage.duplicate_directories(tiers)) == []
 
 
-def test_what_takes_too_long_is_killed(monkeypatch, tmp_path):
+def test_a_probe_that_takes_too_long_is_killed(monkeypatch, tmp_path):
     monkeypatch.setattr(storage, "_PATH_SECONDS", 0.001)
     (found,) = storage.file("file", FileSettings(str(tmp_path)))
     assert "does not answer for 0.001 s" in found.found

@@ -48,7 +48,7 @@ def plugins(**why: str) -> list[dict]:
     return lines
 
 
-def test_without_nixl_the_rest_is_told():
+def test_a_missing_nixl_is_a_note():
     (found,) = nixl.check(None, lambda: pytest.fail("nothing is started"))
     assert found.state is State.NOTE
 
@@ -68,7 +68,7 @@ def test_plugins_that_start_and_that_do_not():
         (told(code=None), "it did not finish in time"),
     ],
 )
-def test_without_ucx_there_is_no_transport(ended, said):
+def test_a_missing_ucx_is_bad(ended, said):
     (found,) = nixl.check("1.5.1", lambda: ended)
     assert found.state is State.BAD
     assert said in found.found
@@ -85,7 +85,7 @@ def test_a_plugin_that_nobody_uses_may_crash_or_hang(code):
     assert (last.state, last.found[:15]) == (State.NOTE, "GDS crashes the")
 
 
-def test_the_way_of_reads_is_what_ucx_says():
+def test_the_transport_of_reads_is_read_from_the_log_of_ucx():
     assert reads.transport_of(UCX.replace("WAY", "cma/memory").splitlines()) == ("cma/memory",)
     assert reads.transport_of(["nothing", "| a | b | c |"]) == ()
     emulated = UCX.replace("WAY", "tcp/lo").replace("zero-copy", "software emulation")
@@ -105,7 +105,7 @@ def findings(environment, *ended: ProcessResult, several_machines: bool = False)
     return found
 
 
-def test_reads_are_told_with_their_way_and_speed(monkeypatch):
+def test_reads_are_reported_with_transport_and_speed(monkeypatch):
     monkeypatch.setattr(reads, "devices", list)
     here, away = findings({}, read(), read("tcp/eth0"))
     assert here.state is State.OK
@@ -165,7 +165,7 @@ def gpu_read(way: str) -> ProcessResult:
         ("tcp/eth0", State.NOTE, "bounces it through host memory"),
     ],
 )
-def test_the_way_of_gpu_memory_is_told_with_its_speed(way, state, says):
+def test_reads_of_gpu_memory_are_reported_with_transport_and_speed(way, state, says):
     (found,) = reads.check_gpu(["0", "1"], lambda: gpu_read(way))
     assert found.state is state
     assert says in found.found
@@ -177,7 +177,7 @@ def test_gpu_memory_that_cannot_be_read_is_bad():
     assert (found.state, "no cuda_ipc" in found.found) == (State.BAD, True)
 
 
-def test_nothing_is_measured_without_a_gpu():
+def test_gpu_reads_are_not_measured_without_a_gpu():
     (found,) = reads.check_gpu([], lambda: pytest.fail("nothing to measure"))
     assert found.found.startswith("not measured: no GPU here")
 
@@ -204,12 +204,12 @@ def measured() -> reads.ReadTimings:
     return found
 
 
-def test_costs_of_this_machine(tmp_path):
+def test_recent_costs_of_this_machine_are_ok(tmp_path):
     found = costs.check(written(tmp_path), measured(), NOW)
     assert (found.state, found.found[:19]) == (State.OK, "measured 2026-01-31")
 
 
-def test_costs_that_are_not_there(monkeypatch, tmp_path):
+def test_missing_costs_are_noted(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert not default_costs_path().exists()
     found = costs.check(None, measured())
@@ -225,13 +225,13 @@ def test_costs_that_are_not_there(monkeypatch, tmp_path):
         ({"of": Costs(read_descriptor_seconds=1e-9, read_byte_seconds=1e-11)}, "is far off"),
     ],
 )
-def test_costs_that_are_not_this_machines_any_more(tmp_path, changes, said):
+def test_outdated_or_foreign_costs_are_noted(tmp_path, changes, said):
     found = costs.check(written(tmp_path, **changes), measured(), NOW)
     assert found.state is State.NOTE
     assert said in found.found
 
 
-def test_costs_that_cannot_be_read(tmp_path):
+def test_unreadable_costs_are_bad(tmp_path):
     path = tmp_path / "costs.json"
     path.write_text("{}")
     assert costs.check(str(path), None).state is State.BAD

@@ -59,7 +59,7 @@ LOADED = (
 )
 
 
-def test_a_load_is_told_from_the_coming_of_its_request_to_its_end() -> None:
+def test_a_timeline_has_all_events_of_a_load_in_order() -> None:
     assert told(
         *LOADED,
         Finished("a", 12.0),
@@ -86,7 +86,7 @@ def test_a_load_is_told_from_the_coming_of_its_request_to_its_end() -> None:
     ]
 
 
-def test_a_failure_is_told_with_what_was_struck_out_and_tried_next() -> None:
+def test_a_timeline_names_a_failure_the_refused_source_and_the_next_one() -> None:
     gone = "the peer is gone"
     assert (
         told(
@@ -132,7 +132,7 @@ def test_a_failure_is_told_with_what_was_struck_out_and_tried_next() -> None:
     )
 
 
-def test_attention_blocks_without_a_state_are_told() -> None:
+def test_a_timeline_says_how_much_of_the_own_cache_lacks_a_state() -> None:
     lines = told(
         sources_asked(
             10.1,
@@ -155,7 +155,7 @@ def test_attention_blocks_without_a_state_are_told() -> None:
     ]
 
 
-def test_what_another_connector_has_brought_is_told_and_no_hit_of_the_engines_own() -> None:
+def test_tokens_of_another_connector_are_no_hits_of_the_engines_own_cache() -> None:
     events = (
         sources_asked(
             10.0, ValuedBid("tiers", TIERS, 96.0), local_tokens=256, chosen=TIERS, why=DecisionReason.BEST
@@ -173,7 +173,7 @@ def test_what_another_connector_has_brought_is_told_and_no_hit_of_the_engines_ow
     }
 
 
-def test_why_nothing_is_loaded_names_the_chunk_that_is_lacking() -> None:
+def test_a_miss_names_the_missing_chunk() -> None:
     lack = SourceMiss("tiers", MissReason.NOT_STORED, "full_attention", "chunk 4 of full_attention")
     assert told(sources_asked(10.0, misses=(lack, SourceMiss("peer", MissReason.LOCAL))))[1:] == [
         "0.0 tiers bids nothing, not stored: chunk 4 of full_attention",
@@ -190,7 +190,7 @@ def test_a_request_that_is_admitted_anew_was_preempted(again: tuple[RequestEvent
     assert found.index(next(line for line in found if anew in line)) > len(told(*LOADED)) - 1
 
 
-def test_what_only_one_source_may_serve_and_who_cannot_is_told() -> None:
+def test_a_timeline_names_the_sources_that_cannot_serve_a_request() -> None:
     alone = RequestTrace(
         "a",
         (replace(CAME, sources=(), declined=(SourceMiss("tiers", MissReason.UNNAMED, detail="no name"),)),),
@@ -214,13 +214,13 @@ def test_what_only_one_source_may_serve_and_who_cannot_is_told() -> None:
         (True, 2, "The lease has expired: its consumer stopped after 2 heartbeats."),
     ],
 )
-def test_a_lease_is_told_with_its_end(expired: bool, heartbeats: int, said: str) -> None:
+def test_a_timeline_says_how_a_lease_ended(expired: bool, heartbeats: int, said: str) -> None:
     found = told(LeaseGranted("a", 11.0, 699, 30.0), LeaseEnded("a", 12.0, expired), heartbeats=heartbeats)
     assert found[1].startswith("1.0 699 tokens are offered to another engine; the lease ends 30 s after")
     assert found[2] == f"2.0 {said}"
 
 
-def test_a_lease_that_a_reset_has_ended_is_told_so() -> None:
+def test_a_timeline_says_that_a_lease_was_withdrawn() -> None:
     ended = LeaseEnded("a", 12.0, expired=False, withdrawn=True)
     assert (
         told(LeaseGranted("a", 11.0, 699, 30.0), ended)[2]
@@ -228,7 +228,7 @@ def test_a_lease_that_a_reset_has_ended_is_told_so() -> None:
     )
 
 
-def test_stores_that_failed_or_are_under_way_are_told() -> None:
+def test_a_timeline_counts_failed_and_pending_stores() -> None:
     stored = (
         StoredChunks(
             group="full", ordered=5, first=10.5, done=2, failed=1, size=2048, last=10.75, failure="no room"
@@ -241,12 +241,12 @@ def test_stores_that_failed_or_are_under_way_are_told() -> None:
     ]
 
 
-def test_a_gap_is_told() -> None:
+def test_a_timeline_says_how_many_events_are_missing() -> None:
     many = [Scheduled("a", 10.0 + n, 0, 10) for n in range(FIRST_EVENTS)]
     assert told(*many, left_out=7)[FIRST_EVENTS] == "... 7 events are not remembered ..."
 
 
-def test_a_load_that_nobody_waits_for_is_told() -> None:
+def test_a_timeline_says_why_a_load_was_dropped() -> None:
     end = load_ended(outcome=LoadOutcome.DROPPED, at=11.0, seconds=0.9)
     assert told(end)[1] == "1.0 The load is dropped after 900 ms: the request ended first."
     given_up = replace(end, failure="another part of the prefix has failed")

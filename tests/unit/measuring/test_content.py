@@ -60,7 +60,7 @@ def test_no_two_words_are_alike() -> None:
     assert len(np.unique(words)) == len(words)
 
 
-def test_what_is_as_it_must_be_passes() -> None:
+def test_correct_content_passes() -> None:
     check_memory(_filled(_attention(1)), _filled(_attention(1)))
 
 

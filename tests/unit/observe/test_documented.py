@@ -1,9 +1,11 @@
-"""What `docs/metrics.md` says is what there is."""
+"""`docs/metrics.md` and `docs/multi.md` list every metric, label and reason."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -25,23 +27,29 @@ def rows(text: str = TEXT) -> dict[str, list[str]]:
     return {row[0].strip("` "): row[1:] for row in cells if re.fullmatch(r"`\w+`", row[0].strip())}
 
 
-def test_every_metric_is_there_with_its_kind_and_labels() -> None:
-    found = {
-        name: cells
+def row(name: str, kind: str, labels: Iterable[str]) -> str:
+    """Return the row of a metric, to paste into `docs/metrics.md`."""
+    return f"| `{name}` | {kind} | {', '.join(f'`{label}`' for label in labels)} | MEANING |\n"
+
+
+def check_rows(page: str, told: dict[str, Any], expected: dict[str, Any], lines: dict[str, str]) -> None:
+    """Fail if a page does not tell of every metric what is expected, with the rows to paste."""
+    wrong = "".join(lines[name] for name in expected if told.get(name) != expected[name])
+    assert not wrong, f"add these rows to {page}, or correct them:\n{wrong}"
+    assert not told.keys() - expected.keys(), f"remove these rows from {page}"
+
+
+def test_every_metric_is_listed_with_its_kind_and_labels() -> None:
+    expected = {exposed_name(metric): (str(metric.kind), metric.labels) for metric in METRICS.values()}
+    told = {
+        name: (cells[0], tuple(re.findall(r"`(\w+)`", cells[1].partition(":")[0])))
         for name, cells in rows().items()
         if name.startswith(PREFIX) and not name.startswith(ROUTER_PREFIX)
     }
-    expected = {}
-    for metric in METRICS.values():
-        name = f"{PREFIX}{metric.name}{'_total' if metric.kind is MetricKind.COUNTER else ''}"
-        expected[name] = (str(metric.kind), metric.labels)
-    told = {
-        name: (cells[0], tuple(re.findall(r"`(\w+)`", cells[1].partition(":")[0])))
-        for name, cells in found.items()
-    }
-    assert told == expected
-    for name, cells in found.items():
-        assert cells[2], f"{name} is not explained"
+    check_rows(
+        "docs/metrics.md", told, expected, {name: row(name, *cells) for name, cells in expected.items()}
+    )
+    assert not [name for name in told if not rows()[name][2]], "explain these metrics in docs/metrics.md"
 
 
 def router() -> dict[str, tuple[str, set[str]]]:
@@ -57,44 +65,52 @@ def router() -> dict[str, tuple[str, set[str]]]:
     return found
 
 
-def test_every_metric_of_the_router_is_there_with_its_kind_and_labels() -> None:
+def test_every_metric_of_the_router_is_listed_with_its_kind_and_labels() -> None:
     told = {
         name: (cells[0], set(re.findall(r"`(\w+)`", cells[1])))
         for name, cells in rows().items()
         if name.startswith(ROUTER_PREFIX)
     }
-    assert told == router()
-    assert all(rows()[name][2] for name in told)
+    lines = {name: row(name, kind, sorted(labels)) for name, (kind, labels) in router().items()}
+    check_rows("the section Router of docs/metrics.md", told, router(), lines)
+    assert not [name for name in told if not rows()[name][2]], "explain these metrics in docs/metrics.md"
 
 
-def test_every_outcome_of_the_router_is_there() -> None:
-    for value in (*Outcome, *AloneReason, *BackendState):
-        assert f"`{value}`" in TEXT.partition("## Router")[2], value
+def test_every_outcome_of_the_router_is_listed() -> None:
+    section = TEXT.partition("## Router")[2]
+    missing = [
+        f"`{value}`" for value in (*Outcome, *AloneReason, *BackendState) if f"`{value}`" not in section
+    ]
+    assert not missing, "explain these values of labels in the section Router of docs/metrics.md"
 
 
-def test_every_metric_of_the_choice_between_connectors_is_there_with_its_labels() -> None:
+def test_every_metric_of_the_choice_between_connectors_is_listed_with_its_labels() -> None:
     told = {
         name: (CONNECTOR, *re.findall(r"`(\w+)`", cells[0].partition(":")[0]))
         for name, cells in rows((DOCS / "multi.md").read_text()).items()
         if name.startswith(PREFIX)
     }
-    assert told == {exposed_name(metric): metric.labels for metric in MULTI.values()}
+    expected = {exposed_name(metric): metric.labels for metric in MULTI.values()}
+    lines = {
+        name: f"| `{name}` | {', '.join(f'`{label}`' for label in labels[1:])} | MEANING |\n"
+        for name, labels in expected.items()
+    }
+    check_rows("docs/multi.md", told, expected, lines)
 
 
-def test_every_reason_of_a_miss_is_there() -> None:
-    found = rows()
-    assert {str(miss) for miss in MissReason} <= found.keys()
-    assert all(found[miss][0] for miss in MissReason)
+def test_every_reason_of_a_miss_is_listed() -> None:
+    lines = "".join(f"| `{miss}` | MEANING |\n" for miss in MissReason if not rows().get(miss, [""])[0])
+    assert not lines, f"add these rows to the reasons of a miss in docs/metrics.md:\n{lines}"
 
 
 def test_every_name_in_the_text_is_a_metric() -> None:
     names = {f"{PREFIX}{name}" for name in METRICS} | {name.removesuffix("_total") for name in router()}
     suffixes = r"(_total|_bucket|_sum|_count)?$"
-    for name in re.findall(rf"\b{PREFIX}\w+", TEXT):
-        assert re.sub(suffixes, "", name) in names, name
+    unknown = [n for n in re.findall(rf"\b{PREFIX}\w+", TEXT) if re.sub(suffixes, "", n) not in names]
+    assert not unknown, "correct these names in docs/metrics.md: no such metrics exist"
 
 
-def test_names_follow_the_conventions() -> None:
+def test_names_of_metrics_follow_the_conventions() -> None:
     for metric in (*METRICS.values(), *MULTI.values()):
         assert re.fullmatch(r"[a-z]+(_[a-z]+)*", metric.name)
         assert not metric.name.endswith(("_total", "_count", "_sum", "_bucket"))

@@ -1,4 +1,4 @@
-"""An engine that remembers its requests, and one that is told not to."""
+"""An engine that remembers its requests, and one whose setting disables that."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from kvferry.connector.events import Arrived
 from kvferry.connector.stream import EventStream
 from kvferry.explain.client import ask_engines
 from kvferry.explain.text import render, render_list
-from kvferry.observe import socket_directory
 from kvferry.observe.explaining import RequestExplainer
 from kvferry.observe.wire import Question
 
@@ -22,14 +21,14 @@ from kvferry.observe.wire import Question
 @pytest.fixture
 def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="kvferry-", dir="/tmp") as folder:
-        monkeypatch.setattr(socket_directory, "socket_directories", lambda: [Path(folder) / "kvferry"])
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
         yield Path(folder) / "kvferry"
 
 
 ENGINE = {"engine_id": "e", "model": "tiny", "role": "prefill"}
 
 
-def test_what_is_told_is_answered_as_long_as_the_engine_runs(directory: Path) -> None:
+def test_events_are_served_until_the_explainer_is_closed(directory: Path) -> None:
     events = EventStream()
     explaining = RequestExplainer(events, 2, **ENGINE)
     explaining.start()
@@ -44,7 +43,7 @@ def test_what_is_told_is_answered_as_long_as_the_engine_runs(directory: Path) ->
     assert not ask_engines(Question()).answers
 
 
-def test_connectors_of_one_engine_are_told_apart_by_their_names(directory: Path) -> None:
+def test_connectors_of_one_engine_are_distinguished_by_name(directory: Path) -> None:
     both = []
     for name in ("memory", "disk", ""):
         events = EventStream()

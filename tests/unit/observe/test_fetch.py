@@ -76,7 +76,7 @@ def broken(asking: socket.socket) -> None:
     asking.sendall(HEAD + b"content-length: 9\r\n\r\nhalf")
 
 
-def test_an_answer_comes_whole_whatever_its_status() -> None:
+def test_an_answer_of_any_status_is_read_completely() -> None:
     with server(lambda asking: asking.sendall(b"HTTP/1.1 404 no\r\ncontent-length: 2\r\n\r\n{}")) as url:
         assert fetched(url) == HttpReply(404, b"{}")
     assert not HttpReply(404, b"").fine
@@ -98,7 +98,7 @@ def test_an_answer_comes_whole_whatever_its_status() -> None:
     ],
     ids=["endless", "slow", "silent", "broken off", "no HTTP"],
 )
-def test_what_is_no_answer_is_one_sentence_within_its_time(answer, seconds, words, monkeypatch) -> None:
+def test_a_bad_answer_is_refused_in_one_sentence(answer, seconds, words, monkeypatch) -> None:
     monkeypatch.setattr(module, "MAX_BYTES", 1 << 20)
     begun = time.monotonic()
     with server(answer) as url, pytest.raises(ProtocolError) as raised:
@@ -115,19 +115,19 @@ def test_what_is_no_answer_is_one_sentence_within_its_time(answer, seconds, word
         ("http://engine.invalid", ".*(?i:name).*"),
     ],
 )
-def test_nobody_at_an_address_is_one_sentence_that_says_why(url, why) -> None:
+def test_an_unreachable_address_is_refused_with_the_reason(url, why) -> None:
     with pytest.raises(ProtocolError, match=rf"^cannot connect: {why}$"):
         fetched(url)
 
 
-def test_of_a_name_with_several_addresses_the_first_says_why() -> None:
+def test_the_first_address_of_a_name_gives_the_reason() -> None:
     error = OSError("All connection attempts failed")
     refused = [ConnectionRefusedError(errno.ECONNREFUSED, f"Connect call failed ({n})") for n in range(2)]
     error.__cause__ = ExceptionGroup("multiple connection attempts failed", refused)
     assert module._why(error) == ": Connection refused"
 
 
-def test_https_of_a_server_without_tls_is_said() -> None:
+def test_an_https_url_of_a_server_without_tls_is_refused_with_the_reason() -> None:
     why = r"^cannot connect: no TLS with it \(WRONG_VERSION_NUMBER\)$"
     with (
         server(lambda asking: asking.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")) as url,
@@ -140,14 +140,14 @@ def test_https_of_a_server_without_tls_is_said() -> None:
     ("answer", "seconds", "words"),
     [(endless, 20.0, "no answer: /health is larger than 1 MiB"), (slow, 0.5, "no answer: /health does")],
 )
-def test_doctor_is_not_held_up_by_a_server_that_does_not_end(answer, seconds, words, monkeypatch) -> None:
+def test_doctor_reports_an_answer_that_does_not_end(answer, seconds, words, monkeypatch) -> None:
     monkeypatch.setattr(module, "MAX_BYTES", 1 << 20)
     with server(answer) as url:
         (found,) = http_engine.examine_url(url, seconds).findings
     assert found.found.startswith(words)
 
 
-def test_top_is_not_held_up_by_a_server_that_does_not_end(monkeypatch) -> None:
+def test_top_refuses_an_answer_that_does_not_end(monkeypatch) -> None:
     monkeypatch.setattr(module, "MAX_BYTES", 1 << 20)
 
     async def one(url: str) -> None:

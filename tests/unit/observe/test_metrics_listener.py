@@ -126,7 +126,7 @@ def test_two_parts_of_a_prefix_are_two_hits_or_none(fails) -> None:
         (["tiers"], 80, {}),
     ],
 )
-def test_of_a_broken_pair_all_that_was_to_come_is_recomputed(failing, available, recomputed) -> None:
+def test_all_tokens_of_a_failed_pair_of_loads_are_recomputed(failing, available, recomputed) -> None:
     """Of the source that failed; of two that did, once."""
     found = counts(
         Arrived("a", 0.0, tokens=PROMPT, sources=SOURCES),
@@ -145,7 +145,7 @@ def test_of_a_broken_pair_all_that_was_to_come_is_recomputed(failing, available,
     } == recomputed
 
 
-def test_of_a_bid_that_was_taken_in_part_the_first_places_count() -> None:
+def test_hit_tokens_of_a_partly_used_bid_are_those_of_its_first_tiers() -> None:
     parts = (PlaceTokens("host", 30), PlaceTokens("file", 50))
     found = counts(
         Arrived("a", 0.0, tokens=PROMPT, sources=("tiers",)),
@@ -213,7 +213,7 @@ def test_a_source_whose_load_failed_missed_for_that_and_what_it_had_bid_is_recom
     assert counts(*events, again)["recomputed_tokens peer"] == 64, "preempted later, it is computed for that"
 
 
-def test_what_another_source_brought_after_a_failure_is_not_recomputed() -> None:
+def test_tokens_that_another_source_loads_after_a_failure_are_not_recomputed() -> None:
     found = counts(
         Arrived("a", 0.0, tokens=PROMPT, sources=SOURCES),
         load_began(end=80),
@@ -297,7 +297,7 @@ def test_tiers_and_leases_and_late_blocks() -> None:
     }  # fmt: skip
 
 
-def test_what_was_taken_is_not_taken_again() -> None:
+def test_taking_the_counts_resets_them() -> None:
     fold = MetricsListener()
     fold(LeaseGranted("a", 0.0, 80, 30.0))
     assert fold.take()

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.observe import recording_file
-from kvferry.observe.recording_file import open_recording
+from kvferry.observe.recording_file import MOST_FILES, open_recording
 
 HEADER = {"kvferry_trace": 1, "unit_tokens": 16, "model": "tiny\n"}
 OTHER = {**HEADER, "unit_tokens": 32}
@@ -126,17 +125,16 @@ def test_half_a_line_of_an_engine_that_was_killed_is_removed(engines: Engines, r
     assert engines.read() == [b"a\n", b"b\n"]
 
 
-def test_a_setting_that_no_file_is_left_for_says_so(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
+def test_an_error_names_the_limit_of_recordings_with_one_name(
+    engines: Engines,
 ) -> None:
-    monkeypatch.setattr(recording_file, "_MOST_FILES", 2)
-    for _ in range(2):
+    for _ in range(MOST_FILES):
         engines.start()
-    with pytest.raises(ConfigError, match=r"^2 files beside .*trace.jsonl are .*; name another file$"):
+    with pytest.raises(ConfigError, match=rf"^{MOST_FILES} files beside .*trace.jsonl are .*; name another"):
         engines.start()
 
 
-def test_a_device_gets_a_header_and_no_look_at_what_it_has(tmp_path: Path) -> None:
+def test_a_device_gets_a_header_without_being_read(tmp_path: Path) -> None:
     name, file = open_recording("/dev/null", HEADER)
     assert name == "/dev/null"
     file.close()

@@ -119,7 +119,7 @@ def test_stores_and_leases_end_after_their_requests_and_keep_their_trace() -> No
     assert store.attributes == {"kvferry.group": "full", "kvferry.chunks": 2, "kvferry.bytes": 8}
 
 
-def test_what_nobody_saw_begin_is_no_span() -> None:
+def test_an_end_without_a_begin_makes_no_span() -> None:
     assert (
         spans(
             load_ended(at=2.0, seconds=1.0),

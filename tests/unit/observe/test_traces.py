@@ -45,7 +45,7 @@ def test_the_last_requests_are_remembered_the_latest_first() -> None:
     assert kept(found) == ["r2", "r4", "r3"], "it has come anew"
 
 
-def test_what_is_no_matter_of_a_request_that_is_remembered_is_not_kept() -> None:
+def test_events_of_forgotten_requests_are_not_kept() -> None:
     found = TraceBuffer(1)
     for event in (
         arrived("a"),
@@ -59,7 +59,7 @@ def test_what_is_no_matter_of_a_request_that_is_remembered_is_not_kept() -> None
     assert trace.events == (arrived("b"), Finished("b", 2.0))
 
 
-def test_of_a_request_with_many_events_the_first_and_the_last_are_kept() -> None:
+def test_the_first_and_last_events_of_a_long_request_are_kept() -> None:
     found = TraceBuffer(10)
     found(arrived("a"))
     for number in range(1, 200):
@@ -116,7 +116,7 @@ def test_chunks_that_were_stored_and_signs_of_life_are_summed_up() -> None:
     assert trace.heartbeats == 1000
 
 
-def test_orders_of_requests_that_are_forgotten_are_forgotten_too() -> None:
+def test_stores_of_forgotten_requests_are_forgotten() -> None:
     found = TraceBuffer(1)
     for number in range(100):
         name = str(number)

@@ -128,7 +128,7 @@ def test_lines_are_added_to_what_is_there(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 2
 
 
-def test_others_cannot_read_it_whatever_the_umask(tmp_path: Path) -> None:
+def test_the_log_is_private_under_any_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         TransferLog(str(tmp_path / "log"), [RANK]).close()
@@ -167,6 +167,6 @@ def test_a_full_disk_stops_the_log_and_nothing_else(caplog: pytest.LogCaptureFix
     ]
 
 
-def test_a_name_that_is_not_unicode_does_not_stop_anything(tmp_path: Path) -> None:
+def test_a_request_id_that_is_not_unicode_is_escaped(tmp_path: Path) -> None:
     lines = written(tmp_path / "log.jsonl", load("\ud800\x1b"), load("next"))
     assert [line["request_id"] for line in lines] == [r"\ud800\x1b", "next"]

@@ -37,7 +37,7 @@ def test_layers_under_one_block_table_keep_their_tokens():
     assert group_counts([other] * 9 + [NARROW], 1, "LBNHC", {other: 16, NARROW: 16}) == {other: 1, NARROW: 1}
 
 
-def test_where_blocks_are_outermost_windows_fill_the_block_of_the_other_layers():
+def test_windows_fill_the_block_of_other_layers_if_blocks_are_outermost():
     """Two narrow layers are half a wide page: a block has one wide page; of 16 narrow ones it has four."""
     sizes = {WIDE: 16, NARROW: 16}
     assert block_sizes(LAYERS, 1, "BLHNC", 16) == (sizes, "")

@@ -55,7 +55,7 @@ def config(tmp_path: Path) -> Path:
         ("Nemotron-3-Super-120B-A12B", ("--to-tp", "2")),
     ],
 )
-def test_it_fits_80_columns(capsys, monkeypatch, model, arguments):
+def test_the_output_fits_80_columns(capsys, monkeypatch, model, arguments):
     monkeypatch.setenv("COLUMNS", "80")
     out = printed(capsys, model, *arguments)
     assert max(map(len, out.splitlines())) <= 80
@@ -79,7 +79,7 @@ def test_a_line_per_kind_of_layer(capsys, monkeypatch):
     assert re.match(r"all +- +128 KiB +5,888 +736 MiB +37% +direct ", rows[2])
 
 
-def test_a_block_size_that_was_chosen_is_said(capsys):
+def test_a_note_explains_a_derived_block_size(capsys):
     out = " ".join(printed(capsys, "qwen3-next-80b-a3b", "--to-tp", "4").split())
     assert "from TP1, layout BLHNC, blocks of 544 tokens to TP4, layout BLHNC, blocks of 272" in out
     assert "Note: blocks of 544 tokens at TP1: vLLM makes a page of attention" in out
@@ -140,7 +140,7 @@ def test_json_has_what_the_tiers_keep(capsys):
     ]
 
 
-def test_what_prompts_load_of_a_prefix_that_they_share_is_a_table_and_in_the_json(capsys, monkeypatch):
+def test_table_and_json_have_the_tokens_loaded_of_a_shared_prefix(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     qwen = ("Qwen3-Next-80B-A3B", "--tp", "4")
     table = printed(capsys, *qwen).partition("of a prefix that they share, if all is stored\n")[2]
@@ -168,7 +168,7 @@ def test_the_tiers_are_a_table_of_settings(capsys, monkeypatch):
     ]
 
 
-def test_a_prompt_of_which_nothing_can_be_loaded_is_said(capsys):
+def test_a_prompt_shorter_than_every_loadable_prefix_is_reported(capsys):
     out = " ".join(printed(capsys, "Qwen3-Next-80B-A3B", "--kept-tokens", "500").split())
     assert "No prefix can be loaded: the shortest loadable prefix has 544 tokens, the prompt has 500." in out
 
@@ -254,7 +254,7 @@ def test_the_table_is_listed_with_sources(capsys):
         ),
     ],
 )
-def test_what_cannot_be_planned_is_refused_in_one_sentence(arguments, says):
+def test_an_impossible_plan_is_refused_in_one_sentence(arguments, says):
     with pytest.raises(KVFerryError) as raised:
         run(*arguments)
     assert says in str(raised.value)

@@ -38,7 +38,7 @@ def side(name: str, **more: Any) -> EngineSide:
     return EngineSide(layout=resolve_layout("auto", read_model(of_table(name))), **more)
 
 
-def test_the_table_is_that_of_the_docs_which_the_connectors_proof_fills() -> None:
+def test_the_table_of_backends_equals_that_of_the_docs() -> None:
     page = (Path(__file__).parents[3] / "docs" / "backends.md").read_text()
     lines = [line.strip("|") for line in page.splitlines() if line.startswith("| ")]
     rows = [[cell.strip() for cell in line.split("|")] for line in lines]
@@ -67,7 +67,7 @@ def test_no_element_type_of_a_plan_is_one_whose_pages_move_as_cells() -> None:
         (of_table("MiMo-V2-Flash"), "auto", "FLASH_ATTN_DIFFKV"),
     ],
 )
-def test_what_vllm_chooses_moves_by_fields(config: Any, dtype: str, found: str) -> None:
+def test_pages_of_the_backends_that_vllm_chooses_move_by_fields(config: Any, dtype: str, found: str) -> None:
     pages = [page for page in layer_pages(read_model(config, dtype), EngineSide()) if page is not None]
     assert pages[0].backend == found
     assert {page.backend for page in pages} <= {found, LATENT_INDEXER}

@@ -50,7 +50,7 @@ def printed(*arguments: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("settings", [(), ("--chunk-tokens", "128", "--dtype", "fp8"), ("--tp", "2")])
-def test_it_is_the_curve_of_a_replay_with_the_same_settings(settings: tuple[str, ...]) -> None:
+def test_the_curve_equals_that_of_a_replay_with_the_same_settings(settings: tuple[str, ...]) -> None:
     replayed = printed("replay", "trace.jsonl", "--model", "config.json", "--curve", *settings)
     found = printed(*PLAN, *settings)["curve"]
     assert found == replayed["curve"]

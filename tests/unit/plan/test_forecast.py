@@ -197,7 +197,7 @@ def test_short_runs_are_staged_and_a_pinned_strategy_is_kept():
     assert cheapest.read_descriptors < direct.read_descriptors == direct.descriptors
 
 
-def test_what_cannot_be_set_up_is_said():
+def test_an_impossible_engine_is_refused():
     with pytest.raises(GeometryError, match="4 heads on 3 tensor-parallel ranks"):
         planned(DENSE, EngineSide(3))
     with pytest.raises(GeometryError, match="4 layers on 5 pipeline ranks"):

@@ -49,12 +49,12 @@ def test_full_attention_keeps_every_chunk():
     assert [(c.bytes, c.gap_tokens, c.snapshots) for c in found.choices] == [(4 * group.file_bytes, 256, 0)]
 
 
-def test_what_is_no_whole_chunk_at_the_end_is_kept_as_well():
+def test_a_partial_chunk_at_the_end_is_kept():
     (choice,) = kept(DENSE, prompt=1025).choices
     assert choice.bytes == 5 * (4 * 65536 + PAGE)
 
 
-def test_nothing_depends_on_the_ranks():
+def test_kept_chunks_do_not_depend_on_the_ranks():
     assert kept(DENSE, EngineSide(4)).groups == kept(DENSE, EngineSide(1, layout="BHLNC")).groups
 
 
@@ -127,7 +127,7 @@ def test_chunks_that_no_snapshot_ends_keep_nothing_that_can_be_loaded():
     assert found.why_not == "the shortest loadable prefix has 1,280 tokens, the prompt has 1,000"
 
 
-def test_what_has_no_canonical_form_is_said(monkeypatch):
+def test_a_cache_without_canonical_form_is_reported(monkeypatch):
     from kvferry.errors import GeometryError
     from kvferry.plan import kept as module
 
@@ -155,5 +155,5 @@ def test_settings_that_would_be_refused_are_refused(config, asked, said):
         kept(config, **asked)
 
 
-def test_the_commands_defaults_are_these():
+def test_the_defaults_of_the_command_are_those_of_the_forecast():
     assert KeptSettings(command._STEP_TOKENS, prompt=command._PROMPT_TOKENS) == KeptSettings()

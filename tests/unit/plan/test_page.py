@@ -40,7 +40,7 @@ def test_every_column_of_the_table_has_its_header():
     assert {row.count("<td ") for row in rows} == {head.count("<th ")} == {len(COLUMNS)}
 
 
-def test_a_phone_can_show_it():
+def test_the_page_fits_a_phone():
     page = page_of("Qwen3-Next-80B-A3B", EngineSide(), EngineSide(tp=4))
     assert '<meta name="viewport" content="width=device-width,initial-scale=1">' in page
     sizes = [float(size) for size in re.findall(r"font(?:-size)?:(?:\d+ )?([\d.]+)px", page)]

@@ -63,7 +63,7 @@ def test_an_interval_that_vllm_refuses_is_refused():
 
 
 @pytest.mark.parametrize("text", ["-1", "all", "1.5"])
-def test_what_is_no_interval_is_refused(text):
+def test_an_invalid_interval_is_refused(text):
     with pytest.raises(ConfigError, match="give a number of tokens, 0 for the last only, or None"):
         parse_retention(text)
 

@@ -1,10 +1,12 @@
-"""Every model of the table, from every tensor-parallel size to every other: what a rank needs, it gets.
+"""Every rank gets its bytes, for every model of the table, from one tensor-parallel size to another.
 
 Block sizes are those that vLLM derives, of hybrids from the size of their state: 784 tokens at
 one size and 400 at another. What heads do not allow is refused in words.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise, product
 
 import pytest
 
@@ -45,20 +47,29 @@ def block_bytes(templates: tuple[Template, ...]) -> int:
     return sum(route.cell_bytes * route.dst_cells for each in templates for route in each.routes)
 
 
+def check(srcs: tuple[RankGeometry, ...], dsts: tuple[RankGeometry, ...]) -> None:
+    """Fail if the first or the last rank does not get every byte of its blocks."""
+    for dst in {dsts[0], dsts[-1]}:
+        wanted = sum(layer.page.content_bytes for group in dst.groups for layer in group.layers)
+        assert block_bytes(build_templates(srcs, dst)) == wanted
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.name)
 def test_a_model_moves_between_any_two_sizes(entry: ModelEntry):
-    ranks = sides(read_model(entry.config))
+    for srcs, dsts in product(sides(read_model(entry.config)).values(), repeat=2):
+        check(srcs, dsts)
+
+
+@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.name)
+def test_a_model_moves_to_the_next_size_and_from_the_largest_to_the_smallest(entry: ModelEntry):
+    ranks = [*sides(read_model(entry.config)).values()]
     assert len(ranks) >= len(SIZES) - 2
-    for srcs in ranks.values():
-        for dsts in ranks.values():
-            for dst in {dsts[0], dsts[-1]}:
-                templates = build_templates(srcs, dst)
-                wanted = sum(layer.page.content_bytes for group in dst.groups for layer in group.layers)
-                assert block_bytes(templates) == wanted
+    for srcs, dsts in [*pairwise(ranks), (ranks[-1], ranks[0])]:
+        check(srcs, dsts)
 
 
-def test_the_table_has_pairs_whose_blocks_have_little_in_common():
-    """Without them the sweep shows nothing of what it is for."""
+def test_the_table_has_pairs_of_sizes_with_unrelated_blocks():
     found = {
         (entry.name, src, dst): tuple(block_tokens(reading, EngineSide(tp))[0] for tp in (src, dst))
         for entry in entries()

@@ -1,11 +1,11 @@
-"""From the text of a page to what is shown of it."""
+"""Figures of engines, from the text of their `/metrics`."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from rich.cells import cell_len
 
 from kvferry.errors import ProtocolError
@@ -18,6 +18,7 @@ from kvferry.top.lines import cached_share, screen, text
 from kvferry.top.units import number
 from kvferry.top.values import HistogramBucket, quantile
 from kvferry.top.window import window
+from support.examples import examples
 from support.metrics_page import Page, busy, several
 
 
@@ -25,7 +26,7 @@ def of(before: Scrape | None, now: Scrape, engine: str = "0") -> Figures:
     return compute_figures([window(before, now, engine)])
 
 
-def test_a_page_is_read_engine_by_engine():
+def test_a_page_has_figures_of_each_engine():
     page = Page("a model", engines=2)
     busy(page, 1, engine=0)
     busy(page, 2, engine=1)
@@ -35,13 +36,13 @@ def test_a_page_is_read_engine_by_engine():
     assert compute_figures([window(None, found, engine) for engine in "01"]).totals.prompt_tokens == 4500
 
 
-def test_a_page_without_kvferry_is_an_engine_too():
+def test_an_engine_without_kvferry_has_figures():
     found = parse_page('vllm:num_requests_running{engine="0",model_name="m"} 3.0\n', 0.0)
     assert not found.ferry
     assert of(None, found).levels.running == 3
 
 
-def test_labels_are_read_as_they_were_written():
+def test_escaped_labels_are_read_as_they_were_written():
     strange = (
         r'kvferry_misses_total{engine="0",group="1 \"x\"\\,{}",model_name="m",reason="a\nb",source="peer"} 1'
         "\n"
@@ -64,6 +65,7 @@ def test_a_broken_page_is_refused(line):
 
 PAGE = Page()
 busy(PAGE)
+SCRAPE = parse_page(PAGE.text(), 0.0)
 LINES = PAGE.text().splitlines()
 PIECES = [
     "",
@@ -88,17 +90,15 @@ PIECES = [
 @given(
     st.lists(st.tuples(st.integers(0, len(LINES) - 1), st.floats(0, 1), st.sampled_from(PIECES)), max_size=4)
 )
-@settings(max_examples=150, deadline=None)
-def test_whatever_a_page_says_it_is_shown_or_refused_and_never_acted_on(changes):
+@examples(60)
+def test_a_damaged_page_is_refused_or_shown_without_control_characters(changes):
     lines = list(LINES)
     for number_of_line, place, piece in changes:
         line = lines[number_of_line]
         at = int(place * len(line))
         lines[number_of_line] = line[:at] + piece + line[at + 1 :]
     try:
-        seen = PolledAddress(
-            "http://a:1", before=parse_page(PAGE.text(), 0.0), now=parse_page("\n".join(lines), 1.0)
-        )
+        seen = PolledAddress("http://a:1", before=SCRAPE, now=parse_page("\n".join(lines), 1.0))
     except ProtocolError:
         return
     found = fleet_view([seen], 0.0)
@@ -118,7 +118,7 @@ def test_one_reading_has_no_rates():
     assert of(None, scrape(0.0, 1)).rates is None
 
 
-def test_rates_are_what_was_gained_by_the_time_between():
+def test_rates_are_differences_by_the_time_between_readings():
     found = of(scrape(10.0, 3), scrape(14.0, 5))
     assert found.rates is not None
     assert found.rates.prompt_tokens == 2 * 1500 / 4
@@ -128,7 +128,7 @@ def test_rates_are_what_was_gained_by_the_time_between():
     assert found.rates.sources["peer"].load_seconds.p99 == pytest.approx(0.02485)
 
 
-def test_nothing_gained_is_a_rate_of_0_and_no_quantile():
+def test_equal_readings_have_rates_of_0_and_no_quantiles():
     found = of(scrape(0.0, 2), scrape(1.0, 2)).rates
     assert found is not None
     assert found.prompt_tokens == 0
@@ -138,19 +138,19 @@ def test_nothing_gained_is_a_rate_of_0_and_no_quantile():
 
 
 @pytest.mark.parametrize("started", [1000.0, 2000.0], ids=["unseen", "seen"])
-def test_counts_that_went_back_have_begun_anew(started):
+def test_counts_that_decreased_have_restarted_at_0(started):
     found = of(scrape(0.0, 5), scrape(10.0, 1, started)).rates
     assert found is not None
     assert found.prompt_tokens == 150
 
 
-def test_another_process_has_begun_anew_even_if_it_has_counted_more():
+def test_counts_of_another_process_have_restarted_at_0_even_if_they_are_larger():
     found = of(scrape(0.0, 2), scrape(10.0, 3, started=2000.0)).rates
     assert found is not None
     assert found.prompt_tokens == 450
 
 
-def test_a_series_that_was_not_there_has_begun_at_0():
+def test_a_new_series_has_started_at_0():
     empty = Page()
     empty.vllm("num_requests_running").set(0)
     found = of(parse_page(empty.text(), 0.0), scrape(2.0, 1)).rates
@@ -158,14 +158,14 @@ def test_a_series_that_was_not_there_has_begun_at_0():
     assert found.misses[0].count == 2.5
 
 
-def test_levels_are_what_they_are_now():
+def test_levels_are_those_of_the_last_reading():
     levels = of(scrape(0.0, 1), scrape(1.0, 2)).levels
     assert (levels.running, levels.late_blocks, levels.pending_loads) == (5, 3, {"peer": 2})
     assert levels.tiers["file"].owed_chunks == 7
     assert list(levels.tiers) == ["host", "file"]
 
 
-def test_of_several_engines_a_tier_is_as_full_as_the_fullest():
+def test_the_fullest_engine_decides_how_full_a_tier_of_several_engines_is():
     other = Page()
     busy(other)
     smaller = MetricsDelta()
@@ -177,13 +177,13 @@ def test_of_several_engines_a_tier_is_as_full_as_the_fullest():
     assert both.levels.running == 10
 
 
-def test_tokens_are_told_by_where_they_come_from():
+def test_tokens_are_counted_by_source():
     assert of(None, scrape(0.0, 1)).totals.tokens == {
         "computed": 300, "local": 300, "peer": 600, "host": 200, "file": 100,
     }  # fmt: skip
 
 
-def test_tokens_that_other_connectors_brought_are_told_as_theirs():
+def test_tokens_of_other_connectors_are_counted_as_others():
     page = Page()
     busy(page)
     several(page)
@@ -218,7 +218,7 @@ def test_quantiles_are_those_of_histogram_quantile(q, buckets, expected):
     )
 
 
-def test_silence_lasts_from_its_first_moment_to_the_next_answer():
+def test_silence_lasts_from_the_first_failure_to_the_next_answer():
     seen = (
         PolledAddress("http://a:1")
         .answered(scrape(0.0, 1))
@@ -242,7 +242,7 @@ def test_several_engines_at_one_address_have_a_line_each():
     assert [engine.name for engine in fleet_view([seen], 0.0).engines] == ["a:1/0", "a:1/1"]
 
 
-def test_a_router_that_answers_is_no_engine_and_one_that_does_not_is_shown():
+def test_a_router_is_shown_only_if_it_does_not_answer():
     router = PolledAddress("http://r:1", role="router")
     assert fleet_view([router], 0.0).engines == ()
     assert [engine.name for engine in fleet_view([router.failed(1.0, "cannot connect")], 2.0).engines] == [
@@ -251,7 +251,7 @@ def test_a_router_that_answers_is_no_engine_and_one_that_does_not_is_shown():
 
 
 @pytest.mark.parametrize("name", ["x" * 200, "\u4e2d" * 50, "a b" * 80], ids=["x", "wide", "ab"])
-def test_a_name_that_is_wider_than_the_screen_is_cut(name):
+def test_a_name_wider_than_the_screen_is_cut(name):
     page = Page()
     counted = MetricsDelta()
     counted.count("misses", "peer", name, "full", by=3)

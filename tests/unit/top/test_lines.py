@@ -1,4 +1,4 @@
-"""What is shown fits, whatever the size of the terminal and the length of names."""
+"""The view fits every size of the terminal and every length of names."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_no_line_is_longer_than_the_terminal_is_wide(engines, width):
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
-def test_nothing_that_is_printed_whole_is_left_out_but_columns_and_the_middle_of_names(engines, width):
+def test_a_narrow_print_leaves_out_only_columns_and_the_middle_of_names(engines, width):
     said = " ".join(text(engines, width, 1.0).split())
     for words in (
         "tiers not_stored (1 sliding_window(64)) 20.0k", "first token 37.5 ms, p99 49.8 ms",
@@ -60,13 +60,13 @@ def test_nothing_that_is_printed_whole_is_left_out_but_columns_and_the_middle_of
     assert len(re.findall(r"decode-\S+ decode 5 1\b", said)) == 4
 
 
-def test_the_numbers_of_engines_stand_near_their_names_in_a_wide_terminal(engines):
+def test_numbers_of_engines_are_near_their_names_in_a_wide_terminal(engines):
     lines = text(engines, 200, 1.0).splitlines()
     (line,) = [line for line in lines if line.startswith(f"{NAME.format(0)} decode")]
     assert re.match(r"\S+ decode {1,8}5 ", line)
 
 
-def test_of_engines_without_room_those_that_are_silent_are_shown_first(engines):
+def test_silent_engines_are_shown_first_if_there_is_not_room_for_all(engines):
     shown = [line.text for line in screen(engines, 80, 24, chosen=None, every=1.0)]
     assert any(line.startswith("prefill-0.kv") and "no answer since" in line for line in shown)
     assert shown[-1] == "and 3 more"
@@ -75,7 +75,7 @@ def test_of_engines_without_room_those_that_are_silent_are_shown_first(engines):
     assert re.fullmatch(r"and \d more", shown[-1])
 
 
-def test_an_address_below_another_ones_path_is_told_from_it():
+def test_the_name_of_an_engine_has_the_path_of_its_address():
     names = [
         one.name
         for one in fleet_view(
@@ -86,6 +86,6 @@ def test_an_address_below_another_ones_path_is_told_from_it():
 
 
 @pytest.mark.parametrize("width", range(12))
-def test_a_name_is_no_longer_than_it_may_be(width):
+def test_a_shortened_name_fits_its_width(width):
     for name in ("decode-0:8000", "模型模型模型", "a", ""):
         assert cell_len(shortened(name, width)) <= width
