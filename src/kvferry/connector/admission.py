@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.connector.admission_events import OTHER_PART, AdmissionEvents
@@ -80,6 +80,7 @@ class Admission:
         chooser: BidChooser,
         events: EventStream,
         prefix_cache: PrefixCache | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the object that chooses the source of each request's KV. It has no requests yet.
 
@@ -99,16 +100,17 @@ class Admission:
             events: stream that receives an event for each decision.
             prefix_cache: the engine's prefix cache, if it shares attention blocks where it lacks recurrent
                 state; None if the engine can use its own prefix without a load.
+            clock: function that returns monotonic seconds.
         """
         self.pins, self._prefix_cache = pins, prefix_cache
-        self._parts = parts
-        self._phases = RequestPhases(chooser, headroom, time.monotonic)
+        self._parts, self._clock = parts, clock
+        self._phases = RequestPhases(chooser, headroom, clock)
         self._attempts = attempts
         self._loads = RunningLoads(
-            groups, pins=pins, pool=pool, workers=workers, timeout_seconds=timeout_seconds
+            groups, pins=pins, pool=pool, workers=workers, timeout_seconds=timeout_seconds, clock=clock
         )
         self._sources, self._chooser = tuple(sources), chooser
-        self._events = AdmissionEvents(events, chooser.policy)
+        self._events = AdmissionEvents(events, chooser.policy, clock)
         self._alignment_tokens = common_alignment((group.kind, group.block_tokens) for group in groups)
         self._known: dict[str, _RequestState] = {}
 
@@ -297,7 +299,7 @@ class Admission:
             source.ended(load, merged)
         # A late load takes at least this long. A part is not timed: windows and states dominate its time.
         if load.loads == 1 and not load.bid.growing and (merged.failure is None or merged.late):
-            self._chooser.speeds.record_load(load.bid.parts, time.monotonic() - load.began)
+            self._chooser.speeds.record_load(load.bid.parts, self._clock() - load.began)
         if known.loads:
             return
         self._phases.ended(known, load.request_id, failed=known.broken)

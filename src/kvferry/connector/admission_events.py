@@ -5,8 +5,7 @@ An error in this module is logged and affects no decision.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 
 from kvferry.connector.bids import Bid, Bidding
@@ -43,14 +42,15 @@ class AdmissionEvents:
     itself.
     """
 
-    def __init__(self, events: EventStream, policy: Policy) -> None:
+    def __init__(self, events: EventStream, policy: Policy, clock: Callable[[], float]) -> None:
         """Create the emitter of events.
 
         Args:
             events: stream that receives the events.
             policy: policy that assigns a value to each source's offer.
+            clock: function that returns monotonic seconds.
         """
-        self._events, self._policy = events, policy
+        self._events, self._policy, self._clock = events, policy, clock
         self._asked: dict[str, tuple[object, SourcesAsked]] = {}
         self._unserved: dict[str, Request] = {}
         self._late = 0
@@ -66,7 +66,7 @@ class AdmissionEvents:
         """
         declined = tuple(lack for source in others if (lack := source.declined(request)) is not None)
         names = tuple(source.name for source in sources)
-        now, tokens = time.monotonic(), int(request.num_tokens)
+        now, tokens = self._clock(), int(request.num_tokens)
         # W3C: a tracestate of 512 characters must be passed on, a longer one need not.
         headers = tuple(
             (name, value) for name, value in request.trace_headers.items() if len(value) <= _LONGEST_HEADER
@@ -118,7 +118,7 @@ class AdmissionEvents:
         silent = [source for source in sources if not any(of is source for of, _ in offers)]
         event = SourcesAsked(
             request.request_id,
-            time.monotonic(),
+            self._clock(),
             local_tokens=prefix.tokens,
             resumable_tokens=prefix.resumable_tokens,
             bids=bids,
@@ -150,7 +150,7 @@ class AdmissionEvents:
             return
         event = SourcesAsked(
             request.request_id,
-            time.monotonic(),
+            self._clock(),
             local_tokens=local_tokens,
             resumable_tokens=local_tokens,
             bids=(),
@@ -171,7 +171,7 @@ class AdmissionEvents:
             local_tokens: number of the request's tokens in the engine's own prefix cache.
         """
         _, last = self._asked[request_id]
-        now = time.monotonic()
+        now = self._clock()
         event = replace(
             last,
             at=now,
@@ -218,7 +218,7 @@ class AdmissionEvents:
             unwanted: None if the request still waits for the load. Otherwise the reason why it does not;
                 empty if the reason is not known.
         """
-        now, failed = time.monotonic(), report.failure is not None
+        now, failed = self._clock(), report.failure is not None
         blame = source.failure_reason(load, report) if failed and unwanted is None else None
         moved = source.loaded_bytes(load, report)
         self._events.emit(
@@ -246,7 +246,7 @@ class AdmissionEvents:
             tokens: number of all tokens of the request.
         """
         # Computing the last token gives the next one, so an engine computes it even if its KV was loaded.
-        self._events.emit(Scheduled(request_id, time.monotonic(), min(available, tokens - 1), tokens))
+        self._events.emit(Scheduled(request_id, self._clock(), min(available, tokens - 1), tokens))
 
     @log_errors
     def unserved(self, request: Request) -> None:
@@ -278,7 +278,7 @@ class AdmissionEvents:
             if own is None:
                 own = available if last is None else last[1].local_tokens
             self._events.emit(
-                Scheduled(name, time.monotonic(), available, request.num_tokens, max(0, available - own))
+                Scheduled(name, self._clock(), available, request.num_tokens, max(0, available - own))
             )
 
     @log_errors
@@ -286,7 +286,7 @@ class AdmissionEvents:
         """Emit a `Finished` event for a request that has ended, and forget the request."""
         self._asked.pop(request_id, None)
         self._unserved.pop(request_id, None)
-        self._events.emit(Finished(request_id, time.monotonic()))
+        self._events.emit(Finished(request_id, self._clock()))
 
     @log_errors
     def late(self, blocks: int) -> None:
@@ -299,7 +299,7 @@ class AdmissionEvents:
         """
         if blocks != self._late:
             self._late = blocks
-            self._events.emit(LateBlocks(time.monotonic(), blocks))
+            self._events.emit(LateBlocks(self._clock(), blocks))
 
     def _value_bid(self, source: Source, bid: Bid, bidding: Bidding, missing_tokens: int) -> ValuedBid:
         excluded = bidding.exclusion_reason(bid.source) or ""

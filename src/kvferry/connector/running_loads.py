@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -69,6 +68,7 @@ class RunningLoads:
         pool: BlockPool,
         workers: int,
         timeout_seconds: float,
+        clock: Callable[[], float],
     ) -> None:
         """Create the object. No load runs yet.
 
@@ -78,9 +78,10 @@ class RunningLoads:
             pool: the engine's block pool.
             workers: number of workers, each of which reports every load.
             timeout_seconds: seconds after its start at which an unfinished load counts as failed.
+            clock: function that returns monotonic seconds.
         """
         self._groups, self._pins, self._pool = tuple(groups), pins, pool
-        self._workers, self._timeout = workers, timeout_seconds
+        self._workers, self._timeout, self._clock = workers, timeout_seconds, clock
         self._loads: dict[str, RunningLoad] = {}
         self._begun: list[Load] = []
         self._given_up: dict[str, str] = {}
@@ -128,7 +129,7 @@ class RunningLoads:
                 span=span,
                 tables=self._tables(blocks, span),
                 timeout_seconds=self._timeout,
-                began=time.monotonic(),
+                began=self._clock(),
             )
             self._pin(load, blocks.blocks)
             self._begun.append(load)

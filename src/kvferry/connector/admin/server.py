@@ -43,7 +43,17 @@ class AdminServer:
         port: port that the server listens on.
     """
 
-    def __init__(self, host: str, port: int, token: str, actions: AdminActions, calls: AdminCalls) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        token: str,
+        actions: AdminActions,
+        calls: AdminCalls,
+        *,
+        request_seconds: float = _REQUEST_SECONDS,
+        step_seconds: float = _STEP_SECONDS,
+    ) -> None:
         """Listen, and start the server's thread.
 
         Args:
@@ -52,6 +62,8 @@ class AdminServer:
             token: token that every request must carry.
             actions: calls of the API.
             calls: queue to the engine's thread.
+            request_seconds: longest time to read a whole request.
+            step_seconds: longest time to wait for a step of the engine.
 
         Raises:
             ConfigError: the server cannot listen there.
@@ -61,6 +73,7 @@ class AdminServer:
             pass
 
         Handler.token, Handler.actions, Handler.calls = token, actions, calls
+        Handler.request_seconds, Handler.step_seconds = request_seconds, step_seconds
         try:
             self._server = _Server((host, port), Handler)
         except (OSError, OverflowError) as error:
@@ -121,13 +134,15 @@ class _Handler(BaseHTTPRequestHandler):
     token: str
     actions: AdminActions
     calls: AdminCalls
+    request_seconds: float
+    step_seconds: float
     timeout = _READ_SECONDS
     server_version, sys_version = "kvferry", ""
 
     def setup(self) -> None:
         """Limit the time to read the request."""
         super().setup()
-        self._limit = threading.Timer(_REQUEST_SECONDS, self._stop_reading)
+        self._limit = threading.Timer(self.request_seconds, self._stop_reading)
         self._limit.daemon = True
         self._limit.start()
 
@@ -169,11 +184,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.BAD_REQUEST, {"error": str(error)})
             return
         try:
-            answer = self.calls.execute(call, _STEP_SECONDS)
+            answer = self.calls.execute(call, self.step_seconds)
         except CancelledError:
             self._send(HTTPStatus.SERVICE_UNAVAILABLE, {"error": "the engine stops"})
         except TimeoutError:
-            self._send(HTTPStatus.SERVICE_UNAVAILABLE, {"error": f"no engine step in {_STEP_SECONDS:g} s"})
+            self._send(HTTPStatus.SERVICE_UNAVAILABLE, {"error": f"no engine step in {self.step_seconds:g} s"})
         except KVFerryError as error:
             self._send(HTTPStatus.BAD_REQUEST, {"error": str(error)})
         except Exception:

@@ -9,7 +9,6 @@ it to this engine.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -68,14 +67,17 @@ class Claims:
     the last of these requests ends its claim. Only the engine's thread calls the methods.
     """
 
-    def __init__(self, client: ControlClient, idle: Callable[[], bool]) -> None:
+    def __init__(
+        self, client: ControlClient, idle: Callable[[], bool], clock: Callable[[], float]
+    ) -> None:
         """Create an empty collection of claims.
 
         Args:
             client: control channel to the producers.
             idle: function that returns whether the engine computes no request at present.
+            clock: function that returns monotonic seconds.
         """
-        self._client, self._idle = client, idle
+        self._client, self._idle, self._clock = client, idle, clock
         self._shared: dict[tuple[Address, bytes], _Shared] = {}
         self._waited_seconds = 0.0
 
@@ -120,9 +122,9 @@ class Claims:
             claim: claim that `begin` returned.
         """
         most = IDLE_STEP_WAIT_SECONDS if self._idle() else STEP_WAIT_SECONDS
-        began = time.monotonic()
+        began = self._clock()
         answer = self._client.redemption(claim.number, most - self._waited_seconds)
-        self._waited_seconds += time.monotonic() - began
+        self._waited_seconds += self._clock() - began
         return answer
 
     def step(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
 from math import gcd
@@ -23,12 +22,14 @@ class PeerConnections:
     Only the engine's thread calls the methods.
     """
 
-    def __init__(self, ranks: Sequence[RankGeometry]) -> None:
+    def __init__(self, ranks: Sequence[RankGeometry], clock: Callable[[], float]) -> None:
         """Create the record. The workers are connected to no peer yet.
 
         Args:
             ranks: geometry of this engine's ranks.
+            clock: function that returns monotonic seconds.
         """
+        self._clock = clock
         self._groups, self._alignments = blocks_of(ranks), dict[str, tuple[int, ...]]()
         self._attending = layers_of(ranks, attend_to_all=True)
         self._alignment_tokens = common_alignment((one.kind, one.block_tokens) for one in ranks[0].groups)
@@ -51,7 +52,7 @@ class PeerConnections:
         if name not in self._used:
             self._new[name] = peer
         self._used.pop(name, None)
-        self._used[name] = time.monotonic()
+        self._used[name] = self._clock()
 
     def take_new(self) -> dict[str, tuple[RankCard, ...]]:
         """Return, and forget, the handshakes of the ranks of peers to connect to, by name of the peer."""
@@ -66,7 +67,7 @@ class PeerConnections:
             reading: function that returns the names of peers of which something is still to be read. They
                 stay. It is called only if peers are unused.
         """
-        oldest = time.monotonic() - UNUSED_SECONDS
+        oldest = self._clock() - UNUSED_SECONDS
         unused = [name for name, _ in takewhile(lambda one: one[1] < oldest, self._used.items())]
         if not unused:
             return []

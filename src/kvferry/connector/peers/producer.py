@@ -64,6 +64,8 @@ class Producer:
         events: EventStream,
         names: TurnNames,
         adapters: Adapters,
+        clock: Callable[[], float] = time.monotonic,
+        lease_slots: int = LEASE_SLOTS,
     ) -> None:
         """Create a producer without leases. Call `start` before the first lease is granted.
 
@@ -75,12 +77,14 @@ class Producer:
             names: object that computes digests of token content. Peers look up the KV of finished requests
                 by these digests.
             adapters: the engine's LoRA adapters.
+            clock: function that returns monotonic seconds.
+            lease_slots: maximum number of leases at a time.
         """
-        self._engine, self._adapters = engine, adapters
+        self._engine, self._adapters, self._clock = engine, adapters, clock
         # Draft layers combine the KV of a token with later tokens that only the consumer has. So the last
         # tokens are not offered, except with recurrent state, of which there is no earlier snapshot.
         self._unsettled = 0 if engine.has_state else max(engine.draft_lookahead - 1, 0)
-        self._book = LeaseBook(incarnation, LEASE_SLOTS, config.lease_seconds, time.monotonic)
+        self._book = LeaseBook(incarnation, lease_slots, config.lease_seconds, clock)
         self._step_tokens = 0 if config.host_buffer else steps_readable(engine)
         self._streams = Streams(engine, self._book, adapters)
         self._host = config.advertise_host or config.host
@@ -104,6 +108,7 @@ class Producer:
                 events=events,
                 seconds=config.turn_seconds,
                 share=config.turn_share,
+                clock=clock,
             )
         self._tickets = TicketBook(incarnation)
         self.port = 0
@@ -195,7 +200,7 @@ class Producer:
             number: number of the last step whose output the engine has taken.
         """
         for stream in self._streams.step_done(number):
-            request, now = stream.request, time.monotonic()
+            request, now = stream.request, self._clock()
             self._events.emit(
                 LeaseGranted(request.request_id, now, request.num_prompt_tokens, self._book.seconds)
             )
@@ -275,7 +280,7 @@ class Producer:
         """
         content = content_of(request, tokens, self._adapters)
         word = self._book.grant(request.request_id)
-        self._events.emit(LeaseGranted(request.request_id, time.monotonic(), tokens, self._book.seconds))
+        self._events.emit(LeaseGranted(request.request_id, self._clock(), tokens, self._book.seconds))
         grant = Grant.of(word.slot, word.generation, tables)
         self._tickets.publish(ticket, request.request_id, tokens, content, grant)
 
@@ -303,7 +308,7 @@ class Producer:
             event = events.popleft()
             if isinstance(event, LeasesClaimed):
                 for name in self._book.extend(event.leases):
-                    self._events.emit(LeaseExtended(name, time.monotonic()))
+                    self._events.emit(LeaseExtended(name, self._clock()))
             else:
                 self._end(self._book.end(event.leases), expired=False)
         withdrawn, self._withdrawn = self._withdrawn, []
@@ -352,7 +357,7 @@ class Producer:
         for name in leases:
             if self._turns is not None:
                 self._turns.ended(name)
-            self._events.emit(LeaseEnded(name, time.monotonic(), expired, withdrawn))
+            self._events.emit(LeaseEnded(name, self._clock(), expired, withdrawn))
         return list(leases)
 
     def reset(self) -> None:

@@ -81,6 +81,7 @@ class PeerSource:
         turns: TurnFinder,
         adapters: Adapters,
         idle: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the source. It has no requests yet.
 
@@ -96,8 +97,9 @@ class PeerSource:
             turns: object that asks peers for KV of earlier turns of a conversation.
             adapters: the engine's LoRA adapters.
             idle: function that returns whether the engine computes no request at present.
+            clock: function that returns monotonic seconds.
         """
-        self._adapters = adapters
+        self._adapters, self._clock = adapters, clock
         self._labels = ranks[0].labels
         # The engine computes the last token of a prompt even if all of it is loaded. Attention writes the
         # same KV again, but recurrent state would have seen the token twice.
@@ -106,8 +108,8 @@ class PeerSource:
         self._timeout, self._most_held = timeout_seconds, most_held
         self._turns, self._asking = turns, dict[str, Bidding]()
         self._pulls: dict[str, Pull] = {}
-        self._claims = Claims(client, idle)
-        self._feeds, self._connections = LoadFeeds(), PeerConnections(ranks)
+        self._claims = Claims(client, idle, clock)
+        self._feeds, self._connections = LoadFeeds(), PeerConnections(ranks, clock)
         self._stopped = ""
 
     def __len__(self) -> int:
@@ -143,7 +145,7 @@ class PeerSource:
         tokens = offer.remote_num_tokens or request.num_prompt_tokens - 1
         if tokens < 1:
             return False
-        until = time.monotonic() + self._timeout
+        until = self._clock() + self._timeout
         pull = self._pulls[name] = Pull(
             address=offer.address,
             engine_id=offer.remote_engine_id,
@@ -420,7 +422,7 @@ class PeerSource:
         try:
             content = content_of(request, pull.tokens, self._adapters)
         except NotYetNamed as error:
-            if time.monotonic() >= pull.until:
+            if self._clock() >= pull.until:
                 self._exclude_peer(request.request_id, f"{error}, after {self._timeout:g} s")
             return
         except Unnameable as error:

@@ -15,8 +15,7 @@ when the lease ends, so that a peer that is still reading notices that the block
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry.connector.blocks_wanted import BlocksWanted, choose_leases_to_end
@@ -70,6 +69,7 @@ class TurnKeeper:
         events: EventStream,
         seconds: float,
         share: float,
+        clock: Callable[[], float],
     ) -> None:
         """Create a keeper that keeps no turns (KV of finished requests) until `start` is called.
 
@@ -81,8 +81,9 @@ class TurnKeeper:
             events: stream that receives an event for each granted lease.
             seconds: maximum time for which a turn is kept, in seconds.
             share: maximum part of the block pool that kept turns may occupy, from 0 to 1.
+            clock: function that returns monotonic seconds.
         """
-        self._engine = engine
+        self._engine, self._clock = engine, clock
         self._book, self._names, self._wanted, self._events = book, names, wanted, events
         self._seconds, self._most = seconds, int(share * engine.num_blocks)
         self._least_free = int(_FREE * engine.num_blocks)
@@ -161,7 +162,7 @@ class TurnKeeper:
         )
         self._over += [name for name, turn in self._turns.items() if content.begins_with(turn.content)]
         self._turns[request.request_id] = _Turn(content, kept, len(blocks), 1 + self._engine.steps_in_flight)
-        now = time.monotonic()
+        now = self._clock()
         self._events.emit(LeaseGranted(request.request_id, now, tokens, self._seconds, turn=True))
 
     def step(self) -> list[str]:
