@@ -187,14 +187,14 @@ def test_the_most_tokens_win_and_the_first_of_equals():
     assert (few.heard, many.heard, same.heard) == ([], [("begin", 0, 16)], [])
 
 
-def test_a_source_that_looks_holds_up_no_request_of_which_another_source_has_some():
+def test_a_ready_source_is_used_while_another_is_looking():
     ready, looking = Stand("ready", 8), Stand("looking", 16, looking=True)
     engine = engine_with(ready, looking)
     assert engine.admit(arrive(engine)) == 8
     assert (ready.heard, looking.heard) == ([("begin", 0, 8)], [])
 
 
-def test_a_source_that_looks_is_waited_for_where_no_other_has_anything():
+def test_a_request_waits_for_a_looking_source_if_no_other_has_tokens():
     empty, looking = Stand("empty"), Stand("looking", 16, looking=True)
     engine = engine_with(empty, looking)
     one = arrive(engine)
@@ -205,7 +205,7 @@ def test_a_source_that_looks_is_waited_for_where_no_other_has_anything():
     assert engine.admission.awaited("a") is None
 
 
-def test_a_ticket_that_brings_more_is_waited_for_while_its_peer_does_not_answer():
+def test_a_request_waits_for_a_ticket_for_more_tokens_than_the_ready_source():
     ready, peer = Stand("ready", 8), Stand("peer", 16, looking=True, promised=True)
     engine = engine_with(ready, peer)
     one = arrive(engine)
@@ -214,7 +214,7 @@ def test_a_ticket_that_brings_more_is_waited_for_while_its_peer_does_not_answer(
     assert engine.admit(one) == 16
 
 
-def test_a_ticket_whose_peer_says_nothing_is_not_waited_for_longer_than_there_is_patience():
+def test_a_request_waits_for_a_silent_peer_no_longer_than_its_patience():
     ready, peer = Stand("ready", 8), Stand("peer", 16, looking=True, promised=True)
     engine = engine_with(ready, peer, patience=5.0)
     one = arrive(engine)
@@ -241,7 +241,7 @@ def test_a_request_waits_no_longer_than_its_prompt_takes_to_compute():
     assert engine.admit(one) == 0
 
 
-def test_how_long_answers_take_is_measured():
+def test_the_time_until_an_answer_is_measured():
     source = Stand("peer", 16, looking=True)
     engine = engine_with(source, patience=5.0)
     times = engine.chooser.answer_times
@@ -260,7 +260,7 @@ def test_how_long_answers_take_is_measured():
     assert times.seconds("peer") == pytest.approx(0.7 * 3.0 + 0.3 * 13.0), "it had not answered by then"
 
 
-def test_a_load_waits_for_those_that_it_would_leave_no_room_and_not_for_long():
+def test_a_load_waits_a_while_for_requests_that_need_the_free_blocks():
     source = Stand("one", 24)
     engine = engine_with(source, workers=1, patience=5.0, windows=CACHE_GROUPS)
     waiting, second, third = (arrive(engine, name) for name in "abc")
@@ -283,7 +283,7 @@ def test_a_load_waits_for_those_that_it_would_leave_no_room_and_not_for_long():
 
 
 @pytest.mark.parametrize("ends", ["failed", "aborted"])
-def test_a_load_that_has_failed_or_whose_request_is_gone_needs_no_room(ends):
+def test_a_failed_or_aborted_load_keeps_no_blocks_free(ends):
     source = Stand("one", 24, strikes=False)
     engine = engine_with(source, workers=1, windows=CACHE_GROUPS)
     first, second = (arrive(engine, name) for name in "ab")
@@ -304,12 +304,12 @@ def test_weights_decide_which_source_serves():
     assert near.heard == [("begin", 0, 16)]
 
 
-def test_the_first_source_serves_where_the_first_is_to():
+def test_the_policy_first_takes_the_first_source():
     engine = engine_with(Stand("few", 8), Stand("many", 24), policy=FirstPolicy())
     assert engine.admit(arrive(engine)) == 8
 
 
-def test_a_request_that_waits_for_room_is_not_sent_to_and_fro():
+def test_a_request_that_waits_for_blocks_keeps_its_source():
     one, other = Stand("one", 20), Stand("other", 19)
     engine = engine_with(one, other)
     waiting = arrive(engine)
@@ -325,7 +325,7 @@ def test_a_request_that_waits_for_room_is_not_sent_to_and_fro():
     [((None, None), False, True), (("slow", "slow"), True, True), (("torn", "torn"), False, False)],
     ids=["whole", "late", "failed"],
 )
-def test_a_load_tells_how_fast_its_place_is(reports, late, known):
+def test_a_load_measures_the_speed_of_its_place(reports, late, known):
     source = Stand("one", 24)
     engine = engine_with(source)
     engine.admit(arrive(engine))
@@ -335,14 +335,14 @@ def test_a_load_tells_how_fast_its_place_is(reports, late, known):
     assert seconds == pytest.approx(1.0 if known else 0.0)
 
 
-def test_nothing_to_load_settles_with_all_sources():
+def test_a_request_without_a_load_is_settled_with_all_sources():
     source, other = Stand("one"), Stand("other")
     engine = engine_with(source, other)
     assert engine.admit(arrive(engine)) == 0
     assert source.heard == other.heard == [("settled", "a")]
 
 
-def test_a_request_that_no_source_serves_is_none_of_ours():
+def test_a_request_that_no_source_serves_is_ignored():
     source = Stand("one", 8, serves=False)
     engine = engine_with(source)
     one = arrive(engine)
@@ -351,7 +351,7 @@ def test_a_request_that_no_source_serves_is_none_of_ours():
     assert source.heard == []
 
 
-def test_a_load_is_described_whole():
+def test_a_load_has_its_span_tables_and_timeout():
     engine, source, one = alone()
     assert engine.admit(one, local_tokens=8) == 16
     load = source.load
@@ -373,7 +373,7 @@ def test_an_engine_that_takes_less_loads_the_end_of_what_was_offered():
     assert source.heard == [("begin", 8, 24)]
 
 
-def test_being_told_twice_of_blocks_begins_one_load():
+def test_a_second_allocation_begins_no_second_load():
     engine, source, one = alone()
     engine.admit(one)
     engine.allocate(one, 24)
@@ -382,7 +382,7 @@ def test_being_told_twice_of_blocks_begins_one_load():
     assert engine.admission.matched(one, 0) == 0, "it is loading"
 
 
-def test_what_a_load_writes_is_pinned_until_every_worker_has_landed():
+def test_blocks_that_a_load_writes_are_pinned_until_every_worker_has_landed():
     engine, source, one = alone()
     engine.admit(one, local_tokens=12)
     table, window = engine.tables["a"]
@@ -407,7 +407,7 @@ def test_reports_of_several_workers_may_come_as_one():
     assert engine.pool.references == 2 * PROMPT // BLOCK
 
 
-def test_a_failure_of_one_worker_is_one_of_the_load_and_the_next_bid_is_taken():
+def test_a_load_fails_if_it_fails_on_one_worker_and_the_next_bid_is_taken():
     best, second = Stand("best", 24), Stand("second", 16)
     engine = engine_with(best, second)
     one = arrive(engine)
@@ -421,7 +421,7 @@ def test_a_failure_of_one_worker_is_one_of_the_load_and_the_next_bid_is_taken():
     assert second.heard[1:] == [("ended", None), ("settled", "a")]
 
 
-def test_when_all_bids_are_struck_out_the_request_is_computed():
+def test_a_request_is_computed_when_all_sources_are_excluded():
     engine, source, one = alone(attempts=9)
     engine.admit(one)
     engine.report(source.load, "torn", "torn")
@@ -437,7 +437,7 @@ def test_attempts_are_capped_though_a_source_goes_on_bidding():
         assert admit_again(engine, one) == left
 
 
-def test_an_offer_after_a_failure_that_finds_no_room_at_once_is_withdrawn():
+def test_a_plan_after_a_failed_load_is_dropped_if_blocks_are_short():
     engine, source, one = alone(strikes=False, attempts=9)
     engine.admit(one)
     engine.report(source.load, "torn", "torn")
@@ -470,7 +470,7 @@ def test_a_request_that_asks_again_before_it_computes_anything_uses_up_attempts(
     assert engine.admit(one) == 0
 
 
-def test_nothing_is_loaded_where_only_the_last_token_is_left():
+def test_no_load_begins_if_only_the_last_token_is_missing():
     source = Stand("tiers", PROMPT)
     engine = engine_with(source, workers=1)
     one = arrive(engine)
@@ -503,7 +503,7 @@ def test_nothing_is_loaded_where_only_the_last_token_is_left():
         (None, "it asks to read no cache (skip_reading_prefix_cache)"),
     ],
 )
-def test_a_request_that_reads_no_cache_is_told_so(sampling, why):
+def test_a_request_that_must_not_use_cached_kv_is_reported_as_skipped(sampling, why):
     """vLLM loads nothing for it, whatever a connector says."""
     source = Stand("peer", PROMPT - 1)
     engine = engine_with(source, workers=1)
@@ -566,7 +566,7 @@ def test_a_request_aborted_while_loading_is_settled_once_and_its_load_still_repo
     assert engine.admission.loads == 0
 
 
-def test_a_request_of_the_same_name_does_not_hear_of_the_load_before():
+def test_a_request_with_a_reused_id_is_not_affected_by_the_earlier_load():
     engine, source, one = alone()
     engine.admit(one)
     load = source.load
@@ -598,7 +598,7 @@ def test_a_preempted_request_is_served_again(served):
     assert source.heard[-1] == ("begin", 4, 24)
 
 
-def test_an_offer_that_has_gone_by_the_time_blocks_are_there_loads_nothing():
+def test_an_offer_that_is_gone_when_blocks_are_allocated_is_not_loaded():
     engine, source, one = alone()
     assert engine.admission.matched(one, 0) == 24
     source.total = 0
@@ -633,7 +633,7 @@ def loaded_in_part(source):
     return engine, one, window[4]
 
 
-def test_a_block_that_was_loaded_in_part_leaves_the_prefix_cache_when_its_request_goes_on():
+def test_a_partly_loaded_block_is_evicted_when_its_request_resumes():
     engine, one, part = loaded_in_part(Stand("one", 24, alignment_tokens=2))
     engine.allocate(one, 0)
     assert part.block_hash is None
@@ -642,13 +642,13 @@ def test_a_block_that_was_loaded_in_part_leaves_the_prefix_cache_when_its_reques
     )
 
 
-def test_a_block_that_was_loaded_in_part_leaves_the_prefix_cache_with_the_step():
+def test_a_partly_loaded_block_is_evicted_with_the_step():
     engine, _, part = loaded_in_part(Stand("one", 24, alignment_tokens=2))
     engine.admission.hand_over(StepOrders())
     assert part.block_hash is None
 
 
-def test_a_request_that_may_have_found_it_before_is_looked_up_again():
+def test_a_prefix_that_may_contain_an_evicted_block_is_looked_up_again():
     source = Stand("one", 24, alignment_tokens=2)
     engine, _, part = loaded_in_part(source)
     other = request("b", range(PROMPT))
@@ -657,7 +657,7 @@ def test_a_request_that_may_have_found_it_before_is_looked_up_again():
     assert engine.admission.matched(other, 0) == 0
 
 
-def test_being_told_twice_of_blocks_is_no_sign_that_they_are_cached():
+def test_a_second_allocation_during_a_load_evicts_no_block():
     source, other = Stand("one", 24, alignment_tokens=2), request("b", range(PROMPT))
     engine = engine_with(source)
     one = arrive(engine)
@@ -670,14 +670,14 @@ def test_being_told_twice_of_blocks_is_no_sign_that_they_are_cached():
     assert engine.admission.matched(other, 20) is None
 
 
-def test_blocks_that_are_loaded_whole_stay_in_the_prefix_cache():
+def test_wholly_loaded_blocks_stay_in_the_prefix_cache():
     engine, one, block = loaded_in_part(Stand("one", 24))
     assert engine.admission.matched(request("b", range(PROMPT)), 20) == 0
     engine.allocate(one, 0)
     assert block.block_hash is not None
 
 
-def test_blocks_of_another_request_are_not_those_that_were_given_back():
+def test_masked_blocks_belong_to_one_request():
     engine, one, part = loaded_in_part(Stand("one", 24, alignment_tokens=2))
     tables = tuple([block.block_id for block in table] for table in engine.tables["a"])
     engine.allocate(one, 0)
@@ -691,7 +691,7 @@ def test_blocks_of_another_request_are_not_those_that_were_given_back():
     assert not engine.half.parts.evict()
 
 
-def test_blocks_that_a_failed_load_gave_back_are_nobodys_parts():
+def test_freed_blocks_of_a_failed_load_are_not_evicted():
     engine, source, one = alone(alignment_tokens=2)
     engine.admit(one)
     _, window = engine.tables["a"]
@@ -701,7 +701,7 @@ def test_blocks_that_a_failed_load_gave_back_are_nobodys_parts():
     assert not engine.half.parts.evict()
 
 
-def test_blocks_that_a_preempted_request_gave_back_are_nobodys_parts():
+def test_freed_blocks_of_a_preempted_request_are_not_evicted():
     engine, source, one = alone(alignment_tokens=2)
     engine.admit(one)
     engine.report(source.load, None, None)
@@ -759,7 +759,7 @@ def test_a_request_goes_on_when_both_parts_are_there(first):
 
 @pytest.mark.parametrize("first", ["near", "far"])
 @pytest.mark.parametrize("fails", ["near", "far"])
-def test_the_source_of_the_part_that_failed_is_struck_out_and_the_other_is_not(first, fails):
+def test_only_the_source_of_the_failed_part_is_excluded(first, fails):
     engine, one, near, far = composed()
     for source in (near, far) if first == "near" else (far, near):
         engine.report(source.load, "torn" if source.name == fails else None, None)
@@ -780,7 +780,7 @@ def handed_over(engine):
 
 
 @pytest.mark.parametrize("growing", [True, False])
-def test_workers_need_not_wait_for_the_rest_of_a_growing_load_that_has_failed_on_one(growing):
+def test_a_growing_load_that_failed_on_one_worker_is_dropped(growing):
     source = Stand("one", 24)
     source.bids = lambda request, local_tokens: [
         Bid("one", (PlaceTokens("one", 24 - local_tokens),), growing=growing)
@@ -796,7 +796,7 @@ def test_workers_need_not_wait_for_the_rest_of_a_growing_load_that_has_failed_on
 
 @pytest.mark.parametrize("lands", [True, False], ids=["it lands", "it hangs"])
 @pytest.mark.parametrize("fails", ["near", "far"])
-def test_when_one_part_fails_the_other_is_given_up_and_is_not_to_blame(fails, lands):
+def test_the_other_part_of_a_failed_load_is_dropped_and_not_excluded(fails, lands):
     engine, one, near, far = composed()
     bad, good = (near, far) if fails == "near" else (far, near)
     load = good.load
@@ -825,7 +825,7 @@ def test_when_one_part_fails_the_other_is_given_up_and_is_not_to_blame(fails, la
     assert engine.pool.references == 0
 
 
-def test_two_parts_that_fail_at_once_are_both_to_blame():
+def test_two_parts_that_fail_at_once_are_both_excluded():
     engine, one, near, far = composed(workers=1)
     reports = {source.load.key: Report("torn", late=False) for source in (near, far)}
     engine.report_at_once(reports)
@@ -834,7 +834,7 @@ def test_two_parts_that_fail_at_once_are_both_to_blame():
     assert admit_again(engine, one) == 0
 
 
-def test_two_parts_that_fail_on_one_worker_at_once_are_both_to_blame_and_the_others_need_not_go_on():
+def test_two_parts_that_fail_at_once_on_one_worker_are_given_up_and_excluded():
     engine, one, near, far = composed()
     reports = {source.load.key: Report("torn", late=False) for source in (near, far)}
     engine.report_at_once(reports)
@@ -846,7 +846,7 @@ def test_two_parts_that_fail_on_one_worker_at_once_are_both_to_blame_and_the_oth
     assert admit_again(engine, one) == 0
 
 
-def test_a_part_tells_nothing_of_how_fast_its_place_is():
+def test_a_load_in_parts_measures_no_speed():
     engine, _, near, far = composed()
     for source in (near, far):
         engine.report(source.load, None, None)
@@ -896,7 +896,7 @@ def test_one_source_that_has_all_is_preferred_to_two():
     assert (both.load.span, far.heard) == (LoadSpan(0, 39, PROMPT), [])
 
 
-def test_an_end_that_is_looked_for_is_waited_for():
+def test_a_request_waits_for_a_promised_tail():
     near, far = Stand("near", 12, head_until=16), Stand("far", 39, looking=True, promised=True)
     engine = engine_with(near, far, patience=5.0)
     one = arrive(engine)
@@ -908,7 +908,7 @@ def test_an_end_that_is_looked_for_is_waited_for():
 
 
 @pytest.mark.parametrize("total", [16, 12])
-def test_nothing_is_composed_with_what_has_no_end(total):
+def test_a_head_is_combined_only_with_a_longer_tail(total):
     near, far = Stand("near", 8, head_until=16), Stand("far", total)
     engine = engine_with(near, far, policy=WeightPolicy({"near": 2.0, "far": 0.1}))
     assert engine.admit(arrive(engine)) == 8
@@ -933,7 +933,7 @@ def test_a_source_forgets_a_load_once(ends):
     assert source.forgotten == [source.load.key]
 
 
-def test_what_becomes_of_a_request_is_told_in_order_and_counted_once():
+def test_events_of_a_request_are_in_order_and_counted_once():
     peer, tiers = Stand("peer", 16), Stand("tiers", 8)
     engine = engine_with(peer, tiers)
     one = arrive(engine)
@@ -960,7 +960,7 @@ def test_what_becomes_of_a_request_is_told_in_order_and_counted_once():
 
 
 @pytest.mark.parametrize("failure", [None, "gone"])
-def test_the_figures_of_all_workers_are_told_at_the_end_of_a_load(failure):
+def test_the_end_of_a_load_has_the_figures_of_all_workers(failure):
     peer = Stand("peer", 16)
     engine = engine_with(peer)
     engine.admit(arrive(engine))
@@ -977,7 +977,7 @@ def test_the_figures_of_all_workers_are_told_at_the_end_of_a_load(failure):
     assert bool(ended.moved) == (failure is None)
 
 
-def test_a_failure_is_told_with_what_is_struck_out_and_what_had_to_be_computed():
+def test_events_of_a_failed_load_name_the_exclusion_and_the_recomputed_tokens():
     peer = Stand("peer", 16)
     engine = engine_with(peer, workers=1)
     one = arrive(engine)
@@ -994,7 +994,7 @@ def test_a_failure_is_told_with_what_is_struck_out_and_what_had_to_be_computed()
     }  # fmt: skip
 
 
-def test_the_last_token_is_computed_even_if_its_kv_is_loaded():
+def test_the_last_token_counts_as_computed_even_if_its_kv_is_loaded():
     tiers = Stand("tiers", PROMPT)
     engine = engine_with(tiers, workers=1)
     assert engine.admit(arrive(engine)) == PROMPT
@@ -1007,7 +1007,7 @@ def scheduled(engine):
 
 
 @pytest.mark.parametrize(("local", "available"), [(8, 39), (None, 39), (0, 24)])
-def test_what_another_connector_has_loaded_is_neither_computed_nor_the_engines_own(local, available):
+def test_tokens_loaded_by_another_connector_are_counted_apart(local, available):
     """As a parent of several connectors has it: 0 tokens are ours to load, and the engine has more later."""
     ours = Stand("tiers", 32)
     engine = engine_with(ours)
@@ -1036,7 +1036,7 @@ def test_a_request_that_no_source_can_serve_is_scheduled_too(own, others):
     assert (names_of_events(engine), counted(engine)) == (["Arrived", "Scheduled"], {})
 
 
-def test_what_another_connector_brings_after_our_load_failed_is_not_recomputed():
+def test_tokens_that_another_connector_loads_after_a_failure_are_not_recomputed():
     ours = Stand("tiers", 32)
     engine = engine_with(ours, workers=1)
     one = arrive(engine)
@@ -1047,7 +1047,7 @@ def test_what_another_connector_brings_after_our_load_failed_is_not_recomputed()
     assert counted(engine)["recomputed_tokens tiers"] == 12
 
 
-def test_a_request_is_not_said_to_go_on_when_the_other_connectors_load_has_failed():
+def test_no_scheduled_event_follows_a_failed_load_of_another_connector():
     ours = Stand("tiers", 32)
     engine = engine_with(ours, workers=1)
     one = arrive(engine)
@@ -1062,7 +1062,7 @@ def test_a_request_is_not_said_to_go_on_when_the_other_connectors_load_has_faile
     assert (found["queries tiers"], found["hits tiers"]) == (1, 1)
 
 
-def test_why_nothing_is_loaded_is_told():
+def test_events_say_why_a_prompt_is_computed():
     looking, ready = Stand("peer", 16, looking=True), Stand("tiers", 0, miss=MissReason.EVICTED)
     engine = engine_with(looking, ready, patience=1.0)
     one = arrive(engine)
@@ -1079,7 +1079,7 @@ def test_why_nothing_is_loaded_is_told():
     }  # fmt: skip
 
 
-def test_of_a_source_that_is_not_waited_for_that_is_told():
+def test_an_event_says_that_a_looking_source_was_passed_over():
     looking, ready = Stand("peer", 16, looking=True), Stand("tiers", 8)
     engine = engine_with(looking, ready, workers=1)
     one = arrive(engine)
@@ -1091,7 +1091,7 @@ def test_of_a_source_that_is_not_waited_for_that_is_told():
     assert counted(engine)["misses peer looking "] == 1
 
 
-def test_an_offer_that_is_withdrawn_for_want_of_room_is_a_miss_of_that_name():
+def test_a_plan_dropped_for_lack_of_blocks_counts_as_no_room():
     few, many = Stand("few", 8), Stand("many", 16)
     engine = engine_with(few, many, workers=1)
     one = arrive(engine)
@@ -1107,7 +1107,7 @@ def test_an_offer_that_is_withdrawn_for_want_of_room_is_a_miss_of_that_name():
     assert found["recomputed_tokens many"] == 16
 
 
-def test_attempts_that_are_used_up_are_a_miss_of_that_name():
+def test_spent_attempts_count_as_a_miss():
     bad, good = Stand("bad", 16, strikes=False), Stand("good", 8)
     engine = engine_with(bad, good, workers=1, attempts=1)
     one = arrive(engine)
@@ -1119,7 +1119,7 @@ def test_attempts_that_are_used_up_are_a_miss_of_that_name():
     assert (found["misses bad failed "], found["misses good attempts "]) == (1, 1)
 
 
-def test_a_request_that_ends_while_it_is_loaded_is_no_query_and_its_load_is_dropped():
+def test_a_request_aborted_while_loading_counts_no_query_and_drops_its_load():
     source = Stand("peer", 16)
     engine = engine_with(source)
     one = arrive(engine)
@@ -1134,7 +1134,7 @@ def test_a_request_that_ends_while_it_is_loaded_is_no_query_and_its_load_is_drop
     assert found.gauges == {("pending_loads", ("peer",)): 0, ("late_blocks", ()): 0}
 
 
-def test_a_source_that_cannot_serve_is_told_with_its_reason_and_one_that_was_not_asked_is_not():
+def test_a_declined_request_is_counted_only_with_a_reason():
     engine = engine_with(
         Stand("peer", 16, serves=False), Stand("tiers", 16, serves=False, miss=MissReason.UNNAMED)
     )
@@ -1288,7 +1288,7 @@ TestCounting = Counting.TestCase
 TestCounting.settings = examples(80, stateful_step_count=30)
 
 
-def test_beside_others_a_bid_that_would_fill_a_block_in_part_is_not_taken():
+def test_a_bid_that_would_fill_a_block_partly_is_refused_with_whole_blocks():
     fine, coarse = Stand("fine", 24, alignment_tokens=2), Stand("coarse", 16)
     alone = engine_with(fine, coarse)
     assert alone.admit(arrive(alone)) == 24
@@ -1300,7 +1300,7 @@ def test_beside_others_a_bid_that_would_fill_a_block_in_part_is_not_taken():
     assert engine.admit(arrive(engine, "d")) == 24
 
 
-def test_a_request_that_no_source_can_serve_is_told_with_its_trace_and_its_end():
+def test_events_of_an_unserved_request_have_its_trace_and_its_end():
     engine = engine_with(Stand("peer", serves=False))
     one = request("a", range(PROMPT), trace_headers={"traceparent": "00-1-2-01"})
     engine.admission.on_new_request(one)
@@ -1333,7 +1333,7 @@ def test_a_load_begins_where_the_engines_blocks_end_though_it_could_not_continue
 
 
 @pytest.mark.parametrize(("total", "cut"), [(16, 12), (13, 12), (12, 8), (5, 4)])
-def test_for_a_shorter_prefix_the_engine_gives_up_blocks_once(total, cut):
+def test_the_engines_prefix_is_shortened_once_for_a_shorter_load(total, cut):
     source, cache = Stand("one", total), HalfPrefix(4)
     engine = engine_with(source, prefix_cache=cache)
     one = arrive(engine)
@@ -1356,7 +1356,7 @@ def test_a_prefix_that_the_engine_can_continue_alone_is_not_given_up(total):
     assert (asked.local_tokens, asked.resumable_tokens, asked.chosen) == (16, 4, None)
 
 
-def test_a_source_that_is_looking_is_waited_for_before_blocks_are_given_up():
+def test_the_engines_prefix_is_kept_while_a_source_is_looking():
     source, cache = Stand("one", 16, looking=True), HalfPrefix(0)
     engine = engine_with(source, prefix_cache=cache)
     one = arrive(engine)
@@ -1374,7 +1374,7 @@ class FromTheStart(Stand):
         return [] if local_tokens else super().bids(request, local_tokens)
 
 
-def test_blocks_are_not_given_up_for_a_source_that_has_more_than_they_hold():
+def test_the_engines_prefix_is_kept_for_a_source_that_has_more_tokens():
     """To find fewer of them would not let it load: they end where it has tokens."""
     cache = HalfPrefix(0)
     engine = engine_with(FromTheStart("one", 24), prefix_cache=cache)
@@ -1390,7 +1390,7 @@ def test_all_blocks_of_a_prompt_without_its_state_are_worth_a_load():
     assert cache.shortened == [PROMPT - BLOCK]
 
 
-def test_what_is_computed_for_want_of_blocks_begins_where_the_engine_can_continue():
+def test_a_prompt_computed_for_lack_of_blocks_continues_the_resumable_prefix():
     source = Stand("one", 24)
     source.has_room = lambda bid, blocks: False
     engine = engine_with(source, prefix_cache=HalfPrefix(4), patience=0.0)

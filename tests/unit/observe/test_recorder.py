@@ -250,7 +250,7 @@ def test_after_a_preemption_nothing_is_counted_again(engine: FakeEngine) -> None
     assert (line["local_tokens"], line["loaded"]) == (16, {})
 
 
-def test_what_another_connector_loaded_is_not_the_engines_own(engine: FakeEngine) -> None:
+def test_tokens_loaded_by_another_connector_are_not_local(engine: FakeEngine) -> None:
     serve(engine, ask(), Scheduled("a", 100.5, 32, PROMPT, other_connector_tokens=24))
     (line,) = recorded(engine)
     assert line["local_tokens"] == 8

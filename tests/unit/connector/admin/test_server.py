@@ -165,7 +165,7 @@ def test_the_token_is_in_no_log_and_no_answer(secret, caplog):
         ("unknown", {}, "no such call"),
     ],
 )
-def test_a_call_that_makes_no_sense_is_said(secret, call, body, said):
+def test_an_invalid_call_is_an_error(secret, call, body, said):
     with serving(secret) as (url, _, _), pytest.raises(ConfigError, match=said):
         ask(url, secret, call, body)
 
@@ -176,14 +176,14 @@ def test_a_prompt_is_no_longer_than_the_engines(secret, tokens):
         ask(url, secret, "lookup", {"tokens": tokens})
 
 
-def test_an_engine_that_runs_no_step_is_not_waited_for(secret):
+def test_a_call_fails_if_the_engine_runs_no_step(secret):
     with serving(secret, steps=False, step_seconds=0.05) as (url, engine, _):
         with pytest.raises(ConfigError, match="no engine step"):
             ask(url, secret, "drain", {})
         assert not engine.state["draining"]
 
 
-def test_a_call_that_nobody_waits_for_is_not_executed():
+def test_a_call_is_not_executed_after_its_timeout():
     calls, done = AdminCalls(lambda: None), []
     with pytest.raises(TimeoutError):
         calls.execute(lambda: done.append(1), 0.01)
@@ -235,7 +235,7 @@ def test_a_stranger_that_sends_slowly_delays_another_client_by_seconds(secret):
             sending.join()
 
 
-def test_a_client_that_disconnects_is_no_fault_of_the_call(secret, caplog):
+def test_a_call_ends_without_an_error_if_its_client_disconnects(secret, caplog):
     token, done = admin_token(existing_keys(secret)), threading.Event()
     engine, calls = draining_half(), AdminCalls(lambda: None)
     engine.drain = done.set
@@ -311,14 +311,14 @@ def test_a_pin_says_why_chunks_of_the_prompt_are_not_pinned(secret, tmp_path, pi
         assert run_cache("pin", *arguments) == (code, text)
 
 
-def test_a_pin_that_does_not_exist_is_said(secret):
+def test_an_unknown_pin_is_an_error(secret):
     with serving(secret, Tiers()) as (url, _, _):
         at = ["pin", "--engine", url, "--secret-file", secret, "--name"]
         assert run_cache(*at, "p") == (0, "2 chunks are no longer pinned")
         assert run_cache(*at, "q") == (1, "no pin is named q")
 
 
-def test_an_address_in_use_is_said(secret):
+def test_an_address_in_use_is_an_error(secret):
     with serving(secret) as (_, _, port), pytest.raises(ConfigError, match=r"admin\.port"):
         AdminServer("127.0.0.1", port, "t", AdminActions(draining_half(), None, 8), AdminCalls(lambda: None))
 

@@ -66,7 +66,7 @@ def test_a_ticket_that_was_refused_is_not_released():
     assert (client.released, len(claims)) == ([], 0)
 
 
-def test_a_redemption_that_nobody_has_answered_is_released_since_it_may_be_granted():
+def test_an_unanswered_redemption_is_released_because_it_may_be_granted():
     claims = Claims(client := Client(), lambda: False, Clock())
     client.answers = False
     one = begin(claims)
@@ -75,7 +75,7 @@ def test_a_redemption_that_nobody_has_answered_is_released_since_it_may_be_grant
     assert client.released == [ticket("a")]
 
 
-def test_whoever_comes_with_the_same_ticket_and_another_prompt_ends_nobody_elses_claim():
+def test_a_claim_with_another_prompt_does_not_release_the_ticket():
     claims = Claims(client := Client(), lambda: False, Clock())
     mine, other = begin(claims), begin(claims, OTHER)
     assert client.asked == [MINE, OTHER]
@@ -87,7 +87,7 @@ def test_whoever_comes_with_the_same_ticket_and_another_prompt_ends_nobody_elses
     assert client.released == [ticket("a")]
 
 
-def test_a_claim_is_released_also_where_a_refused_one_ends_last():
+def test_a_claim_is_released_even_if_a_refused_one_ends_last():
     claims = Claims(client := Client(), lambda: False, Clock())
     mine, other = begin(claims), begin(claims, OTHER)
     claims.end(mine)

@@ -135,7 +135,7 @@ def refused(engine):
     return [event.reason for event in engine.told]
 
 
-def test_a_beginning_ends_where_it_may_and_an_end_goes_on_from_there():
+def test_the_head_of_a_load_ends_at_the_alignment_and_the_tail_begins_there():
     engine = with_peer()
     one = engine.arrive(offered())
     assert engine.source.bids(one, 8)
@@ -166,7 +166,7 @@ def test_a_ticket_is_redeemed_at_arrival_and_bid_once_it_is_granted_and_its_peer
     assert engine.client.released == []
 
 
-def test_a_peer_that_had_not_answered_when_the_request_went_on_is_told_once():
+def test_an_unanswered_peer_is_reported_once_when_the_request_goes_on():
     engine = with_peer(Pending(), redeemed=Pending())
     one = engine.arrive(offered())
     assert engine.source.bids(one, 8)[0].looking
@@ -178,7 +178,7 @@ def test_a_peer_that_had_not_answered_when_the_request_went_on_is_told_once():
     )  # fmt: skip
 
 
-def test_a_load_is_ordered_with_the_peer_met_before():
+def test_a_read_is_ordered_from_a_peer_that_is_already_connected():
     engine = with_peer()
     one = engine.arrive(offered())
     load = engine.begin_load(one, 8)
@@ -207,7 +207,7 @@ def test_a_load_is_ordered_with_the_peer_met_before():
         ),
     ],
 )
-def test_a_ticket_that_cannot_be_of_the_prompt_is_not_redeemed_and_changes_nothing(change, says):
+def test_a_ticket_that_does_not_fit_the_prompt_is_not_redeemed(change, says):
     engine = with_peer()
     one = offered(remote_num_tokens=change.pop("kv", 40))
     vars(one).update(change)
@@ -233,7 +233,7 @@ def test_state_that_has_seen_the_whole_prompt_is_not_read(kind):
     assert engine.source.bids(engine.arrive(longer), 0)
 
 
-def test_a_ticket_that_its_producer_refuses_is_struck_out_and_not_released():
+def test_a_refused_ticket_is_excluded_and_not_released():
     """It may be somebody else's, who redeems it with the right prompt."""
     engine = with_peer(redeemed=Unusable("other tokens"))
     one = engine.arrive(offered())
@@ -253,7 +253,7 @@ def test_a_ticket_that_its_producer_refuses_is_struck_out_and_not_released():
         (PeerInfo(facts("engine", 12), cards()), "the engine has been restarted since it granted the lease"),
     ],
 )
-def test_a_peer_that_cannot_be_used_is_struck_out_and_released(answer, says):
+def test_an_unusable_peer_is_excluded_and_its_lease_released(answer, says):
     engine = with_peer(answer)
     one = engine.arrive(offered())
     assert not engine.source.bids(one, 0)
@@ -274,7 +274,7 @@ def test_a_peer_that_is_refused_when_a_request_arrives_is_not_sent_its_ticket():
     assert (refused(engine), engine.client.claimed, engine.client.released) == (["nobody answers"], [], [])
 
 
-def test_a_peer_that_was_restarted_before_it_granted_a_ticket_is_met_anew():
+def test_a_peer_that_restarted_before_it_granted_a_ticket_is_looked_up_again():
     engine = with_peer(PeerInfo(facts("engine", 10), cards()))
     client = engine.client
     client.look_up = lambda _, of=None: (
@@ -288,7 +288,7 @@ def test_a_peer_that_was_restarted_before_it_granted_a_ticket_is_met_anew():
     assert (refused(engine), engine.client.claimed) == ([], ["theirs"])
 
 
-def test_a_grant_has_a_block_table_for_each_group_of_the_peer():
+def test_a_grant_needs_a_block_table_for_each_group_of_the_peer():
     engine = with_peer(redeemed=Redeemed(0, 11, Grant.of(3, 7, [[1], [2], [3]]), 40))
     one = engine.arrive(offered())
     assert engine.source.bids(one, 0) == ()
@@ -338,7 +338,7 @@ SLIDING, CHUNKED, FULL = GroupKind.SLIDING, GroupKind.CHUNKED, GroupKind.FULL
     [((SLIDING, 64), (FULL, 0)), ((CHUNKED, 64), (FULL, 0)), ((SLIDING, 64), (SLIDING, 66))],
     ids=["hybrid manager off there", "the same, chunked", "draft modules there"],
 )
-def test_groups_are_told_by_their_layers_whatever_they_are_called(ours, theirs):
+def test_groups_of_peers_are_matched_by_their_layers(ours, theirs):
     mine = as_kind(ranks(spec(block_tokens=128), [ATTENTION] * 2)[0], *ours)
     peer = as_kind(ranks(spec(block_tokens=32, address=1 << 41), [ATTENTION] * 2)[0], *theirs)
     assert not window_mismatches([peer], mine), "the handshake lets them through"
@@ -382,7 +382,7 @@ def test_reads_in_flight_count_for_what_late_ones_may_hold():
     [({}, False), ({"peer_lost": True}, True), ({"late": True}, True)],
     ids=["another lease may hold", "it has gone", "it may have gone"],
 )
-def test_a_peer_that_failed_is_struck_out_and_met_anew_if_it_may_have_gone(how, anew):
+def test_a_failed_peer_is_excluded_and_reconnected_if_it_may_have_gone(how, anew):
     engine = with_peer()
     one = engine.arrive(offered())
     load = engine.begin_load(one)
@@ -395,7 +395,7 @@ def test_a_peer_that_failed_is_struck_out_and_met_anew_if_it_may_have_gone(how, 
     )
 
 
-def test_what_a_load_brought_is_told_by_group_of_this_engine_without_those_that_moved_nothing():
+def test_loaded_bytes_are_reported_by_group_without_empty_groups():
     kinds = (GroupKind.FULL, 0), (GroupKind.SLIDING, 64), (GroupKind.STATE, 0)
     groups = tuple(Group(kind, 16, span, ()) for kind, span in kinds)
     engine = with_peer(ranks=[replace(RANKS[0], groups=groups)])
@@ -407,7 +407,7 @@ def test_what_a_load_brought_is_told_by_group_of_this_engine_without_those_that_
     assert engine.source.loaded_bytes(None, Report("no answer")) == ()
 
 
-def test_a_load_that_is_ready_is_counted_and_its_lease_released_once_it_is_settled():
+def test_a_lease_is_released_once_when_its_request_is_settled():
     engine = with_peer()
     one = engine.arrive(offered())
     load = engine.begin_load(one)
@@ -468,7 +468,7 @@ def test_a_request_without_an_offer_that_can_be_read_is_not_served(params, count
     assert (len(refused(engine)), engine.client.claimed, len(engine.source)) == (count, [], 0)
 
 
-def test_workers_forget_a_peer_that_nothing_was_read_from_for_long():
+def test_workers_disconnect_an_unused_peer():
     engine = with_peer()
     engine.begin_load(engine.arrive(offered()))
     engine.clock.now += UNUSED_SECONDS
@@ -480,7 +480,7 @@ def test_workers_forget_a_peer_that_nothing_was_read_from_for_long():
     assert engine.step().connects == {PEER: KNOWN.ranks}
 
 
-def test_workers_keep_the_peer_that_was_read_from_again_and_forget_the_other():
+def test_workers_disconnect_only_the_unused_peer():
     engine, other = with_peer(), PEER.replace("5600", "5601")
     engine.begin_load(engine.arrive(offered("a")))
     engine.clock.now += 1
@@ -514,7 +514,7 @@ def test_a_request_without_an_offer_gets_that_of_an_earlier_turn_once_peers_have
     assert (engine.client.released, len(engine.source)) == (["earlier"], 0)
 
 
-def test_while_peers_are_asked_they_may_have_the_rest_of_what_another_source_begins():
+def test_a_looking_peer_bids_for_the_tail_of_another_sources_head():
     engine = with_peer(turns=Pending())
     one = engine.arrive(request("a", [*TOKENS, 99]))
     engine.source.bids(one, 8)
@@ -530,7 +530,7 @@ def test_while_peers_are_asked_they_may_have_the_rest_of_what_another_source_beg
     assert (engine.source.head(one, 8, 16), engine.source.tail(one, 8, 16)) == (None, None)
 
 
-def test_where_no_peer_has_an_earlier_turn_nothing_is_bid_and_that_is_said():
+def test_no_bid_is_made_if_no_peer_has_an_earlier_turn():
     engine = with_peer(turns=False)
     one = engine.arrive(request("a", [*TOKENS, 99]))
     assert engine.source.bids(one, 0) == ()
@@ -574,7 +574,7 @@ def test_after_a_reset_no_offer_that_came_before_is_bid():
     assert engine.source.bids(engine.arrive(offered("d")), 0), "what comes is"
 
 
-def test_an_engine_that_has_left_takes_no_offer_and_asks_for_no_turn():
+def test_an_engine_that_stopped_reading_takes_no_offer_and_asks_for_no_turn():
     engine = with_peer(turns=Pending())
     before = engine.arrive(offered("a", "before"))
     engine.source.stop_reading("weights have changed")
@@ -591,12 +591,12 @@ def test_an_engine_that_has_left_takes_no_offer_and_asks_for_no_turn():
     assert not engine.turns.asked
 
 
-def test_peers_are_not_waited_for_when_all_but_the_last_token_is_here():
+def test_no_request_waits_for_peers_if_only_the_last_token_is_missing():
     engine = with_peer(turns=Pending())
     assert engine.source.bids(engine.arrive(request("a", [*TOKENS, 99])), 40) == ()
 
 
-def test_without_peers_that_keep_turns_a_request_is_not_ours():
+def test_a_request_without_an_offer_is_declined_if_no_peer_keeps_turns():
     assert not with_peer().source.arrived(request("a", [*TOKENS, 99]), Bidding(2))
 
 

@@ -281,7 +281,7 @@ def test_a_reset_withdraws_earlier_offers() -> None:
     assert ended(engine, LeasesReleased(["b"])) == {"b"}
 
 
-def test_an_engine_that_has_left_offers_and_keeps_nothing_more() -> None:
+def test_an_engine_that_stopped_offering_keeps_no_turn_and_offers_no_prompt() -> None:
     engine = start(turn_seconds=LEASE_SECONDS)
     offer(engine, "a")
     engine.producer.stop_offering()

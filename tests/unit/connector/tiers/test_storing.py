@@ -259,7 +259,7 @@ def ranked(engine):
 
 
 @pytest.mark.parametrize("in_time", [True, False])
-def test_when_a_request_has_ended_its_beginning_is_what_stays_longest(in_time):
+def test_the_first_chunks_of_an_ended_request_are_evicted_last(in_time):
     engine = storing(WINDOWED, blocks=600)
     one = arrived(engine, range(36), 30)
     chunks = engine.prompts.get(one)
@@ -321,7 +321,7 @@ def test_windows_of_an_answer_turn_cold_at_its_end_but_for_the_last():
     assert cold_windows(engine) == [3, 4, 5, 6, 7]
 
 
-def test_what_a_request_found_and_neither_loaded_nor_stored_was_used_by_it():
+def test_chunks_of_a_found_prefix_count_as_used():
     engine = storing()
     for name in "ab":
         one = arrived(engine, range(*{"a": (16,), "b": (50, 66)}[name]), name=name)
@@ -337,7 +337,7 @@ def test_what_a_request_found_and_neither_loaded_nor_stored_was_used_by_it():
     assert ranked(engine)[2:] == keys[::-1]
 
 
-def test_after_a_reset_what_had_ended_before_is_not_ranked():
+def test_a_reset_forgets_ended_requests():
     engine = storing()
     one = arrived(engine, range(16))
     step(engine, (one, 16))
@@ -349,7 +349,7 @@ def test_after_a_reset_what_had_ended_before_is_not_ranked():
     end_all(engine)
 
 
-def test_what_decoding_completes_is_stored_when_its_tokens_are_known():
+def test_a_chunk_that_decoding_completes_is_stored_when_its_tokens_are_known():
     engine = storing()
     one = arrived(engine, range(30), 6, known=6)
     step(engine, (one, 6))
@@ -391,7 +391,7 @@ def test_a_request_that_ends_with_a_refused_draft_does_not_store_it():
     end_all(engine)
 
 
-def test_what_is_at_hand_is_not_stored_again():
+def test_a_chunk_in_host_memory_is_not_stored_again():
     engine = storing()
     step(engine, (arrived(engine, range(16)), 16))
     all_stored(engine)
@@ -406,7 +406,7 @@ def keys_of(shape, tokens):
     return chunks.all_keys(len(tokens))
 
 
-def test_what_only_a_slow_tier_has_is_not_stored_again_if_it_was_found():
+def test_a_found_chunk_that_a_slow_tier_has_is_not_stored_again():
     engine = storing(slow=keys_of(PLAIN, range(24))[1:2])
     one = arrived(engine, range(24))
     load(engine, one, 23)
@@ -415,7 +415,7 @@ def test_what_only_a_slow_tier_has_is_not_stored_again_if_it_was_found():
     end_all(engine)
 
 
-def test_what_is_computed_though_a_slow_tier_has_it_comes_to_host_memory():
+def test_a_computed_chunk_comes_to_host_memory_even_if_a_slow_tier_has_it():
     engine = storing(slow=keys_of(PLAIN, range(20)))
     one = arrived(engine, range(20))
     load(engine, one, 12)
@@ -427,7 +427,7 @@ def test_what_is_computed_though_a_slow_tier_has_it_comes_to_host_memory():
     end_all(engine)
 
 
-def test_a_snapshot_comes_to_host_memory_though_a_slow_tier_has_it():
+def test_a_snapshot_comes_to_host_memory_even_if_a_slow_tier_has_it():
     engine = storing(HYBRID, slow=keys_of(HYBRID, range(20)))
     for name in "ab":
         one = arrived(engine, range(20), name=name)
@@ -437,7 +437,7 @@ def test_a_snapshot_comes_to_host_memory_though_a_slow_tier_has_it():
     end_all(engine)
 
 
-def test_what_is_being_stored_is_not_stored_twice():
+def test_a_chunk_is_not_stored_twice_at_once():
     engine = storing()
     step(engine, (arrived(engine, range(16)), 16), (arrived(engine, range(16), name="b"), 16))
     assert numbers(engine) == [(0, 0), (0, 1)]
@@ -460,7 +460,7 @@ def test_blocks_that_a_window_has_not_let_go_yet_are_stored():
     end_all(engine)
 
 
-def test_what_a_window_has_let_go_of_is_not_needed_of_a_chunk():
+def test_a_chunk_is_stored_without_tokens_that_no_window_reaches():
     short = LayerCache(GroupKind.SLIDING, 4, attention().fields)
     engine = storing(geometry(attention(), short))
     one = arrived(engine, range(24))
@@ -476,7 +476,7 @@ def test_what_a_window_has_let_go_of_is_not_needed_of_a_chunk():
 
 
 @pytest.mark.parametrize(("alignment_tokens", "kept"), [(4, [0, 1]), (8, [1])])
-def test_a_chunk_begins_where_readers_of_larger_blocks_count_on_it(monkeypatch, alignment_tokens, kept):
+def test_a_stored_chunk_begins_at_the_window_alignment(monkeypatch, alignment_tokens, kept):
     monkeypatch.setattr(length, "WINDOW_ALIGNMENT_TOKENS", alignment_tokens)
     engine = storing(geometry(attention(), LayerCache(GroupKind.SLIDING, 4, attention().fields)))
     one = arrived(engine, range(24))
@@ -519,7 +519,7 @@ def test_a_chunk_that_straddles_blocks_needs_all_of_them(ids, there):
     ("found", "kept"),
     [(0, [0, 1, 2, 3, 4]), (16, [1, 2, 3, 4]), (20, [2, 3, 4]), (24, [2, 3, 4]), (32, [3, 4])],
 )
-def test_of_what_was_found_no_more_is_believed_than_a_window_looked_at(found, kept):
+def test_chunks_before_the_window_of_a_found_prefix_are_not_stored(found, kept):
     stores = [LayerCache(GroupKind.SLIDING, CHUNK, attention().fields)]
     engine = storing(geometry(*stores))
     one = arrived(engine, range(40))
@@ -529,7 +529,7 @@ def test_of_what_was_found_no_more_is_believed_than_a_window_looked_at(found, ke
     assert [number for _, number in numbers(engine)] == kept
 
 
-def test_what_a_preempted_request_computes_again_is_its_own():
+def test_a_preempted_request_forgets_the_prefix_that_it_found():
     engine = storing(WINDOWED, blocks=600)
     for _ in served(engine, 160, 160, (100, 60)):
         pass
@@ -554,7 +554,7 @@ def test_a_local_prefix_is_stored_if_no_tier_has_it():
     end_all(engine)
 
 
-def test_what_ends_with_a_request_is_stored_from_blocks_that_it_no_longer_has():
+def test_the_last_chunk_is_stored_from_blocks_that_the_ended_request_freed():
     engine = storing()
     one = arrived(engine, range(9), 3, known=3)
     step(engine, (one, 3))
@@ -568,7 +568,7 @@ def test_what_ends_with_a_request_is_stored_from_blocks_that_it_no_longer_has():
     end_all(engine)
 
 
-def test_what_a_load_that_did_not_finish_was_to_bring_is_not_stored():
+def test_a_load_that_did_not_finish_is_not_stored():
     engine = storing()
     one = arrived(engine, range(40))
     engine.cover(one, 32)
@@ -578,7 +578,7 @@ def test_what_a_load_that_did_not_finish_was_to_bring_is_not_stored():
     end_all(engine)
 
 
-def test_nor_after_a_preemption():
+def test_a_load_that_did_not_finish_after_a_preemption_is_not_stored():
     engine = storing()
     one = arrived(engine, range(40))
     step(engine, (one, 10))
@@ -637,7 +637,7 @@ def test_a_pool_that_can_pin_one_chunk_at_a_time_stores_one():
     end_all(engine)
 
 
-def test_what_finds_no_room_in_host_memory_pins_nothing():
+def test_a_chunk_without_room_in_host_memory_pins_no_block():
     engine = storing(pages=1)
     one = arrived(engine, range(24))
     step(engine, (one, 8))
@@ -721,7 +721,7 @@ def test_with_fewer_snapshots_those_at_multiples_and_the_prompts_last_are_kept()
 @pytest.mark.parametrize("shape", [WINDOWED, CHUNKED, HYBRID])
 @pytest.mark.parametrize("every", [1, 2, 3])
 @pytest.mark.parametrize("prompt", [40, 44, 64])
-def test_where_a_prefix_may_end_everything_is_kept_that_it_takes(shape, every, prompt):
+def test_all_chunks_are_kept_that_a_prefix_of_a_likely_length_needs(shape, every, prompt):
     engine = storing(shape, blocks=600, every=every * CHUNK)
     tokens = list(range(90))
     one = arrived(engine, tokens, prompt)
@@ -859,7 +859,7 @@ TestServing = Serving.TestCase
 TestServing.settings = examples(60, stateful_step_count=40)
 
 
-def test_of_a_request_that_was_preempted_and_ends_while_it_is_loaded_nothing_is_stored():
+def test_a_preempted_request_that_ends_during_a_load_stores_no_chunk():
     engine = storing()
     one = arrived(engine, range(24), known=9)
     step(engine, (one, 16))  # the second chunk is computed, its tokens are not known yet
@@ -873,7 +873,7 @@ def test_of_a_request_that_was_preempted_and_ends_while_it_is_loaded_nothing_is_
     end_all(engine)
 
 
-def test_stores_are_told_from_beginning_to_end():
+def test_events_follow_a_store_from_its_beginning_to_its_end():
     engine = storing()
     one = arrived(engine, range(20))
     step(engine, (one, 20))

@@ -158,7 +158,7 @@ def test_chunks_go_to_the_ranks_as_they_come():
     assert holds(engine) == 0
 
 
-def test_a_load_that_lacks_a_chunk_ends_with_a_failure_and_what_is_left_is_offered_then():
+def test_a_load_without_one_of_its_chunks_fails_and_a_shorter_prefix_is_offered():
     engine = with_tiers([0, 1, 2])
     load = begin(engine)
     read(engine, 0, GetOutcome.HIT)
@@ -175,7 +175,7 @@ def test_a_load_that_lacks_a_chunk_ends_with_a_failure_and_what_is_left_is_offer
     assert holds(engine) == 0
 
 
-def test_a_tier_that_cannot_read_is_not_asked_again_for_this_request():
+def test_a_tier_with_a_read_error_is_excluded_for_the_request():
     engine = with_tiers([0, 1], [0])
     load = begin(engine)
     read(engine, 1, GetOutcome.IO_ERROR)
@@ -196,7 +196,7 @@ def test_a_tier_that_cannot_read_is_not_asked_again_for_this_request():
     assert engine.source.origin(second) == "object"
 
 
-def test_a_load_past_its_deadline_is_ended_once_and_the_tier_that_it_waits_for_not_asked_again():
+def test_a_load_past_its_deadline_ends_once_and_excludes_the_tier_it_waits_for():
     engine = with_tiers([0, 1])
     store(engine, 0)
     load = begin(engine)
@@ -212,7 +212,7 @@ def test_a_load_past_its_deadline_is_ended_once_and_the_tier_that_it_waits_for_n
     assert holds(engine) == 0
 
 
-def test_a_load_that_is_late_only_since_ranks_are_slow_strikes_no_tier():
+def test_a_load_late_because_of_slow_ranks_excludes_no_tier():
     engine = with_tiers([0, 1])
     load = begin(engine)
     read(engine, 0, GetOutcome.HIT)
@@ -226,7 +226,7 @@ def test_a_load_that_is_late_only_since_ranks_are_slow_strikes_no_tier():
     assert holds(engine) == 0
 
 
-def test_a_load_that_is_dropped_is_ended_and_lets_go_of_what_ranks_have_not_been_told_of():
+def test_a_dropped_load_closes_the_slots_that_ranks_do_not_copy():
     engine = with_tiers([1])
     store(engine, 0)
     load = begin(engine)
@@ -244,7 +244,7 @@ def test_a_load_that_is_dropped_is_ended_and_lets_go_of_what_ranks_have_not_been
     assert not engine.source.busy
 
 
-def test_dropped_between_two_parts_what_ranks_have_is_theirs_until_they_say_so():
+def test_a_dropped_load_keeps_the_slots_that_ranks_copy():
     engine = with_tiers([1])
     store(engine, 0)
     load = begin(engine)
@@ -271,7 +271,7 @@ def test_a_reset_ends_loads_and_nothing_kept_before_is_offered():
     assert holds(engine) == 0
 
 
-def test_a_load_whose_request_has_lost_its_names_fails_rather_than_bringing_nothing():
+def test_a_load_fails_if_its_request_has_no_chunk_keys_any_more():
     engine = with_tiers()
     store(engine, 0)
     bid(engine)
@@ -319,7 +319,7 @@ def test_a_prompt_waits_for_its_keys_only_while_another_load_may_begin(tmp_path,
             assert engine.source.why_no_bid(other, 0).reason is MissReason.BUSY
 
 
-def test_where_nothing_is_stored_that_is_said_however_many_loads_are_under_way():
+def test_a_prompt_that_is_not_stored_is_not_reported_as_busy():
     engine = with_tiers([0], most_loads=1)
     begin(engine)
     engine.source.finished("a")
@@ -330,12 +330,12 @@ def test_where_nothing_is_stored_that_is_said_however_many_loads_are_under_way()
 
 
 @pytest.mark.parametrize("more", [{"prompt_embeds": object()}, {"prompt_token_ids": None}])
-def test_a_request_that_cannot_be_named_is_not_served(more):
+def test_a_request_without_chunk_keys_is_not_served(more):
     engine = with_tiers()
     assert not engine.source.arrived(request("b", range(PROMPT), **more), Bidding(2))
 
 
-def test_an_order_that_is_no_part_of_a_load_is_somebody_elses():
+def test_a_copy_that_is_no_part_of_a_load_is_ignored():
     assert not with_tiers().source.on_copied(MergedCopyReport("store#0", None, (), 0.0))
 
 
@@ -362,7 +362,7 @@ def test_a_bid_says_where_its_tokens_come_from():
     assert parts(engine.source.bids(engine.one, 24)) == [{"object": 4}]
 
 
-def test_a_beginning_ends_where_it_may_and_an_end_goes_on_from_there():
+def test_the_head_of_a_load_ends_at_the_alignment_and_the_tail_begins_there():
     engine = with_tiers([0, 1, 3], [2])
     bid(engine)
     assert parts([engine.source.head(engine.one, 0, 7)]) == [{"file": 20, "object": 8}]
@@ -372,7 +372,7 @@ def test_a_beginning_ends_where_it_may_and_an_end_goes_on_from_there():
     assert engine.source.tail(engine.one, 0, PROMPT) is None
 
 
-def test_an_end_of_which_the_beginning_is_gone_is_fetched_alone():
+def test_the_tail_of_a_prefix_is_loaded_if_its_head_is_gone():
     engine = with_tiers([1, 2])
     assert bid(engine) is None
     assert engine.source.head(engine.one, 0, 8) is None
@@ -389,7 +389,7 @@ def test_an_end_of_which_the_beginning_is_gone_is_fetched_alone():
     assert part.load is load
 
 
-def test_bids_with_fewer_tiers_are_made_where_they_are_asked_for():
+def test_bids_with_fewer_tiers_are_made_if_configured():
     engine = with_tiers([0, 1], [0, 1, 2, 3], most_loads=1, bid_per_tier=True)
     assert parts(engine.source.bids(engine.one, 0)) == [{"file": 16, "object": 12}, {"file": 16}]
     store(engine, 0)
@@ -407,7 +407,7 @@ def lack(engine, local_tokens=0):
     return engine.source.why_no_bid(engine.one, local_tokens)
 
 
-def test_what_was_never_kept_is_not_stored():
+def test_a_chunk_that_was_never_stored_counts_as_not_stored():
     said = SourceMiss(TIERS, MissReason.NOT_STORED, "0 full_attention", "chunk 0 of group 0 full_attention")
     assert lack(with_tiers()) == said
     engine = with_tiers()
@@ -415,13 +415,13 @@ def test_what_was_never_kept_is_not_stored():
     assert lack(engine) == said
 
 
-def test_what_was_in_host_memory_lately_was_evicted():
+def test_a_chunk_that_was_in_host_memory_recently_counts_as_evicted():
     engine = with_tiers(chunks=2)
     store(engine, 0, 1, 2, 3)
     assert lack(engine).reason is MissReason.EVICTED
 
 
-def test_what_a_slow_tier_had_lately_was_evicted():
+def test_a_chunk_that_a_slow_tier_had_recently_counts_as_evicted():
     engine = with_tiers([0])
     engine.queues[0].tier.keys.clear()
     engine.queues[0].tier.keys.add(engine.keys[0])
@@ -429,19 +429,19 @@ def test_what_a_slow_tier_had_lately_was_evicted():
     assert lack(engine).reason is MissReason.EVICTED
 
 
-def test_what_ranks_are_filling_is_being_stored():
+def test_a_chunk_that_ranks_are_filling_counts_as_being_stored():
     engine = with_tiers()
     engine.cache.reserve(engine.keys[0], 0)
     assert lack(engine).reason is MissReason.STORING
 
 
-def test_what_the_engine_has_itself_is_no_fault_of_the_tiers():
+def test_a_prompt_in_the_engines_own_cache_counts_as_local():
     engine = with_tiers()
     store(engine, 0, 1, 2, 3)
     assert lack(engine, local_tokens=PROMPT).reason is MissReason.LOCAL
 
 
-def test_what_is_new_after_what_the_engine_has_itself_is_no_fault_of_the_tiers():
+def test_chunks_missing_after_the_engines_prefix_count_as_local():
     engine = with_tiers()
     store(engine, 0, 1)
     assert lack(engine, local_tokens=2 * CHUNK).reason is MissReason.LOCAL
@@ -452,14 +452,14 @@ def test_what_is_new_after_what_the_engine_has_itself_is_no_fault_of_the_tiers()
     assert lack(empty).reason is MissReason.NOT_STORED
 
 
-def test_a_prompt_of_less_than_a_chunk_is_said_to_be_short():
+def test_a_prompt_shorter_than_a_chunk_is_reported_as_short():
     engine = with_tiers()
     engine.one = request("b", range(CHUNK - 1))
     assert engine.source.arrived(engine.one, Bidding(2))
     assert lack(engine).reason is MissReason.SHORT_PROMPT
 
 
-def test_where_there_is_nothing_but_of_a_stranger_it_is_said_to_be_in_another_namespace():
+def test_chunks_of_another_namespace_are_reported_as_such():
     engine = with_tiers([])
     engine.queues[0].usage = StoreUsage(same_name_namespace="ab")
     assert lack(engine).reason is MissReason.OTHER_NAMESPACE
@@ -477,7 +477,7 @@ def test_requests_that_cannot_be_named_are_declined_with_a_reason():
         (GetOutcome.IO_ERROR, MissReason.FAILED),
     ],
 )
-def test_what_was_the_matter_with_a_chunk_is_what_the_load_failed_for(came, miss):
+def test_a_load_fails_for_the_reason_of_its_chunk(came, miss):
     engine = with_tiers([0, 1])
     load = begin(engine)
     read(engine, 0, came)

@@ -112,7 +112,7 @@ def arena():
 
 
 @pytest.mark.parametrize(("writer", "reader"), [(1, 2), (2, 1), (4, 2), (1, 4)])
-def test_what_one_engine_stored_another_loads_and_stores_the_same(
+def test_chunks_stored_by_one_engine_are_loaded_and_stored_again_by_another(
     arena: Arena, writer: int, reader: int
 ) -> None:
     a, b = engines(writer, reader)
@@ -176,7 +176,7 @@ def loaded(engine: list[OwnedCache], arena: Arena, parts, span: LoadSpan) -> lis
     return [cache.buffer.numpy().copy() for cache in engine]
 
 
-def test_what_a_load_fills_in_part_is_zeroed_first(arena: Arena) -> None:
+def test_partly_loaded_blocks_are_zeroed_first(arena: Arena) -> None:
     a, b = engines(2, 4)  # blocks of 128 tokens: the second holds tokens 128 to 191, and nothing
     pieces = pieces_of(a, range(3))
     for routes in routes_of(a, arena):
@@ -227,7 +227,7 @@ def test_a_chunk_without_its_beginning_holds_nothing_there(arena: Arena, writer:
     assert not found[:, :, :-size].any()
 
 
-def test_a_chunk_of_a_block_that_is_gone_is_not_stored(arena: Arena) -> None:
+def test_a_chunk_with_a_null_block_is_not_stored(arena: Arena) -> None:
     a, _ = engines(1, 2)
     tables = list(tables_of(a, 0, TOKENS))
     full = next(n for n, group in enumerate(groups_of(a)) if group.kind is GroupKind.FULL)

@@ -18,7 +18,7 @@ def loads(clock):
     return Loads(clock)
 
 
-def test_nothing_is_settled_while_nothing_happens(loads, clock):
+def test_pins_do_not_change_without_reports(loads, clock):
     loads.begin("a", 30.0)
     clock.now = 29.9
     assert loads.settle() == SettledLoads({}, set())
