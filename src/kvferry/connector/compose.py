@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.admission import Admission
+from kvferry.connector.answer_times import AnswerTimes
 from kvferry.connector.block_runs import DescribeBlocks
 from kvferry.connector.choosing import BidChooser
 from kvferry.connector.config import ConnectorConfig
@@ -62,6 +64,7 @@ class Composition:
         idle: Callable[[], bool] = lambda: False,
         prefix_cache: PrefixCache | None = None,
         describe_blocks: DescribeBlocks | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the records of blocks and speeds that the sources of KV and the admission share.
 
@@ -80,7 +83,9 @@ class Composition:
                 state; else None.
             describe_blocks: function that returns the engine's blocks that end in a range of a request's
                 tokens, if the engine publishes events about its blocks; else None.
+            clock: function that returns monotonic seconds.
         """
+        self._clock = clock
         self._prefix_cache, self._describe_blocks = prefix_cache, describe_blocks
         self.engine, self.config, self.pool, self._workers = engine, config, pool, workers
         self._groups, self.events, self.adapters, self._refusals = tuple(groups), events, adapters, refusals
@@ -118,6 +123,7 @@ class Composition:
             turns=TurnFinder(client, keepers, names),
             adapters=self.adapters,
             idle=self._idle,
+            clock=self._clock,
         )
 
     def tier_source(self, cache: ChunkCache, prompts: Prompts, canonical: CanonicalForm) -> TierSource:
@@ -173,7 +179,8 @@ class Composition:
             attempts=config.attempts,
             timeout_seconds=config.load_timeout_seconds,
             sources=sources,
-            chooser=BidChooser(policy, self.speeds, config.patience_seconds),
+            chooser=BidChooser(policy, self.speeds, config.patience_seconds, AnswerTimes(self._clock)),
             events=self.events,
             prefix_cache=self._prefix_cache,
+            clock=self._clock,
         )

@@ -3,10 +3,11 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.connector.pins import Pins, may_hold
+from support.examples import examples
 
 
 def test_blocks_come_back_with_the_last_worker():
@@ -178,6 +179,4 @@ class LifeOfPins(RuleBasedStateMachine):
 
 
 TestLifeOfPins = LifeOfPins.TestCase
-TestLifeOfPins.settings = settings(
-    deadline=None, derandomize=True, database=None, max_examples=100, stateful_step_count=25
-)
+TestLifeOfPins.settings = examples(100, stateful_step_count=25)

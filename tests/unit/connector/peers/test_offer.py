@@ -5,7 +5,7 @@ import uuid
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.peers.offer import Offer, read_offer, wants_prefill, write_nothing, write_offer
@@ -13,13 +13,14 @@ from kvferry.connector.prompt_content import content_of
 from kvferry.errors import ProtocolError, Unnameable
 from kvferry.transport.redeem import PromptContent
 from support.block_pool import MadeUpRequest
-from support.lora import adapter, settled
+from support.examples import examples
+from support.lora import adapter, once_named
 from support.mm import feature
 
 TICKET = bytes(range(16))
 OFFER = Offer("engine", "127.0.0.1", 5600, TICKET.hex(), 40, 2048)
 OPTIONAL = {"do_remote_prefill", "do_remote_decode"}
-QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=300)
+QUICK = examples(300)
 
 
 def test_an_offer_survives_json():
@@ -176,7 +177,7 @@ def prompt(*tokens: int, items=(), lora=None, salt=None) -> SimpleNamespace:
 
 
 def content(request: MadeUpRequest, tokens: int, adapters: Adapters | None = None) -> PromptContent:
-    return settled(lambda: content_of(request, tokens, adapters or Adapters()))
+    return once_named(lambda: content_of(request, tokens, adapters or Adapters()))
 
 
 def test_content_is_that_of_the_tokens_at_the_beginning():

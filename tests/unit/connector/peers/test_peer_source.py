@@ -30,7 +30,7 @@ from kvferry.transport.redeem import Grant, Redeemed
 from support.block_pool import request
 from support.engines import ranks
 from support.fake_engine import FakeEngine, PartialHalf
-from support.lora import adapter, settled, slow_files
+from support.lora import adapter, once_named, slow_files
 from transport.cards import ATTENTION, cards, facts, spec, ticket
 
 TOKENS = list(range(40))
@@ -609,7 +609,7 @@ def test_a_ticket_is_redeemed_once_the_adapter_of_its_prompt_was_read(tmp_path):
         assert bid.looking
         assert (engine.client.claimed, refused(engine)) == ([], [])
         go_on.set()
-        settled(lambda: engine.adapters.name(one.lora_request))
+        once_named(lambda: engine.adapters.name(one.lora_request))
     (bid,) = engine.source.bids(one, 0)
     assert (bid.tokens, bid.looking) == (40, False)
     ((_, content),) = engine.client.asked

@@ -14,7 +14,7 @@ from kvferry.transport.control_server import LeasesClaimed, LeasesReleased
 from kvferry.transport.redeem import NotRedeemed, Redeem, Redeemed
 from support.block_pool import request
 from support.fake_engine import FakeEngine
-from support.lora import adapter, settled
+from support.lora import adapter, once_named
 from support.mm import feature
 from support.producers import LEASE_SECONDS, confirm, hear, producing
 
@@ -147,7 +147,7 @@ def test_a_prompt_is_completed_by_the_step_that_computes_its_last_token() -> Non
 
 def test_a_ticket_is_exchanged_for_the_blocks_of_a_prompt_computed_from_the_same(tmp_path) -> None:
     engine, lora = start(), adapter(tmp_path)
-    name = settled(lambda: engine.adapters.name(lora))
+    name = once_named(lambda: engine.adapters.name(lora))
     one = {"mm_features": [feature(1, [1.0, 2.0])], "lora_request": lora, "cache_salt": "mine"}
     params, plain = (end(engine, name, blocks=2, **more)[1] for name, more in (("a", one), ("b", {})))
     content = content_of(request("a", range(8), **one), 8, engine.adapters)

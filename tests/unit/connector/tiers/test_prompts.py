@@ -186,7 +186,7 @@ def test_a_prompt_without_keys_has_a_reason_until_it_ends():
     assert prompts.why_unnamed("a") == "the prompt is not made of token ids"
     assert not prompts.are_pending("a")
     prompts.remove("a")
-    assert not prompts._unnamed
+    assert prompts.why_unnamed("a") == "the cache was reset since it came in"
 
 
 def test_a_forgotten_salt_has_other_names_from_then_on_and_other_salts_keep_theirs():

@@ -80,13 +80,15 @@ def test_a_request_that_is_admitted_again_begins_anew_and_one_that_ended_is_forg
     places.admit(one, 0, 0)
     assert run(places, one, 32, 64) == [32, 64]
     places.forget("r")
-    assert [*places._places] == ["other"]
+    one.num_computed_tokens = one.snapshot_at = 0
+    assert run(places, one, 32, 64) == [0, 0]
+    assert run(places, other, 32) == [32]
 
 
 def test_no_snapshot_is_placed_without_the_setting_or_in_a_short_prompt() -> None:
     for places, one in ((SnapshotPlaces(0, BLOCK), request()), (SnapshotPlaces(32, BLOCK), request(32))):
         places.admit(one, 0, 96)
-        assert (one.snapshot_at, places._places) == (0, {})
+        assert (one.snapshot_at, run(places, one, 32, 64)) == (0, [0, 0])
 
 
 def rule(*stores: LayerCache, **settings: int) -> SnapshotRule:

@@ -97,11 +97,10 @@ def test_a_cache_that_has_moved_on_any_worker_is_reported() -> None:
 
 
 def test_a_worker_whose_cache_has_moved_loads_and_stores_nothing_whatever_the_epoch() -> None:
-    half = WorkerHalf()
-    half._mover = mover = mock.Mock()
+    mover, words = mock.Mock(), mock.Mock()
     mover.take_copy_reports.return_value, mover.take_ended_loads.return_value = [], []
-    words = mock.Mock()
-    half._transfers = transfers = mock.Mock(words=words)
+    transfers = mock.Mock(words=words)
+    half = WorkerHalf(transfers=transfers, mover=mover)
     transfers.results.return_value = []
     before, after = (made_up_load(name, LoadSpan(0, 8, 9), []) for name in ("before", "after"))
     half.begin(StepOrders(loads=[before]))
