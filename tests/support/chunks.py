@@ -40,8 +40,8 @@ class Finest:
 
 
 @dataclass(frozen=True)
-class Engine:
-    """An engine and the block tables of one sequence, by its own groups."""
+class StoredLayout:
+    """Where an engine keeps one sequence: its layout, and a block table for each of its groups."""
 
     spec: EngineSpec
     tables: tuple[np.ndarray, ...]
@@ -66,8 +66,8 @@ class Kept:
     chunk_tokens: int
     chunks: int
     cut: int
-    writers: tuple[Engine, Engine]
-    reader: Engine
+    writers: tuple[StoredLayout, StoredLayout]
+    reader: StoredLayout
     spans: tuple[LoadSpan, ...]
     seed: int
 
@@ -136,7 +136,7 @@ def kept(draw: st.DrawFn) -> Kept:
         tp, split = draw(parallel(families)), draw(stages(len(families)))
         address = 1 + number << 44
         spec = EngineSpec(tp, split, groups, layout, draw(interiors()), blocks, address)
-        engines.append(Engine(spec, tables))
+        engines.append(StoredLayout(spec, tables))
     first, second, reader = engines
     spans = tuple(
         _span(draw(st.sampled_from((0, 0, 1, 3, 99))), group, total, prompt) for group in reader.spec.groups

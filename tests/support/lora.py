@@ -46,17 +46,15 @@ def random_adapter(model: Path, folder: Path, seed: int) -> str:
     return str(folder)
 
 
-def settled(ask: Callable[[], Any]) -> Any:
-    """Return the answer of something that raises NotYetNamed at first."""
-    answers = []
+def once_named(ask: Callable[[], Any]) -> Any:
+    """Return the answer of a function that raises NotYetNamed for a while."""
 
-    def named() -> bool:
+    def answer() -> tuple[Any, ...]:
         with suppress(NotYetNamed):
-            answers.append(ask())
-        return bool(answers)
+            return (ask(),)
+        return ()
 
-    wait_for(named)
-    return answers[0]
+    return wait_for(answer)[0]
 
 
 @contextmanager
@@ -65,7 +63,7 @@ def slow_files() -> Any:
     go_on, read = threading.Event(), module.weights_of
 
     def slow(folder: Path) -> str | None:
-        assert go_on.wait(30.0)
+        assert go_on.wait(60.0)
         return read(folder)
 
     with mock.patch.object(module, "weights_of", slow):

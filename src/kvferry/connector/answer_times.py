@@ -34,6 +34,10 @@ class AnswerTimes:
         self._clock = clock
         self._means: dict[str, tuple[float, float]] = {}
 
+    def __len__(self) -> int:
+        """Return the number of names with a measurement."""
+        return len(self._means)
+
     def record(self, name: str, seconds: float) -> None:
         """Record that a source has answered `seconds` after it was first asked.
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.admission import Admission
+from kvferry.connector.answer_times import AnswerTimes
 from kvferry.connector.block_runs import DescribeBlocks
 from kvferry.connector.choosing import BidChooser
 from kvferry.connector.config import ConnectorConfig
@@ -122,6 +123,7 @@ class Composition:
             turns=TurnFinder(client, keepers, names),
             adapters=self.adapters,
             idle=self._idle,
+            clock=self._clock,
         )
 
     def tier_source(self, cache: ChunkCache, prompts: Prompts, canonical: CanonicalForm) -> TierSource:
@@ -177,7 +179,7 @@ class Composition:
             attempts=config.attempts,
             timeout_seconds=config.load_timeout_seconds,
             sources=sources,
-            chooser=BidChooser(policy, self.speeds, config.patience_seconds),
+            chooser=BidChooser(policy, self.speeds, config.patience_seconds, AnswerTimes(self._clock)),
             events=self.events,
             prefix_cache=self._prefix_cache,
             clock=self._clock,

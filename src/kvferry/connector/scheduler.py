@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import replace
 from typing import Any
@@ -62,7 +63,12 @@ class SchedulerHalf:
     """
 
     def __init__(
-        self, engine: EngineFacts, config: ConnectorConfig, adapters: Adapters, events: EventStream
+        self,
+        engine: EngineFacts,
+        config: ConnectorConfig,
+        adapters: Adapters,
+        events: EventStream,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the parts of the scheduler half that do not depend on workers. `start` creates the others.
 
@@ -71,11 +77,13 @@ class SchedulerHalf:
             config: the connector's settings.
             adapters: the engine's LoRA adapters.
             events: stream that receives the events.
+            clock: function that returns monotonic seconds.
 
         Raises:
             ConfigError: the setting ``tiers`` is invalid, or the secret key cannot be read or created.
         """
         self._engine, self._config, self._tiers = engine, config, read_tiers(config.tiers)
+        self._clock = clock
         self._keys = scheduler_keys(config)
         self.incarnation = new_incarnation()
         self.events, self.adapters = events, adapters
@@ -87,10 +95,11 @@ class SchedulerHalf:
             events=events,
             names=self._turn_names,
             adapters=adapters,
+            clock=clock,
         )
         self._refusals = Refusals(events)
-        self._speeds = Speeds()
-        self._steps = StepTimes(self._speeds)
+        self._speeds = Speeds(clock)
+        self._steps = StepTimes(self._speeds, clock)
         self._server: ControlServer | None = None
         self._messages: Sized = ()
         self._client: ControlClient | None = None
@@ -152,6 +161,7 @@ class SchedulerHalf:
             idle=lambda: self._steps.idle and not self._engine.lockstep,
             prefix_cache=prefix_cache,
             describe_blocks=describe_blocks,
+            clock=self._clock,
         )
         self._parts = composition.parts
         sources: list[Source] = []

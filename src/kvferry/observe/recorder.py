@@ -96,7 +96,13 @@ def recording_header(
 
 
 def start_recording(
-    path: str, header: Mapping[str, Any], adapters: Adapters, engine_index: int = 0
+    path: str,
+    header: Mapping[str, Any],
+    adapters: Adapters,
+    engine_index: int = 0,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    unix_clock: Callable[[], float] = time.time,
 ) -> RequestRecorder | None:
     """Open the file of a recording and return its recorder. Log a warning and return None if that fails.
 
@@ -105,6 +111,8 @@ def start_recording(
         header: first line of the recording, from `recording_header`.
         adapters: the engine's LoRA adapters.
         engine_index: data-parallel index of the engine.
+        clock: function that returns monotonic seconds.
+        unix_clock: function that returns seconds since 1970. It is read once.
     """
     try:
         opened, file = open_recording(path, header, engine_index)
@@ -113,7 +121,13 @@ def start_recording(
         logger.warning("record %s: %s; no requests are recorded", path, why)
         return None
     logger.info("record: requests are recorded in %s", opened)
-    return RequestRecorder(LineFile("record", opened, file), header["unit_tokens"], adapters)
+    return RequestRecorder(
+        LineFile("record", opened, file),
+        header["unit_tokens"],
+        adapters,
+        clock=clock,
+        unix_clock=unix_clock,
+    )
 
 
 class RequestRecorder:
@@ -123,17 +137,28 @@ class RequestRecorder:
     tokens. Only the engine's thread calls this class.
     """
 
-    def __init__(self, lines: LineFile, unit_tokens: int, adapters: Adapters) -> None:
+    def __init__(
+        self,
+        lines: LineFile,
+        unit_tokens: int,
+        adapters: Adapters,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        unix_clock: Callable[[], float] = time.time,
+    ) -> None:
         """Create the recorder. It knows no request yet.
 
         Args:
             lines: file of the recording.
             unit_tokens: number of tokens per key.
             adapters: the engine's LoRA adapters.
+            clock: function that returns monotonic seconds.
+            unix_clock: function that returns seconds since 1970. It is read once.
         """
+        self._clock = clock
         self._lines, self._unit_tokens, self._adapters = lines, unit_tokens, adapters
         self._requests: dict[str, _Known] = {}
-        self._unix_seconds = time.time() - time.monotonic()  # so that no clock step changes an interval
+        self._unix_seconds = unix_clock() - clock()  # so that no clock step changes an interval
         self._handlers: Mapping[type[Event], Callable[[Any], None]] = {
             Arrived: self._arrived,
             LoadBegan: self._load_began,
@@ -167,7 +192,7 @@ class RequestRecorder:
         prompt, total = request.num_prompt_tokens, request.num_tokens
         line = {
             "arrival": self._unix(known.arrival),
-            "end": self._unix(time.monotonic()),
+            "end": self._unix(self._clock()),
             "prompt_tokens": prompt,
             "output_tokens": total - prompt,
             "session": "",

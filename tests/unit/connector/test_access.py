@@ -28,18 +28,18 @@ def warnings(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_an_engine_on_loopback_makes_the_machines_key_and_says_no_more(state, caplog):
+def test_an_engine_on_loopback_creates_the_machines_key(state, caplog):
     assert scheduler_keys(parse_config({})) == read_keys(None)
     assert warnings(caplog) == []
 
 
-def test_an_engine_that_others_reach_says_once_that_they_need_the_key(state, caplog):
+def test_an_engine_that_peers_can_reach_logs_once_that_they_need_the_key(state, caplog):
     scheduler_keys(parse_config(FAR))
     (said,) = warnings(caplog)
     assert f"copy {state}/kvferry/key to their machines, or make a file with kvferry keygen FILE" in said
 
 
-def test_with_a_secret_file_nothing_is_said_and_no_key_is_made(state, caplog, tmp_path):
+def test_no_key_is_created_with_a_secret_file(state, caplog, tmp_path):
     write_secret(tmp_path / "secret")
     config = parse_config({**FAR, "secret_file": str(tmp_path / "secret")})
     assert scheduler_keys(config) == read_keys(config.secret_file)
@@ -54,7 +54,7 @@ def test_an_engine_of_tiers_alone_needs_no_key(monkeypatch, tmp_path):
         scheduler_keys(parse_config({"tiers": "default", "transfer": True}))
 
 
-def test_who_may_be_a_peer_follows_the_host_unless_it_is_set():
+def test_allowed_peers_follow_the_host_unless_configured():
     assert peers_allowed(parse_config({})).loopback_only
     assert peers_allowed(parse_config(FAR)) == ANY_PEER
     assert peers_allowed(parse_config({**FAR, "advertise_host": "n7"})).names == ("n7",)

@@ -7,12 +7,11 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import settings, strategies as st
+from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvferry.connector import admission
 from kvferry.connector.admission import Admission
-from kvferry.connector.admission_events import AdmissionEvents
+from kvferry.connector.answer_times import AnswerTimes
 from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.choosing import BidChooser
 from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss
@@ -25,13 +24,12 @@ from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.pins import Pins
 from kvferry.connector.policies import FirstPolicy, WeightPolicy
 from kvferry.connector.speeds import Speeds
-from kvferry.connector.stream import EventStream
 from kvferry.geometry import Group, GroupKind
 from kvferry.observe.metrics_delta import MetricsDelta
-from kvferry.observe.metrics_listener import MetricsListener
 from kvferry.planning.select import LoadSpan
-from support.block_pool import BlockPool, request
-from support.clock import Clock
+from support.block_pool import request
+from support.examples import examples
+from support.fake_engine import FakeEngine, PartialHalf, counted, events_of
 
 BLOCK, PROMPT = 4, 40
 CACHE_GROUPS = (
@@ -124,120 +122,82 @@ class Stand:
         orders.disconnects.append(self.name)
 
 
-class Engine:
-    def __init__(
-        self,
-        *sources,
-        workers=2,
-        attempts=2,
-        policy=None,
-        patience=10.0,
-        whole=False,
-        windows=(),
-        prefix_cache=None,
-    ):
-        self.pool, self.workers = BlockPool(60), workers
-        self.fold, self.told = MetricsListener(), []
-        self.parts = PartBlocks(GROUPS, self.pool)
-        self.parts = PartBlocks(GROUPS, self.pool, whole)
-        self.headroom = Headroom(windows, 8, self.pool)
-        self.admission = Admission(
-            CACHE_GROUPS,
-            pins=Pins(workers),
-            parts=self.parts,
-            headroom=self.headroom,
-            pool=self.pool,
-            workers=workers,
-            attempts=attempts,
-            timeout_seconds=30.0,
-            sources=sources,
-            chooser=BidChooser(policy or WeightPolicy({}), Speeds(), patience),
-            events=EventStream(self.fold, self.told.append),
-            prefix_cache=prefix_cache,
-        )
-        self.held = {}
+def engine_with(
+    *sources,
+    workers=2,
+    attempts=2,
+    policy=None,
+    patience=10.0,
+    whole=False,
+    windows=(),
+    prefix_cache=None,
+):
+    """An engine with these sources behind admission."""
+    engine = FakeEngine(CACHE_GROUPS, blocks=64, workers=workers)
+    engine.chooser = BidChooser(
+        policy or WeightPolicy({}), Speeds(engine.clock), patience, AnswerTimes(engine.clock)
+    )
+    parts = PartBlocks(GROUPS, engine.pool, whole)
+    admission = Admission(
+        CACHE_GROUPS,
+        pins=Pins(workers),
+        parts=parts,
+        headroom=Headroom(windows, 8, engine.pool),
+        pool=engine.pool,
+        workers=workers,
+        attempts=attempts,
+        timeout_seconds=30.0,
+        sources=sources,
+        chooser=engine.chooser,
+        events=engine.events,
+        prefix_cache=prefix_cache,
+        clock=engine.clock,
+    )
+    engine.half = PartialHalf(admission=admission, parts=parts)
+    return engine
 
-    def arrive(self, name="a"):
-        one = request(name, range(PROMPT))
-        self.admission.on_new_request(one)
-        return one
 
-    def admit(self, one, local_tokens=0):
-        """As the engine does; what it would load."""
-        tokens = self.admission.matched(one, local_tokens)
-        if tokens is not None:
-            self.allocate(one, tokens)
-        return tokens
+def arrive(engine, name="a"):
+    return engine.arrive(request(name, range(PROMPT)))
 
-    def admit_anew(self, one):
-        """After a load that failed: others go first once."""
-        assert self.admission.matched(one, 0) is None
-        return self.admit(one)
 
-    def allocate(self, one, tokens):
-        if one.request_id not in self.held:
-            table = self.pool.allocate(PROMPT // BLOCK)
-            window = [self.pool.blocks[0], *self.pool.allocate(PROMPT // BLOCK - 1)]
-            self.held[one.request_id] = (table, window)
-        blocks = SimpleNamespace(
-            blocks=self.held[one.request_id],
-            get_block_ids=lambda: tuple(
-                [block.block_id for block in table] for table in self.held[one.request_id]
-            ),
-        )
-        self.admission.allocated(one, blocks, tokens)
+def admit_again(engine, one):
+    """Admit a request after its load has failed: it lets others go first once."""
+    assert engine.admission.matched(one, 0) is None
+    return engine.admit(one)
 
-    def compute(self, one, cached_tokens=0):
-        """A step computes what comes after these tokens."""
-        one.num_computed_tokens = cached_tokens
-        self.admission.scheduled({one.request_id: 1})
 
-    def free(self, one):
-        for table in self.held.pop(one.request_id):
-            self.pool.free_blocks(block for block in table if not block.is_null)
-
-    def report(self, load, *failures, late=False, workers=1, released=None):
-        """Workers say how a load ended; unless it is late, nothing of it is in flight."""
-        for failure in failures:
-            meta = StepReports(reports={load.key: Report(failure, late)}, reported={load.key: workers})
-            if not late if released is None else released:
-                meta.released = {load.key: workers}
-            self.admission.take_reports(meta)
-
-    def report_at_once(self, reports):
-        """A worker says how several loads ended, of which nothing is in flight."""
-        once = dict.fromkeys(reports, 1)
-        self.admission.take_reports(StepReports(reports=reports, reported=once, released=once))
-
-    def landed(self, load, workers):
-        self.admission.take_reports(StepReports(released={load.key: workers}))
+def run(engine, one, cached_tokens=0):
+    """Run a step that computes the token after these."""
+    one.num_computed_tokens = cached_tokens
+    engine.step((one, 1))
 
 
 def alone(strikes=True, alignment_tokens=BLOCK, **settings):
     """An engine with one source of 24 tokens, and a request that came in."""
     source = Stand("one", 24, strikes=strikes, alignment_tokens=alignment_tokens)
-    engine = Engine(source, **settings)
-    return engine, source, engine.arrive()
+    engine = engine_with(source, **settings)
+    return engine, source, arrive(engine)
 
 
 def test_the_most_tokens_win_and_the_first_of_equals():
     few, many, same = Stand("few", 8), Stand("many", 16), Stand("same", 16)
-    engine = Engine(few, many, same)
-    assert engine.admit(engine.arrive()) == 16
+    engine = engine_with(few, many, same)
+    assert engine.admit(arrive(engine)) == 16
     assert (few.heard, many.heard, same.heard) == ([], [("begin", 0, 16)], [])
 
 
-def test_a_source_that_looks_holds_up_no_request_of_which_another_source_has_some():
+def test_a_ready_source_is_used_while_another_is_looking():
     ready, looking = Stand("ready", 8), Stand("looking", 16, looking=True)
-    engine = Engine(ready, looking)
-    assert engine.admit(engine.arrive()) == 8
+    engine = engine_with(ready, looking)
+    assert engine.admit(arrive(engine)) == 8
     assert (ready.heard, looking.heard) == ([("begin", 0, 8)], [])
 
 
-def test_a_source_that_looks_is_waited_for_where_no_other_has_anything():
+def test_a_request_waits_for_a_looking_source_if_no_other_has_tokens():
     empty, looking = Stand("empty"), Stand("looking", 16, looking=True)
-    engine = Engine(empty, looking)
-    one = engine.arrive()
+    engine = engine_with(empty, looking)
+    one = arrive(engine)
     assert engine.admit(one) is None
     assert engine.admission.awaited("a").source == "looking"
     empty.total = 8
@@ -245,122 +205,114 @@ def test_a_source_that_looks_is_waited_for_where_no_other_has_anything():
     assert engine.admission.awaited("a") is None
 
 
-def test_a_ticket_that_brings_more_is_waited_for_while_its_peer_does_not_answer():
+def test_a_request_waits_for_a_ticket_for_more_tokens_than_the_ready_source():
     ready, peer = Stand("ready", 8), Stand("peer", 16, looking=True, promised=True)
-    engine = Engine(ready, peer)
-    one = engine.arrive()
+    engine = engine_with(ready, peer)
+    one = arrive(engine)
     assert engine.admit(one) is None
     peer.looking = False
     assert engine.admit(one) == 16
 
 
-def test_a_ticket_whose_peer_says_nothing_is_not_waited_for_longer_than_there_is_patience(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(admission.time, "monotonic", lambda: now[0])
+def test_a_request_waits_for_a_silent_peer_no_longer_than_its_patience():
     ready, peer = Stand("ready", 8), Stand("peer", 16, looking=True, promised=True)
-    engine = Engine(ready, peer, patience=5.0)
-    one = engine.arrive()
+    engine = engine_with(ready, peer, patience=5.0)
+    one = arrive(engine)
     assert engine.admit(one) is None
-    now[0] += 4.9
+    engine.clock.now += 4.9
     assert engine.admit(one) is None
-    now[0] += 0.2
+    engine.clock.now += 0.2
     assert engine.admit(one) == 8
     ready.total = 0
-    other = engine.arrive("b")
+    other = arrive(engine, "b")
     assert engine.admit(other) is None, "everyone has patience of their own"
-    now[0] += 5.0
+    engine.clock.now += 5.0
     assert engine.admit(other) == 0, "it is computed"
 
 
-def test_a_request_waits_no_longer_than_its_prompt_takes_to_compute(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(admission.time, "monotonic", lambda: now[0])
-    engine = Engine(Stand("peer", 16, looking=True), Stand("empty"), patience=5.0)
-    engine.admission._chooser.speeds.record_computation(PROMPT, 2.0)
-    one = engine.arrive()
+def test_a_request_waits_no_longer_than_its_prompt_takes_to_compute():
+    engine = engine_with(Stand("peer", 16, looking=True), Stand("empty"), patience=5.0)
+    engine.chooser.speeds.record_computation(PROMPT, 2.0)
+    one = arrive(engine)
     assert engine.admit(one) is None
-    now[0] += 1.9
+    engine.clock.now += 1.9
     assert engine.admit(one) is None
-    now[0] += 0.2
+    engine.clock.now += 0.2
     assert engine.admit(one) == 0
 
 
-def test_how_long_answers_take_is_measured(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(admission.time, "monotonic", lambda: now[0])
+def test_the_time_until_an_answer_is_measured():
     source = Stand("peer", 16, looking=True)
-    engine = Engine(source, patience=5.0)
-    times = engine.admission._chooser.answer_times
-    one = engine.arrive()
+    engine = engine_with(source, patience=5.0)
+    times = engine.chooser.answer_times
+    one = arrive(engine)
     for _ in range(3):
         assert engine.admit(one) is None
-        now[0] += 1.0
+        engine.clock.now += 1.0
     source.looking = False
     assert engine.admit(one) == 16
     assert times.seconds("peer") == 3.0
     source.looking = True
-    other = engine.arrive("b")
+    other = arrive(engine, "b")
     assert engine.admit(other) is None
-    now[0] += 13.0
+    engine.clock.now += 13.0
     assert engine.admit(other) == 0
     assert times.seconds("peer") == pytest.approx(0.7 * 3.0 + 0.3 * 13.0), "it had not answered by then"
 
 
-def test_a_load_waits_for_those_that_it_would_leave_no_room_and_not_for_long(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(admission.time, "monotonic", lambda: now[0])
+def test_a_load_waits_a_while_for_requests_that_need_the_free_blocks():
     source = Stand("one", 24)
-    engine = Engine(source, workers=1, patience=5.0, windows=CACHE_GROUPS)
-    waiting, second, third = (engine.arrive(name) for name in "abc")
+    engine = engine_with(source, workers=1, patience=5.0, windows=CACHE_GROUPS)
+    waiting, second, third = (arrive(engine, name) for name in "abc")
     assert engine.admit(waiting) == 24
-    spare = engine.pool.allocate(len(engine.pool.free) - 13)
+    engine.leave_free(13)
     assert engine.admission.matched(second, 0) is None, "8 blocks are taken, and 6 needed for the rest"
-    now[0] += 4.9
+    engine.clock.now += 4.9
     assert engine.admission.matched(second, 0) is None
-    now[0] += 0.2
+    engine.clock.now += 0.2
     assert engine.admission.matched(second, 0) == 0, "it is computed"
-    engine.pool.free_blocks(spare)
+    engine.leave_free(30)
     engine.allocate(second, 0)
-    engine.compute(second)
-    assert said(engine)[1]["misses one no_room "] == 1
-    spare = engine.pool.allocate(len(engine.pool.free) - 13)
+    run(engine, second)
+    assert counted(engine)["misses one no_room "] == 1
+    engine.leave_free(13)
     engine.report(source.load, None)
     assert engine.admission.matched(third, 0) is None, "it has not gone on yet"
-    engine.compute(waiting, 24)
+    run(engine, waiting, 24)
     assert engine.admission.matched(third, 0) == 24, "nobody waits"
-    engine.pool.free_blocks(spare)
 
 
-def test_a_load_that_has_failed_or_whose_request_is_gone_needs_no_room():
-    source = Stand("one", 24)
-    engine = Engine(source, workers=1, windows=CACHE_GROUPS)
-    for name in "ab":
-        one = engine.arrive(name)
-        engine.admit(one)
-        assert len(engine.headroom) == 1
-        if name == "a":
-            engine.report(source.load, "torn")
-        else:
-            engine.admission.finished(name)
-        assert len(engine.headroom) == 0
+@pytest.mark.parametrize("ends", ["failed", "aborted"])
+def test_a_failed_or_aborted_load_keeps_no_blocks_free(ends):
+    source = Stand("one", 24, strikes=False)
+    engine = engine_with(source, workers=1, windows=CACHE_GROUPS)
+    first, second = (arrive(engine, name) for name in "ab")
+    engine.admit(first)
+    engine.leave_free(13)
+    assert engine.admission.matched(second, 0) is None
+    if ends == "failed":
+        engine.report(source.load, "torn")
+    else:
+        engine.admission.finished("a")
+    assert engine.admission.matched(second, 0) == 24
 
 
 def test_weights_decide_which_source_serves():
     far, near = Stand("far", 24), Stand("near", 16)
-    engine = Engine(far, near, policy=WeightPolicy({"near": 2.0}))
-    assert engine.admit(engine.arrive()) == 16
+    engine = engine_with(far, near, policy=WeightPolicy({"near": 2.0}))
+    assert engine.admit(arrive(engine)) == 16
     assert near.heard == [("begin", 0, 16)]
 
 
-def test_the_first_source_serves_where_the_first_is_to():
-    engine = Engine(Stand("few", 8), Stand("many", 24), policy=FirstPolicy())
-    assert engine.admit(engine.arrive()) == 8
+def test_the_policy_first_takes_the_first_source():
+    engine = engine_with(Stand("few", 8), Stand("many", 24), policy=FirstPolicy())
+    assert engine.admit(arrive(engine)) == 8
 
 
-def test_a_request_that_waits_for_room_is_not_sent_to_and_fro():
+def test_a_request_that_waits_for_blocks_keeps_its_source():
     one, other = Stand("one", 20), Stand("other", 19)
-    engine = Engine(one, other)
-    waiting = engine.arrive()
+    engine = engine_with(one, other)
+    waiting = arrive(engine)
     assert engine.admission.matched(waiting, 0) == 20
     one.total, other.total = 19, 20
     assert engine.admission.matched(waiting, 0) == 19
@@ -373,40 +325,38 @@ def test_a_request_that_waits_for_room_is_not_sent_to_and_fro():
     [((None, None), False, True), (("slow", "slow"), True, True), (("torn", "torn"), False, False)],
     ids=["whole", "late", "failed"],
 )
-def test_a_load_tells_how_fast_its_place_is(monkeypatch, reports, late, known):
-    now = [100.0]
-    monkeypatch.setattr(admission.time, "monotonic", lambda: now[0])
+def test_a_load_measures_the_speed_of_its_place(reports, late, known):
     source = Stand("one", 24)
-    engine = Engine(source)
-    engine.admit(engine.arrive())
-    now[0] += 2.0
+    engine = engine_with(source)
+    engine.admit(arrive(engine))
+    engine.clock.now += 2.0
     engine.report(source.load, *reports, late=late)
-    seconds = engine.admission._chooser.speeds.load_seconds("one", 12)
+    seconds = engine.chooser.speeds.load_seconds("one", 12)
     assert seconds == pytest.approx(1.0 if known else 0.0)
 
 
-def test_nothing_to_load_settles_with_all_sources():
+def test_a_request_without_a_load_is_settled_with_all_sources():
     source, other = Stand("one"), Stand("other")
-    engine = Engine(source, other)
-    assert engine.admit(engine.arrive()) == 0
+    engine = engine_with(source, other)
+    assert engine.admit(arrive(engine)) == 0
     assert source.heard == other.heard == [("settled", "a")]
 
 
-def test_a_request_that_no_source_serves_is_none_of_ours():
+def test_a_request_that_no_source_serves_is_ignored():
     source = Stand("one", 8, serves=False)
-    engine = Engine(source)
-    one = engine.arrive()
+    engine = engine_with(source)
+    one = arrive(engine)
     assert (engine.admit(one), len(engine.admission)) == (0, 0)
     engine.admission.finished("a")
     assert source.heard == []
 
 
-def test_a_load_is_described_whole():
+def test_a_load_has_its_span_tables_and_timeout():
     engine, source, one = alone()
     assert engine.admit(one, local_tokens=8) == 16
     load = source.load
     assert (load.request_id, load.source, load.span) == ("a", "one", LoadSpan(8, 24, PROMPT))
-    assert [ids.tolist() for ids in load.tables] == [[b.block_id for b in of] for of in engine.held["a"]]
+    assert [ids.tolist() for ids in load.tables] == [[b.block_id for b in of] for of in engine.tables["a"]]
     assert load.timeout_seconds == 30.0
     orders = StepOrders()
     engine.admission.hand_over(orders)
@@ -423,7 +373,7 @@ def test_an_engine_that_takes_less_loads_the_end_of_what_was_offered():
     assert source.heard == [("begin", 8, 24)]
 
 
-def test_being_told_twice_of_blocks_begins_one_load():
+def test_a_second_allocation_begins_no_second_load():
     engine, source, one = alone()
     engine.admit(one)
     engine.allocate(one, 24)
@@ -432,15 +382,15 @@ def test_being_told_twice_of_blocks_begins_one_load():
     assert engine.admission.matched(one, 0) == 0, "it is loading"
 
 
-def test_what_a_load_writes_is_pinned_until_every_worker_has_landed():
+def test_blocks_that_a_load_writes_are_pinned_until_every_worker_has_landed():
     engine, source, one = alone()
-    engine.admit(one, local_tokens=8)
-    table, window = engine.held["a"]
-    assert [block.ref_cnt for block in table] == [1, 1] + [2] * 8
-    assert [block.ref_cnt for block in window] == [0, 1] + [2] * 8, "the null block is nobody's"
+    engine.admit(one, local_tokens=12)
+    table, window = engine.tables["a"]
+    assert [block.ref_cnt for block in table] == [1] * 3 + [2] * 7
+    assert [block.ref_cnt for block in window] == [0, 1, 1] + [2] * 7, "nobody holds the null block"
     engine.report(source.load, None)
-    assert source.heard == [("begin", 8, 24)], "one worker of two"
-    assert table[2].ref_cnt == 2
+    assert source.heard == [("begin", 12, 24)], "one worker of two"
+    assert table[3].ref_cnt == 2
     engine.report(source.load, None)
     assert source.heard[1:] == [("ended", None), ("settled", "a")]
     assert {block.ref_cnt for block in table} == {1}
@@ -450,32 +400,32 @@ def test_what_a_load_writes_is_pinned_until_every_worker_has_landed():
 
 def test_reports_of_several_workers_may_come_as_one():
     source = Stand("one", 24)
-    engine = Engine(source, workers=3)
-    engine.admit(engine.arrive())
+    engine = engine_with(source, workers=3)
+    engine.admit(arrive(engine))
     engine.report(source.load, None, workers=3)
     assert source.heard[1:] == [("ended", None), ("settled", "a")]
-    assert engine.pool.references == 2 * PROMPT // BLOCK - 1
+    assert engine.pool.references == 2 * PROMPT // BLOCK
 
 
-def test_a_failure_of_one_worker_is_one_of_the_load_and_the_next_bid_is_taken():
+def test_a_load_fails_if_it_fails_on_one_worker_and_the_next_bid_is_taken():
     best, second = Stand("best", 24), Stand("second", 16)
-    engine = Engine(best, second)
-    one = engine.arrive()
+    engine = engine_with(best, second)
+    one = arrive(engine)
     engine.admit(one)
     engine.report(best.load, None, "torn")
     assert best.heard[1:] == [("ended", "torn")], "what is settled is not wanted any more"
     engine.free(one)
     assert engine.pool.references == 0
-    assert engine.admit_anew(one) == 16
+    assert admit_again(engine, one) == 16
     engine.report(second.load, None, None)
     assert second.heard[1:] == [("ended", None), ("settled", "a")]
 
 
-def test_when_all_bids_are_struck_out_the_request_is_computed():
+def test_a_request_is_computed_when_all_sources_are_excluded():
     engine, source, one = alone(attempts=9)
     engine.admit(one)
     engine.report(source.load, "torn", "torn")
-    assert engine.admit_anew(one) == 0
+    assert admit_again(engine, one) == 0
     assert source.heard[-1] == ("settled", "a")
 
 
@@ -484,10 +434,10 @@ def test_attempts_are_capped_though_a_source_goes_on_bidding():
     assert engine.admit(one) == 24
     for left in (24, 24, 0):
         engine.report(source.load, "torn", "torn")
-        assert engine.admit_anew(one) == left
+        assert admit_again(engine, one) == left
 
 
-def test_an_offer_after_a_failure_that_finds_no_room_at_once_is_withdrawn():
+def test_a_plan_after_a_failed_load_is_dropped_if_blocks_are_short():
     engine, source, one = alone(strikes=False, attempts=9)
     engine.admit(one)
     engine.report(source.load, "torn", "torn")
@@ -505,7 +455,7 @@ def test_loads_that_bring_something_do_not_use_up_attempts():
     for _ in range(3):
         assert engine.admit(one) == 24
         engine.report(source.load, None, None)
-        engine.compute(one)
+        run(engine, one)
         engine.free(one)  # preempted
     assert engine.pool.references == 0
 
@@ -520,17 +470,16 @@ def test_a_request_that_asks_again_before_it_computes_anything_uses_up_attempts(
     assert engine.admit(one) == 0
 
 
-def test_nothing_is_loaded_where_only_the_last_token_is_left():
+def test_no_load_begins_if_only_the_last_token_is_missing():
     source = Stand("tiers", PROMPT)
-    engine = Engine(source, workers=1)
-    one = engine.arrive()
+    engine = engine_with(source, workers=1)
+    one = arrive(engine)
     assert engine.admit(one, local_tokens=PROMPT - 1) == 0
-    engine.compute(one)
-    only = request("b", [7])
-    engine.admission.on_new_request(only)
+    run(engine, one)
+    only = engine.arrive(request("b", [7]))
     assert engine.admit(only) == 0
-    engine.compute(only)
-    assert said(engine)[1] == {
+    run(engine, only)
+    assert counted(engine) == {
         "queries tiers": 2, "misses tiers local ": 1, "misses tiers short_prompt ": 1,
     }  # fmt: skip
     assert source.heard == [("settled", "a"), ("settled", "b")]
@@ -554,23 +503,23 @@ def test_nothing_is_loaded_where_only_the_last_token_is_left():
         (None, "it asks to read no cache (skip_reading_prefix_cache)"),
     ],
 )
-def test_a_request_that_reads_no_cache_is_told_so(sampling, why):
+def test_a_request_that_must_not_use_cached_kv_is_reported_as_skipped(sampling, why):
     """vLLM loads nothing for it, whatever a connector says."""
     source = Stand("peer", PROMPT - 1)
-    engine = Engine(source, workers=1)
+    engine = engine_with(source, workers=1)
     one = request("a", range(PROMPT), skip_reading_prefix_cache=True, sampling_params=sampling)
-    engine.admission.on_new_request(one)
+    engine.arrive(one)
     assert engine.admission.matched(one, 0) == engine.admission.matched(one, 0) == 0
     engine.allocate(one, 0)
-    engine.compute(one)
+    run(engine, one)
     assert source.heard == [("settled", "a")], "a peer need not keep it"
-    (asked,) = [event for event in engine.told if isinstance(event, SourcesAsked)]
+    (asked,) = events_of(engine, SourcesAsked)
     assert (asked.bids, asked.chosen, asked.why) == ((), None, DecisionReason.SKIPPED)
     (lack,) = asked.misses
     assert lack == SourceMiss(
         "peer", MissReason.SKIPPED, detail=f"{why}, so the engine computes the whole prompt"
     )
-    assert said(engine)[1] == {"queries peer": 1, "misses peer skipped ": 1}
+    assert counted(engine) == {"queries peer": 1, "misses peer skipped ": 1}
 
 
 def test_a_late_load_is_a_failure_and_keeps_its_blocks_until_it_has_landed():
@@ -579,7 +528,7 @@ def test_a_late_load_is_a_failure_and_keeps_its_blocks_until_it_has_landed():
     load = source.load
     engine.report(load, "its deadline passed", "its deadline passed", late=True)
     engine.free(one)
-    pinned = 2 * PROMPT // BLOCK - 1
+    pinned = 2 * PROMPT // BLOCK
     assert engine.pool.references == pinned == engine.admission.pins.late_blocks("one")
     assert source.heard[-1] == ("ended", "its deadline passed")
     engine.landed(load, 1)
@@ -602,8 +551,8 @@ def test_a_load_that_one_worker_has_late_and_another_in_time_is_late():
 
 def test_a_request_aborted_while_loading_is_settled_once_and_its_load_still_reported():
     source, other = Stand("one", 24), Stand("other", 8)
-    engine = Engine(source, other)
-    one = engine.arrive()
+    engine = engine_with(source, other)
+    one = arrive(engine)
     engine.admit(one)
     load = source.load
     engine.admission.finished("a")
@@ -614,16 +563,16 @@ def test_a_request_aborted_while_loading_is_settled_once_and_its_load_still_repo
     engine.report(load, None, None)
     assert source.heard[4:] == [], "nobody waits for it"
     assert (engine.pool.references, len(engine.admission), len(engine.admission.pins)) == (0, 0, 0)
-    assert not engine.admission._loads
+    assert engine.admission.loads == 0
 
 
-def test_a_request_of_the_same_name_does_not_hear_of_the_load_before():
+def test_a_request_with_a_reused_id_is_not_affected_by_the_earlier_load():
     engine, source, one = alone()
     engine.admit(one)
     load = source.load
     engine.admission.finished("a")
     engine.free(one)
-    again = engine.arrive()
+    again = arrive(engine)
     engine.admit(again)
     heard = list(source.heard)
     engine.report(load, "torn", "torn")
@@ -649,7 +598,7 @@ def test_a_preempted_request_is_served_again(served):
     assert source.heard[-1] == ("begin", 4, 24)
 
 
-def test_an_offer_that_has_gone_by_the_time_blocks_are_there_loads_nothing():
+def test_an_offer_that_is_gone_when_blocks_are_allocated_is_not_loaded():
     engine, source, one = alone()
     assert engine.admission.matched(one, 0) == 24
     source.total = 0
@@ -661,7 +610,7 @@ def test_an_offer_that_has_gone_by_the_time_blocks_are_there_loads_nothing():
 
 def test_every_source_hands_over_in_order():
     meta = StepOrders()
-    Engine(Stand("one"), Stand("other")).admission.hand_over(meta)
+    engine_with(Stand("one"), Stand("other")).admission.hand_over(meta)
     assert meta.disconnects == ["one", "other"]
 
 
@@ -674,32 +623,32 @@ def cached(blocks):
 
 def loaded_in_part(source):
     """An engine that has cached what a load filled, and the block that holds only [18, 20)."""
-    engine = Engine(source)
-    one = engine.arrive()
+    engine = engine_with(source)
+    one = arrive(engine)
     engine.admit(one)  # 23 sees tokens from 18 on
     engine.report(source.load, None, None)
-    table, window = engine.held["a"]
+    table, window = engine.tables["a"]
     cached(table)
     cached(window)
     return engine, one, window[4]
 
 
-def test_a_block_that_was_loaded_in_part_leaves_the_prefix_cache_when_its_request_goes_on():
+def test_a_partly_loaded_block_is_evicted_when_its_request_resumes():
     engine, one, part = loaded_in_part(Stand("one", 24, alignment_tokens=2))
     engine.allocate(one, 0)
     assert part.block_hash is None
     assert all(
-        block.block_hash for table in engine.held["a"] for block in table if block not in (part, table[0])
+        block.block_hash for table in engine.tables["a"] for block in table if block not in (part, table[0])
     )
 
 
-def test_a_block_that_was_loaded_in_part_leaves_the_prefix_cache_with_the_step():
+def test_a_partly_loaded_block_is_evicted_with_the_step():
     engine, _, part = loaded_in_part(Stand("one", 24, alignment_tokens=2))
     engine.admission.hand_over(StepOrders())
     assert part.block_hash is None
 
 
-def test_a_request_that_may_have_found_it_before_is_looked_up_again():
+def test_a_prefix_that_may_contain_an_evicted_block_is_looked_up_again():
     source = Stand("one", 24, alignment_tokens=2)
     engine, _, part = loaded_in_part(source)
     other = request("b", range(PROMPT))
@@ -708,69 +657,69 @@ def test_a_request_that_may_have_found_it_before_is_looked_up_again():
     assert engine.admission.matched(other, 0) == 0
 
 
-def test_being_told_twice_of_blocks_is_no_sign_that_they_are_cached():
+def test_a_second_allocation_during_a_load_evicts_no_block():
     source, other = Stand("one", 24, alignment_tokens=2), request("b", range(PROMPT))
-    engine = Engine(source)
-    one = engine.arrive()
+    engine = engine_with(source)
+    one = arrive(engine)
     engine.admit(one)
     engine.allocate(one, 24)
     engine.report(source.load, None, None)
     assert engine.admission.matched(other, 0) == 0
-    _, window = engine.held["a"]
+    _, window = engine.tables["a"]
     cached(window)
     assert engine.admission.matched(other, 20) is None
 
 
-def test_blocks_that_are_loaded_whole_stay_in_the_prefix_cache():
+def test_wholly_loaded_blocks_stay_in_the_prefix_cache():
     engine, one, block = loaded_in_part(Stand("one", 24))
     assert engine.admission.matched(request("b", range(PROMPT)), 20) == 0
     engine.allocate(one, 0)
     assert block.block_hash is not None
 
 
-def test_blocks_of_another_request_are_not_those_that_were_given_back():
+def test_masked_blocks_belong_to_one_request():
     engine, one, part = loaded_in_part(Stand("one", 24, alignment_tokens=2))
-    tables = tuple([block.block_id for block in table] for table in engine.held["a"])
+    tables = tuple([block.block_id for block in table] for table in engine.tables["a"])
     engine.allocate(one, 0)
-    assert part.block_id not in engine.parts.masked_tables("a", tables)[1]
-    assert engine.parts.masked_tables("b", tables) == tables
+    assert part.block_id not in engine.half.parts.masked_tables("a", tables)[1]
+    assert engine.half.parts.masked_tables("b", tables) == tables
     elsewhere = tables[0], [*tables[1][5:], *tables[1][:5]]
-    assert engine.parts.masked_tables("a", elsewhere) == elsewhere, "given back, and given out to it again"
-    engine.parts.forget("a")
-    assert engine.parts.masked_tables("a", tables) == tables
+    assert engine.half.parts.masked_tables("a", elsewhere) == elsewhere, "freed and allocated again"
+    engine.half.parts.forget("a")
+    assert engine.half.parts.masked_tables("a", tables) == tables
     cached([part])
-    assert not engine.parts.evict()
+    assert not engine.half.parts.evict()
 
 
-def test_blocks_that_a_failed_load_gave_back_are_nobodys_parts():
+def test_freed_blocks_of_a_failed_load_are_not_evicted():
     engine, source, one = alone(alignment_tokens=2)
     engine.admit(one)
-    _, window = engine.held["a"]
+    _, window = engine.tables["a"]
     engine.report(source.load, "torn", "torn")
     engine.free(one)
     cached(window)  # somebody else's, whole
-    assert not engine.parts.evict()
+    assert not engine.half.parts.evict()
 
 
-def test_blocks_that_a_preempted_request_gave_back_are_nobodys_parts():
+def test_freed_blocks_of_a_preempted_request_are_not_evicted():
     engine, source, one = alone(alignment_tokens=2)
     engine.admit(one)
     engine.report(source.load, None, None)
-    _, window = engine.held["a"]
-    tables = tuple([block.block_id for block in table] for table in engine.held["a"])
+    _, window = engine.tables["a"]
+    tables = tuple([block.block_id for block in table] for table in engine.tables["a"])
     engine.free(one)
     one.num_preemptions += 1
     cached(window)
-    assert not engine.parts.evict()
+    assert not engine.half.parts.evict()
     source.total = 0
     assert engine.admit(one) == 0
-    assert engine.parts.masked_tables("a", tables) == tables, "they are computed anew"
+    assert engine.half.parts.masked_tables("a", tables) == tables, "they are computed anew"
 
 
 def test_the_beginning_comes_from_one_source_and_the_rest_from_another():
     near, far = Stand("near", 0, head_until=18), Stand("far", 39)
-    engine = Engine(near, far, policy=WeightPolicy({"near": 2.0}))
-    one = engine.arrive()
+    engine = engine_with(near, far, policy=WeightPolicy({"near": 2.0}))
+    one = arrive(engine)
     assert engine.admit(one, local_tokens=4) == 35
     assert (near.heard, far.heard) == ([("begin", 4, 16)], [("begin", 16, 39)]), "16: where a block ends"
     assert (near.load.span, far.load.span) == (
@@ -780,16 +729,16 @@ def test_the_beginning_comes_from_one_source_and_the_rest_from_another():
     assert near.load.attempt == far.load.attempt
     assert (near.load.loads, far.load.loads) == (2, 2)
     assert near.load.key != far.load.key
-    table, window = engine.held["a"]
+    table, window = engine.tables["a"]
     assert [block.ref_cnt for block in table] == [1] + [2] * 9
-    assert [block.ref_cnt for block in window] == [0] + [2] * 9, "windows come with the end"
+    assert [block.ref_cnt for block in window] == [1] + [2] * 9, "windows come with the end"
     assert engine.admission.origins("a") == {"near of a": 12, "far of a": 23}
 
 
 def composed(**options):
     near, far = Stand("near", 0, head_until=16), Stand("far", 39)
-    engine = Engine(near, far, policy=WeightPolicy({"near": 2.0}), **options)
-    one = engine.arrive()
+    engine = engine_with(near, far, policy=WeightPolicy({"near": 2.0}), **options)
+    one = arrive(engine)
     assert engine.admit(one) == 39
     return engine, one, near, far
 
@@ -810,17 +759,17 @@ def test_a_request_goes_on_when_both_parts_are_there(first):
 
 @pytest.mark.parametrize("first", ["near", "far"])
 @pytest.mark.parametrize("fails", ["near", "far"])
-def test_the_source_of_the_part_that_failed_is_struck_out_and_the_other_is_not(first, fails):
+def test_only_the_source_of_the_failed_part_is_excluded(first, fails):
     engine, one, near, far = composed()
     for source in (near, far) if first == "near" else (far, near):
         engine.report(source.load, "torn" if source.name == fails else None, None)
     engine.free(one)
     assert engine.pool.references == 0
     if fails == "near":
-        assert engine.admit_anew(one) == 39
+        assert admit_again(engine, one) == 39
         assert far.load.span == LoadSpan(0, 39, PROMPT)
     else:
-        assert engine.admit_anew(one) == 0, "a beginning alone is of no use"
+        assert admit_again(engine, one) == 0, "a beginning alone is of no use"
         assert near.heard[-1] == ("settled", "a")
 
 
@@ -831,13 +780,13 @@ def handed_over(engine):
 
 
 @pytest.mark.parametrize("growing", [True, False])
-def test_workers_need_not_wait_for_the_rest_of_a_growing_load_that_has_failed_on_one(growing):
+def test_a_growing_load_that_failed_on_one_worker_is_dropped(growing):
     source = Stand("one", 24)
     source.bids = lambda request, local_tokens: [
         Bid("one", (PlaceTokens("one", 24 - local_tokens),), growing=growing)
     ]
-    engine = Engine(source)
-    one = engine.arrive()
+    engine = engine_with(source)
+    one = arrive(engine)
     assert engine.admit(one) == 24
     engine.report(source.load, "torn")
     assert source.heard[1:] == ([("dropped", source.load.key)] if growing else [])
@@ -847,7 +796,7 @@ def test_workers_need_not_wait_for_the_rest_of_a_growing_load_that_has_failed_on
 
 @pytest.mark.parametrize("lands", [True, False], ids=["it lands", "it hangs"])
 @pytest.mark.parametrize("fails", ["near", "far"])
-def test_when_one_part_fails_the_other_is_given_up_and_is_not_to_blame(fails, lands):
+def test_the_other_part_of_a_failed_load_is_dropped_and_not_excluded(fails, lands):
     engine, one, near, far = composed()
     bad, good = (near, far) if fails == "near" else (far, near)
     load = good.load
@@ -866,7 +815,7 @@ def test_when_one_part_fails_the_other_is_given_up_and_is_not_to_blame(fails, la
     dropped = [e for e in engine.told if isinstance(e, LoadEnded) and e.source == good.name]
     assert [(e.outcome, e.failure) for e in dropped] == [(LoadOutcome.DROPPED, why)]
     good.head_until = 0
-    assert engine.admit_anew(one) == (39 if good is far else 0)
+    assert admit_again(engine, one) == (39 if good is far else 0)
     if not lands:
         engine.landed(load, 2)
     engine.admission.finished("a")
@@ -876,16 +825,16 @@ def test_when_one_part_fails_the_other_is_given_up_and_is_not_to_blame(fails, la
     assert engine.pool.references == 0
 
 
-def test_two_parts_that_fail_at_once_are_both_to_blame():
+def test_two_parts_that_fail_at_once_are_both_excluded():
     engine, one, near, far = composed(workers=1)
     reports = {source.load.key: Report("torn", late=False) for source in (near, far)}
     engine.report_at_once(reports)
     assert near.heard[1:] == far.heard[1:] == [("ended", "torn")]
     assert handed_over(engine) == {}
-    assert engine.admit_anew(one) == 0
+    assert admit_again(engine, one) == 0
 
 
-def test_two_parts_that_fail_on_one_worker_at_once_are_both_to_blame_and_the_others_need_not_go_on():
+def test_two_parts_that_fail_at_once_on_one_worker_are_given_up_and_excluded():
     engine, one, near, far = composed()
     reports = {source.load.key: Report("torn", late=False) for source in (near, far)}
     engine.report_at_once(reports)
@@ -894,14 +843,14 @@ def test_two_parts_that_fail_on_one_worker_at_once_are_both_to_blame_and_the_oth
     for source in (near, far):
         engine.report(source.load, why)
         assert source.heard[-1] in (("ended", "torn"), ("settled", "a"))
-    assert engine.admit_anew(one) == 0
+    assert admit_again(engine, one) == 0
 
 
-def test_a_part_tells_nothing_of_how_fast_its_place_is():
+def test_a_load_in_parts_measures_no_speed():
     engine, _, near, far = composed()
     for source in (near, far):
         engine.report(source.load, None, None)
-    speeds = engine.admission._chooser.speeds
+    speeds = engine.chooser.speeds
     assert [speeds.load_seconds(place, 100) for place in ("near", "far")] == [0, 0]
 
 
@@ -909,11 +858,11 @@ def test_an_attempt_of_two_parts_is_one():
     engine, one, near, far = composed(attempts=1)
     engine.report(near.load, None, None)
     engine.report(far.load, None, None)
-    engine.compute(one)
+    run(engine, one)
     assert engine.admit(one) == 39, "it was served, and is admitted anew after it was preempted"
     engine.report(near.load, "torn", "torn")
     engine.report(far.load, "torn", "torn")
-    assert engine.admit_anew(one) == 0
+    assert admit_again(engine, one) == 0
 
 
 def test_a_request_aborted_while_two_parts_are_loading_holds_blocks_until_both_have_landed():
@@ -923,15 +872,15 @@ def test_a_request_aborted_while_two_parts_are_loading_holds_blocks_until_both_h
     assert [("dropped", far.load.key)] == [heard for heard in far.heard if heard[0] == "dropped"]
     engine.free(one)
     engine.report(near.load, "the request has ended", None)
-    assert engine.pool.references == 9 + 6
+    assert engine.pool.references == 10 + 6
     engine.report(far.load, None, None)
     assert engine.pool.references == 0
 
 
 def test_an_engine_that_takes_less_may_need_the_second_part_alone():
     near, far = Stand("near", 0, head_until=16), Stand("far", 39)
-    engine = Engine(near, far, policy=WeightPolicy({"near": 2.0}))
-    one = engine.arrive()
+    engine = engine_with(near, far, policy=WeightPolicy({"near": 2.0}))
+    one = arrive(engine)
     assert engine.admission.matched(one, 0) == 39
     engine.allocate(one, 19)
     assert (near.heard, far.load.span) == ([], LoadSpan(20, 39, PROMPT, (16, 39)))
@@ -942,45 +891,39 @@ def test_an_engine_that_takes_less_may_need_the_second_part_alone():
 
 def test_one_source_that_has_all_is_preferred_to_two():
     both, far = Stand("both", 39, head_until=16), Stand("far", 39)
-    engine = Engine(both, far)
-    assert engine.admit(engine.arrive()) == 39
+    engine = engine_with(both, far)
+    assert engine.admit(arrive(engine)) == 39
     assert (both.load.span, far.heard) == (LoadSpan(0, 39, PROMPT), [])
 
 
-def test_an_end_that_is_looked_for_is_waited_for(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(admission.time, "monotonic", lambda: now[0])
+def test_a_request_waits_for_a_promised_tail():
     near, far = Stand("near", 12, head_until=16), Stand("far", 39, looking=True, promised=True)
-    engine = Engine(near, far, patience=5.0)
-    one = engine.arrive()
+    engine = engine_with(near, far, patience=5.0)
+    one = arrive(engine)
     assert engine.admit(one) is None
-    now[0] += 5.1
+    engine.clock.now += 5.1
     assert engine.admit(one) == 12
     far.looking = False
-    assert engine.admit(engine.arrive("b")) == 39
+    assert engine.admit(arrive(engine, "b")) == 39
 
 
 @pytest.mark.parametrize("total", [16, 12])
-def test_nothing_is_composed_with_what_has_no_end(total):
+def test_a_head_is_combined_only_with_a_longer_tail(total):
     near, far = Stand("near", 8, head_until=16), Stand("far", total)
-    engine = Engine(near, far, policy=WeightPolicy({"near": 2.0, "far": 0.1}))
-    assert engine.admit(engine.arrive()) == 8
+    engine = engine_with(near, far, policy=WeightPolicy({"near": 2.0, "far": 0.1}))
+    assert engine.admit(arrive(engine)) == 8
     assert (near.load.span, far.heard) == (LoadSpan(0, 8, PROMPT), [])
 
 
-def said(engine):
-    """Names of events, and what was counted of them."""
-    counted = {" ".join([name, *of]): n for (name, of), n in engine.fold.take().counters.items()}
-    return [type(event).__name__ for event in engine.told], counted
+def names_of_events(engine):
+    return [type(event).__name__ for event in engine.told]
 
 
 @pytest.mark.parametrize("ends", ["first", "last"])
-def test_a_source_forgets_a_load_once_though_nobody_observes_it(monkeypatch, ends):
-    for emit in ("arrived", "asked", "began", "ended", "settled", "scheduled", "finished"):
-        monkeypatch.setattr(AdmissionEvents, emit, lambda *_, **__: None)
+def test_a_source_forgets_a_load_once(ends):
     source = Stand("tiers", 16)
-    engine = Engine(source)
-    one = engine.arrive()
+    engine = engine_with(source)
+    one = arrive(engine)
     engine.admit(one)
     if ends == "first":
         engine.admission.finished("a")
@@ -990,25 +933,26 @@ def test_a_source_forgets_a_load_once_though_nobody_observes_it(monkeypatch, end
     assert source.forgotten == [source.load.key]
 
 
-def test_what_becomes_of_a_request_is_told_in_order_and_counted_once():
+def test_events_of_a_request_are_in_order_and_counted_once():
     peer, tiers = Stand("peer", 16), Stand("tiers", 8)
-    engine = Engine(peer, tiers)
-    one = engine.arrive()
+    engine = engine_with(peer, tiers)
+    one = arrive(engine)
     assert engine.admission.matched(one, 0) == 16
     assert engine.admission.matched(one, 0) == 16, "it waits for room"
     engine.allocate(one, 16)
     engine.report(peer.load, None, None)
     engine.allocate(one, 0)
     engine.admission.finished("a")
-    names, counted = said(engine)
-    assert names == ["Arrived", "SourcesAsked", "LoadBegan", "LoadEnded", "Scheduled", "Finished"]
+    assert names_of_events(engine) == [
+        "Arrived", "SourcesAsked", "LoadBegan", "LoadEnded", "Scheduled", "Finished",
+    ]  # fmt: skip
     (asked,) = (event for event in engine.told if isinstance(event, SourcesAsked))
     assert [(one.source, one.value, one.excluded) for one in asked.bids] == [
         ("peer", 16, ""),
         ("tiers", 8, ""),
     ]
     assert (asked.chosen, asked.why, asked.misses) == (asked.bids[0].bid, DecisionReason.BEST, ())
-    assert counted == {
+    assert counted(engine) == {
         "queries peer": 1, "hits peer": 1, "hit_tokens peer peer": 16, "loads peer ready": 1,
         "queries tiers": 1, "misses tiers lost_bid ": 1, "load_bytes peer 0 full_attention copied": 100,
     }  # fmt: skip
@@ -1016,10 +960,10 @@ def test_what_becomes_of_a_request_is_told_in_order_and_counted_once():
 
 
 @pytest.mark.parametrize("failure", [None, "gone"])
-def test_the_figures_of_all_workers_are_told_at_the_end_of_a_load(failure):
+def test_the_end_of_a_load_has_the_figures_of_all_workers(failure):
     peer = Stand("peer", 16)
-    engine = Engine(peer)
-    engine.admit(engine.arrive())
+    engine = engine_with(peer)
+    engine.admit(arrive(engine))
     figures = LoadFigures(
         bytes_by_group=(640, 0), strategy_by_group=("direct", ""), pages=4, plan_seconds=0.1
     )
@@ -1033,202 +977,199 @@ def test_the_figures_of_all_workers_are_told_at_the_end_of_a_load(failure):
     assert bool(ended.moved) == (failure is None)
 
 
-def test_a_failure_is_told_with_what_is_struck_out_and_what_had_to_be_computed():
+def test_events_of_a_failed_load_name_the_exclusion_and_the_recomputed_tokens():
     peer = Stand("peer", 16)
-    engine = Engine(peer, workers=1)
-    one = engine.arrive()
+    engine = engine_with(peer, workers=1)
+    one = arrive(engine)
     engine.admit(one)
     engine.report(peer.load, "gone")
-    assert engine.admit_anew(one) == 0
-    engine.compute(one)
-    names, counted = said(engine)
-    assert names == ["Arrived", "SourcesAsked", "LoadBegan", "LoadEnded", "SourcesAsked", "Scheduled"]
+    assert admit_again(engine, one) == 0
+    run(engine, one)
+    assert names_of_events(engine) == [
+        "Arrived", "SourcesAsked", "LoadBegan", "LoadEnded", "SourcesAsked", "Scheduled",
+    ]  # fmt: skip
     assert (engine.told[-2].bids[0].excluded, engine.told[-2].why) == ("gone", DecisionReason.NOTHING)
-    assert counted == {
+    assert counted(engine) == {
         "loads peer failed": 1, "queries peer": 1, "misses peer failed ": 1, "recomputed_tokens peer": 16,
     }  # fmt: skip
 
 
-def test_the_last_token_is_computed_even_if_its_kv_is_loaded():
+def test_the_last_token_counts_as_computed_even_if_its_kv_is_loaded():
     tiers = Stand("tiers", PROMPT)
-    engine = Engine(tiers, workers=1)
-    assert engine.admit(engine.arrive()) == PROMPT
+    engine = engine_with(tiers, workers=1)
+    assert engine.admit(arrive(engine)) == PROMPT
     engine.report(tiers.load, None)
-    assert settled(engine) == [(PROMPT - 1, 0)]
+    assert scheduled(engine) == [(PROMPT - 1, 0)]
 
 
-def settled(engine):
-    return [
-        (event.cached_tokens, event.other_connector_tokens)
-        for event in engine.told
-        if isinstance(event, Scheduled)
-    ]
+def scheduled(engine):
+    return [(event.cached_tokens, event.other_connector_tokens) for event in events_of(engine, Scheduled)]
 
 
 @pytest.mark.parametrize(("local", "available"), [(8, 39), (None, 39), (0, 24)])
-def test_what_another_connector_has_loaded_is_neither_computed_nor_the_engines_own(local, available):
+def test_tokens_loaded_by_another_connector_are_counted_apart(local, available):
     """As a parent of several connectors has it: 0 tokens are ours to load, and the engine has more later."""
     ours = Stand("tiers", 32)
-    engine = Engine(ours)
-    one = engine.arrive()
+    engine = engine_with(ours)
+    one = arrive(engine)
     one.prefill_stats = None if local is None else SimpleNamespace(num_local_cached_tokens=local)
     assert engine.admission.matched(one, local or 0) == 32 - (local or 0)
     engine.allocate(one, 0)
-    assert settled(engine) == [], "the other one is loading"
+    assert scheduled(engine) == [], "the other one is loading"
     engine.allocate(one, 0)
     engine.admission.scheduled({"b": 1})
-    engine.compute(one, available)
-    engine.compute(one, available + 1)
-    assert settled(engine) == [(available, available - (local or 0))]
-    assert said(engine)[1] == {"queries tiers": 1, "misses tiers lost_bid ": 1}
+    run(engine, one, available)
+    run(engine, one, available + 1)
+    assert scheduled(engine) == [(available, available - (local or 0))]
+    assert counted(engine) == {"queries tiers": 1, "misses tiers lost_bid ": 1}
 
 
 @pytest.mark.parametrize(("own", "others"), [(8, 4), (None, 0)])
 def test_a_request_that_no_source_can_serve_is_scheduled_too(own, others):
-    engine = Engine(Stand("peer", serves=False))
-    one = engine.arrive()
+    engine = engine_with(Stand("peer", serves=False))
+    one = arrive(engine)
     one.prefill_stats = None if own is None else SimpleNamespace(num_local_cached_tokens=own)
     assert engine.admit(one, 8) == 0
-    engine.compute(one, 12)
-    engine.compute(one, 13)
-    assert settled(engine) == [(12, others)]
-    assert said(engine) == (["Arrived", "Scheduled"], {})
+    run(engine, one, 12)
+    run(engine, one, 13)
+    assert scheduled(engine) == [(12, others)]
+    assert (names_of_events(engine), counted(engine)) == (["Arrived", "Scheduled"], {})
 
 
-def test_what_another_connector_brings_after_our_load_failed_is_not_recomputed():
+def test_tokens_that_another_connector_loads_after_a_failure_are_not_recomputed():
     ours = Stand("tiers", 32)
-    engine = Engine(ours, workers=1)
-    one = engine.arrive()
+    engine = engine_with(ours, workers=1)
+    one = arrive(engine)
     engine.admit(one)
     engine.report(ours.load, "gone")
-    assert engine.admit_anew(one) == 0
-    engine.compute(one, 20)
-    assert said(engine)[1]["recomputed_tokens tiers"] == 12
+    assert admit_again(engine, one) == 0
+    run(engine, one, 20)
+    assert counted(engine)["recomputed_tokens tiers"] == 12
 
 
-def test_a_request_is_not_said_to_go_on_when_the_other_connectors_load_has_failed():
+def test_no_scheduled_event_follows_a_failed_load_of_another_connector():
     ours = Stand("tiers", 32)
-    engine = Engine(ours, workers=1)
-    one = engine.arrive()
+    engine = engine_with(ours, workers=1)
+    one = arrive(engine)
     assert engine.admission.matched(one, 0) == 32
     engine.allocate(one, 0)
     assert engine.admit(one) == 32, "the other has failed: ours is taken"
-    engine.compute(one, 16)
-    assert settled(engine) == []
+    run(engine, one, 16)
+    assert scheduled(engine) == []
     engine.report(ours.load, None)
-    assert settled(engine) == [(32, 0)]
-    counted = said(engine)[1]
-    assert (counted["queries tiers"], counted["hits tiers"]) == (1, 1)
+    assert scheduled(engine) == [(32, 0)]
+    found = counted(engine)
+    assert (found["queries tiers"], found["hits tiers"]) == (1, 1)
 
 
-def test_why_nothing_is_loaded_is_told(monkeypatch):
-    monkeypatch.setattr(admission.time, "monotonic", clock := Clock())
+def test_events_say_why_a_prompt_is_computed():
     looking, ready = Stand("peer", 16, looking=True), Stand("tiers", 0, miss=MissReason.EVICTED)
-    engine = Engine(looking, ready, patience=1.0)
-    one = engine.arrive()
+    engine = engine_with(looking, ready, patience=1.0)
+    one = arrive(engine)
     assert engine.admission.matched(one, 0) is None
-    clock.now += 2
+    engine.clock.now += 2
     assert engine.admit(one) == 0
-    engine.compute(one)
+    run(engine, one)
     assert [event.why for event in engine.told if isinstance(event, SourcesAsked)] == [
         DecisionReason.LOOKING,
         DecisionReason.UNANSWERED,
     ]
-    assert {name: n for name, n in said(engine)[1].items() if name.startswith("misses")} == {
+    assert {name: n for name, n in counted(engine).items() if name.startswith("misses")} == {
         "misses peer looking ": 1, "misses tiers evicted 0 full_attention": 1,
     }  # fmt: skip
 
 
-def test_of_a_source_that_is_not_waited_for_that_is_told():
+def test_an_event_says_that_a_looking_source_was_passed_over():
     looking, ready = Stand("peer", 16, looking=True), Stand("tiers", 8)
-    engine = Engine(looking, ready, workers=1)
-    one = engine.arrive()
+    engine = engine_with(looking, ready, workers=1)
+    one = arrive(engine)
     assert engine.admit(one) == 8
     engine.report(ready.load, None)
-    engine.compute(one, 8)
-    (asked,) = [event for event in engine.told if isinstance(event, SourcesAsked)]
+    run(engine, one, 8)
+    (asked,) = events_of(engine, SourcesAsked)
     assert (asked.chosen.source, asked.why) == ("tiers", DecisionReason.ANSWERED)
-    assert said(engine)[1]["misses peer looking "] == 1
+    assert counted(engine)["misses peer looking "] == 1
 
 
-def test_an_offer_that_is_withdrawn_for_want_of_room_is_a_miss_of_that_name():
+def test_a_plan_dropped_for_lack_of_blocks_counts_as_no_room():
     few, many = Stand("few", 8), Stand("many", 16)
-    engine = Engine(few, many, workers=1)
-    one = engine.arrive()
+    engine = engine_with(few, many, workers=1)
+    one = arrive(engine)
     engine.admit(one)
     engine.report(many.load, "gone")
     assert engine.admission.matched(one, 0) is None
     assert engine.admission.matched(one, 0) == 8
     assert engine.admission.matched(one, 0) == 0, "there was no room"
     engine.allocate(one, 0)
-    engine.compute(one)
-    counted = said(engine)[1]
-    assert (counted["misses few no_room "], counted["misses many failed "]) == (1, 1)
-    assert counted["recomputed_tokens many"] == 16
+    run(engine, one)
+    found = counted(engine)
+    assert (found["misses few no_room "], found["misses many failed "]) == (1, 1)
+    assert found["recomputed_tokens many"] == 16
 
 
-def test_attempts_that_are_used_up_are_a_miss_of_that_name():
+def test_spent_attempts_count_as_a_miss():
     bad, good = Stand("bad", 16, strikes=False), Stand("good", 8)
-    engine = Engine(bad, good, workers=1, attempts=1)
-    one = engine.arrive()
+    engine = engine_with(bad, good, workers=1, attempts=1)
+    one = arrive(engine)
     engine.admit(one)
     engine.report(bad.load, "gone")
-    assert engine.admit_anew(one) == 0
-    engine.compute(one)
-    counted = said(engine)[1]
-    assert (counted["misses bad failed "], counted["misses good attempts "]) == (1, 1)
+    assert admit_again(engine, one) == 0
+    run(engine, one)
+    found = counted(engine)
+    assert (found["misses bad failed "], found["misses good attempts "]) == (1, 1)
 
 
-def test_a_request_that_ends_while_it_is_loaded_is_no_query_and_its_load_is_dropped():
+def test_a_request_aborted_while_loading_counts_no_query_and_drops_its_load():
     source = Stand("peer", 16)
-    engine = Engine(source)
-    one = engine.arrive()
+    engine = engine_with(source)
+    one = arrive(engine)
     engine.admit(one)
     assert engine.fold.take().gauges == {("pending_loads", ("peer",)): 1}
     engine.admission.finished("a")
     (late,) = (event.blocks for event in engine.told if isinstance(event, LateBlocks))
     assert late == engine.fold.take().gauges["late_blocks", ()] > 0
     engine.report(source.load, None, None)
-    counted = engine.fold.take()
-    assert counted.counters == {("loads", ("peer", "dropped")): 1}
-    assert counted.gauges == {("pending_loads", ("peer",)): 0, ("late_blocks", ()): 0}
+    found = engine.fold.take()
+    assert found.counters == {("loads", ("peer", "dropped")): 1}
+    assert found.gauges == {("pending_loads", ("peer",)): 0, ("late_blocks", ()): 0}
 
 
-def test_a_source_that_cannot_serve_is_told_with_its_reason_and_one_that_was_not_asked_is_not():
-    engine = Engine(
+def test_a_declined_request_is_counted_only_with_a_reason():
+    engine = engine_with(
         Stand("peer", 16, serves=False), Stand("tiers", 16, serves=False, miss=MissReason.UNNAMED)
     )
-    engine.arrive()
-    assert said(engine) == (["Arrived"], {"queries tiers": 1, "misses tiers unnamed ": 1})
+    arrive(engine)
+    assert names_of_events(engine) == ["Arrived"]
+    assert counted(engine) == {"queries tiers": 1, "misses tiers unnamed ": 1}
 
 
 def test_a_preempted_request_is_counted_once_however_often_it_is_served():
     source = Stand("peer", 16)
-    engine = Engine(source, workers=1)
-    one = engine.arrive()
+    engine = engine_with(source, workers=1)
+    one = arrive(engine)
     for _ in range(3):
         assert engine.admit(one) == 16
         engine.report(source.load, None)
-        engine.compute(one)
+        run(engine, one)
         engine.free(one)
-    assert said(engine)[1] == {
+    assert counted(engine) == {
         "loads peer ready": 3, "queries peer": 1, "hits peer": 1, "hit_tokens peer peer": 16,
         "load_bytes peer 0 full_attention copied": 300,
     }  # fmt: skip
 
 
-def test_what_cannot_be_told_is_logged_once_and_changes_nothing(caplog, monkeypatch):
+def test_errors_of_events_are_logged_once_and_change_nothing(caplog):
     def broken(*_):
         raise RuntimeError("no")
 
     source, silent = Stand("peer", 16), Stand("tiers")
-    monkeypatch.setattr(silent, "why_no_bid", broken)
-    monkeypatch.setattr(source, "loaded_bytes", broken)
-    engine = Engine(source, silent, workers=1)
+    silent.why_no_bid = source.loaded_bytes = broken
+    engine = engine_with(source, silent, workers=1)
     for name in "ab":
-        assert engine.admit(engine.arrive(name)) == 16
+        assert engine.admit(arrive(engine, name)) == 16
         engine.report(source.load, None)
         engine.admission.finished(name)
+    assert len(source.forgotten) == 2
     assert [record.getMessage().partition(" ")[0] for record in caplog.records] == [
         "AdmissionEvents.asked",
         "AdmissionEvents.ended",
@@ -1247,7 +1188,7 @@ class Counting(RuleBasedStateMachine):
             for name, number in zip(("peer", "tiers"), tokens, strict=True)
         ]
         sources[1].head_until = head * BLOCK
-        self.engine = Engine(*sources, workers=1, policy=WeightPolicy({"tiers": 2.0}))
+        self.engine = engine_with(*sources, workers=1, policy=WeightPolicy({"tiers": 2.0}))
         self.whole, self.count = MetricsDelta(), 0
         self.waiting, self.loading, self.running, self.late = [], {}, [], []
         self.served, self.settled, self.failed = 0, set(), set()
@@ -1255,23 +1196,23 @@ class Counting(RuleBasedStateMachine):
     @rule()
     def arrive(self):
         self.count += 1
-        self.waiting.append(self.engine.arrive(str(self.count)))
+        self.waiting.append(arrive(self.engine, str(self.count)))
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data(), room=st.booleans())
     def admit(self, data, room):
         one = data.draw(st.sampled_from(self.waiting))
         tokens = self.engine.admission.matched(one, 0)
-        crowd = len(self.engine.held) + len(self.late)  # the pool has blocks for three
+        crowd = sum(any(one) for one in self.engine.tables.values())
+        crowd += len(self.late)  # the pool has blocks for three
         if tokens is None or not room or crowd > 2:
             return
         self.engine.allocate(one, tokens)
         self.waiting.remove(one)
         if tokens:
-            loads = [state.load for state in self.engine.admission._known[one.request_id].loads]
-            self.loading[one.request_id] = one, loads
+            self.loading[one.request_id] = one, self.engine.step().loads
         else:
-            self.engine.compute(one)
+            run(self.engine, one)
             self.runs(one)
 
     @precondition(lambda self: self.loading)
@@ -1311,9 +1252,7 @@ class Counting(RuleBasedStateMachine):
     def finish(self, data):
         everybody = [*self.waiting, *self.running, *(one for one, _ in self.loading.values())]
         one = data.draw(st.sampled_from(everybody))
-        self.engine.admission.finished(one.request_id)
-        if one.request_id in self.engine.held:
-            self.engine.free(one)
+        self.engine.finish(one)
         for those in (self.waiting, self.running):
             if one in those:
                 those.remove(one)
@@ -1346,27 +1285,27 @@ class Counting(RuleBasedStateMachine):
 
 
 TestCounting = Counting.TestCase
-TestCounting.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestCounting.settings = examples(80, stateful_step_count=30)
 
 
-def test_beside_others_a_bid_that_would_fill_a_block_in_part_is_not_taken():
+def test_a_bid_that_would_fill_a_block_partly_is_refused_with_whole_blocks():
     fine, coarse = Stand("fine", 24, alignment_tokens=2), Stand("coarse", 16)
-    alone = Engine(fine, coarse)
-    assert alone.admit(alone.arrive()) == 24
-    engine = Engine(fine, coarse, whole=True)
-    assert engine.admit(engine.arrive()) == 16
+    alone = engine_with(fine, coarse)
+    assert alone.admit(arrive(alone)) == 24
+    engine = engine_with(fine, coarse, whole=True)
+    assert engine.admit(arrive(engine)) == 16
     fine.looking = fine.promised = True
-    assert engine.admit(engine.arrive("c")) is None, "what it will turn out to be is not known"
+    assert engine.admit(arrive(engine, "c")) is None, "what it will turn out to be is not known"
     fine.looking, fine.alignment_tokens = False, BLOCK
-    assert engine.admit(engine.arrive("d")) == 24
+    assert engine.admit(arrive(engine, "d")) == 24
 
 
-def test_a_request_that_no_source_can_serve_is_told_with_its_trace_and_its_end():
-    engine = Engine(Stand("peer", serves=False))
+def test_events_of_an_unserved_request_have_its_trace_and_its_end():
+    engine = engine_with(Stand("peer", serves=False))
     one = request("a", range(PROMPT), trace_headers={"traceparent": "00-1-2-01"})
     engine.admission.on_new_request(one)
     engine.admission.finished("a")
-    assert said(engine) == (["Arrived", "Finished"], {})
+    assert (names_of_events(engine), counted(engine)) == (["Arrived", "Finished"], {})
     came = engine.told[0]
     assert (came.tokens, came.sources, came.trace_headers) == (PROMPT, (), (("traceparent", "00-1-2-01"),))
 
@@ -1386,18 +1325,18 @@ class HalfPrefix:
 
 def test_a_load_begins_where_the_engines_blocks_end_though_it_could_not_continue_there():
     source, cache = Stand("one", 24), HalfPrefix(4)
-    engine = Engine(source, prefix_cache=cache)
-    assert engine.admit(engine.arrive(), local_tokens=16) == 8
+    engine = engine_with(source, prefix_cache=cache)
+    assert engine.admit(arrive(engine), local_tokens=16) == 8
     assert (source.heard, cache.shortened) == ([("begin", 16, 24)], [])
-    (asked,) = [event for event in engine.told if isinstance(event, SourcesAsked)]
+    (asked,) = events_of(engine, SourcesAsked)
     assert (asked.local_tokens, asked.resumable_tokens) == (16, 4)
 
 
 @pytest.mark.parametrize(("total", "cut"), [(16, 12), (13, 12), (12, 8), (5, 4)])
-def test_for_a_shorter_prefix_the_engine_gives_up_blocks_once(total, cut):
+def test_the_engines_prefix_is_shortened_once_for_a_shorter_load(total, cut):
     source, cache = Stand("one", total), HalfPrefix(4)
-    engine = Engine(source, prefix_cache=cache)
-    one = engine.arrive()
+    engine = engine_with(source, prefix_cache=cache)
+    one = arrive(engine)
     assert engine.admission.matched(one, 16) is None
     assert cache.shortened == [cut]
     assert engine.admission.matched(one, 16) == 0, "somebody has put the block back"
@@ -1410,17 +1349,17 @@ def test_for_a_shorter_prefix_the_engine_gives_up_blocks_once(total, cut):
 @pytest.mark.parametrize("total", [0, 3, 4])
 def test_a_prefix_that_the_engine_can_continue_alone_is_not_given_up(total):
     cache = HalfPrefix(4)
-    engine = Engine(Stand("one", total), prefix_cache=cache)
-    assert engine.admit(engine.arrive(), local_tokens=16) == 0
+    engine = engine_with(Stand("one", total), prefix_cache=cache)
+    assert engine.admit(arrive(engine), local_tokens=16) == 0
     assert cache.shortened == []
-    (asked,) = [event for event in engine.told if isinstance(event, SourcesAsked)]
+    (asked,) = events_of(engine, SourcesAsked)
     assert (asked.local_tokens, asked.resumable_tokens, asked.chosen) == (16, 4, None)
 
 
-def test_a_source_that_is_looking_is_waited_for_before_blocks_are_given_up():
+def test_the_engines_prefix_is_kept_while_a_source_is_looking():
     source, cache = Stand("one", 16, looking=True), HalfPrefix(0)
-    engine = Engine(source, prefix_cache=cache)
-    one = engine.arrive()
+    engine = engine_with(source, prefix_cache=cache)
+    one = arrive(engine)
     assert engine.admission.matched(one, 16) is None
     assert cache.shortened == []
     source.looking = False
@@ -1435,27 +1374,27 @@ class FromTheStart(Stand):
         return [] if local_tokens else super().bids(request, local_tokens)
 
 
-def test_blocks_are_not_given_up_for_a_source_that_has_more_than_they_hold():
+def test_the_engines_prefix_is_kept_for_a_source_that_has_more_tokens():
     """To find fewer of them would not let it load: they end where it has tokens."""
     cache = HalfPrefix(0)
-    engine = Engine(FromTheStart("one", 24), prefix_cache=cache)
-    assert engine.admit(engine.arrive(), local_tokens=16) == 0
+    engine = engine_with(FromTheStart("one", 24), prefix_cache=cache)
+    assert engine.admit(arrive(engine), local_tokens=16) == 0
     assert cache.shortened == []
 
 
 def test_all_blocks_of_a_prompt_without_its_state_are_worth_a_load():
     source, cache = Stand("one", PROMPT - 1), HalfPrefix(0)
-    engine = Engine(source, prefix_cache=cache)
-    one = engine.arrive()
+    engine = engine_with(source, prefix_cache=cache)
+    one = arrive(engine)
     assert engine.admission.matched(one, PROMPT - 1) is None
     assert cache.shortened == [PROMPT - BLOCK]
 
 
-def test_what_is_computed_for_want_of_blocks_begins_where_the_engine_can_continue():
+def test_a_prompt_computed_for_lack_of_blocks_continues_the_resumable_prefix():
     source = Stand("one", 24)
     source.has_room = lambda bid, blocks: False
-    engine = Engine(source, prefix_cache=HalfPrefix(4), patience=0.0)
-    one = engine.arrive()
+    engine = engine_with(source, prefix_cache=HalfPrefix(4), patience=0.0)
+    one = arrive(engine)
     assert engine.admit(one, local_tokens=16) == 0
-    last = [event for event in engine.told if isinstance(event, SourcesAsked)][-1]
+    last = events_of(engine, SourcesAsked)[-1]
     assert (last.local_tokens, last.resumable_tokens, last.why) == (16, 4, DecisionReason.NO_ROOM)

@@ -33,7 +33,7 @@ def namespace(facts: dict[str, Any] | None = None, chunk_tokens: int = 16, name:
     return namespace_of_facts(facts or FACTS, form(chunk_tokens), name)
 
 
-def test_it_has_every_fact_and_the_version_of_the_chunk_file():
+def test_a_namespace_has_all_facts_and_the_version_of_the_chunk_file():
     facts = namespace().facts
     assert facts["weights"] == "0123"
     assert (facts["dtype"], facts["kv_dtype"]) == ("bfloat16", "fp8_e4m3")
@@ -51,7 +51,7 @@ def test_another_form_is_another_namespace_but_another_name_is_not():
     assert namespace(name="renamed") == namespace()
 
 
-def test_it_leaves_the_facts_as_they_were():
+def test_the_facts_are_not_changed():
     before = dict(FACTS)
     namespace()
     assert before == FACTS

@@ -11,7 +11,7 @@ def test_no_tokens_are_no_bid():
     assert Bidding(2).eligible_bids([bid("a", 0), bid("b", -16), Bid("c", ())], 100) == []
 
 
-def test_who_is_struck_out_is_not_asked_again_whatever_it_offers():
+def test_an_excluded_source_is_not_used_again():
     bidding = Bidding(2)
     assert bidding.exclude("a", "it failed")
     assert bidding.eligible_bids([bid("a", 100), bid("b", 1)], 100) == [bid("b", 1)]
@@ -19,7 +19,7 @@ def test_who_is_struck_out_is_not_asked_again_whatever_it_offers():
     assert bidding.eligible_bids([bid("a", 100), bid("b", 1)], 100) == []
 
 
-def test_striking_twice_is_told_from_striking_once_and_keeps_the_first_reason():
+def test_a_second_exclusion_keeps_the_first_reason():
     bidding = Bidding(2)
     assert bidding.exclusion_reason("a") is None
     assert bidding.exclude("a", "first")
@@ -64,7 +64,7 @@ def test_attempts_that_succeeded_do_not_count_once_something_is_computed_after_t
     assert not bidding.eligible_bids([bid("a", 1)], 100), "this one has failed"
 
 
-def test_nothing_is_loaded_where_only_the_last_token_is_left():
+def test_no_load_begins_if_only_the_last_token_is_missing():
     assert Bidding(2).eligible_bids([bid("a", 1), bid("b", 16)], 1) == []
     assert Bidding(2).eligible_bids([bid("a", 1)], 2) == [bid("a", 1)]
 
@@ -77,7 +77,7 @@ def test_bids_are_alike_if_they_come_from_the_same_places_however_much():
     assert (two.tokens, two.places) == (7, {"host", "file"})
 
 
-def test_what_two_sources_bring_is_a_bid_of_both():
+def test_a_plan_of_two_sources_is_a_bid_of_both():
     head, tail = bid("a", 16, "host"), bid("b", 24, "peer")
     both = Bid.composed(head, tail)
     assert (both.tokens, both.places, both.sources) == (40, {"host", "peer"}, ("a", "b"))
@@ -90,7 +90,7 @@ def test_what_two_sources_bring_is_a_bid_of_both():
     assert not both.has_same_sources(Bid.composed(tail, head))
 
 
-def test_a_bid_of_two_is_struck_out_with_either():
+def test_a_bid_of_two_sources_is_excluded_with_either():
     both = Bid.composed(bid("a", 16), bid("b", 24))
     for source in "ab":
         bidding = Bidding(2)

@@ -66,7 +66,7 @@ def test_no_wait_is_longer_than_patience_or_computing(named, bids, patience, ans
 
 
 @given(named=NAMED, bids=BIDS, waited=st.floats(0, 5), answers=ANSWERS)
-def test_who_has_answered_is_used_at_once_under_weight_and_first(named, bids, waited, answers):
+def test_policies_weight_and_first_use_an_answered_source_at_once(named, bids, waited, answers):
     assume(named[0] != "cost")
     ours = chooser(*named, answers=answers)
     bids = [replace(one, promised=False) for one in bids]
@@ -88,7 +88,7 @@ def test_a_request_without_an_answer_waits_as_long_as_computing_takes(named, bid
 
 
 @given(named=NAMED, bids=BIDS, waited=st.floats(0, 5), answers=ANSWERS)
-def test_by_cost_a_wait_is_worth_more_than_it_takes(named, bids, waited, answers):
+def test_the_cost_policy_waits_only_if_it_saves_time(named, bids, waited, answers):
     """Against the times to the first token, by the same speeds: what is saved, and what is waited."""
     _, weights, rates = named
     measured = speeds(rates)
@@ -124,7 +124,7 @@ def test_a_pending_sibling_holds_up_no_request_that_has_an_answer(name, sibling)
     assert wait(chooser(name, {}, COMPUTING), [PENDING, ready], TOKENS) == (0.0, ready)
 
 
-def test_by_cost_a_request_waits_for_what_a_sibling_lacks_and_not_the_whole_patience():
+def test_the_cost_policy_waits_as_long_as_the_missing_part_takes():
     ready = bid("tiers", tiers=5_000)
     waited, found = wait(chooser("cost", {}, COMPUTING), [PENDING, ready], TOKENS)
     assert (round(waited, 1), found) == (1.0, ready), "5,000 tokens are computed in 1 s"
@@ -137,14 +137,14 @@ def test_by_cost_a_request_waits_for_what_a_sibling_lacks_and_not_the_whole_pati
 
 
 @pytest.mark.parametrize("name", ["weight", "first", "cost"])
-def test_where_nobody_has_answered_a_request_waits_as_long_as_computing_takes(name):
+def test_an_unanswered_request_waits_as_long_as_computing_takes(name):
     waited, found = wait(chooser(name, {}, COMPUTING), [PENDING], TOKENS)
     assert (round(waited, 1), found) == (2.0, None)
     unknown, found = wait(chooser(name, {}, {}), [PENDING], TOKENS)
     assert (round(unknown, 1), found) == (10.0, None), "the speed of computing is not known yet"
 
 
-def test_a_source_that_has_nothing_is_no_answer_and_one_of_weight_0_neither():
+def test_a_source_without_tokens_or_weight_is_no_answer():
     never = bid("tiers", file=TOKENS)
     waited, found = wait(chooser("weight", {"file": 0.0}, COMPUTING), [never, PENDING], TOKENS)
     assert (round(waited, 1), found) == (2.0, None)
@@ -191,7 +191,7 @@ def test_a_choice_that_waits_for_blocks_is_left_for_a_ticket_that_is_better_by_t
     assert ours.choose([ticket, ready], TOKENS, waited=0.0, before=ready) is ready
 
 
-def test_an_answer_that_takes_longer_of_one_that_computes_says_nothing_of_one_that_has_computed():
+def test_answer_times_of_computing_peers_are_kept_apart():
     whole, computing = bid("peer", looking=True, promised=True, peer=10), replace(PENDING, growing=True)
     assert whole.unanswered == {"peer"}
     assert computing.unanswered == {"peer, computing"}
@@ -204,5 +204,5 @@ def test_an_answer_that_takes_longer_of_one_that_computes_says_nothing_of_one_th
 
 
 @pytest.mark.parametrize("policy", [FirstPolicy(), WeightPolicy({}), CostPolicy(Speeds())])
-def test_nothing_is_chosen_where_nothing_is_bid(policy):
+def test_no_source_is_chosen_without_a_bid(policy):
     assert BidChooser(policy, Speeds(), 10.0).choose([], PROMPT, waited=0.0, before=None) is None

@@ -67,7 +67,7 @@ def test_keys_beside_the_settings_are_left_out() -> None:
     ],
     ids=str,
 )
-def test_what_is_wrong_is_said(given: dict[str, Any], says: str) -> None:
+def test_an_invalid_setting_is_an_error(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parsed(given)
     assert str(caught.value) == says

@@ -37,11 +37,11 @@ def test_a_load_takes_its_windows_and_what_follows_whole_steps_of_them(total, to
         assert crowded.fits("a", total, tokens) == (spare == 0)
 
 
-def test_one_that_waits_alone_goes_on_once_what_runs_has_ended():
+def test_a_single_waiting_request_needs_no_headroom():
     assert room(0).fits("a", 256, 464)
 
 
-def test_whoever_waits_has_room_for_its_next_step_until_it_goes_on():
+def test_a_waiting_request_keeps_blocks_free_until_it_resumes():
     crowded = room(9 + 23)
     assert len(crowded) == 0
     crowded.on_load_begun("large", 256, 464)
@@ -57,7 +57,7 @@ def test_whoever_waits_has_room_for_its_next_step_until_it_goes_on():
     assert len(crowded) == 0
 
 
-def test_a_request_is_not_in_its_own_way():
+def test_a_request_does_not_count_against_its_own_load():
     again = room(9)
     again.on_load_begun("a", 256, 464)
     assert again.fits("a", 256, 256)

@@ -49,11 +49,11 @@ def test_each_has_something_alone_and_one_the_beginning_of_what_the_other_has_th
 @pytest.mark.parametrize(
     ("sources", "alignment_tokens"), [([FAR], 16), ([NEAR, FAR], 0), ([FAR, Source("no", 9)], 16)]
 )
-def test_nothing_is_composed_of_one_source_or_without_a_beginning_that_layers_need(sources, alignment_tokens):
+def test_no_plan_has_two_parts_of_one_source_or_a_useless_head(sources, alignment_tokens):
     assert all(len(offer.source_bids) == 1 for offer in load_plans(sources, None, 0, alignment_tokens))
 
 
-def test_what_one_source_has_is_all_of_a_load():
+def test_a_load_from_one_source_has_one_part():
     (offer,) = load_plans([NEAR], None, 8, 16)
     assert offer.parts(8, 42, 100) == [(NEAR, bid("near", 42), LoadSpan(8, 50, 100))]
     assert offer.parts(8, 30, 100) == [(NEAR, bid("near", 42), LoadSpan(20, 50, 100))], "some has come since"
@@ -68,7 +68,7 @@ def test_what_one_source_has_is_all_of_a_load():
     ],
     ids=["nothing is here", "some of the first", "all of the first"],
 )
-def test_of_two_each_brings_its_part_as_far_as_that_is_not_here(external, spans):
+def test_each_of_two_sources_loads_its_missing_part(external, spans):
     head, tail = bid("near", 48), bid("far", 42)
     plan = LoadPlan(Bid.composed(head, tail), ((NEAR, head), (FAR, tail)))
     assert [span for _, _, span in plan.parts(0, external, 100)] == spans

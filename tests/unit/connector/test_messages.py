@@ -49,7 +49,7 @@ def test_one_failure_is_a_failure_of_all(late, lost):
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_that_the_peer_is_lost_comes_from_any_lane_with_or_without_a_plan(lost):
+def test_a_lost_peer_is_reported_by_any_lane(lost):
     plan = ReadPlan((), (), (), (), TransferCounts(0, 0, 0, 0), 0.0)
     whole = _join_results(
         [ReadResult("a", None, plan, 1.0, 0.1), ReadResult("a", "it broke", None, 0.0, 0.0, peer_lost=lost)]
@@ -63,7 +63,7 @@ def test_two_failures_without_bytes_are_one():
     assert Report("a").with_other(Report("b")) == Report("a")
 
 
-def test_workers_that_speak_of_the_same_load_are_merged():
+def test_reports_of_one_load_are_merged():
     whole = StepReports(reports={"a": Report(None, figures=moved(1))}, reported={"a": 1}, released={"a": 1})
     whole.add(
         StepReports(
@@ -77,14 +77,14 @@ def test_workers_that_speak_of_the_same_load_are_merged():
     assert whole.released == {"a": 1, "c": 1}
 
 
-def test_many_workers_count_to_their_number():
+def test_a_pin_ends_with_the_last_of_many_workers():
     whole = StepReports()
     for _ in range(4):
         whole.add(StepReports(reports={"a": Report(None)}, reported={"a": 1}, released={"a": 1}))
     assert whole.reported == whole.released == {"a": 4}
 
 
-def test_nothing_to_say_is_false():
+def test_empty_reports_are_false():
     assert not StepReports()
     assert StepReports(reports={"a": Report(None)})
     assert StepReports(released={"a": 1})

@@ -21,7 +21,7 @@ def begun():
     return parts, one, block
 
 
-def test_a_block_that_is_full_only_after_the_load_leaves_the_prefix_cache_as_well():
+def test_a_block_that_is_full_only_after_the_load_is_evicted_too():
     parts, one, block = begun()
     one.num_computed_tokens = 250
     parts.on_resumed("a")
@@ -36,7 +36,7 @@ def test_a_block_that_is_full_only_after_the_load_leaves_the_prefix_cache_as_wel
     assert not parts.evict()
 
 
-def test_what_had_gone_on_before_a_pass_is_looked_at_once_in_it():
+def test_blocks_of_a_resumed_request_are_evicted_at_the_end_of_a_pass():
     parts, _, block = begun()
     parts.on_resumed("a")
     parts.end_pass()
@@ -48,7 +48,7 @@ def test_what_had_gone_on_before_a_pass_is_looked_at_once_in_it():
 
 
 @pytest.mark.parametrize(("computed", "watched"), [(454, True), (455, False)])
-def test_a_block_that_nobody_sees_any_more_is_somebody_elses(computed, watched):
+def test_a_block_before_the_window_belongs_to_another_request(computed, watched):
     parts, one, block = begun()
     parts.on_resumed("a")
     parts.end_pass()
@@ -56,7 +56,7 @@ def test_a_block_that_nobody_sees_any_more_is_somebody_elses(computed, watched):
     assert parts.evict() == watched
 
 
-def test_nothing_is_whole_of_a_request_that_another_connector_loads_as_it_is_used():
+def test_blocks_that_another_connector_fills_during_steps_are_masked():
     parts = PartBlocks([GROUP], BlockPool(9))
     parts.distrust_all("a")
     assert parts.masked_tables("a", ([1, 2], [3])) == ([0, 0], [0])

@@ -3,10 +3,11 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.connector.pins import Pins, may_hold
+from support.examples import examples
 
 
 def test_blocks_come_back_with_the_last_worker():
@@ -19,7 +20,7 @@ def test_blocks_come_back_with_the_last_worker():
     assert len(pins) == 0
 
 
-def test_several_workers_may_be_told_of_at_once():
+def test_one_report_may_count_several_workers():
     pins = Pins[int](workers=3)
     pins.hold("a", "P", [1])
     assert pins.on_transfer_ended("a", 2) == ()
@@ -56,7 +57,7 @@ def test_late_blocks_are_counted_per_source_once_and_until_they_land():
     assert pins.late_blocks("P") == pins.late_blocks("Q") == 0
 
 
-def test_what_each_source_holds_is_counted_until_it_lands():
+def test_blocks_of_each_source_are_counted_until_its_loads_land():
     pins = Pins[int](workers=1)
     pins.hold("a", "P", [1, 2])
     pins.hold("b", "Q", [3])
@@ -105,7 +106,7 @@ def test_loads_that_all_prove_late_hold_no_more_than_they_may_and_leave_room_for
         under_way = [one for one in under_way if one[2]]
 
 
-def test_as_many_sources_as_like_may_hang_before_there_is_no_room():
+def test_any_number_of_hanging_sources_leaves_room_for_others():
     held = {}
     for number in range(5):
         blocks = max(n for n in range(65) if not n or may_hold(f"s{number}", n, held or {"x": 0, "y": 1}, 64))
@@ -178,6 +179,4 @@ class LifeOfPins(RuleBasedStateMachine):
 
 
 TestLifeOfPins = LifeOfPins.TestCase
-TestLifeOfPins.settings = settings(
-    deadline=None, derandomize=True, database=None, max_examples=100, stateful_step_count=25
-)
+TestLifeOfPins.settings = examples(100, stateful_step_count=25)

@@ -30,7 +30,7 @@ def test_no_other_bid_is_better_by_the_margin(policy, bids, before):
 
 
 @given(bids=BIDS, weights=WEIGHTS, more=st.integers(1, 50))
-def test_whoever_offers_more_from_the_same_places_is_preferred(bids, weights, more):
+def test_more_tokens_from_the_same_places_are_preferred(bids, weights, more):
     for policy in (WeightPolicy(weights), CostPolicy(speeds({"computed": 10.0}))):
         found = choose(policy, bids, PROMPT)
         if found is None:
@@ -77,7 +77,7 @@ def test_cost_takes_what_brings_the_first_token_soonest(rates, chosen):
     assert (found and found.tokens) == chosen
 
 
-def test_what_was_chosen_stays_chosen_until_another_is_better_by_a_margin():
+def test_the_chosen_bid_stays_until_another_is_better_by_a_margin():
     one, other = bid("a", host=100), bid("b", file=105)
     assert choose(WeightPolicy({}), [one, other], PROMPT) is other
     assert choose(WeightPolicy({}), [one, other], PROMPT, before=one) is one
@@ -87,12 +87,12 @@ def test_what_was_chosen_stays_chosen_until_another_is_better_by_a_margin():
 # -- speeds
 
 
-def test_what_is_not_known_costs_nothing_and_computing_a_second_a_token():
+def test_unmeasured_loads_cost_nothing_and_computing_a_second_per_token():
     found = Speeds(Clock())
     assert (found.load_seconds("file", 1000), found.compute_seconds(1000)) == (0.0, 1000.0)
 
 
-def test_a_load_tells_of_the_place_that_took_longest_or_was_not_known():
+def test_a_load_measures_the_slowest_or_unmeasured_place():
     found = speeds({"host": 1000.0, "file": 100.0})
     found.record_load((PlaceTokens("host", 1000), PlaceTokens("file", 200)), 4.0)
     assert found.load_seconds("host", 1000) == pytest.approx(1.0), "it is not what took long"
@@ -145,7 +145,7 @@ def test_steps_of_one_speed_give_that_speed():
     assert found.compute_seconds(2048) == pytest.approx(2.0)
 
 
-def test_what_was_not_measured_lately_is_tried_anew():
+def test_a_place_without_recent_measurements_is_tried_again():
     clock = Clock()
     found = Speeds(clock)
     found.record_load((PlaceTokens("file", 10),), 10.0)
@@ -156,7 +156,7 @@ def test_what_was_not_measured_lately_is_tried_anew():
     assert found.load_seconds("file", 10) == pytest.approx(1.0), "what was is forgotten"
 
 
-def test_what_weighs_nothing_is_not_taken_together_with_something_either():
+def test_a_source_of_weight_0_is_no_part_of_a_plan():
     near, far = bid("near", host=16), bid("far", peer=23)
     both, own = Bid.composed(near, far), bid("near", host=8)
     assert choose(WeightPolicy({"peer": 0}), [own, both], PROMPT) is own

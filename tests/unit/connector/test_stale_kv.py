@@ -28,7 +28,7 @@ def parts() -> Parts:
     return Parts()
 
 
-def test_nothing_stops_while_nothing_is_stale(parts: Parts) -> None:
+def test_no_part_stops_while_no_kv_is_stale(parts: Parts) -> None:
     parts.stale.take_reports(StepReports(), 0)
     parts.stale.on_reset()
     for part in (parts.producer, parts.peers, parts.tiering):
@@ -48,7 +48,7 @@ def test_a_cache_that_has_moved_ends_peers_and_tiers_once_and_for_good(parts: Pa
 
 
 @pytest.mark.parametrize("absent", ["peers", "tiering"])
-def test_what_an_engine_lacks_is_not_stopped(parts: Parts, absent: str) -> None:
+def test_parts_that_an_engine_lacks_are_not_stopped(parts: Parts, absent: str) -> None:
     given: dict[str, Any] = {"producer": parts.producer, "peers": parts.peers, "tiering": parts.tiering}
     stale = StaleKV(**{**given, absent: None})
     stale.take_reports(StepReports(moved=True, stale=0), 0)

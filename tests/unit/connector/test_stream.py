@@ -19,7 +19,7 @@ def test_every_listener_hears_everything_in_order_from_when_it_was_added() -> No
     assert (one, other) == ([FIRST, SECOND], [SECOND])
 
 
-def test_a_listener_that_raises_is_dropped_and_said_once_and_others_hear_on(caplog) -> None:
+def test_a_listener_that_raises_is_removed_and_logged_once(caplog) -> None:
     heard = []
 
     def broken(event):

@@ -21,7 +21,7 @@ HOST, FILE = {"type": "host", "capacity": "1GiB"}, {"type": "file", "path": "/ch
 
 
 @pytest.mark.parametrize("given", [None, []])
-def test_nothing_or_an_empty_list_is_no_tiers(given):
+def test_an_empty_setting_means_no_tiers(given):
     assert read_tiers(given) is None
 
 
@@ -37,7 +37,7 @@ def test_tiers_are_read_in_their_order():
     )
 
 
-def test_without_host_memory_chunks_pass_a_little_of_it():
+def test_chunks_pass_a_small_host_tier_without_a_configured_one():
     assert read_tiers([FILE]) == Tiers(HostSettings(Tiers.STAGING), (FileSettings("/chunks"),))
 
 
@@ -95,7 +95,7 @@ def test_without_host_memory_chunks_pass_a_little_of_it():
          "tiers[0]: timeout_seconds is 1000000000.0, it must be above 0 and below an hour"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said(given, says):
+def test_an_invalid_setting_is_an_error(given, says):
     with pytest.raises(ConfigError) as caught:
         read_tiers(given)
     assert str(caught.value).startswith(says)
@@ -112,7 +112,7 @@ def test_what_is_wrong_is_said(given, says):
         [OBJECT, {**OBJECT, "options": {"endpoint": "http://127.0.0.1:9000"}}],  # another server's
     ],
 )
-def test_places_that_may_differ_are_taken(given):
+def test_different_places_of_one_kind_are_accepted(given):
     assert len(read_tiers(given).slow) == len(given)
 
 
@@ -134,12 +134,12 @@ def test_every_eviction_policy_can_be_configured_and_is_documented(name):
         ({"transfer": True}, True),
     ],
 )
-def test_an_engine_with_tiers_exchanges_with_others_only_if_told_to(settings, transfers):
+def test_an_engine_with_tiers_uses_peers_only_if_configured(settings, transfers):
     assert parse_config(settings).transfers is transfers
 
 
 @pytest.mark.parametrize("tiers", [None, []])
-def test_an_engine_with_nothing_to_do_is_refused(tiers):
+def test_an_engine_without_peers_and_tiers_is_refused(tiers):
     with pytest.raises(ConfigError) as caught:
         parse_config({"transfer": False, "tiers": tiers})
     assert str(caught.value) == (

@@ -7,10 +7,9 @@ import logging
 from base64 import b64decode
 from collections.abc import Callable
 from io import FileIO
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -21,13 +20,14 @@ from kvferry.connector.engine import CacheGroup
 from kvferry.connector.events import Arrived, Event, Finished, Scheduled
 from kvferry.connector.load_results import LoadOutcome
 from kvferry.connector.plain import PlainRequest
-from kvferry.connector.stream import EventStream
 from kvferry.errors import Unnameable
 from kvferry.geometry import GroupKind
 from kvferry.keys import ChunkKeys
-from kvferry.observe import recorder
+from kvferry.observe.line_file import LineFile
 from kvferry.observe.recorder import RequestRecorder, recording_header, start_recording
+from support.clock import Clock
 from support.engine_info import made_up
+from support.fake_engine import FakeEngine
 from support.load_events import load_began, load_ended
 
 UNIT, PROMPT = 16, 40
@@ -44,39 +44,42 @@ def header(*blocks: int, chunking: tuple[int, int, int | None] | None = None) ->
     )
 
 
-class Engine:
+def recording(folder: Path, adapters: Adapters | None = None) -> FakeEngine:
     """An engine that records its requests in a file of its own."""
+    engine = FakeEngine()
+    engine.path, engine.unix = folder / f"{len([*folder.iterdir()])}.jsonl", Clock(1e9 + engine.clock.now)
+    engine.recorder = start_recording(
+        str(engine.path), header(), adapters or Adapters(), clock=engine.clock, unix_clock=engine.unix
+    )
+    assert engine.recorder is not None
+    engine.events.subscribe(engine.recorder)
+    return engine
 
-    numbers = count()
 
-    def __init__(self, folder: Path, adapters: Adapters | None = None) -> None:
-        self.path = folder / f"{next(self.numbers)}.jsonl"
-        found = start_recording(str(self.path), header(), adapters or Adapters())
-        assert found is not None
-        self.recorder, self.events = found, EventStream(found)
+def serve(engine: FakeEngine, request: PlainRequest, *events: Event, cached: int | None = 0) -> None:
+    """Let a request arrive, let these events happen, schedule the request, and end it."""
+    name = request.request_id
+    engine.events.emit(Arrived(name, 100.0, tokens=request.num_prompt_tokens, sources=()))
+    for event in events:
+        engine.events.emit(event)
+    if cached is not None:
+        engine.events.emit(Scheduled(name, 101.0, cached, request.num_tokens))
+    engine.recorder.finished(request)
+    engine.events.emit(Finished(name, 102.0))
 
-    def serve(self, request: PlainRequest, *events: Event, cached: int | None = 0) -> None:
-        """Let a request arrive, let these events happen, schedule the request, and end it."""
-        name = request.request_id
-        self.events.emit(Arrived(name, 100.0, tokens=request.num_prompt_tokens, sources=()))
-        for event in events:
-            self.events.emit(event)
-        if cached is not None:
-            self.events.emit(Scheduled(name, 101.0, cached, request.num_tokens))
-        self.recorder.finished(request)
-        self.events.emit(Finished(name, 102.0))
 
-    def lines(self) -> list[dict[str, Any]]:
-        """All lines but the header; nothing is recorded any more."""
-        assert self.events._listeners == [self.recorder], "it was removed for an error"
-        assert not len(self.recorder)
-        self.recorder.close()
-        return [json.loads(line) for line in self.path.read_bytes().splitlines()[1:]]
+def recorded(engine: FakeEngine) -> list[dict[str, Any]]:
+    """All lines but the header. The recording ends."""
+    assert not len(engine.recorder)
+    engine.events.emit(Arrived("another", 103.0, tokens=1, sources=()))
+    assert len(engine.recorder) == 1, "an error has ended the recording"
+    engine.recorder.close()
+    return [json.loads(line) for line in engine.path.read_bytes().splitlines()[1:]]
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Engine:
-    return Engine(tmp_path)
+def engine(tmp_path: Path) -> FakeEngine:
+    return recording(tmp_path)
 
 
 def ask(name: str = "a", tokens: list[int] = TEXT, answer: int = 0, **more: Any) -> PlainRequest:
@@ -123,11 +126,10 @@ def test_units_divide_blocks_and_chunks_but_have_at_least_16_tokens(
     assert header(*blocks, chunking=chunk and (chunk, chunk, None))["unit_tokens"] == unit
 
 
-def test_a_request_is_one_line(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder.time, "monotonic", lambda: 102.5)
-    engine.recorder._unix_seconds = 1e9
-    engine.serve(ask(answer=10), cached=32)
-    (line,) = engine.lines()
+def test_a_request_is_one_line(engine: FakeEngine) -> None:
+    engine.clock.now += 2.5
+    serve(engine, ask(answer=10), cached=32)
+    (line,) = recorded(engine)
     keys = ChunkKeys(UNIT, [*TEXT, *range(10)], salt="kvferry-recording-1 ")
     assert digests(line) == [key[:8] for key in keys.chunks()]
     assert b64decode(line.pop("prompt_key")) == keys.at(PROMPT)[:8]
@@ -146,11 +148,11 @@ def test_a_request_is_one_line(engine: Engine, monkeypatch: pytest.MonkeyPatch) 
 def test_equal_prompts_have_equal_keys_in_all_engines_unless_their_salts_differ(tmp_path: Path) -> None:
     keys = {}
     for name in "xy":
-        engine = Engine(tmp_path)
-        engine.serve(ask("plain"))
-        engine.serve(ask("salted", cache_salt="s"))
-        engine.serve(ask("longer", tokens=[*TEXT, *range(20)]))
-        keys[name] = [[*digests(line), line["prompt_key"]] for line in engine.lines()]
+        engine = recording(tmp_path)
+        serve(engine, ask("plain"))
+        serve(engine, ask("salted", cache_salt="s"))
+        serve(engine, ask("longer", tokens=[*TEXT, *range(20)]))
+        keys[name] = [[*digests(line), line["prompt_key"]] for line in recorded(engine)]
     assert keys["x"] == keys["y"]
     plain, salted, longer = keys["x"]
     assert not set(plain) & set(salted)
@@ -162,10 +164,10 @@ def test_equal_prompts_have_equal_keys_in_all_engines_unless_their_salts_differ(
 def test_a_request_of_an_adapter_has_keys_of_its_own(tmp_path: Path) -> None:
     adapters = Adapters()
     adapters.name = lambda lora: "" if lora is None else "digest"
-    engine = Engine(tmp_path, adapters)
-    engine.serve(ask("plain"))
-    engine.serve(ask("adapted", adapter=SimpleNamespace(lora_name="l")))
-    plain, adapted = map(digests, engine.lines())
+    engine = recording(tmp_path, adapters)
+    serve(engine, ask("plain"))
+    serve(engine, ask("adapted", adapter=SimpleNamespace(lora_name="l")))
+    plain, adapted = map(digests, recorded(engine))
     assert not set(plain) & set(adapted)
 
 
@@ -183,21 +185,22 @@ class _NamelessImage:
     ids=["image", "parts", "token"],
 )
 def test_a_request_whose_content_is_not_known_has_the_keys_of_no_other(
-    engine: Engine, prompt: int, more: dict[str, Any]
+    engine: FakeEngine, prompt: int, more: dict[str, Any]
 ) -> None:
     tokens = [*TEXT[: prompt - 1], -1 if "answer" in more else 5]
     for name in "ab":
-        engine.serve(ask(name, tokens=tokens, **{"answer": 10, **more}))
-    first, second = engine.lines()
+        serve(engine, ask(name, tokens=tokens, **{"answer": 10, **more}))
+    first, second = recorded(engine)
     assert len(digests(first)) == len(digests(second)) == (prompt + first["output_tokens"]) // UNIT
     assert not set(digests(first)) & set(digests(second))
     assert (b64decode(first["prompt_key"]) == digests(first)[1]) == (prompt == 32)
     assert first["prompt_key"] != second["prompt_key"]
 
 
-def test_tokens_of_loads_that_succeeded_are_counted_by_place(engine: Engine) -> None:
+def test_tokens_of_loads_that_succeeded_are_counted_by_place(engine: FakeEngine) -> None:
     parts = PlaceTokens("host", 16), PlaceTokens("file", 16)
-    engine.serve(
+    serve(
+        engine,
         ask(),
         load_began("a#1.0", "tiers", end=24, begin=4, parts=parts),
         load_began("a#1.1", "peer", end=39, begin=24),
@@ -205,13 +208,14 @@ def test_tokens_of_loads_that_succeeded_are_counted_by_place(engine: Engine) -> 
         load_ended("a#1.1", "peer"),
         cached=39,
     )
-    (line,) = engine.lines()
+    (line,) = recorded(engine)
     assert line["loaded"] == {"host": 16, "file": 4, "peer": 15}
     assert line["local_tokens"] == 4
 
 
-def test_tokens_of_a_failed_attempt_are_not_counted(engine: Engine) -> None:
-    engine.serve(
+def test_tokens_of_a_failed_attempt_are_not_counted(engine: FakeEngine) -> None:
+    serve(
+        engine,
         ask(),
         load_began("a#1.0", "tiers", end=16),
         load_began("a#1.1", "peer", end=39, begin=16),
@@ -221,88 +225,99 @@ def test_tokens_of_a_failed_attempt_are_not_counted(engine: Engine) -> None:
         load_ended("a#2", "tiers"),
         cached=32,
     )
-    engine.serve(
+    serve(
+        engine,
         ask(),
         load_began("a#3", "peer", end=32, begin=8),
         load_ended("a#3", "peer", LoadOutcome.DROPPED),
         cached=8,
     )
-    first, second = engine.lines()
+    first, second = recorded(engine)
     assert (first["loaded"], first["local_tokens"]) == ({"host": 32}, 0)
     assert (second["loaded"], second["local_tokens"]) == ({}, 8)
 
 
-def test_after_a_preemption_nothing_is_counted_again(engine: Engine) -> None:
-    engine.serve(
+def test_after_a_preemption_nothing_is_counted_again(engine: FakeEngine) -> None:
+    serve(
+        engine,
         ask(),
         Scheduled("a", 100.5, 16, PROMPT),
         load_began("a#1", "tiers", end=39, begin=32),
         load_ended("a#1", "tiers"),
         cached=39,
     )
-    (line,) = engine.lines()
+    (line,) = recorded(engine)
     assert (line["local_tokens"], line["loaded"]) == (16, {})
 
 
-def test_what_another_connector_loaded_is_not_the_engines_own(engine: Engine) -> None:
-    engine.serve(ask(), Scheduled("a", 100.5, 32, PROMPT, other_connector_tokens=24))
-    (line,) = engine.lines()
+def test_tokens_loaded_by_another_connector_are_not_local(engine: FakeEngine) -> None:
+    serve(engine, ask(), Scheduled("a", 100.5, 32, PROMPT, other_connector_tokens=24))
+    (line,) = recorded(engine)
     assert line["local_tokens"] == 8
 
 
-def test_a_request_that_was_aborted_while_it_waited_has_a_line(engine: Engine) -> None:
-    engine.serve(ask(), load_began("a#1", "tiers", end=32, begin=16), cached=None)
-    engine.serve(ask(), cached=None)
-    loading, queued = engine.lines()
+def test_a_request_that_was_aborted_while_it_waited_has_a_line(engine: FakeEngine) -> None:
+    serve(engine, ask(), load_began("a#1", "tiers", end=32, begin=16), cached=None)
+    serve(engine, ask(), cached=None)
+    loading, queued = recorded(engine)
     assert (loading["local_tokens"], loading["loaded"], loading["output_tokens"]) == (16, {}, 0)
     assert (queued["local_tokens"], queued["loaded"], queued["output_tokens"]) == (0, {}, 0)
 
 
 def test_refused_requests_and_those_from_before_the_recording_have_no_line(
-    engine: Engine, caplog: pytest.LogCaptureFixture
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine.serve(ask(was_rejected=True))
+    serve(engine, ask(was_rejected=True))
     engine.recorder.finished(ask("earlier"))
     for event in (load_began("earlier#1"), load_ended("earlier#1"), Scheduled("earlier", 1.0, 0, PROMPT)):
         engine.events.emit(event)
-    assert engine.lines() == []
+    assert recorded(engine) == []
     assert not caplog.records
 
 
-def test_a_request_that_ends_without_its_tokens_is_forgotten(engine: Engine) -> None:
+def test_a_request_that_ends_without_its_tokens_is_forgotten(engine: FakeEngine) -> None:
     engine.events.emit(Arrived("a", 100.0, tokens=PROMPT, sources=()))
     assert len(engine.recorder) == 1
     engine.events.emit(Finished("a", 102.0))
-    assert engine.lines() == []
+    assert recorded(engine) == []
 
 
-def test_ids_of_any_length_and_the_same_id_again_are_lines(engine: Engine) -> None:
+def test_ids_of_any_length_and_the_same_id_again_are_lines(engine: FakeEngine) -> None:
     for name in ("a", "a", "long" * 1000):
-        engine.serve(ask(name))
-    assert len(engine.lines()) == 3
+        serve(engine, ask(name))
+    assert len(recorded(engine)) == 3
 
 
-def test_an_answer_that_goes_on_changes_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+class GrowingRequest(PlainRequest):
+    """A request whose tokens are one list, which grows while its line waits to be written."""
+
+    all_tokens: ClassVar = [*TEXT, *range(8)]
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        return self.all_tokens
+
+
+def test_tokens_are_copied_when_a_request_ends() -> None:
     late: list[Callable[[], bytes]] = []
-    monkeypatch.setattr(engine.recorder._lines, "add", lambda line, size: late.append(line))
-    request = ask(answer=8)
-    tokens = [*TEXT, *range(8)]
-    monkeypatch.setattr(PlainRequest, "all_token_ids", property(lambda _: tokens))
-    engine.serve(request)
-    tokens[0] = 7
+    lines = SimpleNamespace(add=lambda line, size: late.append(line))
+    recorder, request = (
+        RequestRecorder(lines, UNIT, Adapters()),
+        GrowingRequest(request_id="a", prompt_token_ids=TEXT, answer_token_ids=[0] * 8),
+    )
+    recorder(Arrived("a", 100.0, tokens=PROMPT, sources=()))
+    recorder.finished(request)
+    request.all_tokens[0] = 7
     (line,) = (json.loads(make()) for make in late)
     assert digests(line)[0] == ChunkKeys(UNIT, TEXT, salt="kvferry-recording-1 ").at(UNIT)[:8]
 
 
-def test_an_error_of_ours_costs_lines_and_no_request(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(RequestRecorder, "_unix", lambda *_: 1 / 0)
-    for _ in range(2):
-        engine.serve(ask())
-    monkeypatch.undo()
-    engine.serve(ask())
-    assert len(engine.lines()) == 1
+def test_an_error_costs_a_line_and_no_request(engine: FakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+    for name in "ab":
+        engine.events.emit(Arrived(name, 100.0, tokens=PROMPT, sources=()))
+        engine.recorder.finished(SimpleNamespace(request_id=name))
+    serve(engine, ask())
+    assert len(recorded(engine)) == 1
     assert sum(record.levelno == logging.ERROR for record in caplog.records) <= 1
 
 
@@ -324,10 +339,8 @@ def test_a_file_that_cannot_be_opened_is_one_warning(
     ]
 
 
-def test_a_disk_that_is_full_is_one_warning(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    full = start_recording("/dev/null", header(), Adapters())
-    full._lines._file.close()
-    full._lines._file = FileIO("/dev/full", "ab")
+def test_a_full_disk_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    full = RequestRecorder(LineFile("record", "full", FileIO("/dev/full", "ab")), UNIT, Adapters())
     for name in "abc":
         full(Arrived(name, 1.0, tokens=PROMPT, sources=()))
         full.finished(ask(name))
@@ -337,10 +350,8 @@ def test_a_disk_that_is_full_is_one_warning(engine: Engine, caplog: pytest.LogCa
     ]
 
 
-def test_a_clock_that_is_set_back_changes_no_interval(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recorder.time, "time", lambda: 0.0)
-    engine.serve(ask())
-    (line,) = engine.lines()
+def test_a_wall_clock_that_is_set_back_changes_no_interval(engine: FakeEngine) -> None:
+    engine.unix.now = 0.0
+    serve(engine, ask())
+    (line,) = recorded(engine)
     assert line["arrival"] > 1e6

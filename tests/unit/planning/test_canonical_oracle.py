@@ -11,7 +11,7 @@ from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of, chunk_pool
 from kvferry.planning.select import Cells, LoadSpan, select_cells
 from kvferry.planning.template import Route, build_templates
-from support.chunks import Engine, Finest, Kept, chunk_of, kept
+from support.chunks import Finest, Kept, StoredLayout, chunk_of, kept
 from support.engines import ranks
 from support.examples import examples
 from support.oracle import Memory, copy, expand_cells, expect, fill, visible
@@ -50,7 +50,7 @@ def check_bytes(case: Kept, how: str) -> None:
 
 def store(
     case: Kept,
-    engine: Engine,
+    engine: StoredLayout,
     chunks: range,
     pools: Sequence[RankGeometry],
     tables: Sequence[np.ndarray],

@@ -34,6 +34,8 @@ _REQUEST_SECONDS = 5.0
 """Longest time to read a whole request."""
 _STEP_SECONDS = 10.0
 """Longest time to wait for a step of the engine. A step with a long prompt takes seconds."""
+_POLL_SECONDS = 0.2
+"""Longest time until the thread notices that the server closes."""
 
 
 class AdminServer:
@@ -53,6 +55,7 @@ class AdminServer:
         *,
         request_seconds: float = _REQUEST_SECONDS,
         step_seconds: float = _STEP_SECONDS,
+        poll_seconds: float = _POLL_SECONDS,
     ) -> None:
         """Listen, and start the server's thread.
 
@@ -64,6 +67,7 @@ class AdminServer:
             calls: queue to the engine's thread.
             request_seconds: longest time to read a whole request.
             step_seconds: longest time to wait for a step of the engine.
+            poll_seconds: longest time until `close` stops to listen.
 
         Raises:
             ConfigError: the server cannot listen there.
@@ -82,7 +86,7 @@ class AdminServer:
             ) from error
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.2,), name="kvferry-admin", daemon=True
+            target=self._server.serve_forever, args=(poll_seconds,), name="kvferry-admin", daemon=True
         )
         self._thread.start()
         logger.info("admin API on %s port %d", host, self.port)
@@ -188,7 +192,9 @@ class _Handler(BaseHTTPRequestHandler):
         except CancelledError:
             self._send(HTTPStatus.SERVICE_UNAVAILABLE, {"error": "the engine stops"})
         except TimeoutError:
-            self._send(HTTPStatus.SERVICE_UNAVAILABLE, {"error": f"no engine step in {self.step_seconds:g} s"})
+            self._send(
+                HTTPStatus.SERVICE_UNAVAILABLE, {"error": f"no engine step in {self.step_seconds:g} s"}
+            )
         except KVFerryError as error:
             self._send(HTTPStatus.BAD_REQUEST, {"error": str(error)})
         except Exception:

@@ -67,9 +67,7 @@ class Claims:
     the last of these requests ends its claim. Only the engine's thread calls the methods.
     """
 
-    def __init__(
-        self, client: ControlClient, idle: Callable[[], bool], clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, client: ControlClient, idle: Callable[[], bool], clock: Callable[[], float]) -> None:
         """Create an empty collection of claims.
 
         Args:

@@ -86,17 +86,26 @@ class WorkerHalf:
     Only the engine's thread calls it.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        transfers: Transfers | None = None,
+        mover: ChunkMover | None = None,
+        arrived: threading.Event | None = None,
+    ) -> None:
         """Create a worker half without a KV cache. `start` must be called before any other method.
 
         Args:
             clock: function that returns the current time in seconds.
+            transfers: reads from peers, instead of those that `start` creates.
+            mover: copies of chunks, instead of those that `start` creates.
+            arrived: event that is set when a read or copy has ended; None for a new one.
         """
         self._clock = clock
         self._geometry: RankGeometry | None = None
         self._mirror: CacheMirror | None = None
-        self._transfers: Transfers | None = None
-        self._mover: ChunkMover | None = None
+        self._transfers, self._mover = transfers, mover
         self._loads, self._attempt_results = Loads(clock), AttemptResults()
         self._reads = LoadReads()
         self._orders: dict[str, Load] = {}
@@ -105,7 +114,7 @@ class WorkerHalf:
         self._stale, self._void = StaleEpochs(), set[str]()
         self._reports = StepReports()
         self._idle = False
-        self._arrived = threading.Event()
+        self._arrived = threading.Event() if arrived is None else arrived
 
     def start(
         self,

@@ -12,13 +12,13 @@ import threading
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, redirect_stdout, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from kvferry.cli.admin_client import ask, read_tokens
 from kvferry.cli.cache import app
-from kvferry.connector.admin import server as server_module
 from kvferry.connector.admin.actions import AdminActions
 from kvferry.connector.admin.calls import AdminCalls
 from kvferry.connector.admin.server import AdminServer
@@ -30,18 +30,17 @@ from support.waiting import wait_for
 SECRET = "0123456789abcdef0123456789abcdef"
 
 
-class Engine:
-    """What the API drains, with the thread that runs its steps."""
+def draining_half():
+    """A scheduler half that can only be drained. It remembers the threads that ask for its state."""
+    state, threads = {"draining": False, "leases": 1, "loads": 0}, set()
 
-    def __init__(self):
-        self.draining, self.leases, self.threads = False, 1, set()
+    def drain_state():
+        threads.add(threading.current_thread().name)
+        return dict(state)
 
-    def drain(self):
-        self.draining = True
-
-    def drain_state(self):
-        self.threads.add(threading.current_thread().name)
-        return {"draining": self.draining, "leases": self.leases, "loads": 0}
+    return SimpleNamespace(
+        state=state, threads=threads, drain=lambda: state.update(draining=True), drain_state=drain_state
+    )
 
 
 class Tiers:
@@ -76,10 +75,15 @@ def secret(tmp_path):
     return str(path)
 
 
+def start(token, calls, half, tiers=None, **limits):
+    actions = AdminActions(half, tiers, 8)
+    return AdminServer("127.0.0.1", 0, token, actions, calls, poll_seconds=0.01, **limits)
+
+
 @contextmanager
-def serving(secret, tiers=None, *, steps=True):
-    """An engine that is idle until it is woken: (URL, engine, port)."""
-    woken, ended, engine = threading.Event(), threading.Event(), Engine()
+def serving(secret, tiers=None, *, steps=True, **limits):
+    """An engine that is idle until it is woken: (URL, scheduler half, port)."""
+    woken, ended, engine = threading.Event(), threading.Event(), draining_half()
     calls = AdminCalls(woken.set)
 
     def run():
@@ -92,7 +96,7 @@ def serving(secret, tiers=None, *, steps=True):
     if steps:
         thread.start()
     token = admin_token(existing_keys(secret))
-    server = AdminServer("127.0.0.1", 0, token, AdminActions(engine, tiers, 8), calls)
+    server = start(token, calls, engine, tiers, **limits)
     try:
         yield f"http://127.0.0.1:{server.port}", engine, server.port
     finally:
@@ -114,7 +118,7 @@ def test_calls_are_executed_in_the_engines_thread(secret):
         assert not ask(url, secret, "status", {})["draining"]
         found = ask(url, secret, "drain", {})
         assert (found["draining"], found["drained"], found["leases"]) == (True, False, 1)
-        engine.leases = 0
+        engine.state["leases"] = 0
         assert ask(url, secret, "status", {})["drained"]
         assert engine.threads == {"engine"}
 
@@ -139,7 +143,7 @@ def test_tiers_are_looked_up_pinned_and_dropped(secret):
 def test_a_client_without_the_token_is_refused_before_its_body_is_read(secret, given):
     with serving(secret) as (_, engine, port):
         status, _ = post(port, "/v1/drain", **{**given, "Content-Length": "1000000000"})
-        assert (status, engine.draining) == (401, False)
+        assert (status, engine.state["draining"]) == (401, False)
 
 
 def test_the_token_is_in_no_log_and_no_answer(secret, caplog):
@@ -161,7 +165,7 @@ def test_the_token_is_in_no_log_and_no_answer(secret, caplog):
         ("unknown", {}, "no such call"),
     ],
 )
-def test_a_call_that_makes_no_sense_is_said(secret, call, body, said):
+def test_an_invalid_call_is_an_error(secret, call, body, said):
     with serving(secret) as (url, _, _), pytest.raises(ConfigError, match=said):
         ask(url, secret, call, body)
 
@@ -172,15 +176,14 @@ def test_a_prompt_is_no_longer_than_the_engines(secret, tokens):
         ask(url, secret, "lookup", {"tokens": tokens})
 
 
-def test_an_engine_that_runs_no_step_is_not_waited_for(secret, monkeypatch):
-    monkeypatch.setattr(server_module, "_STEP_SECONDS", 0.05)
-    with serving(secret, steps=False) as (url, engine, _):
+def test_a_call_fails_if_the_engine_runs_no_step(secret):
+    with serving(secret, steps=False, step_seconds=0.05) as (url, engine, _):
         with pytest.raises(ConfigError, match="no engine step"):
             ask(url, secret, "drain", {})
-        assert not engine.draining
+        assert not engine.state["draining"]
 
 
-def test_a_call_that_nobody_waits_for_is_not_executed():
+def test_a_call_is_not_executed_after_its_timeout():
     calls, done = AdminCalls(lambda: None), []
     with pytest.raises(TimeoutError):
         calls.execute(lambda: done.append(1), 0.01)
@@ -207,12 +210,14 @@ def test_only_status_is_read_with_get(secret, call, status):
     with serving(secret, Tiers()) as (_, engine, port):
         given = {"Authorization": f"Bearer {admin_token(existing_keys(secret))}"}
         assert httpx.get(f"http://127.0.0.1:{port}/v1/{call}", headers=given).status_code == status
-        assert not engine.draining
+        assert not engine.state["draining"]
 
 
-def test_a_stranger_that_sends_slowly_delays_another_client_by_seconds(secret, monkeypatch):
-    monkeypatch.setattr(server_module, "_REQUEST_SECONDS", 0.2)
-    with serving(secret) as (url, _, port), socket.create_connection(("127.0.0.1", port)) as stranger:
+def test_a_stranger_that_sends_slowly_delays_another_client_by_seconds(secret):
+    with (
+        serving(secret, request_seconds=0.2) as (url, _, port),
+        socket.create_connection(("127.0.0.1", port)) as stranger,
+    ):
         stranger.sendall(b"POST /v1/status HTTP/1.1\r\n")
         answered = threading.Event()
 
@@ -230,11 +235,11 @@ def test_a_stranger_that_sends_slowly_delays_another_client_by_seconds(secret, m
             sending.join()
 
 
-def test_a_client_that_disconnects_is_no_fault_of_the_call(secret, caplog):
+def test_a_call_ends_without_an_error_if_its_client_disconnects(secret, caplog):
     token, done = admin_token(existing_keys(secret)), threading.Event()
-    engine, calls = Engine(), AdminCalls(lambda: None)
+    engine, calls = draining_half(), AdminCalls(lambda: None)
     engine.drain = done.set
-    server = AdminServer("127.0.0.1", 0, token, AdminActions(engine, None, 8), calls)
+    server = start(token, calls, engine)
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         head = f"POST /v1/drain HTTP/1.1\r\nAuthorization: Bearer {token}\r\nContent-Length: 2\r\n\r\n"
         client.sendall(head.encode() + b"{}")
@@ -274,7 +279,7 @@ def test_an_openai_endpoint_is_not_taken_for_an_admin_api(secret, answer):
             pass
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
         with pytest.raises(ConfigError, match=r"is not an admin API \(status 404\); give the host and port"):
             ask(f"http://127.0.0.1:{server.server_port}", secret, "status", {})
         server.shutdown()
@@ -306,22 +311,22 @@ def test_a_pin_says_why_chunks_of_the_prompt_are_not_pinned(secret, tmp_path, pi
         assert run_cache("pin", *arguments) == (code, text)
 
 
-def test_a_pin_that_does_not_exist_is_said(secret):
+def test_an_unknown_pin_is_an_error(secret):
     with serving(secret, Tiers()) as (url, _, _):
         at = ["pin", "--engine", url, "--secret-file", secret, "--name"]
         assert run_cache(*at, "p") == (0, "2 chunks are no longer pinned")
         assert run_cache(*at, "q") == (1, "no pin is named q")
 
 
-def test_an_address_in_use_is_said(secret):
+def test_an_address_in_use_is_an_error(secret):
     with serving(secret) as (_, _, port), pytest.raises(ConfigError, match=r"admin\.port"):
-        AdminServer("127.0.0.1", port, "t", AdminActions(Engine(), None, 8), AdminCalls(lambda: None))
+        AdminServer("127.0.0.1", port, "t", AdminActions(draining_half(), None, 8), AdminCalls(lambda: None))
 
 
 @pytest.mark.slow
 def test_a_client_that_sends_slowly_does_not_hold_up_the_end_of_the_engine(secret):
     token = admin_token(existing_keys(secret))
-    server = AdminServer("127.0.0.1", 0, token, AdminActions(Engine(), None, 8), AdminCalls(lambda: None))
+    server = start(token, AdminCalls(lambda: None), draining_half())
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         client.sendall(b"POST /v1/status HTTP/1.1\r\n")
         wait_for(lambda: server._server._client is not None)

@@ -7,6 +7,7 @@ import pytest
 from kvferry.connector.peers.claims import IDLE_STEP_WAIT_SECONDS, STEP_WAIT_SECONDS, Claims
 from kvferry.transport.handshake import Pending, Unusable
 from kvferry.transport.redeem import Grant, PromptContent, Redeemed
+from support.clock import Clock
 from transport.cards import ticket
 
 AT = ("127.0.0.1", 5600)
@@ -21,7 +22,7 @@ class Client:
         self.asked: list[PromptContent] = []
         self.released: list[bytes] = []
         self.waits: list[float] = []
-        self.answers = True
+        self.answers, self.clock = True, Clock()
 
     def redeem(self, address, ticket, tokens, content, *, foreseen=False) -> int:
         self.asked.append(content)
@@ -29,6 +30,7 @@ class Client:
 
     def redemption(self, number, wait_seconds):
         self.waits.append(wait_seconds)
+        self.clock.now += wait_seconds
         if not self.answers:
             return Pending()
         return GRANTED if self.asked[number] == MINE else REFUSED
@@ -45,7 +47,7 @@ def begin(claims: Claims, content=MINE, name="a"):
 
 
 def test_samples_of_a_prompt_redeem_and_release_once():
-    claims = Claims(client := Client(), lambda: False)
+    claims = Claims(client := Client(), lambda: False, Clock())
     samples = [begin(claims) for _ in range(3)]
     assert len(client.asked) == 1
     assert [claims.answer(one) for one in samples] == [GRANTED] * 3
@@ -57,15 +59,15 @@ def test_samples_of_a_prompt_redeem_and_release_once():
 
 
 def test_a_ticket_that_was_refused_is_not_released():
-    claims = Claims(client := Client(), lambda: False)
+    claims = Claims(client := Client(), lambda: False, Clock())
     one = begin(claims, OTHER)
     assert claims.answer(one) is REFUSED
     claims.end(one)
     assert (client.released, len(claims)) == ([], 0)
 
 
-def test_a_redemption_that_nobody_has_answered_is_released_since_it_may_be_granted():
-    claims = Claims(client := Client(), lambda: False)
+def test_an_unanswered_redemption_is_released_because_it_may_be_granted():
+    claims = Claims(client := Client(), lambda: False, Clock())
     client.answers = False
     one = begin(claims)
     assert isinstance(claims.answer(one), Pending)
@@ -73,8 +75,8 @@ def test_a_redemption_that_nobody_has_answered_is_released_since_it_may_be_grant
     assert client.released == [ticket("a")]
 
 
-def test_whoever_comes_with_the_same_ticket_and_another_prompt_ends_nobody_elses_claim():
-    claims = Claims(client := Client(), lambda: False)
+def test_a_claim_with_another_prompt_does_not_release_the_ticket():
+    claims = Claims(client := Client(), lambda: False, Clock())
     mine, other = begin(claims), begin(claims, OTHER)
     assert client.asked == [MINE, OTHER]
     client.answers = False  # gone before the producer has said no
@@ -85,8 +87,8 @@ def test_whoever_comes_with_the_same_ticket_and_another_prompt_ends_nobody_elses
     assert client.released == [ticket("a")]
 
 
-def test_a_claim_is_released_also_where_a_refused_one_ends_last():
-    claims = Claims(client := Client(), lambda: False)
+def test_a_claim_is_released_even_if_a_refused_one_ends_last():
+    claims = Claims(client := Client(), lambda: False, Clock())
     mine, other = begin(claims), begin(claims, OTHER)
     claims.end(mine)
     assert client.released == []
@@ -95,7 +97,7 @@ def test_a_claim_is_released_also_where_a_refused_one_ends_last():
 
 
 def test_a_prompt_whose_requests_have_ended_is_redeemed_anew_with_the_ticket():
-    claims = Claims(client := Client(), lambda: False)
+    claims = Claims(client := Client(), lambda: False, Clock())
     mine, other = begin(claims), begin(claims, OTHER)
     claims.end(mine)
     again = begin(claims)
@@ -106,13 +108,12 @@ def test_a_prompt_whose_requests_have_ended_is_redeemed_anew_with_the_ticket():
 
 
 def test_an_idle_engine_waits_longer_for_an_answer_and_no_step_waits_twice():
-    idle = True
-    claims = Claims(client := Client(), lambda: idle)
-    client.answers = False
+    clock, idle = Clock(), True
+    claims = Claims(client := Client(), lambda: idle, clock)
+    client.answers, client.clock = False, clock
     one = begin(claims)
-    claims.answer(one)
-    claims._waited_seconds = IDLE_STEP_WAIT_SECONDS
-    claims.answer(one)
+    for _ in range(2):
+        claims.answer(one)
     claims.step()
     idle = False
     claims.answer(one)

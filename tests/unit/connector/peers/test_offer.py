@@ -5,7 +5,7 @@ import uuid
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.peers.offer import Offer, read_offer, wants_prefill, write_nothing, write_offer
@@ -13,16 +13,17 @@ from kvferry.connector.prompt_content import content_of
 from kvferry.errors import ProtocolError, Unnameable
 from kvferry.transport.redeem import PromptContent
 from support.block_pool import MadeUpRequest
-from support.lora import adapter, settled
+from support.examples import examples
+from support.lora import adapter, once_named
 from support.mm import feature
 
 TICKET = bytes(range(16))
 OFFER = Offer("engine", "127.0.0.1", 5600, TICKET.hex(), 40, 2048)
 OPTIONAL = {"do_remote_prefill", "do_remote_decode"}
-QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=300)
+QUICK = examples(300)
 
 
-def test_what_is_written_is_read_even_after_json():
+def test_an_offer_survives_json():
     assert read_offer(write_offer(OFFER)) == OFFER
     assert read_offer(json.loads(json.dumps(write_offer(OFFER)))) == OFFER
 
@@ -87,7 +88,7 @@ def test_a_prefill_is_wanted_only_by_true(params, wants):
 
 
 @pytest.mark.parametrize("key", [key for key in write_offer(OFFER) if key not in OPTIONAL])
-def test_an_offer_without_something_is_refused_by_its_name(key):
+def test_an_offer_without_a_key_is_refused_with_its_name(key):
     params = write_offer(OFFER)
     del params[key]
     with pytest.raises(ProtocolError, match=rf"kv_transfer_params: .*{key}"):
@@ -111,7 +112,7 @@ def test_an_offer_without_something_is_refused_by_its_name(key):
         ("remote_host", "\ud800"), ("remote_host", "nul\0"), ("remote_host", "a;b"),
     ],
 )  # fmt: skip
-def test_a_value_that_makes_no_sense_is_refused_by_its_name(key, value):
+def test_an_invalid_value_is_refused_with_its_name(key, value):
     with pytest.raises(ProtocolError, match=rf"kv_transfer_params: .*{key}"):
         read_offer({**write_offer(OFFER), key: value})
 
@@ -141,7 +142,7 @@ def test_a_refusal_repeats_neither_the_ticket_nor_what_a_user_sent():
 
 
 @pytest.mark.parametrize("params", [[], "text", 5, True, [write_offer(OFFER)]])
-def test_what_is_no_object_is_refused(params):
+def test_a_setting_that_is_no_object_is_refused(params):
     with pytest.raises(ProtocolError):
         read_offer(params)
 
@@ -164,7 +165,7 @@ def test_any_json_is_an_offer_none_or_a_protocol_error(params):
 
 @QUICK
 @given(st.dictionaries(st.sampled_from(sorted(write_offer(OFFER))), JSON, min_size=1, max_size=3))
-def test_an_offer_with_anything_in_place_of_anything_is_read_or_a_protocol_error(changes):
+def test_an_offer_with_a_changed_value_is_read_or_a_protocol_error(changes):
     try:
         read_offer({**write_offer(OFFER), **changes})
     except ProtocolError:
@@ -176,7 +177,7 @@ def prompt(*tokens: int, items=(), lora=None, salt=None) -> SimpleNamespace:
 
 
 def content(request: MadeUpRequest, tokens: int, adapters: Adapters | None = None) -> PromptContent:
-    return settled(lambda: content_of(request, tokens, adapters or Adapters()))
+    return once_named(lambda: content_of(request, tokens, adapters or Adapters()))
 
 
 def test_content_is_that_of_the_tokens_at_the_beginning():
@@ -226,7 +227,7 @@ def test_adapters_count_by_content(tmp_path):
     assert "this prompt has none" in content(prompt(1, 2), 2, here).difference(offered)
 
 
-def test_a_name_of_an_adapter_that_no_message_can_hold_is_none():
+def test_an_adapter_name_that_no_message_can_hold_is_refused():
     with pytest.raises(Unnameable, match="the name of its LoRA adapter has 5000 characters, at most 4096"):
         content_of(prompt(1, 2), 2, SimpleNamespace(name=lambda _: "x" * 5000))
 

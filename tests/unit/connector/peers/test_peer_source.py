@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -11,10 +10,8 @@ from msgspec import structs
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.bids import Bid, Bidding, PlaceTokens
 from kvferry.connector.decisions import MissReason, SourceMiss
-from kvferry.connector.events import SourceRefused
 from kvferry.connector.load_results import GroupBytes, LoadFigures
-from kvferry.connector.messages import LoadRead, Report, StepOrders
-from kvferry.connector.peers import claims, source as peer_source
+from kvferry.connector.messages import LoadRead, Report
 from kvferry.connector.peers.claims import STEP_WAIT_SECONDS
 from kvferry.connector.peers.connections import UNUSED_SECONDS
 from kvferry.connector.peers.offer import Offer, write_offer
@@ -23,7 +20,6 @@ from kvferry.connector.peers.turn_finder import FoundTurn
 from kvferry.connector.pins import Pins
 from kvferry.connector.prompt_content import content_of
 from kvferry.connector.refusals import Refusals
-from kvferry.connector.stream import EventStream
 from kvferry.geometry import Group, GroupKind
 from kvferry.planning.select import LoadSpan
 from kvferry.planning.template import build_templates, window_mismatches
@@ -33,8 +29,8 @@ from kvferry.transport.messages import KeptTurn, RankCard
 from kvferry.transport.redeem import Grant, Redeemed
 from support.block_pool import request
 from support.engines import ranks
-from support.loads import made_up_load
-from support.lora import adapter, settled, slow_files
+from support.fake_engine import FakeEngine, PartialHalf
+from support.lora import adapter, once_named, slow_files
 from transport.cards import ATTENTION, cards, facts, spec, ticket
 
 TOKENS = list(range(40))
@@ -115,47 +111,32 @@ def offered(name="a", of="theirs", **changes):
     return one
 
 
-class Engine:
-    def __init__(self, answer=KNOWN, ranks=RANKS, turns=None, most_held=2, redeemed=GRANTED):
-        self.client, self.pins, self.told = Client(answer, redeemed), Pins(1), list[SourceRefused]()
-        self.turns, self.adapters = Turns(turns), Adapters()
-        refusals = Refusals(EventStream(self.told.append))
-        self.source = PeerSource(
-            self.client,
-            ranks=ranks,
-            pins=self.pins,
-            refusals=refusals,
-            timeout_seconds=30.0,
-            most_held=most_held,
-            turns=self.turns,
-            adapters=self.adapters,
-            idle=lambda: False,
-        )
-        self.bidding = Bidding(2)
-
-    def arrive(self, one):
-        assert self.source.arrived(one, self.bidding)
-        return one
-
-    def begin(self, one, local_tokens=0):
-        (bid,) = self.source.bids(one, local_tokens)
-        name = one.request_id
-        span = LoadSpan(local_tokens, local_tokens + bid.tokens, 41)
-        load = made_up_load(f"{name}#1", span, [[4, 5, 6]], request_id=name, bid=bid)
-        self.source.begin(load, one)
-        return load
-
-    def step(self):
-        meta = StepOrders()
-        self.source.hand_over(meta)
-        return meta
-
-    def refused(self):
-        return [event.reason for event in self.told]
+def with_peer(answer=KNOWN, ranks=RANKS, turns=None, most_held=2, redeemed=GRANTED) -> FakeEngine:
+    """An engine whose control client gives these answers of a peer."""
+    engine = FakeEngine()
+    engine.client, engine.pins, engine.turns = Client(answer, redeemed), Pins(1), Turns(turns)
+    engine.source = PeerSource(
+        engine.client,
+        ranks=ranks,
+        pins=engine.pins,
+        refusals=Refusals(engine.events),
+        timeout_seconds=30.0,
+        most_held=most_held,
+        turns=engine.turns,
+        adapters=engine.adapters,
+        idle=lambda: False,
+        clock=engine.clock,
+    )
+    engine.half = PartialHalf(source=engine.source)
+    return engine
 
 
-def test_a_beginning_ends_where_it_may_and_an_end_goes_on_from_there():
-    engine = Engine()
+def refused(engine):
+    return [event.reason for event in engine.told]
+
+
+def test_the_head_of_a_load_ends_at_the_alignment_and_the_tail_begins_there():
+    engine = with_peer()
     one = engine.arrive(offered())
     assert engine.source.bids(one, 8)
     assert engine.source.head(one, 8, 16) == Bid(PEER, (PlaceTokens("peer", 24),))
@@ -170,7 +151,7 @@ def test_a_beginning_ends_where_it_may_and_an_end_goes_on_from_there():
 
 
 def test_a_ticket_is_redeemed_at_arrival_and_bid_once_it_is_granted_and_its_peer_known():
-    engine = Engine(Pending(), redeemed=Pending())
+    engine = with_peer(Pending(), redeemed=Pending())
     one = engine.arrive(offered())
     assert engine.client.claimed == ["theirs"]
     assert engine.client.asked == [(40, content_of(one, 40, Adapters()))]
@@ -185,8 +166,8 @@ def test_a_ticket_is_redeemed_at_arrival_and_bid_once_it_is_granted_and_its_peer
     assert engine.client.released == []
 
 
-def test_a_peer_that_had_not_answered_when_the_request_went_on_is_told_once():
-    engine = Engine(Pending(), redeemed=Pending())
+def test_an_unanswered_peer_is_reported_once_when_the_request_goes_on():
+    engine = with_peer(Pending(), redeemed=Pending())
     one = engine.arrive(offered())
     assert engine.source.bids(one, 8)[0].looking
     for _ in range(2):
@@ -197,10 +178,10 @@ def test_a_peer_that_had_not_answered_when_the_request_went_on_is_told_once():
     )  # fmt: skip
 
 
-def test_a_load_is_ordered_with_the_peer_met_before():
-    engine = Engine()
+def test_a_read_is_ordered_from_a_peer_that_is_already_connected():
+    engine = with_peer()
     one = engine.arrive(offered())
-    load = engine.begin(one, 8)
+    load = engine.begin_load(one, 8)
     meta = engine.step()
     assert meta.connects == {PEER: KNOWN.ranks}
     (part,) = meta.reads
@@ -211,7 +192,7 @@ def test_a_load_is_ordered_with_the_peer_met_before():
     assert read.dst_tables is load.tables
     assert (read.lease.slot, read.lease.generation, read.lease.incarnation) == (3, 7, 11)
     assert engine.source.origin(load) == "peer"
-    engine.begin(engine.arrive(offered("b")))
+    engine.begin_load(engine.arrive(offered("b")))
     assert engine.step().connects == {}, "workers know it"
     assert engine.step().reads == []
 
@@ -226,43 +207,43 @@ def test_a_load_is_ordered_with_the_peer_met_before():
         ),
     ],
 )
-def test_a_ticket_that_cannot_be_of_the_prompt_is_not_redeemed_and_changes_nothing(change, says):
-    engine = Engine()
+def test_a_ticket_that_does_not_fit_the_prompt_is_not_redeemed(change, says):
+    engine = with_peer()
     one = offered(remote_num_tokens=change.pop("kv", 40))
     vars(one).update(change)
     engine.arrive(one)
     assert (engine.source.bids(one, 0), engine.client.claimed, engine.client.released) == ((), [], [])
-    (reason,) = engine.refused()
+    (reason,) = refused(engine)
     assert reason.startswith(says)
 
 
 @pytest.mark.parametrize("kind", [GroupKind.FULL, GroupKind.STATE])
 def test_state_that_has_seen_the_whole_prompt_is_not_read(kind):
     """The engine computes the last token of a prompt in any case, and state would see it twice."""
-    engine = Engine(ranks=[replace(rank, groups=(replace(rank.groups[0], kind=kind),)) for rank in RANKS])
+    engine = with_peer(ranks=[replace(rank, groups=(replace(rank.groups[0], kind=kind),)) for rank in RANKS])
     whole, longer = request("a", TOKENS), offered("b")
     whole.kv_transfer_params = longer.kv_transfer_params
     engine.arrive(whole)
     of_state = kind is GroupKind.STATE
     assert bool(engine.source.bids(whole, 0)) != of_state
-    assert [text[:44] for text in engine.refused()] == [
+    assert [text[:44] for text in refused(engine)] == [
         "40 tokens are offered for a prompt of 40, wh"
     ] * of_state
-    engine.bidding = Bidding(2)
+    engine.half.bidding = Bidding(2)
     assert engine.source.bids(engine.arrive(longer), 0)
 
 
-def test_a_ticket_that_its_producer_refuses_is_struck_out_and_not_released():
+def test_a_refused_ticket_is_excluded_and_not_released():
     """It may be somebody else's, who redeems it with the right prompt."""
-    engine = Engine(redeemed=Unusable("other tokens"))
+    engine = with_peer(redeemed=Unusable("other tokens"))
     one = engine.arrive(offered())
     assert engine.source.bids(one, 0) == ()
-    assert (engine.refused(), engine.client.released) == (["other tokens"], [])
+    assert (refused(engine), engine.client.released) == (["other tokens"], [])
     engine.client.redeemed = GRANTED
     assert engine.source.bids(one, 0) == ()
     engine.source.settled("a")
     engine.source.finished("a")
-    assert (engine.client.released, len(engine.source), len(engine.source._claims)) == ([], 0, 0)
+    assert (engine.client.released, len(engine.source)) == ([], 0)
 
 
 @pytest.mark.parametrize(
@@ -272,11 +253,11 @@ def test_a_ticket_that_its_producer_refuses_is_struck_out_and_not_released():
         (PeerInfo(facts("engine", 12), cards()), "the engine has been restarted since it granted the lease"),
     ],
 )
-def test_a_peer_that_cannot_be_used_is_struck_out_and_released(answer, says):
-    engine = Engine(answer)
+def test_an_unusable_peer_is_excluded_and_its_lease_released(answer, says):
+    engine = with_peer(answer)
     one = engine.arrive(offered())
     assert not engine.source.bids(one, 0)
-    assert (engine.refused(), engine.client.released) == ([says], ["theirs"])
+    assert (refused(engine), engine.client.released) == ([says], ["theirs"])
     engine.client.answer = KNOWN
     assert not engine.source.bids(one, 0), "its lease has been released"
     engine.source.settled("a")
@@ -285,62 +266,58 @@ def test_a_peer_that_cannot_be_used_is_struck_out_and_released(answer, says):
 
 
 def test_a_peer_that_is_refused_when_a_request_arrives_is_not_sent_its_ticket():
-    engine = Engine(NOBODY)
+    engine = with_peer(NOBODY)
     one = engine.arrive(offered())
     assert not engine.source.bids(one, 0)
     engine.client.answer = KNOWN
     assert not engine.source.bids(one, 0), "a claim of its ticket would never end"
-    assert (engine.refused(), engine.client.claimed, engine.client.released) == (["nobody answers"], [], [])
+    assert (refused(engine), engine.client.claimed, engine.client.released) == (["nobody answers"], [], [])
 
 
-def test_a_peer_that_was_restarted_before_it_granted_a_ticket_is_met_anew(monkeypatch):
-    def look_up(self, address, incarnation=None):
-        return self.answer if incarnation in (None, self.answer.facts.incarnation) else Pending()
-
-    monkeypatch.setattr(Client, "look_up", look_up)
-    engine = Engine(PeerInfo(facts("engine", 10), cards()))
+def test_a_peer_that_restarted_before_it_granted_a_ticket_is_looked_up_again():
+    engine = with_peer(PeerInfo(facts("engine", 10), cards()))
+    client = engine.client
+    client.look_up = lambda _, of=None: (
+        client.answer if of in (None, client.answer.facts.incarnation) else Pending()
+    )
     one = engine.arrive(offered())
     looking = Bid(PEER, (PlaceTokens("peer", 32),), looking=True, promised=True)
     assert engine.source.bids(one, 8) == (looking,)
     engine.client.answer = KNOWN
     assert engine.source.bids(one, 8) == (Bid(PEER, (PlaceTokens("peer", 32),)),)
-    assert (engine.refused(), engine.client.claimed) == ([], ["theirs"])
+    assert (refused(engine), engine.client.claimed) == ([], ["theirs"])
 
 
-def test_a_grant_has_a_block_table_for_each_group_of_the_peer():
-    engine = Engine(redeemed=Redeemed(0, 11, Grant.of(3, 7, [[1], [2], [3]]), 40))
+def test_a_grant_needs_a_block_table_for_each_group_of_the_peer():
+    engine = with_peer(redeemed=Redeemed(0, 11, Grant.of(3, 7, [[1], [2], [3]]), 40))
     one = engine.arrive(offered())
     assert engine.source.bids(one, 0) == ()
-    assert engine.refused() == ["block tables for 3 groups, the peer has 1"]
+    assert refused(engine) == ["block tables for 3 groups, the peer has 1"]
     assert engine.client.released == ["theirs"]
 
 
-def test_all_requests_of_a_step_share_the_time_to_wait_for_their_tickets(monkeypatch):
-    engine, now = Engine(redeemed=Pending()), [100.0]
-    monkeypatch.setattr(claims.time, "monotonic", lambda: now[0])
+def test_all_requests_of_a_step_share_the_time_to_wait_for_their_tickets():
+    engine = with_peer(redeemed=Pending())
     ones = [engine.arrive(offered(name, of=name)) for name in "abcd"]
 
-    def redemption(self, number, wait_seconds):
-        waits_said.append(wait_seconds)
-        now[0] += min(wait_seconds, STEP_WAIT_SECONDS * 0.4)
-        return self.redeemed
+    def redemption(number, wait_seconds):
+        waits.append(wait_seconds)
+        engine.clock.now += min(wait_seconds, STEP_WAIT_SECONDS * 0.4)
+        return engine.client.redeemed
 
-    waits_said = []
-    monkeypatch.setattr(Client, "redemption", redemption)
+    waits, engine.client.redemption = [], redemption
     for one in ones:
         engine.source.bids(one, 0)
-    assert waits_said == pytest.approx(
-        [STEP_WAIT_SECONDS * share for share in (1.0, 0.6, 0.2, 0.0)], abs=1e-9
-    )
+    assert waits == pytest.approx([STEP_WAIT_SECONDS * share for share in (1.0, 0.6, 0.2, 0.0)], abs=1e-9)
     engine.step()
     engine.source.bids(ones[0], 0)
-    assert waits_said[-1] == STEP_WAIT_SECONDS
+    assert waits[-1] == STEP_WAIT_SECONDS
 
 
 @pytest.mark.parametrize(("theirs", "alignment_tokens"), [(4, 4), (16, 16), (24, 8), (64, 16)])
 def test_content_comes_in_what_blocks_of_both_sides_have_in_common(theirs, alignment_tokens):
     peer = RankCard(ranks(spec(block_tokens=theirs), [ATTENTION] * 2)[0], b"metadata", 4096, 64, 1)
-    engine = Engine(PeerInfo(facts("engine", 11), (peer,)))
+    engine = with_peer(PeerInfo(facts("engine", 11), (peer,)))
     engine.arrive(offered())
     assert engine.source.alignments("a") == (alignment_tokens,)
     engine.client.answer = NOBODY
@@ -361,31 +338,31 @@ SLIDING, CHUNKED, FULL = GroupKind.SLIDING, GroupKind.CHUNKED, GroupKind.FULL
     [((SLIDING, 64), (FULL, 0)), ((CHUNKED, 64), (FULL, 0)), ((SLIDING, 64), (SLIDING, 66))],
     ids=["hybrid manager off there", "the same, chunked", "draft modules there"],
 )
-def test_groups_are_told_by_their_layers_whatever_they_are_called(ours, theirs):
+def test_groups_of_peers_are_matched_by_their_layers(ours, theirs):
     mine = as_kind(ranks(spec(block_tokens=128), [ATTENTION] * 2)[0], *ours)
     peer = as_kind(ranks(spec(block_tokens=32, address=1 << 41), [ATTENTION] * 2)[0], *theirs)
     assert not window_mismatches([peer], mine), "the handshake lets them through"
     (template,) = build_templates([peer], mine)
     assert {route.cell_tokens for route in template.routes} == {32}
-    engine = Engine(PeerInfo(facts("engine", 11), (RankCard(peer, b"metadata", 4096, 64, 1),)), [mine])
+    engine = with_peer(PeerInfo(facts("engine", 11), (RankCard(peer, b"metadata", 4096, 64, 1),)), [mine])
     engine.arrive(offered())
     assert engine.source.alignments("a") == (32,)
 
 
 def test_a_peer_whose_late_reads_hold_too_much_is_refused():
-    engine = Engine()
+    engine = with_peer()
     one = engine.arrive(offered())
     engine.pins.hold("old", PEER, [1, 2, 3])
     engine.pins.mark_late("old")
     assert not engine.source.bids(one, 0)
-    assert engine.refused() == [
+    assert refused(engine) == [
         "reads past their deadline still hold 3 blocks, and those of a peer may hold half of 2 (late_blocks)"
     ]
 
 
 def test_reads_in_flight_count_for_what_late_ones_may_hold():
     """Any of them may be late a moment later, so there is no time to begin to count then."""
-    engine = Engine(most_held=8)
+    engine = with_peer(most_held=8)
     (bid,) = engine.source.bids(engine.arrive(offered()), 0)
     assert engine.source.has_room(bid, 100), "a load that is alone may be larger"
     engine.pins.hold("from tiers", TIERS, [1] * 50)
@@ -405,23 +382,23 @@ def test_reads_in_flight_count_for_what_late_ones_may_hold():
     [({}, False), ({"peer_lost": True}, True), ({"late": True}, True)],
     ids=["another lease may hold", "it has gone", "it may have gone"],
 )
-def test_a_peer_that_failed_is_struck_out_and_met_anew_if_it_may_have_gone(how, anew):
-    engine = Engine()
+def test_a_failed_peer_is_excluded_and_reconnected_if_it_may_have_gone(how, anew):
+    engine = with_peer()
     one = engine.arrive(offered())
-    load = engine.begin(one)
+    load = engine.begin_load(one)
     engine.source.ended(load, Report("the lease was broken", **how))
     assert (engine.client.forgotten, engine.client.released) == ([ADDRESS] * anew, ["theirs"])
-    assert engine.bidding.exclusion_reason(PEER) == "the lease was broken"
+    assert engine.half.bidding.exclusion_reason(PEER) == "the lease was broken"
     assert not engine.source.bids(one, 0)
     assert engine.source.why_no_bid(one, 0) == SourceMiss(
         "peer", MissReason.REFUSED, detail="the lease was broken"
     )
 
 
-def test_what_a_load_brought_is_told_by_group_of_this_engine_without_those_that_moved_nothing():
+def test_loaded_bytes_are_reported_by_group_without_empty_groups():
     kinds = (GroupKind.FULL, 0), (GroupKind.SLIDING, 64), (GroupKind.STATE, 0)
     groups = tuple(Group(kind, 16, span, ()) for kind, span in kinds)
-    engine = Engine(ranks=[replace(RANKS[0], groups=groups)])
+    engine = with_peer(ranks=[replace(RANKS[0], groups=groups)])
     figures = LoadFigures(bytes_by_group=(640, 0, 8), strategy_by_group=("direct", "", "direct+staged"))
     assert engine.source.loaded_bytes(None, Report(None, figures=figures)) == (
         GroupBytes("0 full_attention", "direct", 640),
@@ -430,10 +407,10 @@ def test_what_a_load_brought_is_told_by_group_of_this_engine_without_those_that_
     assert engine.source.loaded_bytes(None, Report("no answer")) == ()
 
 
-def test_a_load_that_is_ready_is_counted_and_its_lease_released_once_it_is_settled():
-    engine = Engine()
+def test_a_lease_is_released_once_when_its_request_is_settled():
+    engine = with_peer()
     one = engine.arrive(offered())
-    load = engine.begin(one)
+    load = engine.begin_load(one)
     engine.source.ended(load, Report(None))
     assert engine.client.released == []
     for _ in range(2):
@@ -443,7 +420,7 @@ def test_a_load_that_is_ready_is_counted_and_its_lease_released_once_it_is_settl
 
 
 def test_samples_that_share_a_prompt_release_it_once_with_the_last():
-    engine = Engine()
+    engine = with_peer()
     for name in ("a", "b"):
         engine.arrive(offered(name))
     engine.source.settled("a")
@@ -455,7 +432,7 @@ def test_samples_that_share_a_prompt_release_it_once_with_the_last():
 
 def test_a_ticket_with_another_prompt_does_not_release_what_a_request_here_reads():
     """The second request may be a thief's, and ends before the producer has answered."""
-    engine = Engine()
+    engine = with_peer()
     engine.arrive(offered("a"))
     thief = request("b", [*TOKENS[:-1], 7, 99])
     thief.kv_transfer_params = offered().kv_transfer_params
@@ -469,55 +446,51 @@ def test_a_ticket_with_another_prompt_does_not_release_what_a_request_here_reads
 
 def test_a_request_that_was_rejected_ends_no_lease():
     """vLLM names its offer with a request of one made-up token; its ticket may be a stolen one."""
-    engine = Engine()
+    engine = with_peer()
     engine.arrive(offered("a"))
     for name, of in (("b", "theirs"), ("c", "another")):
         one = request(name, [0], abort_immediately=True)
         one.kv_transfer_params = offered(of=of).kv_transfer_params
-        assert not engine.source.arrived(one, engine.bidding)
+        assert not engine.source.arrived(one, engine.half.bidding)
         engine.source.finished(name)
-    assert engine.refused() == [], "nothing is wrong with its offer"
+    assert refused(engine) == [], "nothing is wrong with its offer"
     assert (engine.client.claimed, engine.client.released) == (["theirs"], [])
 
 
 @pytest.mark.parametrize(
-    ("params", "refused"),
+    ("params", "count"),
     [(None, 0), ({"do_remote_decode": True}, 0), ({"do_remote_prefill": True}, 1)],
 )
-def test_a_request_without_an_offer_that_can_be_read_is_not_served(params, refused):
-    engine = Engine()
+def test_a_request_without_an_offer_that_can_be_read_is_not_served(params, count):
+    engine = with_peer()
     one = request("a", TOKENS, kv_transfer_params=params)
-    assert not engine.source.arrived(one, engine.bidding)
-    assert (len(engine.refused()), engine.client.claimed, len(engine.source)) == (refused, [], 0)
+    assert not engine.source.arrived(one, engine.half.bidding)
+    assert (len(refused(engine)), engine.client.claimed, len(engine.source)) == (count, [], 0)
 
 
-def test_workers_forget_a_peer_that_nothing_was_read_from_for_long(monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr(peer_source.time, "monotonic", lambda: now[0])
-    engine = Engine()
-    engine.begin(engine.arrive(offered()))
-    now[0] += UNUSED_SECONDS
+def test_workers_disconnect_an_unused_peer():
+    engine = with_peer()
+    engine.begin_load(engine.arrive(offered()))
+    engine.clock.now += UNUSED_SECONDS
     assert engine.step().disconnects == []
-    now[0] += 1
+    engine.clock.now += 1
     assert engine.step().disconnects == [PEER]
     assert engine.step().disconnects == []
-    engine.begin(engine.arrive(offered("b")))
+    engine.begin_load(engine.arrive(offered("b")))
     assert engine.step().connects == {PEER: KNOWN.ranks}
 
 
-def test_workers_keep_the_peer_that_was_read_from_again_and_forget_the_other(monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr(peer_source.time, "monotonic", lambda: now[0])
-    engine, other = Engine(), PEER.replace("5600", "5601")
-    engine.begin(engine.arrive(offered("a")))
-    now[0] += 1
-    engine.begin(engine.arrive(offered("b", remote_port=5601)))
-    now[0] += 1
-    engine.begin(engine.arrive(offered("c")))
+def test_workers_disconnect_only_the_unused_peer():
+    engine, other = with_peer(), PEER.replace("5600", "5601")
+    engine.begin_load(engine.arrive(offered("a")))
+    engine.clock.now += 1
+    engine.begin_load(engine.arrive(offered("b", remote_port=5601)))
+    engine.clock.now += 1
+    engine.begin_load(engine.arrive(offered("c")))
     engine.step()
-    now[0] += UNUSED_SECONDS - 0.5
+    engine.clock.now += UNUSED_SECONDS - 0.5
     assert engine.step().disconnects == [other]
-    now[0] += 1
+    engine.clock.now += 1
     assert engine.step().disconnects == [PEER]
 
 
@@ -527,7 +500,7 @@ TURN = FoundTurn(
 
 
 def test_a_request_without_an_offer_gets_that_of_an_earlier_turn_once_peers_have_answered():
-    engine = Engine(turns=Pending())
+    engine = with_peer(turns=Pending())
     one = engine.arrive(request("a", [*TOKENS, 99]))
     (bid,) = engine.source.bids(one, 8)
     assert (bid.looking, bid.tokens) == (True, 32)
@@ -541,8 +514,8 @@ def test_a_request_without_an_offer_gets_that_of_an_earlier_turn_once_peers_have
     assert (engine.client.released, len(engine.source)) == (["earlier"], 0)
 
 
-def test_while_peers_are_asked_they_may_have_the_rest_of_what_another_source_begins():
-    engine = Engine(turns=Pending())
+def test_a_looking_peer_bids_for_the_tail_of_another_sources_head():
+    engine = with_peer(turns=Pending())
     one = engine.arrive(request("a", [*TOKENS, 99]))
     engine.source.bids(one, 8)
     for bid, tokens in (
@@ -557,8 +530,8 @@ def test_while_peers_are_asked_they_may_have_the_rest_of_what_another_source_beg
     assert (engine.source.head(one, 8, 16), engine.source.tail(one, 8, 16)) == (None, None)
 
 
-def test_where_no_peer_has_an_earlier_turn_nothing_is_bid_and_that_is_said():
-    engine = Engine(turns=False)
+def test_no_bid_is_made_if_no_peer_has_an_earlier_turn():
+    engine = with_peer(turns=False)
     one = engine.arrive(request("a", [*TOKENS, 99]))
     assert engine.source.bids(one, 0) == ()
     assert (engine.source.head(one, 0, 16), engine.source.tail(one, 0, 16)) == (None, None)
@@ -569,7 +542,7 @@ def test_where_no_peer_has_an_earlier_turn_nothing_is_bid_and_that_is_said():
 
 
 def test_a_request_that_ends_while_peers_are_asked_leaves_nothing():
-    engine = Engine(turns=Pending())
+    engine = with_peer(turns=Pending())
     one = engine.arrive(request("a", [*TOKENS, 99]))
     engine.source.bids(one, 0)
     engine.source.settled("a")
@@ -579,7 +552,7 @@ def test_a_request_that_ends_while_peers_are_asked_leaves_nothing():
 
 @pytest.mark.parametrize("answered", [False, True])
 def test_after_a_reset_an_earlier_turn_that_was_found_before_is_not_bid(answered):
-    engine = Engine(turns=TURN if answered else Pending())
+    engine = with_peer(turns=TURN if answered else Pending())
     one = engine.arrive(request("a", [*TOKENS, 99]))
     assert engine.source.bids(one, 0)
     engine.source.start_anew()
@@ -589,20 +562,20 @@ def test_after_a_reset_an_earlier_turn_that_was_found_before_is_not_bid(answered
 
 
 def test_after_a_reset_no_offer_that_came_before_is_bid():
-    engine = Engine()
+    engine = with_peer()
     waiting, loading, _ = (engine.arrive(offered(name, of=name)) for name in "abc")
-    load = engine.begin(loading)
+    load = engine.begin_load(loading)
     engine.source.settled("c")
     engine.source.start_anew()
     assert engine.client.released == ["c", "a", "b"], "what is being read is not believed either"
     assert engine.source.bids(waiting, 0) == engine.source.bids(loading, 0) == ()
-    assert engine.refused() == ["the cache was reset"] * 2, "before and after its ticket was redeemed"
+    assert refused(engine) == ["the cache was reset"] * 2, "before and after its ticket was redeemed"
     engine.source.ended(load, Report("the producer gave the blocks back"))
     assert engine.source.bids(engine.arrive(offered("d")), 0), "what comes is"
 
 
-def test_an_engine_that_has_left_takes_no_offer_and_asks_for_no_turn():
-    engine = Engine(turns=Pending())
+def test_an_engine_that_stopped_reading_takes_no_offer_and_asks_for_no_turn():
+    engine = with_peer(turns=Pending())
     before = engine.arrive(offered("a", "before"))
     engine.source.stop_reading("weights have changed")
     assert not engine.source.bids(before, 0)
@@ -612,46 +585,45 @@ def test_an_engine_that_has_left_takes_no_offer_and_asks_for_no_turn():
     assert engine.source.why_no_bid(after, 0) == SourceMiss(
         "peer", MissReason.REFUSED, detail="weights have changed"
     )
-    assert engine.refused() == ["the cache was reset", "weights have changed"]
+    assert refused(engine) == ["the cache was reset", "weights have changed"]
     assert engine.client.claimed == engine.client.released == ["before", "after"], "no lease waits to run out"
     assert not engine.source.arrived(request("c", [*TOKENS, 99]), Bidding(2))
     assert not engine.turns.asked
 
 
-def test_peers_are_not_waited_for_when_all_but_the_last_token_is_here():
-    engine = Engine(turns=Pending())
+def test_no_request_waits_for_peers_if_only_the_last_token_is_missing():
+    engine = with_peer(turns=Pending())
     assert engine.source.bids(engine.arrive(request("a", [*TOKENS, 99])), 40) == ()
 
 
-def test_without_peers_that_keep_turns_a_request_is_not_ours():
-    assert not Engine().source.arrived(request("a", [*TOKENS, 99]), Bidding(2))
+def test_a_request_without_an_offer_is_declined_if_no_peer_keeps_turns():
+    assert not with_peer().source.arrived(request("a", [*TOKENS, 99]), Bidding(2))
 
 
 def test_a_ticket_is_redeemed_once_the_adapter_of_its_prompt_was_read(tmp_path):
-    engine, one = Engine(), offered()
+    engine, one = with_peer(), offered()
     one.lora_request = adapter(tmp_path)
     with slow_files() as go_on:
         engine.arrive(one)
         (bid,) = engine.source.bids(one, 0)
         assert bid.looking
-        assert (engine.client.claimed, engine.refused()) == ([], [])
+        assert (engine.client.claimed, refused(engine)) == ([], [])
         go_on.set()
-        settled(lambda: engine.adapters.name(one.lora_request))
+        once_named(lambda: engine.adapters.name(one.lora_request))
     (bid,) = engine.source.bids(one, 0)
     assert (bid.tokens, bid.looking) == (40, False)
     ((_, content),) = engine.client.asked
     assert content.adapter == engine.adapters.name(one.lora_request)
 
 
-def test_an_adapter_that_is_never_read_does_not_delay_a_request_for_ever(tmp_path, monkeypatch):
-    engine, one = Engine(), offered()
+def test_an_adapter_that_is_never_read_does_not_delay_a_request_for_ever(tmp_path):
+    engine, one = with_peer(), offered()
     one.lora_request = adapter(tmp_path)
     with slow_files() as go_on:
         engine.arrive(one)
-        monkeypatch.setattr(peer_source.time, "monotonic", lambda: now)
-        now = time.monotonic_ns() / 1e9 + 30.0
+        engine.clock.now += 30.0
         assert engine.source.bids(one, 0) == ()
-        (why,) = engine.refused()
+        (why,) = refused(engine)
         assert why.endswith("are still being read for their digest, after 30 s")
         go_on.set()
 
@@ -662,9 +634,9 @@ def some_of_it(tokens, blocks=(1, 2, 3), generation=7):
 
 def streaming(granted=16):
     """A request whose prompt its peer computes, and the load of it."""
-    engine = Engine(redeemed=some_of_it(granted))
+    engine = with_peer(redeemed=some_of_it(granted))
     one = engine.arrive(offered(remote_num_tokens=None))
-    return engine, one, engine.begin(one)
+    return engine, one, engine.begin_load(one)
 
 
 def spans(meta):
@@ -672,7 +644,7 @@ def spans(meta):
 
 
 def test_an_offer_without_a_number_of_tokens_is_of_all_but_the_last():
-    engine = Engine(redeemed=Pending())
+    engine = with_peer(redeemed=Pending())
     one = engine.arrive(offered(remote_num_tokens=None))
     assert engine.client.asked == [(40, content_of(one, 40, Adapters()))]
     looking = Bid(UNREDEEMED, (PlaceTokens("peer", 40),), looking=True, promised=True, growing=True)
@@ -729,16 +701,14 @@ def test_a_load_whose_peer_ends_the_lease_fails_once_and_is_not_read_on(answer, 
     assert engine.step().reads == []
     engine.source.forget(load)
     engine.source.ended(load, Report(told.failure))
-    assert engine.refused() == [told.failure]
+    assert refused(engine) == [told.failure]
     assert not engine.source.bids(offered(), 0)
 
 
-def test_workers_keep_a_peer_while_a_load_from_it_grows(monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr(peer_source.time, "monotonic", lambda: now[0])
+def test_workers_keep_a_peer_while_a_load_from_it_grows():
     engine, _, _ = streaming()
     engine.step()
-    now[0] += UNUSED_SECONDS + 1
+    engine.clock.now += UNUSED_SECONDS + 1
     assert engine.step().disconnects == []
     engine.client.redeemed = some_of_it(40)
     assert spans(engine.step()) == [(16, 40, True)]
@@ -748,8 +718,8 @@ def test_workers_keep_a_peer_while_a_load_from_it_grows(monkeypatch):
 def test_a_load_is_read_at_the_end_if_its_peer_keeps_windows_where_this_engine_keeps_all():
     groups = tuple(Group(GroupKind.SLIDING, one.block_tokens, 16, one.layers) for one in RANKS[0].groups)
     theirs = tuple(structs.replace(card, geometry=replace(card.geometry, groups=groups)) for card in cards())
-    engine = Engine(replace(KNOWN, ranks=theirs), redeemed=some_of_it(16))
-    engine.begin(engine.arrive(offered(remote_num_tokens=None)))
+    engine = with_peer(replace(KNOWN, ranks=theirs), redeemed=some_of_it(16))
+    engine.begin_load(engine.arrive(offered(remote_num_tokens=None)))
     assert [part.order for part in engine.step().reads] == [None]
     engine.client.redeemed = some_of_it(40)
     assert spans(engine.step()) == [(0, 40, True)]

@@ -52,12 +52,12 @@ def asked(answers, tokens=400, client=None):
     return found
 
 
-def test_what_brings_most_is_taken():
+def test_the_bid_with_the_most_tokens_is_taken():
     longer = kept(320, name="longer")
     assert asked([(A, kept(300)), (B, longer)]) == FoundTurn(320, B, longer)
 
 
-def test_what_cannot_be_continued_from_is_left():
+def test_a_turn_that_cannot_be_continued_from_is_ignored():
     assert asked([(A, kept(300)), (B, kept(500, least=410))]).address == A
     assert asked([(B, kept(300, least=301))]) is None
     assert asked([]) is None
@@ -68,7 +68,7 @@ def test_the_last_token_of_a_prompt_is_computed():
     assert asked([(A, kept(400, least=400))]) is None
 
 
-def test_nobody_is_asked_for_a_short_prompt_or_one_without_a_name_or_where_nobody_keeps_any():
+def test_no_peer_is_asked_for_a_short_or_unnameable_prompt_or_without_keepers():
     client = Client()
     finder = TurnFinder(client, lambda: {A: 1}, TurnNames(Adapters()))
     assert not finder.ask(request("a", list(range(CHUNK_TOKENS))))
@@ -80,7 +80,7 @@ def test_nobody_is_asked_for_a_short_prompt_or_one_without_a_name_or_where_nobod
     )
 
 
-def test_a_request_that_ends_is_asked_for_no_more():
+def test_peers_are_no_longer_asked_for_a_request_that_has_ended():
     client = Client()
     finder = TurnFinder(client, lambda: {A: 1}, TurnNames(Adapters()))
     finder.ask(request("a", list(range(400))))

@@ -13,7 +13,7 @@ from kvferry.transport.lease import LeaseBook
 from support.clock import Clock
 
 
-def test_leases_end_until_enough_blocks_are_free_that_can_be_used():
+def test_unclaimed_leases_end_until_enough_blocks_are_free():
     clock = Clock()
     book = LeaseBook(1, 8, 40.0, clock)
     unclaimed = UnclaimedLeases(book, SimpleNamespace(blocks=lambda: 2))

@@ -29,7 +29,7 @@ def test_chunks_are_taken_once_and_the_tail_with_the_prompts_last_token():
     assert progress.take(16) == (range(2, 2), False)
 
 
-def test_of_a_prompt_that_ends_with_a_chunk_there_is_no_tail():
+def test_a_prompt_that_ends_with_a_chunk_has_no_tail():
     progress = Progress(request(32))
     assert progress.step(32)
     assert (progress.take(16), progress.due) == ((range(2), False), 48)
@@ -48,7 +48,7 @@ def test_tokens_that_are_drafted_and_not_there_are_not_taken():
     assert progress.take(16) == (range(2), True)
 
 
-def test_what_was_found_is_what_the_request_had_when_it_was_last_admitted():
+def test_the_found_prefix_is_that_of_the_last_admission():
     one = request(40, computed=16)
     progress = Progress(one)
     progress.step(8)
@@ -60,7 +60,7 @@ def test_what_was_found_is_what_the_request_had_when_it_was_last_admitted():
     assert progress.found == 32
 
 
-def test_of_a_request_that_has_ended_only_what_is_there_is_taken():
+def test_only_computed_chunks_of_an_ended_request_are_taken():
     one = request(64)
     progress = Progress(one)
     progress.step(64)

@@ -58,14 +58,14 @@ def test_equal_prompts_have_equal_names_and_others_have_not():
         {"mm_features": [feature(1, None)]},
     ],
 )
-def test_what_cannot_be_named_for_certain_has_no_chunks(more):
+def test_an_unnameable_prompt_has_no_chunks(more):
     prompts = Prompts(CANONICAL, Adapters())
     one = tokens(**more)
     assert prompts.add(one) is None
     assert prompts.get(one) is None
 
 
-def test_a_request_that_grows_is_named_as_far_as_it_is_known():
+def test_a_growing_request_has_keys_for_its_known_tokens():
     prompts = Prompts(CANONICAL, Adapters())
     one = request("a", range(6))
     prompts.add(one)
@@ -88,7 +88,7 @@ def test_generated_tokens_have_no_names_where_they_see_less_than_a_prompts():
     assert plain.content(one, 9) is not None
 
 
-def test_a_request_that_grows_by_what_is_no_token_has_no_chunks_from_then_on():
+def test_a_request_has_no_chunks_after_an_unknown_token():
     prompts = Prompts(CANONICAL, Adapters())
     one = tokens()
     prompts.add(one)
@@ -111,7 +111,7 @@ def test_after_a_reset_nothing_kept_before_is_found_and_running_requests_have_no
     assert key(tokens(), prompts) != again
 
 
-def test_while_names_are_suspended_there_are_none_and_a_reset_makes_new_ones():
+def test_suspended_prompts_have_no_keys_until_a_reset():
     prompts = Prompts(CANONICAL, Adapters())
     before = key(tokens(), prompts)
     prompts.suspend("weights have changed")
@@ -180,13 +180,13 @@ def test_chunks_have_names_as_soon_as_the_adapter_was_read(tmp_path):
     assert not prompts.are_pending("a")
 
 
-def test_what_has_no_names_says_why_until_it_ends():
+def test_a_prompt_without_keys_has_a_reason_until_it_ends():
     prompts, one = Prompts(CANONICAL, Adapters()), tokens(prompt_embeds=object())
     prompts.add(one)
     assert prompts.why_unnamed("a") == "the prompt is not made of token ids"
     assert not prompts.are_pending("a")
     prompts.remove("a")
-    assert not prompts._unnamed
+    assert prompts.why_unnamed("a") == "the cache was reset since it came in"
 
 
 def test_a_forgotten_salt_has_other_names_from_then_on_and_other_salts_keep_theirs():

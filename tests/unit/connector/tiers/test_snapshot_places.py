@@ -49,7 +49,7 @@ def test_positions_that_a_step_has_passed_are_left_out() -> None:
     assert run(places, one, 80, 192) == [32, 128]
 
 
-def test_where_the_tiers_attention_ends_is_a_position_unless_little_is_computed_before_it() -> None:
+def test_a_snapshot_is_placed_at_the_end_of_shared_attention_chunks() -> None:
     places, near, far = SnapshotPlaces(32, BLOCK), request(), request()
     places.admit(far, 64, 110)
     assert far.snapshot_at == 96, "at the end of a block"
@@ -80,13 +80,15 @@ def test_a_request_that_is_admitted_again_begins_anew_and_one_that_ended_is_forg
     places.admit(one, 0, 0)
     assert run(places, one, 32, 64) == [32, 64]
     places.forget("r")
-    assert [*places._places] == ["other"]
+    one.num_computed_tokens = one.snapshot_at = 0
+    assert run(places, one, 32, 64) == [0, 0]
+    assert run(places, other, 32) == [32]
 
 
-def test_nothing_is_placed_without_the_setting_or_in_a_short_prompt() -> None:
+def test_no_snapshot_is_placed_without_the_setting_or_in_a_short_prompt() -> None:
     for places, one in ((SnapshotPlaces(0, BLOCK), request()), (SnapshotPlaces(32, BLOCK), request(32))):
         places.admit(one, 0, 96)
-        assert (one.snapshot_at, places._places) == (0, {})
+        assert (one.snapshot_at, run(places, one, 32, 64)) == (0, [0, 0])
 
 
 def rule(*stores: LayerCache, **settings: int) -> SnapshotRule:
@@ -125,14 +127,14 @@ def test_the_engine_warns_at_its_start_if_it_keeps_none(caplog: pytest.LogCaptur
     assert seen.events == [SnapshotsPlaced(0, 4096)]
 
 
-def test_an_engine_without_recurrent_state_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_warning_is_logged_without_recurrent_state(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     rule(attention(), first_snapshot_tokens=0).announce(EventStream(seen := Listener()))
     assert (caplog.records, seen.events) == ([], [])
 
 
 @pytest.mark.parametrize("settings", [{}, {"first_snapshot_tokens": 0}])
-def test_an_engine_whose_prompts_are_too_short_says_nothing(
+def test_no_warning_is_logged_if_prompts_are_too_short_for_snapshots(
     caplog: pytest.LogCaptureFixture, settings: dict[str, int]
 ) -> None:
     caplog.set_level(logging.INFO)

@@ -7,11 +7,11 @@ import pytest
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.tier_queue import STUCK_SECONDS
 from kvferry.cache.writing import SlowTier
-from kvferry.connector.adapters import Adapters
 from kvferry.connector.bids import Bidding
 from kvferry.connector.decisions import MissReason, SourceMiss
+from kvferry.connector.engine import CacheGroup
 from kvferry.connector.load_results import GroupBytes
-from kvferry.connector.messages import Report, StepOrders
+from kvferry.connector.messages import Report
 from kvferry.connector.refusals import Refusals
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
@@ -27,8 +27,9 @@ from kvferry.tiers.names import TIERS
 from kvferry.tiers.outcome import GetOutcome
 from kvferry.tiers.storage_tier import StoreUsage
 from support.block_pool import request
-from support.clock import Clock
+from support.fake_engine import FakeEngine, PartialHalf
 from support.loads import made_up_load
+from support.lora import adapter, slow_files
 from support.models import attention, model
 from support.slow_tiers import answer, fake_tiers, queue_by_hand, table_of
 
@@ -36,68 +37,68 @@ CHUNK, PROMPT = 8, 28
 RANKS = lay_out(model(attention()), EngineShape(1, (1,), 4, "LBHNC", 99))
 CANONICAL = canonical_form_of(RANKS, CHUNK)
 (SIZE,) = (group.chunk_bytes for group in CANONICAL.groups)
+GROUPS = (CacheGroup(kind=GroupKind.FULL, attention_span=0, block_tokens=4),)
 LATE = Report("its deadline passed", late=True)
 
 
-class Engine:
-    """One request of 28 tokens: three chunks and a tail, in tiers or host memory."""
+def with_tiers(*kept, chunks=99, **options) -> FakeEngine:
+    """An engine with a request of 28 tokens, three chunks and a tail, and tiers that have these chunks."""
+    engine = FakeEngine(GROUPS)
+    prompts = engine.prompts = Prompts(CANONICAL, engine.adapters)
+    engine.one = request("a", range(PROMPT))
+    named = Prompts(CANONICAL, engine.adapters).add(engine.one)
+    engine.keys = [named.key(0, number) for number in range(3)] + [named.tail(0, PROMPT)]
+    tiers = fake_tiers(*([(engine.keys[number], bytes(SIZE)) for number in numbers] for numbers in kept))
+    engine.queues = [queue_by_hand(tier, engine.clock) for tier in tiers]
+    engine.host = HostTier(chunks * SIZE, [SIZE], EVICTION_POLICIES["lru"], table_of(tiers))
+    engine.cache = ChunkCache(
+        engine.host,
+        lambda _, size: memoryview(bytearray(size)),
+        CANONICAL.groups,
+        [SlowTier(queue) for queue in engine.queues],
+    )
+    engine.source = TierSource(
+        engine.cache, prompts, RANKS[0].groups, CANONICAL, Refusals(), **{"most_loads": 32, **options}
+    )
+    engine.half = PartialHalf(source=engine.source)
+    engine.arrive(engine.one)
+    return engine
 
-    def __init__(self, *kept, chunks=99, most_loads=32):
-        self.clock, self.loads = Clock(), 0
-        self.prompts = Prompts(CANONICAL, Adapters())
-        self.one = request("a", range(PROMPT))
-        named = Prompts(CANONICAL, Adapters()).add(self.one)
-        self.keys = [named.key(0, number) for number in range(3)] + [named.tail(0, PROMPT)]
-        tiers = fake_tiers(*([(self.keys[number], bytes(SIZE)) for number in numbers] for numbers in kept))
-        self.queues = [queue_by_hand(tier, self.clock) for tier in tiers]
-        self.host = HostTier(chunks * SIZE, [SIZE], EVICTION_POLICIES["lru"], table_of(tiers))
-        self.cache = ChunkCache(
-            self.host,
-            lambda _, size: memoryview(bytearray(size)),
-            CANONICAL.groups,
-            [SlowTier(queue) for queue in self.queues],
-        )
-        self.source = TierSource(
-            self.cache, self.prompts, RANKS[0].groups, CANONICAL, Refusals(), most_loads=most_loads
-        )
-        self.bidding = Bidding(2)
-        assert self.source.arrived(self.one, self.bidding)
 
-    def store(self, *numbers):
-        for number in numbers:
-            tokens = CHUNK if number < 3 else PROMPT - 3 * CHUNK
-            self.cache.filled(self.cache.reserve(self.keys[number], 0), tokens, None)
+def store(engine, *numbers):
+    for number in numbers:
+        tokens = CHUNK if number < 3 else PROMPT - 3 * CHUNK
+        engine.cache.filled(engine.cache.reserve(engine.keys[number], 0), tokens, None)
 
-    def bid(self, local_tokens=0):
-        bids = self.source.bids(self.one, local_tokens)
-        return bids[0] if bids else None
 
-    def begin(self, local_tokens=0):
-        bid = self.bid(local_tokens)
-        self.loads += 1
-        span = LoadSpan(local_tokens, local_tokens + bid.tokens, PROMPT)
-        load = made_up_load(f"a#{self.loads}", span, [range(1, 8)], bid=bid)
-        self.source.begin(load, self.one)
-        return load
+def bid(engine, local_tokens=0):
+    return engine.bid(engine.one, local_tokens)
 
-    def step(self):
-        """A step's orders for the ranks."""
-        self.cache.poll()
-        meta = StepOrders()
-        self.source.hand_over(meta)
-        return meta.chunks
 
-    def answer(self, number, as_, tier=0):
-        answer(self.queues[tier], "read", self.keys[number], as_)
+def begin(engine, local_tokens=0):
+    return engine.begin_load(engine.one, local_tokens)
 
-    def moved(self, part):
-        assert self.source.on_copied(MergedCopyReport(part.key, None, (SIZE * len(part.pieces),), 0.5))
 
-    def holds(self):
-        """Slots that are held, but for those that are being written to a tier."""
-        self.host.check_integrity()
-        held = len(self.host._slots._reads) + len(self.host._slots._fills)
-        return held - sum(queue.writing for queue in self.queues)
+def step(engine):
+    """Orders to the ranks of the next step."""
+    engine.cache.poll()
+    return engine.step().chunks
+
+
+def read(engine, number, outcome, tier=0):
+    """Let a tier's read of a chunk end."""
+    answer(engine.queues[tier], "read", engine.keys[number], outcome)
+
+
+def moved(engine, part):
+    assert engine.source.on_copied(MergedCopyReport(part.key, None, (SIZE * len(part.pieces),), 0.5))
+
+
+def holds(engine):
+    """Slots of host memory that are held, but for those that are being written to a tier."""
+    engine.host.check_integrity()
+    held = len(engine.host._slots._reads) + len(engine.host._slots._fills)
+    return held - sum(queue.writing for queue in engine.queues)
 
 
 def ends(orders):
@@ -109,218 +110,218 @@ def numbers(orders):
 
 
 def test_the_longest_prefix_is_offered_beyond_what_is_here():
-    engine = Engine()
-    assert engine.bid() is None
-    engine.store(0, 1, 3)
-    assert engine.bid().tokens == 16
-    assert engine.bid(local_tokens=12).tokens == 4
-    assert engine.bid(local_tokens=16) is None
-    engine.store(2)
-    assert engine.bid().tokens == PROMPT
+    engine = with_tiers()
+    assert bid(engine) is None
+    store(engine, 0, 1, 3)
+    assert bid(engine).tokens == 16
+    assert bid(engine, local_tokens=12).tokens == 4
+    assert bid(engine, local_tokens=16) is None
+    store(engine, 2)
+    assert bid(engine).tokens == PROMPT
 
 
 def test_a_load_from_host_memory_is_one_part_and_an_end_and_closes_its_slots_when_all_ranks_have_it():
-    engine = Engine()
-    engine.store(0, 1, 2, 3)
-    load = engine.begin(local_tokens=8)
+    engine = with_tiers()
+    store(engine, 0, 1, 2, 3)
+    load = begin(engine, local_tokens=8)
     assert (engine.source.origin(load), engine.source.busy) == ("host", True)
-    orders = engine.step()
+    orders = step(engine)
     assert (numbers(orders), ends(orders)) == ([[1, 2, 3]], [("a#1", None)])
     (part,) = orders.parts
     assert (part.load, part.first) == (load, True)
-    assert not engine.step(), "all is said once"
-    assert engine.holds() == 3
-    engine.moved(part)
-    assert engine.holds() == 0
+    assert not step(engine), "all is said once"
+    assert holds(engine) == 3
+    moved(engine, part)
+    assert holds(engine) == 0
     assert engine.source.loaded_bytes(load, Report(None)) == (
         GroupBytes("0 full_attention", "copied", 3 * SIZE),
     )
     assert (engine.source.take_copy_seconds(), engine.source.take_copy_seconds()) == ([0.5], [])
     engine.source.ended(load, Report(None))
     engine.source.forget(load)
-    assert not engine.source._records
     assert not engine.source.busy
 
 
 def test_chunks_go_to_the_ranks_as_they_come():
-    engine = Engine([0, 1])
-    engine.begin()
-    assert numbers(engine.step()) == []
-    engine.answer(1, GetOutcome.HIT)
-    first = engine.step()
+    engine = with_tiers([0, 1])
+    begin(engine)
+    assert numbers(step(engine)) == []
+    read(engine, 1, GetOutcome.HIT)
+    first = step(engine)
     assert (numbers(first), ends(first)) == ([[1]], [])
-    engine.answer(0, GetOutcome.HIT)
-    second = engine.step()
+    read(engine, 0, GetOutcome.HIT)
+    second = step(engine)
     assert (numbers(second), ends(second)) == ([[0]], [("a#1", None)])
     assert [part.first for part in first.parts + second.parts] == [True, False]
     for part in first.parts + second.parts:
-        engine.moved(part)
-    assert engine.holds() == 0
+        moved(engine, part)
+    assert holds(engine) == 0
 
 
-def test_a_load_that_lacks_a_chunk_ends_with_a_failure_and_what_is_left_is_offered_then():
-    engine = Engine([0, 1, 2])
-    load = engine.begin()
-    engine.answer(0, GetOutcome.HIT)
-    engine.answer(2, GetOutcome.ABSENT)
-    orders = engine.step()
+def test_a_load_without_one_of_its_chunks_fails_and_a_shorter_prefix_is_offered():
+    engine = with_tiers([0, 1, 2])
+    load = begin(engine)
+    read(engine, 0, GetOutcome.HIT)
+    read(engine, 2, GetOutcome.ABSENT)
+    orders = step(engine)
     assert numbers(orders) == [[0]]
     assert ends(orders) == [("a#1", "a chunk of the file tier: absent")]
     engine.source.ended(load, Report("a chunk of the file tier: absent"))
-    assert engine.step().ends == []
-    assert engine.bid().tokens == 16, "the tier is not to blame"
-    engine.answer(1, GetOutcome.HIT)
-    engine.moved(orders.parts[0])
-    engine.step()
-    assert engine.holds() == 0
+    assert step(engine).ends == []
+    assert bid(engine).tokens == 16, "the tier is not to blame"
+    read(engine, 1, GetOutcome.HIT)
+    moved(engine, orders.parts[0])
+    step(engine)
+    assert holds(engine) == 0
 
 
-def test_a_tier_that_cannot_read_is_not_asked_again_for_this_request():
-    engine = Engine([0, 1], [0])
-    load = engine.begin()
-    engine.answer(1, GetOutcome.IO_ERROR)
-    orders = engine.step()
+def test_a_tier_with_a_read_error_is_excluded_for_the_request():
+    engine = with_tiers([0, 1], [0])
+    load = begin(engine)
+    read(engine, 1, GetOutcome.IO_ERROR)
+    orders = step(engine)
     assert ends(orders) == [("a#1", "a chunk of the file tier: I/O error")]
     engine.source.ended(load, Report("I/O error"))
-    engine.answer(0, GetOutcome.ABSENT)
-    engine.step()
-    engine.answer(0, GetOutcome.HIT, tier=1)
-    engine.step()
+    read(engine, 0, GetOutcome.ABSENT)
+    step(engine)
+    read(engine, 0, GetOutcome.HIT, tier=1)
+    step(engine)
     for tier, number in ((engine.queues[0].tier, 1), (engine.queues[1].tier, 1)):
         tier.kept[engine.keys[number]] = bytes(SIZE)
     engine.queues[0].tier.keys.add(engine.keys[1])
-    assert engine.bid().tokens == 8
+    assert bid(engine).tokens == 8
     engine.queues[1].tier.keys.add(engine.keys[1])
-    assert engine.bid().tokens == 16
-    second = engine.begin()
+    assert bid(engine).tokens == 16
+    second = begin(engine)
     assert engine.source.origin(second) == "object"
 
 
-def test_a_load_past_its_deadline_is_ended_once_and_the_tier_that_it_waits_for_not_asked_again():
-    engine = Engine([0, 1])
-    engine.store(0)
-    load = engine.begin()
-    (part,) = engine.step().parts
+def test_a_load_past_its_deadline_ends_once_and_excludes_the_tier_it_waits_for():
+    engine = with_tiers([0, 1])
+    store(engine, 0)
+    load = begin(engine)
+    (part,) = step(engine).parts
     engine.source.ended(load, LATE)
-    assert ends(engine.step()) == [("a#1", "its deadline passed")]
-    assert ends(engine.step()) == []
-    assert engine.bid().tokens == 8
-    engine.answer(1, GetOutcome.HIT)
-    assert not engine.step(), "it comes, and nobody is given it"
-    assert engine.bid().tokens == 16, "it is in host memory now"
-    engine.moved(part)
-    assert engine.holds() == 0
+    assert ends(step(engine)) == [("a#1", "its deadline passed")]
+    assert ends(step(engine)) == []
+    assert bid(engine).tokens == 8
+    read(engine, 1, GetOutcome.HIT)
+    assert not step(engine), "it comes, and nobody is given it"
+    assert bid(engine).tokens == 16, "it is in host memory now"
+    moved(engine, part)
+    assert holds(engine) == 0
 
 
-def test_a_load_that_is_late_only_since_ranks_are_slow_strikes_no_tier():
-    engine = Engine([0, 1])
-    load = engine.begin()
-    engine.answer(0, GetOutcome.HIT)
-    engine.answer(1, GetOutcome.HIT)
-    (part,) = engine.step().parts
+def test_a_load_late_because_of_slow_ranks_excludes_no_tier():
+    engine = with_tiers([0, 1])
+    load = begin(engine)
+    read(engine, 0, GetOutcome.HIT)
+    read(engine, 1, GetOutcome.HIT)
+    (part,) = step(engine).parts
     engine.source.ended(load, LATE)
     engine.cache.clear()
-    assert engine.bid().tokens == 16
-    assert ends(engine.step()) == []
-    engine.moved(part)
-    assert engine.holds() == 0
+    assert bid(engine).tokens == 16
+    assert ends(step(engine)) == []
+    moved(engine, part)
+    assert holds(engine) == 0
 
 
-def test_a_load_that_is_dropped_is_ended_and_lets_go_of_what_ranks_have_not_been_told_of():
-    engine = Engine([1])
-    engine.store(0)
-    load = engine.begin()
-    assert engine.holds() == 2
+def test_a_dropped_load_closes_the_slots_that_ranks_do_not_copy():
+    engine = with_tiers([1])
+    store(engine, 0)
+    load = begin(engine)
+    assert holds(engine) == 2
     engine.source.dropped(load)
     engine.source.finished("a")
-    orders = engine.step()
+    orders = step(engine)
     assert numbers(orders) == []
     assert ends(orders) == [("a#1", "nobody waits for it any more")]
     engine.source.dropped(load)
-    assert ends(engine.step()) == []
-    engine.answer(1, GetOutcome.HIT)
-    engine.step()
-    assert engine.holds() == 0
+    assert ends(step(engine)) == []
+    read(engine, 1, GetOutcome.HIT)
+    step(engine)
+    assert holds(engine) == 0
     assert not engine.source.busy
 
 
-def test_dropped_between_two_parts_what_ranks_have_is_theirs_until_they_say_so():
-    engine = Engine([1])
-    engine.store(0)
-    load = engine.begin()
-    (part,) = engine.step().parts
+def test_a_dropped_load_keeps_the_slots_that_ranks_copy():
+    engine = with_tiers([1])
+    store(engine, 0)
+    load = begin(engine)
+    (part,) = step(engine).parts
     engine.source.dropped(load)
-    assert ends(engine.step()) == [("a#1", "nobody waits for it any more")]
-    assert engine.holds() == 2, "a part, and a read"
-    engine.answer(1, GetOutcome.HIT)
-    engine.step()
-    engine.moved(part)
-    assert engine.holds() == 0
+    assert ends(step(engine)) == [("a#1", "nobody waits for it any more")]
+    assert holds(engine) == 2, "a part, and a read"
+    read(engine, 1, GetOutcome.HIT)
+    step(engine)
+    moved(engine, part)
+    assert holds(engine) == 0
 
 
 def test_a_reset_ends_loads_and_nothing_kept_before_is_offered():
-    engine = Engine()
-    engine.store(0, 1)
-    engine.begin()
+    engine = with_tiers()
+    store(engine, 0, 1)
+    begin(engine)
     engine.prompts.start_anew()
     engine.source.start_anew()
     engine.cache.clear()
-    orders = engine.step()
+    orders = step(engine)
     assert (numbers(orders), ends(orders)) == ([], [("a#1", "the cache was reset")])
-    assert engine.bid() is None
-    assert engine.holds() == 0
+    assert bid(engine) is None
+    assert holds(engine) == 0
 
 
-def test_a_load_whose_request_has_lost_its_names_fails_rather_than_bringing_nothing():
-    engine = Engine()
-    engine.store(0)
-    engine.bid()
+def test_a_load_fails_if_its_request_has_no_chunk_keys_any_more():
+    engine = with_tiers()
+    store(engine, 0)
+    bid(engine)
     engine.prompts.remove("a")
     load = made_up_load("a#1", LoadSpan(0, 8, PROMPT), [[1, 2]])
     engine.source.begin(load, engine.one)
-    assert ends(engine.step()) == [("a#1", "its chunks have no names any more")]
+    assert ends(step(engine)) == [("a#1", "its chunks have no names any more")]
 
 
 def test_a_stuck_tier_is_not_offered():
-    engine = Engine([0, 1])
-    engine.begin()
+    engine = with_tiers([0, 1])
+    begin(engine)
     engine.clock.now += STUCK_SECONDS + 1
-    assert engine.bid() is None
+    assert bid(engine) is None
 
 
 def test_only_so_many_loads_are_under_way_at_once():
-    engine = Engine([0], most_loads=1)
-    assert engine.bid().tokens == 8
-    engine.begin()
-    assert engine.bid() is None
+    engine = with_tiers([0], most_loads=1)
+    assert bid(engine).tokens == 8
+    begin(engine)
+    assert bid(engine) is None
     assert engine.source.head(engine.one, 0, 4) is None
     assert engine.source.tail(engine.one, 0, 4) is None
     why = engine.source.why_no_bid(engine.one, 0)
     assert (why.reason, why.detail) == (
         MissReason.BUSY, "loads under way: 1, as many as tier_loads allows",
     )  # fmt: skip
-    engine.answer(0, GetOutcome.HIT)
-    engine.step()
-    assert engine.bid().tokens == 8
-    assert Engine([0], most_loads=2).bid().tokens == 8
+    read(engine, 0, GetOutcome.HIT)
+    step(engine)
+    assert bid(engine).tokens == 8
+    assert bid(with_tiers([0], most_loads=2)).tokens == 8
 
 
-def test_of_a_prompt_whose_names_are_awaited_nothing_is_bid_either_while_too_many_loads_are_under_way(
-    monkeypatch,
-):
-    engine = Engine([0], most_loads=1)
-    engine.begin()
-    monkeypatch.setattr(engine.prompts, "get", lambda request: None)
-    monkeypatch.setattr(engine.prompts, "are_pending", lambda name: True)
-    assert engine.bid() is None, "it would wait for loads that it does not get"
-    assert engine.source.why_no_bid(engine.one, 0).reason is MissReason.BUSY
-    monkeypatch.setattr(engine.source, "_most_loads", 2)
-    assert engine.bid().looking
+@pytest.mark.parametrize(("most_loads", "looking"), [(1, False), (2, True)])
+def test_a_prompt_waits_for_its_keys_only_while_another_load_may_begin(tmp_path, most_loads, looking):
+    engine = with_tiers([0], most_loads=most_loads)
+    begin(engine)
+    with slow_files():
+        other = engine.arrive(request("b", range(PROMPT), lora_request=adapter(tmp_path)))
+        found = engine.bid(other)
+        assert (found is not None) == looking
+        if looking:
+            assert found.looking
+        else:
+            assert engine.source.why_no_bid(other, 0).reason is MissReason.BUSY
 
 
-def test_where_nothing_is_stored_that_is_said_however_many_loads_are_under_way():
-    engine = Engine([0], most_loads=1)
-    engine.begin()
+def test_a_prompt_that_is_not_stored_is_not_reported_as_busy():
+    engine = with_tiers([0], most_loads=1)
+    begin(engine)
     engine.source.finished("a")
     other = request("b", range(100, 100 + PROMPT))
     assert engine.source.arrived(other, Bidding(2))
@@ -329,17 +330,17 @@ def test_where_nothing_is_stored_that_is_said_however_many_loads_are_under_way()
 
 
 @pytest.mark.parametrize("more", [{"prompt_embeds": object()}, {"prompt_token_ids": None}])
-def test_a_request_that_cannot_be_named_is_not_served(more):
-    engine = Engine()
+def test_a_request_without_chunk_keys_is_not_served(more):
+    engine = with_tiers()
     assert not engine.source.arrived(request("b", range(PROMPT), **more), Bidding(2))
 
 
-def test_an_order_that_is_no_part_of_a_load_is_somebody_elses():
-    assert not Engine().source.on_copied(MergedCopyReport("store#0", None, (), 0.0))
+def test_a_copy_that_is_no_part_of_a_load_is_ignored():
+    assert not with_tiers().source.on_copied(MergedCopyReport("store#0", None, (), 0.0))
 
 
 def test_content_of_chunks_begins_where_their_writers_count_on_it():
-    engine = Engine()
+    engine = with_tiers()
     groups = [Group(GroupKind.SLIDING, 4, attention_span, ()) for attention_span in (CHUNK, CHUNK - 1)]
     source = TierSource(
         engine.cache, engine.prompts, (*RANKS[0].groups, *groups), CANONICAL, Refusals(), most_loads=1
@@ -353,17 +354,17 @@ def parts(bids):
 
 
 def test_a_bid_says_where_its_tokens_come_from():
-    engine = Engine([0, 1, 2], [0, 1, 2, 3])
+    engine = with_tiers([0, 1, 2], [0, 1, 2, 3])
     assert parts(engine.source.bids(engine.one, 0)) == [{"file": 24, "object": 4}]
-    engine.store(0)
+    store(engine, 0)
     assert parts(engine.source.bids(engine.one, 0)) == [{"host": 8, "file": 16, "object": 4}]
     assert parts(engine.source.bids(engine.one, 12)) == [{"file": 12, "object": 4}]
     assert parts(engine.source.bids(engine.one, 24)) == [{"object": 4}]
 
 
-def test_a_beginning_ends_where_it_may_and_an_end_goes_on_from_there():
-    engine = Engine([0, 1, 3], [2])
-    engine.bid()
+def test_the_head_of_a_load_ends_at_the_alignment_and_the_tail_begins_there():
+    engine = with_tiers([0, 1, 3], [2])
+    bid(engine)
     assert parts([engine.source.head(engine.one, 0, 7)]) == [{"file": 20, "object": 8}]
     assert parts([engine.source.head(engine.one, 0, 12)]) == [{"file": 16, "object": 8}]
     assert parts([engine.source.tail(engine.one, 0, 12)]) == [{"file": 8, "object": 8}]
@@ -371,44 +372,33 @@ def test_a_beginning_ends_where_it_may_and_an_end_goes_on_from_there():
     assert engine.source.tail(engine.one, 0, PROMPT) is None
 
 
-def test_an_end_of_which_the_beginning_is_gone_is_fetched_alone():
-    engine = Engine([1, 2])
-    assert engine.bid() is None
+def test_the_tail_of_a_prefix_is_loaded_if_its_head_is_gone():
+    engine = with_tiers([1, 2])
+    assert bid(engine) is None
     assert engine.source.head(engine.one, 0, 8) is None
-    bid = engine.source.tail(engine.one, 0, 12)
-    assert parts([bid]) == [{"file": 12}]
-    engine.loads += 1
+    tail = engine.source.tail(engine.one, 0, 12)
+    assert parts([tail]) == [{"file": 12}]
     span = LoadSpan(0, 24, PROMPT, (12, 24))
-    load = made_up_load("a#1.1", span, [range(1, 8)], attempt="a#1", loads=2, bid=bid)
+    load = made_up_load("a#1.1", span, [range(1, 8)], attempt="a#1", loads=2, bid=tail)
     engine.source.begin(load, engine.one)
-    engine.step()
+    step(engine)
     for number in (1, 2):
-        engine.answer(number, GetOutcome.HIT)
-    (part,) = engine.step().parts
+        read(engine, number, GetOutcome.HIT)
+    (part,) = step(engine).parts
     assert [piece.number for piece in part.pieces] == [1, 2]
     assert part.load is load
 
 
-def test_bids_with_fewer_tiers_are_made_where_they_are_asked_for():
-    engine = Engine([0, 1], [0, 1, 2, 3])
-    engine.source = TierSource(
-        engine.cache,
-        engine.prompts,
-        RANKS[0].groups,
-        CANONICAL,
-        Refusals(),
-        most_loads=1,
-        bid_per_tier=True,
-    )
-    engine.source.arrived(engine.one, engine.bidding)
+def test_bids_with_fewer_tiers_are_made_if_configured():
+    engine = with_tiers([0, 1], [0, 1, 2, 3], most_loads=1, bid_per_tier=True)
     assert parts(engine.source.bids(engine.one, 0)) == [{"file": 16, "object": 12}, {"file": 16}]
-    engine.store(0)
+    store(engine, 0)
     assert parts(engine.source.bids(engine.one, 0)) == [
         {"host": 8, "file": 8, "object": 12},
         {"host": 8, "file": 8},
         {"host": 8},
     ]
-    engine.store(1, 2, 3)
+    store(engine, 1, 2, 3)
     assert parts(engine.source.bids(engine.one, 0)) == [{"host": 28}], "slower tiers bring nothing"
 
 
@@ -417,66 +407,66 @@ def lack(engine, local_tokens=0):
     return engine.source.why_no_bid(engine.one, local_tokens)
 
 
-def test_what_was_never_kept_is_not_stored():
+def test_a_chunk_that_was_never_stored_counts_as_not_stored():
     said = SourceMiss(TIERS, MissReason.NOT_STORED, "0 full_attention", "chunk 0 of group 0 full_attention")
-    assert lack(Engine()) == said
-    engine = Engine()
-    engine.store(2)
+    assert lack(with_tiers()) == said
+    engine = with_tiers()
+    store(engine, 2)
     assert lack(engine) == said
 
 
-def test_what_was_in_host_memory_lately_was_evicted():
-    engine = Engine(chunks=2)
-    engine.store(0, 1, 2, 3)
+def test_a_chunk_that_was_in_host_memory_recently_counts_as_evicted():
+    engine = with_tiers(chunks=2)
+    store(engine, 0, 1, 2, 3)
     assert lack(engine).reason is MissReason.EVICTED
 
 
-def test_what_a_slow_tier_had_lately_was_evicted():
-    engine = Engine([0])
+def test_a_chunk_that_a_slow_tier_had_recently_counts_as_evicted():
+    engine = with_tiers([0])
     engine.queues[0].tier.keys.clear()
     engine.queues[0].tier.keys.add(engine.keys[0])
     engine.queues[0].tier.keys.discard(engine.keys[0])
     assert lack(engine).reason is MissReason.EVICTED
 
 
-def test_what_ranks_are_filling_is_being_stored():
-    engine = Engine()
+def test_a_chunk_that_ranks_are_filling_counts_as_being_stored():
+    engine = with_tiers()
     engine.cache.reserve(engine.keys[0], 0)
     assert lack(engine).reason is MissReason.STORING
 
 
-def test_what_the_engine_has_itself_is_no_fault_of_the_tiers():
-    engine = Engine()
-    engine.store(0, 1, 2, 3)
+def test_a_prompt_in_the_engines_own_cache_counts_as_local():
+    engine = with_tiers()
+    store(engine, 0, 1, 2, 3)
     assert lack(engine, local_tokens=PROMPT).reason is MissReason.LOCAL
 
 
-def test_what_is_new_after_what_the_engine_has_itself_is_no_fault_of_the_tiers():
-    engine = Engine()
-    engine.store(0, 1)
+def test_chunks_missing_after_the_engines_prefix_count_as_local():
+    engine = with_tiers()
+    store(engine, 0, 1)
     assert lack(engine, local_tokens=2 * CHUNK).reason is MissReason.LOCAL
-    engine.store(3)
+    store(engine, 3)
     assert engine.source.bids(engine.one, 2 * CHUNK) == []
     assert engine.source.why_no_bid(engine.one, 2 * CHUNK).reason is MissReason.LOCAL
-    empty = Engine()
+    empty = with_tiers()
     assert lack(empty).reason is MissReason.NOT_STORED
 
 
-def test_a_prompt_of_less_than_a_chunk_is_said_to_be_short():
-    engine = Engine()
+def test_a_prompt_shorter_than_a_chunk_is_reported_as_short():
+    engine = with_tiers()
     engine.one = request("b", range(CHUNK - 1))
     assert engine.source.arrived(engine.one, Bidding(2))
     assert lack(engine).reason is MissReason.SHORT_PROMPT
 
 
-def test_where_there_is_nothing_but_of_a_stranger_it_is_said_to_be_in_another_namespace():
-    engine = Engine([])
+def test_chunks_of_another_namespace_are_reported_as_such():
+    engine = with_tiers([])
     engine.queues[0].usage = StoreUsage(same_name_namespace="ab")
     assert lack(engine).reason is MissReason.OTHER_NAMESPACE
 
 
 def test_requests_that_cannot_be_named_are_declined_with_a_reason():
-    assert Engine().source.declined(request("b", range(PROMPT))).reason is MissReason.UNNAMED
+    assert with_tiers().source.declined(request("b", range(PROMPT))).reason is MissReason.UNNAMED
 
 
 @pytest.mark.parametrize(
@@ -487,11 +477,11 @@ def test_requests_that_cannot_be_named_are_declined_with_a_reason():
         (GetOutcome.IO_ERROR, MissReason.FAILED),
     ],
 )
-def test_what_was_the_matter_with_a_chunk_is_what_the_load_failed_for(came, miss):
-    engine = Engine([0, 1])
-    load = engine.begin()
-    engine.answer(0, came)
-    engine.step()
+def test_a_load_fails_for_the_reason_of_its_chunk(came, miss):
+    engine = with_tiers([0, 1])
+    load = begin(engine)
+    read(engine, 0, came)
+    step(engine)
     assert engine.source.failure_reason(load, Report("as the ranks were told")) is miss
     assert engine.source.failure_reason(load, LATE) is MissReason.DEADLINE
     assert engine.source.loaded_bytes(load, LATE) == ()

@@ -18,7 +18,7 @@ from kvferry.tiers.host.settings import HostSettings
 from support.engine_info import made_up
 
 
-def test_host_memory_takes_a_tenth_of_what_is_available_or_what_is_configured(monkeypatch):
+def test_host_memory_is_a_tenth_of_available_memory_unless_configured(monkeypatch):
     monkeypatch.setattr(memory_check, "available_memory", lambda: (1000, "free on this machine"))
     assert _host_bytes(Tiers(HostSettings(), ())) == 100
     assert _host_bytes(Tiers(HostSettings("1kB"), ())) == 1000
@@ -45,7 +45,7 @@ def test_memory_that_cannot_be_read_is_an_error_only_if_no_capacity_is_configure
     ],
     ids=["ring", "state"],
 )
-def test_an_engine_that_keeps_no_snapshots_is_told_why_and_what_to_do(spec, way_out):
+def test_the_error_of_an_engine_without_snapshots_says_what_to_do(spec, way_out):
     config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["one"])])
     engine = made_up(
         groups=tuple(map(cache_group, config.kv_cache_groups)), has_rings=specs.has_rings(config)
@@ -54,7 +54,7 @@ def test_an_engine_that_keeps_no_snapshots_is_told_why_and_what_to_do(spec, way_
         _canonical(ConnectorConfig(), engine, [])
 
 
-def test_pages_that_nobody_can_read_are_not_stored_and_what_would_help_is_said():
+def test_opaque_pages_are_refused_with_a_remedy():
     group = Group(GroupKind.FULL, 16, 0, (Layer("layers.0", 0, 64, opaque_page("NEW", 16, 64, 0, 1)),))
     rank = RankGeometry(0, 1, 0, 1, 4, (group,), (Region(0, 256),))
     with pytest.raises(ConfigError) as caught:

@@ -13,19 +13,20 @@ from kvferry.connector.worker.chunk_routes import ChunkRoutes
 from kvferry.connector.worker.mover import ChunkMover
 from kvferry.connector.worker.orders import ArenaCard, ChunkOrders, LoadEnd, LoadPart, Piece, StoreOrder
 from kvferry.errors import TransferError
-from kvferry.geometry import GroupKind
+from kvferry.geometry import Group, GroupKind, RankGeometry
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.layout import EngineShape
 from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.memory import address_space, device_stream, host_registration, pool_cells
 from kvferry.memory.address_space import tensor_over
 from kvferry.memory.device_copy import copy_cells_on_device
-from kvferry.memory.owned import allocate
+from kvferry.memory.owned import OwnedCache, allocate
 from kvferry.planning.chunk_cells import slice_table
 from kvferry.planning.select import LoadSpan
 from kvferry.tiers.host.arena import Arena
 from support.loads import made_up_load
 from support.recorded_cuda import RecordedCuda
+from support.waiting import wait_for
 
 KV = tuple(StoredField(name, 2, 4, (("content", 8),)) for name in ("k", "v"))
 STATE = StoredField("ssm", 4, 4, (("width", 6),)), StoredField("conv", 2, 0, (("width", 5),))
@@ -42,57 +43,61 @@ CHUNK, TOKENS = 64, 192
 WHOLE = range(TOKENS)
 
 
-class Engine:
-    """Ranks over memory of their own, with one prompt in blocks 1, 2, ..."""
-
-    def __init__(self, shape: EngineShape, seed: int) -> None:
-        self.caches = [allocate(MODEL, shape, rank, "cpu") for rank in range(shape.tp * len(shape.stages))]
-        random = np.random.default_rng(seed)
-        for cache in self.caches:
-            memory = cache.buffer.numpy()
-            memory[:] = random.integers(0, 256, len(memory), np.uint8)
-        self.ranks = [cache.geometry for cache in self.caches]
-        self.groups = self.ranks[0].groups
-
-    def routes(self, arena: Arena) -> list[ChunkRoutes]:
-        canonical = canonical_form_of(self.ranks, CHUNK)
-        return [
-            ChunkRoutes(canonical, self.ranks, (rank.pp_rank, rank.tp_rank), arena.memory)
-            for rank in self.ranks
-        ]
-
-    def tables(self, low: int, high: int):
-        """Blocks 1, 2, ... by position, another stretch of the pool for each group."""
-        found, first = [], 1
-        for group in self.groups:
-            if group.kind is GroupKind.STATE:
-                found.append(slice_table([first], 0, 1, 1))
-                first += 1
-                continue
-            blocks = -(-TOKENS // group.block_tokens)
-            found.append(slice_table(list(range(first, first + blocks)), low, high, group.block_tokens))
-            first += blocks
-        return tuple(found)
+def memory_of(shape: EngineShape, seed: int) -> list[OwnedCache]:
+    """The caches of all ranks, with random content."""
+    caches = [allocate(MODEL, shape, rank, "cpu") for rank in range(shape.tp * len(shape.stages))]
+    random = np.random.default_rng(seed)
+    for cache in caches:
+        memory = cache.buffer.numpy()
+        memory[:] = random.integers(0, 256, len(memory), np.uint8)
+    return caches
 
 
-def arrays(engine: Engine) -> list[np.ndarray]:
-    """The whole tables of an engine."""
-    return [part.table() for part in engine.tables(0, TOKENS)]
+def ranks_of(caches: list[OwnedCache]) -> list[RankGeometry]:
+    return [cache.geometry for cache in caches]
 
 
-def engines(writer: int, reader: int) -> tuple[Engine, Engine]:
+def groups_of(caches: list[OwnedCache]) -> tuple[Group, ...]:
+    return caches[0].geometry.groups
+
+
+def routes_of(caches: list[OwnedCache], arena: Arena) -> list[ChunkRoutes]:
+    ranks = ranks_of(caches)
+    canonical = canonical_form_of(ranks, CHUNK)
+    return [ChunkRoutes(canonical, ranks, (rank.pp_rank, rank.tp_rank), arena.memory) for rank in ranks]
+
+
+def tables_of(caches: list[OwnedCache], low: int, high: int):
+    """Block tables of one prompt: blocks 1, 2, ... by position, another part of the pool for each group."""
+    found, first = [], 1
+    for group in groups_of(caches):
+        if group.kind is GroupKind.STATE:
+            found.append(slice_table([first], 0, 1, 1))
+            first += 1
+            continue
+        blocks = -(-TOKENS // group.block_tokens)
+        found.append(slice_table(list(range(first, first + blocks)), low, high, group.block_tokens))
+        first += blocks
+    return tuple(found)
+
+
+def arrays(caches: list[OwnedCache]) -> list[np.ndarray]:
+    return [part.table() for part in tables_of(caches, 0, TOKENS)]
+
+
+def engines(writer: int, reader: int) -> tuple[list[OwnedCache], list[OwnedCache]]:
     shapes = {
         1: EngineShape(1, (4,), 32, "LBHNC", 40),
         2: EngineShape(2, (2, 2), 16, "LBNHC", 60),
         4: EngineShape(4, (4,), 128, "LBHNC", 20),
     }
-    return Engine(shapes[writer], 1), Engine(shapes[reader], 2)
+    return memory_of(shapes[writer], 1), memory_of(shapes[reader], 2)
 
 
-def pieces_of(engine: Engine, numbers: range) -> tuple[Piece, ...]:
+def pieces_of(engine: list[OwnedCache], numbers: range) -> tuple[Piece, ...]:
     """Every chunk of every group, side by side in the arena from its second page on; of a state the last."""
     found, at = [], 4096
-    for number, group in enumerate(canonical_form_of(engine.ranks, CHUNK).groups):
+    for number, group in enumerate(canonical_form_of(ranks_of(engine), CHUNK).groups):
         for chunk in numbers[-1:] if group.kind is GroupKind.STATE else numbers:
             found.append(Piece(number, chunk, at))
             at += group.chunk_bytes
@@ -107,78 +112,81 @@ def arena():
 
 
 @pytest.mark.parametrize(("writer", "reader"), [(1, 2), (2, 1), (4, 2), (1, 4)])
-def test_what_one_engine_stored_another_loads_and_stores_the_same(
+def test_chunks_stored_by_one_engine_are_loaded_and_stored_again_by_another(
     arena: Arena, writer: int, reader: int
 ) -> None:
     a, b = engines(writer, reader)
     numbers = range(TOKENS // CHUNK)
     pieces = pieces_of(a, numbers)
-    stored = [routes.store(StoreOrder("s", pieces, a.tables(0, TOKENS), WHOLE)) for routes in a.routes(arena)]
+    stored = [
+        routes.store(StoreOrder("s", pieces, tables_of(a, 0, TOKENS), WHOLE))
+        for routes in routes_of(a, arena)
+    ]
     content = sum(
         group.content_bytes * (1 if group.kind is GroupKind.STATE else len(numbers))
-        for group in canonical_form_of(a.ranks, CHUNK).groups
+        for group in canonical_form_of(ranks_of(a), CHUNK).groups
     )
     assert sum(map(sum, stored)) == content
     written = arena.memory.copy()
     span = LoadSpan(0, TOKENS, TOKENS + 1)
-    before = [cache.buffer.clone() for cache in b.caches]
-    for routes in b.routes(arena):
+    before = [cache.buffer.clone() for cache in b]
+    for routes in routes_of(b, arena):
         routes.load(pieces, span, arrays(b), first=True)
-    assert any((cache.buffer != old).any() for cache, old in zip(b.caches, before, strict=True))
+    assert any((cache.buffer != old).any() for cache, old in zip(b, before, strict=True))
     arena.memory[4096:] = 0
-    for routes in b.routes(arena):
+    for routes in routes_of(b, arena):
         routes.store(
-            StoreOrder("t", tuple(p for p in pieces if whole_in(b, p, span)), b.tables(0, TOKENS), WHOLE)
+            StoreOrder("t", tuple(p for p in pieces if whole_in(b, p, span)), tables_of(b, 0, TOKENS), WHOLE)
         )
     for piece in pieces:
         if whole_in(b, piece, span):
-            size = canonical_form_of(a.ranks, CHUNK).groups[piece.group].chunk_bytes
+            size = canonical_form_of(ranks_of(a), CHUNK).groups[piece.group].chunk_bytes
             at = slice(piece.offset, piece.offset + size)
             assert np.array_equal(arena.memory[at], written[at]), piece
 
 
-def whole_in(engine: Engine, piece: Piece, span: LoadSpan) -> bool:
+def whole_in(engine: list[OwnedCache], piece: Piece, span: LoadSpan) -> bool:
     """A window's earlier chunks are not loaded, or only in part."""
-    group = canonical_form_of(engine.ranks, CHUNK).groups[piece.group]
+    group = canonical_form_of(ranks_of(engine), CHUNK).groups[piece.group]
     return group.kind is not GroupKind.SLIDING
 
 
 def test_a_load_in_parts_is_the_same_as_whole(arena: Arena) -> None:
     a, b = engines(1, 2)
     pieces = pieces_of(a, range(3))
-    for routes in a.routes(arena):
-        routes.store(StoreOrder("s", pieces, a.tables(0, TOKENS), WHOLE))
+    for routes in routes_of(a, arena):
+        routes.store(StoreOrder("s", pieces, tables_of(a, 0, TOKENS), WHOLE))
     span = LoadSpan(64, 192, 400)
     needed = tuple(p for p in pieces if p.number >= (2 if p.group == sliding(a) else 1))
     whole = loaded(b, arena, [needed], span)
-    c = Engine(EngineShape(2, (2, 2), 16, "LBNHC", 60), 2)
+    c = memory_of(EngineShape(2, (2, 2), 16, "LBNHC", 60), 2)
     parts = loaded(c, arena, [needed[:1], needed[1:3], needed[3:]], span)
     assert all(np.array_equal(x, y) for x, y in zip(whole, parts, strict=True))
 
 
-def sliding(engine: Engine) -> int:
-    groups = canonical_form_of(engine.ranks, CHUNK).groups
+def sliding(engine: list[OwnedCache]) -> int:
+    groups = canonical_form_of(ranks_of(engine), CHUNK).groups
     return next(n for n, group in enumerate(groups) if group.kind is GroupKind.SLIDING)
 
 
-def loaded(engine: Engine, arena: Arena, parts, span: LoadSpan) -> list[np.ndarray]:
-    for routes in engine.routes(arena):
+def loaded(engine: list[OwnedCache], arena: Arena, parts, span: LoadSpan) -> list[np.ndarray]:
+    for routes in routes_of(engine, arena):
         for number, pieces in enumerate(parts):
             routes.load(pieces, span, arrays(engine), first=number == 0)
-    return [cache.buffer.numpy().copy() for cache in engine.caches]
+    return [cache.buffer.numpy().copy() for cache in engine]
 
 
-def test_what_a_load_fills_in_part_is_zeroed_first(arena: Arena) -> None:
+def test_partly_loaded_blocks_are_zeroed_first(arena: Arena) -> None:
     a, b = engines(2, 4)  # blocks of 128 tokens: the second holds tokens 128 to 191, and nothing
     pieces = pieces_of(a, range(3))
-    for routes in a.routes(arena):
-        routes.store(StoreOrder("s", pieces, a.tables(0, TOKENS), WHOLE))
+    for routes in routes_of(a, arena):
+        routes.store(StoreOrder("s", pieces, tables_of(a, 0, TOKENS), WHOLE))
     needed = tuple(p for p in pieces if p.group != sliding(a) or p.number == 2)
     loaded(b, arena, [needed], LoadSpan(0, 192, 400))
-    full = next(n for n, group in enumerate(b.groups) if group.kind is GroupKind.FULL)
-    block = b.tables(0, TOKENS)[full].ids[1]
-    for cache in b.caches:
-        pages = cache.views()[b.groups[full].layers[0].name][block]
+    full = next(n for n, group in enumerate(groups_of(b)) if group.kind is GroupKind.FULL)
+    block = tables_of(b, 0, TOKENS)[full].ids[1]
+    for cache in b:
+        pages = cache.views()[groups_of(b)[full].layers[0].name][block]
         assert pages[:, :64].any()
         assert not pages[:, 64:].any()
 
@@ -186,13 +194,13 @@ def test_what_a_load_fills_in_part_is_zeroed_first(arena: Arena) -> None:
 @pytest.mark.parametrize("writer", [1, 2, 4])
 def test_a_tail_holds_nothing_past_its_tokens(arena: Arena, writer: int) -> None:
     a, _ = engines(writer, 1)
-    number = next(n for n, group in enumerate(a.groups) if group.kind is GroupKind.FULL)
-    group = canonical_form_of(a.ranks, CHUNK).groups[number]
-    cell = min(a.groups[number].block_tokens, CHUNK)
+    number = next(n for n, group in enumerate(groups_of(a)) if group.kind is GroupKind.FULL)
+    group = canonical_form_of(ranks_of(a), CHUNK).groups[number]
+    cell = min(groups_of(a)[number].block_tokens, CHUNK)
     arena.memory[4096 : 4096 + group.chunk_bytes] = 0xEE
     tail = TOKENS - CHUNK + 20
-    for routes in a.routes(arena):
-        routes.store(StoreOrder("s", (Piece(number, 2, 4096),), a.tables(0, tail), range(tail)))
+    for routes in routes_of(a, arena):
+        routes.store(StoreOrder("s", (Piece(number, 2, 4096),), tables_of(a, 0, tail), range(tail)))
     found = arena.memory[4096 : 4096 + group.content_bytes].reshape(4, 2, CHUNK, -1)  # head, layer, token
     here = -(-20 // cell) * cell
     assert found[:, :, :here].any(axis=(0, 1, 3)).all()
@@ -203,40 +211,40 @@ def test_a_tail_holds_nothing_past_its_tokens(arena: Arena, writer: int) -> None
 def test_a_chunk_without_its_beginning_holds_nothing_there(arena: Arena, writer: int) -> None:
     a, _ = engines(writer, 1)
     number = sliding(a)
-    part = next(n for n, group in enumerate(a.groups) if group.kind is GroupKind.SLIDING)
-    size = a.groups[part].block_tokens
-    tables = list(a.tables(0, TOKENS))
+    part = next(n for n, group in enumerate(groups_of(a)) if group.kind is GroupKind.SLIDING)
+    size = groups_of(a)[part].block_tokens
+    tables = list(tables_of(a, 0, TOKENS))
     since = TOKENS - size
     tables[part] = slice_table(
         [0] * (since // size) + list(tables[part].ids[since // size :]), 0, TOKENS, size
     )
     arena.memory[4096:] = 0xEE
-    for routes in a.routes(arena):
+    for routes in routes_of(a, arena):
         routes.store(StoreOrder("s", (Piece(number, 2, 4096),), tuple(tables), range(since, TOKENS)))
-    group = canonical_form_of(a.ranks, CHUNK).groups[number]
+    group = canonical_form_of(ranks_of(a), CHUNK).groups[number]
     found = arena.memory[4096 : 4096 + group.content_bytes].reshape(4, 1, CHUNK, -1)  # head, layer, token
     assert found[:, :, -size:].any(axis=(0, 1, 3)).all()
     assert not found[:, :, :-size].any()
 
 
-def test_a_chunk_of_a_block_that_is_gone_is_not_stored(arena: Arena) -> None:
+def test_a_chunk_with_a_null_block_is_not_stored(arena: Arena) -> None:
     a, _ = engines(1, 2)
-    tables = list(a.tables(0, TOKENS))
-    full = next(n for n, group in enumerate(a.groups) if group.kind is GroupKind.FULL)
+    tables = list(tables_of(a, 0, TOKENS))
+    full = next(n for n, group in enumerate(groups_of(a)) if group.kind is GroupKind.FULL)
     tables[full] = slice_table([0, 0, *tables[full].ids[2:]], 0, TOKENS, 32)
-    (routes,) = a.routes(arena)
+    (routes,) = routes_of(a, arena)
     with pytest.raises(TransferError, match="null block"):
         routes.store(StoreOrder("s", pieces_of(a, range(3)), tuple(tables), WHOLE))
 
 
 def test_a_mover_does_loads_first_and_says_what_it_did(arena: Arena) -> None:
     a, _ = engines(1, 2)
-    pieces, tables = pieces_of(a, range(3)), a.tables(0, TOKENS)
+    pieces, tables = pieces_of(a, range(3)), tables_of(a, 0, TOKENS)
     mover = ChunkMover((0, 0))
     waited = []
     forward = SimpleNamespace(query=lambda: True, synchronize=lambda: waited.append(1))
     mover.store(ChunkOrders(stores=[StoreOrder("early", pieces, tables, WHOLE)]), forward)
-    mover.load(ChunkOrders(arena=ArenaCard(arena.handle, tuple(a.ranks), CHUNK)))
+    mover.load(ChunkOrders(arena=ArenaCard(arena.handle, tuple(ranks_of(a)), CHUNK)))
     mover.store(ChunkOrders(stores=[StoreOrder("s", pieces, tables, WHOLE)]), forward)
     load = made_up_load("l", LoadSpan(0, TOKENS, 400), [tables[0].ids])
     part = LoadPart("p", load, pieces, first=True)
@@ -271,19 +279,19 @@ def test_a_mover_on_a_gpu_copies_after_the_forward_and_reports_after_its_copies(
 
     monkeypatch.setattr(pool_cells, "copy_cells_on_device", copy)
     a, _ = engines(1, 2)
-    before = [cache.buffer.clone() for cache in a.caches]
+    before = [cache.buffer.clone() for cache in a]
     ranks = tuple(
-        replace(rank, regions=tuple(replace(one, memory="VRAM") for one in rank.regions)) for rank in a.ranks
+        replace(rank, regions=tuple(replace(one, memory="VRAM") for one in rank.regions))
+        for rank in ranks_of(a)
     )
     pieces = pieces_of(a, range(3))
     mover = ChunkMover((0, 0), engine_bytes=4096)
     event = device_stream.record_event()
     mover.load(ChunkOrders(arena=ArenaCard(arena.handle, ranks, CHUNK)))
-    mover.store(ChunkOrders(stores=[StoreOrder("s", pieces, a.tables(0, TOKENS), WHOLE)]), event)
-    while not (reports := mover.take_copy_reports()):
-        pass
+    mover.store(ChunkOrders(stores=[StoreOrder("s", pieces, tables_of(a, 0, TOKENS), WHOLE)]), event)
+    reports = wait_for(mover.take_copy_reports)
     assert reports[0].failure is None
-    for cache in a.caches:
+    for cache in a:
         cache.buffer.zero_()
     load = made_up_load("l", LoadSpan(0, TOKENS, 400), arrays(a))
     mover.load(ChunkOrders(parts=[LoadPart("p", load, pieces, first=True)], ends=[LoadEnd("l", None)]))
@@ -304,26 +312,25 @@ def test_a_mover_on_a_gpu_copies_after_the_forward_and_reports_after_its_copies(
     assert calls[8:11] == ["copy", "record event 3 on stream 1 of 0", "synchronize event 3"]
     assert calls[11].startswith("cudaHostUnregister ")
     tables = arrays(a)
-    full = next(n for n, group in enumerate(a.groups) if group.kind is GroupKind.FULL)
-    for layer in a.groups[full].layers:
+    full = next(n for n, group in enumerate(groups_of(a)) if group.kind is GroupKind.FULL)
+    for layer in groups_of(a)[full].layers:
         for block in tables[full].tolist():
-            start = layer.address + block * layer.block_stride - a.ranks[0].regions[0].address
+            start = layer.address + block * layer.block_stride - ranks_of(a)[0].regions[0].address
             page = slice(start, start + layer.page.content_bytes)
-            assert (a.caches[0].buffer[page] == before[0][page]).all()
+            assert (a[0].buffer[page] == before[0][page]).all()
 
 
 def test_a_load_does_not_wait_behind_a_store_whose_forward_still_runs(arena: Arena) -> None:
     a, _ = engines(1, 2)
     pieces, over = pieces_of(a, range(3)), []
     mover = ChunkMover((0, 0))
-    mover.load(ChunkOrders(arena=ArenaCard(arena.handle, tuple(a.ranks), CHUNK)))
+    mover.load(ChunkOrders(arena=ArenaCard(arena.handle, tuple(ranks_of(a)), CHUNK)))
     forward = SimpleNamespace(query=lambda: bool(over), synchronize=lambda: None)
-    order = StoreOrder("s", pieces, a.tables(0, TOKENS), WHOLE)
+    order = StoreOrder("s", pieces, tables_of(a, 0, TOKENS), WHOLE)
     mover.store(ChunkOrders(stores=[order, replace(order, key="t")]), forward)
     load = made_up_load("l", LoadSpan(0, TOKENS, 400), arrays(a))
     mover.load(ChunkOrders(parts=[LoadPart("p", load, pieces, first=True)], ends=[LoadEnd("l", None)]))
-    while not (ended := mover.take_ended_loads()):
-        pass
+    ended = wait_for(mover.take_ended_loads)
     assert [(end.key, end.failure) for end in ended] == [("l", None)]
     assert [report.key for report in mover.take_copy_reports()] == ["p"]
     over.append(True)
@@ -338,13 +345,12 @@ def test_a_gpu_that_fails_is_reported_and_the_thread_goes_on(arena: Arena, monke
         raise RuntimeError("CUDA error: unspecified launch failure")
 
     mover = ChunkMover((0, 0))
-    order = StoreOrder("s", pieces_of(a, range(3)), a.tables(0, TOKENS), WHOLE)
-    card = ChunkOrders(arena=ArenaCard(arena.handle, tuple(a.ranks), CHUNK))
+    order = StoreOrder("s", pieces_of(a, range(3)), tables_of(a, 0, TOKENS), WHOLE)
+    card = ChunkOrders(arena=ArenaCard(arena.handle, tuple(ranks_of(a)), CHUNK))
     monkeypatch.setattr("kvferry.connector.worker.mover.enter_stream", fail)
     mover.load(card)
     mover.store(ChunkOrders(stores=[order]), SimpleNamespace(query=fail, synchronize=fail))
-    while not (first := mover.take_copy_reports()):
-        pass
+    first = wait_for(mover.take_copy_reports)
     monkeypatch.undo()
     mover.load(card)
     mover.store(ChunkOrders(stores=[order]), SimpleNamespace(query=fail, synchronize=fail))
@@ -362,8 +368,8 @@ def test_copies_that_were_queued_are_awaited_if_a_later_one_is_refused(arena: Ar
         pool_cells.PoolCells, "copy", lambda self, *given: (calls.append("copy"), copy(self, *given))
     )
     monkeypatch.setattr(pool_cells.PoolCells, "wait", lambda _: calls.append("wait"))
-    (routes,) = a.routes(arena)
-    tables = [*a.tables(0, TOKENS)]
+    (routes,) = routes_of(a, arena)
+    tables = [*tables_of(a, 0, TOKENS)]
     tables[-1] = None
     with pytest.raises(TransferError, match="no block table"):
         routes.store(StoreOrder("s", pieces_of(a, range(3)), tuple(tables), WHOLE))

@@ -1,11 +1,12 @@
 """The life of a load: reported once, released once, never released before it has landed."""
 
 import pytest
-from hypothesis import settings, strategies as st
+from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from kvferry.connector.worker.loads import MOST_TIMEOUTS, AttemptResults, Loads, SettledLoads
 from support.clock import Clock
+from support.examples import examples
 
 
 @pytest.fixture
@@ -18,7 +19,7 @@ def loads(clock):
     return Loads(clock)
 
 
-def test_nothing_is_settled_while_nothing_happens(loads, clock):
+def test_pins_do_not_change_without_reports(loads, clock):
     loads.begin("a", 30.0)
     clock.now = 29.9
     assert loads.settle() == SettledLoads({}, set())
@@ -168,9 +169,7 @@ class LifeOfLoads(RuleBasedStateMachine):
 
 
 TestLifeOfLoads = LifeOfLoads.TestCase
-TestLifeOfLoads.settings = settings(
-    deadline=None, derandomize=True, database=None, max_examples=100, stateful_step_count=25
-)
+TestLifeOfLoads.settings = examples(100, stateful_step_count=25)
 
 
 @pytest.mark.parametrize("failing", [set(), {0}, {1}, {0, 2}])

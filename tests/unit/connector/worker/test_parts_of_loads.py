@@ -25,10 +25,8 @@ class Worker:
     def __init__(self) -> None:
         self.clock, self.submitted, self.over = Clock(), list[str](), list[ReadResult]()
         self.words = LeaseWords(5, 4)
-        self.half = WorkerHalf(self.clock)
-        self.half._transfers = SimpleNamespace(  # type: ignore[assignment]
-            words=self.words, submit=self._submit, results=self._results
-        )
+        reads = SimpleNamespace(words=self.words, submit=self._submit, results=self._results)
+        self.half = WorkerHalf(self.clock, transfers=reads)
 
     def _submit(self, *orders) -> None:
         self.submitted += [order.key for order in orders]

@@ -68,7 +68,7 @@ def test_all_epochs_are_stale_once_the_cache_has_moved() -> None:
     assert others.reason == CHANGED
 
 
-def test_steps_that_bring_kv_into_the_cache_are_told_from_those_that_do_not() -> None:
+def test_only_steps_that_compute_or_load_write_the_cache() -> None:
     assert not StepOrders().writes_cache
     assert StepOrders(computes=True).writes_cache
     assert StepOrders(loads=[made_up_load("a", LoadSpan(0, 8, 9), [])]).writes_cache
@@ -97,11 +97,10 @@ def test_a_cache_that_has_moved_on_any_worker_is_reported() -> None:
 
 
 def test_a_worker_whose_cache_has_moved_loads_and_stores_nothing_whatever_the_epoch() -> None:
-    half = WorkerHalf()
-    half._mover = mover = mock.Mock()
+    mover, words = mock.Mock(), mock.Mock()
     mover.take_copy_reports.return_value, mover.take_ended_loads.return_value = [], []
-    words = mock.Mock()
-    half._transfers = transfers = mock.Mock(words=words)
+    transfers = mock.Mock(words=words)
+    half = WorkerHalf(transfers=transfers, mover=mover)
     transfers.results.return_value = []
     before, after = (made_up_load(name, LoadSpan(0, 8, 9), []) for name in ("before", "after"))
     half.begin(StepOrders(loads=[before]))
@@ -121,7 +120,7 @@ def test_a_worker_whose_cache_has_moved_loads_and_stores_nothing_whatever_the_ep
     assert {name: report.failure for name, report in reports.items()} == {"before": MOVED, "after": MOVED}
 
 
-def test_a_store_that_is_refused_is_said_to_have_failed() -> None:
+def test_a_refused_store_is_reported_as_failed() -> None:
     mover = ChunkMover((0, 0))
     mover.refuse(ChunkOrders(stores=[StoreOrder("one", (), (), range(0))]), "of other weights")
     assert [(moved.key, moved.failure) for moved in mover.take_copy_reports()] == [
@@ -170,7 +169,7 @@ class Worker:
         (lambda one: one.draft.load_weights([1]), ("draft", [1])),
     ],
 )
-def test_every_way_of_changing_weights_is_told_before_it_begins(monkeypatch, call, done) -> None:
+def test_every_change_of_weights_is_reported_before_it_begins(monkeypatch, call, done) -> None:
     worker = Worker()
     monkeypatch.setattr(weights, "worker_of", lambda _: worker)
     weights.hook_weight_changes(None, lambda: worker.done.append("told"))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 
 from kvferry.connector.messages import StepOrders
 from kvferry.connector.worker.half import BURST_SECONDS, GAP_SECONDS, IDLE_WAIT_SECONDS, WorkerHalf
+from kvferry.connector.worker.orders import LoadEnd
 from kvferry.planning.select import LoadSpan
 from kvferry.transport.lane import ReadResult
 from kvferry.transport.read_order import ReadOrder
@@ -42,8 +42,8 @@ class Reads:
 def ended(ends: dict[str, float], *, computes: bool = False) -> tuple[set[str], float, int]:
     """The requests that one step reports, the time at which it does, and how often it has waited."""
     clock = Clock()
-    half = WorkerHalf(clock)
-    half._transfers = half._arrived = reads = Reads(clock, ends)  # type: ignore[assignment]
+    reads = Reads(clock, ends)
+    half = WorkerHalf(clock, transfers=reads, arrived=reads)
     loads = [made_up_load(key, LoadSpan(0, 4, 5), [[1]], request_id=key) for key in ends]
     reads_of = [only_read(key) for key in ends]
     half.begin(StepOrders(epoch=0, computes=computes, idle=not computes, loads=loads, reads=reads_of))
@@ -84,24 +84,22 @@ def test_a_load_that_takes_long_does_not_hold_up_one_that_has_ended():
 
 def test_a_load_of_other_weights_that_ends_in_its_first_step_has_failed():
     clock = Clock()
-    half = WorkerHalf(clock)
-    half._transfers = half._arrived = reads = Reads(clock, {})  # type: ignore[assignment]
-    reads.words = SimpleNamespace(invalidate_all=lambda: None)
+    copies = Reads(clock, {"a": 0.001})
+    mover = SimpleNamespace(
+        load=lambda orders: None,
+        take_copy_reports=list,
+        take_ended_loads=lambda: [LoadEnd(one.key, None) for one in copies.results()],
+    )
+    half = WorkerHalf(clock, mover=mover, arrived=copies)
     half.on_weights_changed()
-    reads.ends["a"] = 0.001
-    with mock.patch.object(
-        half, "_begin_transfers"
-    ):  # as for a load from the tiers, which is begun all the same
-        half._reads.begin(["a"])
-        half._reads.add(only_read("a"))
-        half.begin(StepOrders(idle=True, loads=[made_up_load("a", LoadSpan(0, 4, 5), [[1]])]))
+    half.begin(StepOrders(idle=True, loads=[made_up_load("a", LoadSpan(0, 4, 5), [[1]])]))
     assert (half.ended().failed, clock.now) == ({"a"}, 0.001)
 
 
 def test_a_load_past_its_deadline_is_not_waited_for():
     clock = Clock()
-    half = WorkerHalf(clock)
-    half._transfers = half._arrived = reads = Reads(clock, {"a": 100.0})  # type: ignore[assignment]
+    reads = Reads(clock, {"a": 100.0})
+    half = WorkerHalf(clock, transfers=reads, arrived=reads)
     load = made_up_load("a", LoadSpan(0, 4, 5), [[1]])
     half.begin(StepOrders(epoch=0, computes=True, loads=[load], reads=[only_read("a")]))
     clock.now = 40.0

@@ -1,0 +1,56 @@
+"""A fake engine with a producer, and the control channel on which other engines ask it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from kvferry.connector.config import ConnectorConfig
+from kvferry.connector.messages import StepOrders, StepReports
+from kvferry.connector.peers.producer import LEASE_SLOTS, Producer
+from kvferry.connector.peers.turn_names import TurnNames
+from kvferry.transport.tickets import TicketBook
+from kvferry.transport.turns import TurnIndex
+from support.engine_info import FULL_GROUP
+from support.fake_engine import FakeEngine, PartialHalf
+
+LEASE_SECONDS = 30.0
+
+
+def producing(
+    groups: Any = (FULL_GROUP,),
+    *,
+    blocks: int = 1000,
+    workers: int = 1,
+    lease_slots: int = LEASE_SLOTS,
+    facts: dict[str, Any] | None = None,
+    **settings: Any,
+) -> FakeEngine:
+    """Return an engine with a producer. `channel` has the producer's tickets and kept turns."""
+    engine = FakeEngine(groups, blocks=blocks, workers=workers, **(facts or {}))
+    engine.names = TurnNames(engine.adapters)
+    engine.channel = SimpleNamespace(port=7, tickets=TicketBook(1), turns=TurnIndex())
+    engine.producer = Producer(
+        engine.facts,
+        ConnectorConfig(lease_seconds=LEASE_SECONDS, **settings),
+        incarnation=1,
+        events=engine.events,
+        names=engine.names,
+        adapters=engine.adapters,
+        clock=engine.clock,
+        lease_slots=lease_slots,
+    )
+    engine.producer.start(engine.channel, engine.pool, workers)
+    engine.half = PartialHalf(producer=engine.producer)
+    return engine
+
+
+def hear(engine: FakeEngine, *messages: Any) -> StepOrders:
+    """Run a step without requests after these messages of peers; return its orders."""
+    engine.half.messages.extend(messages)
+    return engine.step()
+
+
+def confirm(engine: FakeEngine, name: str, workers: int = 1) -> None:
+    """Let so many workers report that they have raised the word of a lease."""
+    engine.half.take_reports(StepReports(raised={name: workers}))
