@@ -157,7 +157,6 @@ check: $(VENV)/.dev ## ruff, mypy --strict, import-linter, hadolint
 	$(VENV)/bin/hadolint docker/Dockerfile
 
 # Engines need both cores: a pair at a time, and nothing beside it.
-test: export KVFERRY_TEST_TRITON := $(CURDIR)/$(VENV)/triton
 test: $(VENV)/.dev $(VENV)/.triton ## what every change must pass, the same list in every run: under 20 minutes on two cores (WORKERS=)
 	$(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup -m "not long and not alone" $(SHARED)
 	$(PYTHON) -m pytest -m "not long and (engine or transport or alone)" tests

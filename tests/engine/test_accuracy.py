@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from kvferry.serving.tiny import tiny_checkpoint
+from support.apart import apart, needs
 
-LM_EVAL = os.environ.get("KVFERRY_TEST_LM_EVAL")
+LM_EVAL = str(apart("accuracy"))
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.long,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not LM_EVAL, reason="KVFERRY_TEST_LM_EVAL names no environment with lm-eval"),
+    needs("accuracy"),
 ]
 
 ROOT = Path(__file__).parents[2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import uuid
 from collections.abc import Iterator
@@ -15,17 +14,16 @@ import pytest
 from kvferry.serving.launch import Fleet, fleet_specs
 from kvferry.serving.ports import free_ports
 from kvferry.serving.tiny import tiny_checkpoint
+from support.apart import apart, needs
 from support.fronts import Engines, answer, answers, bodies, front
 from support.llm_d import Sidecar
 
-FRONTS = os.environ.get("KVFERRY_TEST_FRONTS")
+FRONTS = apart("fronts")
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.long,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(
-        not FRONTS, reason="KVFERRY_TEST_FRONTS names no environment with routers (make fronts)"
-    ),
+    needs("fronts"),
 ]
 
 REQUESTS = 32

@@ -16,15 +16,16 @@ import pytest
 
 from kvferry.serving.ports import free_ports
 from kvferry.serving.tiny import tiny_checkpoint
+from support.apart import apart, needs
 from support.fronts import Engines, answer, answers, bodies
 from support.waiting import wait_for
 
-RAY = os.environ.get("KVFERRY_TEST_RAY")
+RAY = str(apart("ray"))
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.long,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not RAY, reason="KVFERRY_TEST_RAY names no folder with Ray (make fronts)"),
+    needs("ray"),
 ]
 
 ROOT = Path(__file__).parents[2]

@@ -131,7 +131,7 @@ def shared_over_nfs(path: Path, folder: Path) -> Iterator[Network]:
     """
     for program, package in PACKAGES.items():
         if shutil.which(program) is None:
-            raise NotPermitted(f"{program} is not installed; `make nfs` installs Debian's {package}")
+            raise NotPermitted(f"{program} is not installed; `make .venv/.nfs` installs Debian's {package}")
     (folder / "recovery").mkdir()
     settings = folder / "ganesha.conf"
     settings.write_text(_SERVER % {"path": path, "recovery": folder / "recovery", "lease": LEASE_SECONDS})

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from support.apart import apart, needs
+
 ROOT = Path(__file__).parents[3]
-WHERE = os.environ.get("KVFERRY_TEST_TRITON")
+WHERE = str(apart("triton"))
 
 CHECK = """
 from support.backends.pretend import pretend
@@ -24,9 +26,8 @@ print([proved("cpu", order).met for order in ORDERS])
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not WHERE, reason="KVFERRY_TEST_TRITON is not set; `make test-unit` sets it")
+@needs("triton")
 def test_the_adapter_is_proved_for_both_orders_and_none_without_an_adapter():
-    assert WHERE
     found = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", CHECK],
         env=os.environ

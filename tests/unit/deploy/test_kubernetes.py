@@ -6,7 +6,6 @@ Without kubectl, `merged` stands in for the part of kustomize that the manifests
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -22,20 +21,19 @@ from typer.testing import CliRunner
 from kvferry.cli.main import app
 from kvferry.serving.kv_config import kv_transfer_config
 from kvferry.serving.role import Role
+from support.apart import apart, needs
 from support.command_line import parse_command_line
 
 ROOT = Path(__file__).parents[3]
 SOURCE = ROOT / "deploy" / "kubernetes"
-TOOLS = os.environ.get("KVFERRY_TEST_KUBERNETES")
+TOOLS = apart("kubernetes")
 COMPONENTS = sorted(path.name for path in (SOURCE / "components").iterdir())
 CHOICES = [(), *((name,) for name in COMPONENTS), tuple(COMPONENTS)]
 TIERS = {"disk-tier": "file", "object-tier": "object"}
 NO_SCHEMA = {"PodMonitor"}
 """Kinds of other projects, which the schemas of Kubernetes do not have."""
 
-needs_kubectl = pytest.mark.skipif(
-    not TOOLS, reason="KVFERRY_TEST_KUBERNETES names no environment with kubectl"
-)
+needs_kubectl = needs("kubernetes")
 
 
 @pytest.fixture(scope="module")

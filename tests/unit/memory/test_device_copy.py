@@ -25,10 +25,11 @@ from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.pool_cells import PoolCells
 from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.strided_copy import Loop, StridedCopy
+from support.apart import apart, needs
 from support.cells import cell, runs
 
 ROOT = Path(__file__).parents[3]
-WHERE = os.environ.get("KVFERRY_TEST_TRITON")
+WHERE = str(apart("triton"))
 BLOCKS, IMAGES = 5, 4
 
 ON_THE_GPU = (
@@ -137,9 +138,8 @@ def test_sixteen_bytes_are_copied_at_a_time_only_where_everything_is_a_multiple(
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.skipif(not WHERE, reason="KVFERRY_TEST_TRITON is not set; `make test-unit` sets it")
+@needs("triton")
 def test_the_kernel_copies_what_torch_copies():
-    assert WHERE
     found = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "-p", "support.device_by_interpreter", "-p", "no:xdist"),
@@ -148,7 +148,6 @@ def test_the_kernel_copies_what_torch_copies():
         cwd=ROOT,
         env=os.environ
         | {
-            "KVFERRY_TEST_TRITON": "",
             "KVFERRY_TEST_EXAMPLES": "0.2",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), str(ROOT), WHERE]),
@@ -165,7 +164,7 @@ def test_the_kernel_copies_what_torch_copies():
 
 
 def test_there_is_no_kernel_without_triton():
-    if not WHERE and device_kernel.copy_cells_kernel is None:
+    if device_kernel.copy_cells_kernel is None:
         assert "install triton" in device_kernel.WHY_NO_KERNEL
 
 
@@ -180,9 +179,8 @@ def test_the_copy_engine_copies_long_runs_to_and_from_the_host(monkeypatch, run,
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not WHERE, reason="KVFERRY_TEST_TRITON is not set; `make test-unit` sets it")
+@needs("triton")
 def test_the_kernel_compiles_for_gpus_and_copies_sixteen_bytes_at_a_time(tmp_path):
-    assert WHERE
     found = subprocess.run(
         [sys.executable, "-m", "support.compiled_kernel"],
         env=os.environ

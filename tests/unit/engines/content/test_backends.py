@@ -10,6 +10,7 @@ from typing import get_args
 
 import pytest
 
+from support.apart import apart, needs
 from support.backends.table import NOT_RUN
 from support.processor import needs_avx512
 
@@ -19,7 +20,7 @@ PAGE = ROOT / "docs" / "backends.md"
 SINCE_0_32, DTYPES_SINCE_0_32 = {"ROCM_SEGMENTED_ATTN", "ULTRAQUANT"}, {"ultraquant_4bit"}
 SINCE_0_33 = {"FLASH_ATTN_MLA_SPARSE_FA4", "ROCM_FLASHMLA_SPARSE_DSV41", "ROCM_OCTAVE", "STEP5_DSA"}
 DTYPES_SINCE_0_33 = {"octave_k3v3", "octave_k3v3_compact", "octave_k3v4"}
-WHERE = os.environ.get("KVFERRY_TEST_TRITON")
+WHERE = str(apart("triton"))
 
 
 def documented() -> list[list[str]]:
@@ -58,10 +59,8 @@ def test_every_layout_of_vllm_is_probed():
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @needs_avx512
-@pytest.mark.skipif(WHERE is None, reason="KVFERRY_TEST_TRITON is not set; `make test-unit` sets it")
+@needs("triton")
 def test_the_probe_finds_what_the_table_says():
-    assert WHERE is not None
-    assert (Path(WHERE) / "triton").is_dir(), f"no Triton in {WHERE}; `make test-unit` installs it"
     found = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "support.backends.table"],
         env=os.environ

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import struct
 import time
 from collections.abc import Iterator
@@ -28,9 +29,9 @@ _F_OFD_SETLK = 37
 _LOCK = struct.Struct("hhqqi4x")  # struct flock
 
 pytestmark = [
-    pytest.mark.alone,
+    pytest.mark.long,
     pytest.mark.timeout(240),
-    pytest.mark.skipif("KVFERRY_TEST_NFS" not in os.environ, reason="`make nfs` installs what it needs"),
+    pytest.mark.skipif(shutil.which("linux.uml") is None, reason="`make .venv/.nfs` installs what it needs"),
 ]
 
 
