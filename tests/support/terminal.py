@@ -70,11 +70,11 @@ class Terminal:
 
     def until(self, condition: Callable[[str], bool], seconds: float = 60.0) -> str:
         """Wait until the text on the screen meets a condition, and return it."""
-
         text = ""
 
         def is_shown() -> bool:
             nonlocal text
+            self._listen(0.02)  # reading the emulator's screen is dear
             text = self.text
             shown = condition(text)
             assert shown or self.process.poll() is None, f"ended with {self.process.returncode}"
