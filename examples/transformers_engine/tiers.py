@@ -129,7 +129,6 @@ def demonstrate(
     say: Callable[[str], None] = print,
     *,
     elsewhere: Callable[[Callable[[], list[Answer]]], list[Answer]] = in_new_process,
-    spoiled: type[Engine] = SpoiledEngine,
 ) -> bool:
     """Store a prompt's KV and continue the prompt in other processes; return True if all is as expected.
 
@@ -140,7 +139,6 @@ def demonstrate(
         directory: empty folder for the file tier.
         say: function that prints a text.
         elsewhere: function that calls another one in a process that ends afterwards.
-        spoiled: engine of the first control.
     """
     found: list[Outcome] = []
 
@@ -155,7 +153,7 @@ def demonstrate(
     show("It answers again.", second, {"host": PROMPT_TOKENS})
     (third,) = elsewhere(partial(answer, checkpoint, directory))
     show("That process has ended. A new one loads the KV from the directory.", third, {"file": PROMPT_TOKENS})
-    (fourth,) = elsewhere(partial(answer, checkpoint, directory, spoiled))
+    (fourth,) = elsewhere(partial(answer, checkpoint, directory, SpoiledEngine))
     show(
         "Control: the loaded blocks are zeroed after all checks.", fourth, {"file": PROMPT_TOKENS}, same=False
     )

@@ -146,6 +146,7 @@ class Terminal:
         """Wait until the text of the screen fulfils a condition, and return it."""
 
         def found() -> str | None:
+            self._listen(0.02)  # reading the emulator's screen is dear
             if condition(text := self.text):
                 return text
             assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{text}"

@@ -12,10 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from examples.transformers_engine.engine import Engine, Request
+from examples.transformers_engine.engine import Answer, Engine, Request
 from examples.transformers_engine.tiers import (
     ANSWER_TOKENS,
     CHUNK_TOKENS,
+    PROMPT_TOKENS,
     damage,
     demonstrate,
     in_new_process,
@@ -201,8 +202,11 @@ def test_demonstration_passes(checkpoint, tmp_path, elsewhere):
     assert "300 from file, 1 computed" in said[2]
 
 
-def test_demonstration_fails_if_an_answer_differs(checkpoint, tmp_path):
+def test_demonstration_fails_if_its_control_gives_the_same_answer(checkpoint, tmp_path):
+    sources = [{}, {"host": PROMPT_TOKENS}, {"file": PROMPT_TOKENS}, {"file": PROMPT_TOKENS}, {}]
+    first, second, *later = (Answer(token_ids=[1, 2], loaded=source, computed=1) for source in sources)
+    answers = iter([[first, second], *([one] for one in later)])
     said: list[str] = []
-    assert not demonstrate(checkpoint, tmp_path, said.append, elsewhere=here, spoiled=Engine)
+    assert not demonstrate(checkpoint, tmp_path, said.append, elsewhere=lambda _: next(answers))
     assert "NOT as expected" in said[3]
     assert all("NOT" not in text for text in (*said[:3], said[4]))

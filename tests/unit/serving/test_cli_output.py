@@ -106,10 +106,16 @@ def test_error_is_printed_if_output_cannot_be_written():
 @pytest.mark.parametrize(
     ("output", "option", "errors"),
     [(full_disk, "--version", NO_ROOM), (closed_pipe, "--version", ""), (closed_pipe, "--help", "")],
+    ids=["full_disk", "closed_pipe", "closed_pipe_of_help"],
 )
 def test_interpreter_adds_no_complaint_at_exit(output, option, errors):
     with output() as stdout:
         done = subprocess.run(
-            [*KVFERRY, option], stdout=stdout, stderr=subprocess.PIPE, text=True, check=False
+            [*KVFERRY, option],
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": ""},  # text that cannot be written stays in the buffer
+            check=False,
         )
     assert (done.returncode, done.stderr) == (1, errors)
