@@ -23,7 +23,13 @@ STREAMED_BYTES = 1 << 18
 """Bytes from which a copy is written past the CPU's caches, which it would fill."""
 
 
-def copy_cells(view: CopyView, places: Int64s, memory: npt.NDArray[np.uint8], offsets: Int64s) -> None:
+def copy_cells(
+    view: CopyView,
+    places: Int64s,
+    memory: npt.NDArray[np.uint8],
+    offsets: Int64s,
+    streamed_bytes: int = STREAMED_BYTES,
+) -> None:
     """Copy cells between a block pool and packed cells, both in host memory, by one strided copy.
 
     A cell is a run of tokens that is copied as one unit. A packed cell is a cell in contiguous memory. Cells
@@ -34,6 +40,7 @@ def copy_cells(view: CopyView, places: Int64s, memory: npt.NDArray[np.uint8], of
         places: index of each cell on the first axis of `view.elements`, int64 of shape (n,).
         memory: host memory that holds the packed cells, uint8 of shape (bytes,).
         offsets: byte offset in `memory` of each packed cell, int64 of shape (n,).
+        streamed_bytes: bytes from which the native kernel writes past the CPU's caches.
 
     Raises:
         TransferError: a cell is outside the block pool or `memory`. Nothing was copied.
@@ -54,7 +61,7 @@ def copy_cells(view: CopyView, places: Int64s, memory: npt.NDArray[np.uint8], of
         return
     pool = view.elements.ctypes.data + places * view.elements.strides[0]
     packed = memory.ctypes.data + view.offset + offsets
-    streamed = len(places) * view.copy.bytes >= STREAMED_BYTES
+    streamed = len(places) * view.copy.bytes >= streamed_bytes
     if view.storing:
         kernel(pool, packed, view.copy.run, view.loops, streamed)
     else:

@@ -12,9 +12,9 @@ import pytest
 import hatch_build
 from kvferry.errors import TransferError
 from kvferry.geometry import Region
-from kvferry.memory import copy_kernel, host_copy
+from kvferry.memory import copy_kernel
 from kvferry.memory.address_space import AddressSpace
-from kvferry.memory.host_copy import copy_cells
+from kvferry.memory.host_copy import STREAMED_BYTES, copy_cells
 from kvferry.memory.pool_cells import CopyView, PoolCells
 from kvferry.planning.cell_copy import ONE_CELL, PoolCopies
 from kvferry.planning.strided_copy import Loop, StridedCopy
@@ -47,11 +47,9 @@ def view_of(pool: np.ndarray, copy: StridedCopy, side: str, stride: int) -> Copy
     return views.copies[0]
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["cached", "streamed"])
+@pytest.mark.parametrize("streamed_bytes", [STREAMED_BYTES, 0], ids=["cached", "streamed"])
 @pytest.mark.parametrize("seed", range(5))
-def test_cells_are_copied_run_by_run(kernel, monkeypatch, seed, streamed):
-    if streamed:
-        monkeypatch.setattr(host_copy, "STREAMED_BYTES", 0)
+def test_cells_are_copied_run_by_run(kernel, seed, streamed_bytes):
     draw = random.Random(seed)
     for _ in range(25):
         copy, src_span, dst_span = cell(draw)
@@ -67,7 +65,7 @@ def test_cells_are_copied_run_by_run(kernel, monkeypatch, seed, streamed):
         places = np.array(draw.sample(range(blocks), 3))
         numbers = np.array(draw.sample(range(images), 3))
         offsets = numbers * (dst_span if side == "src" else src_span)
-        copy_cells(view, places, packed, offsets)
+        copy_cells(view, places, packed, offsets, streamed_bytes)
         for place, number in zip(places.tolist(), numbers.tolist(), strict=True):
             read, written = (place, number) if side == "src" else (number, place)
             for a, b in runs(copy):
@@ -78,14 +76,12 @@ def test_cells_are_copied_run_by_run(kernel, monkeypatch, seed, streamed):
 
 @pytest.mark.parametrize("run", [1, 2, 4, 8])
 @pytest.mark.parametrize(("rows", "columns"), [(16, 16), (8, 24), (19, 37), (600, 50), (70, 700)])
-@pytest.mark.parametrize("streamed", [False, True], ids=["cached", "streamed"])
-def test_whole_tiles_are_transposed(kernel, monkeypatch, run, rows, columns, streamed):
-    if streamed:
-        monkeypatch.setattr(host_copy, "STREAMED_BYTES", 0)
+@pytest.mark.parametrize("streamed_bytes", [STREAMED_BYTES, 0], ids=["cached", "streamed"])
+def test_whole_tiles_are_transposed(kernel, run, rows, columns, streamed_bytes):
     pool = np.frombuffer(random.Random(run).randbytes(rows * columns * run), np.uint8).copy()
     packed = np.zeros_like(pool)
     copy = StridedCopy(0, 0, run, (Loop(columns, run, rows * run), Loop(rows, columns * run, run)))
-    copy_cells(view_of(pool, copy, "src", pool.size), np.array([0]), packed, np.array([0]))
+    copy_cells(view_of(pool, copy, "src", pool.size), np.array([0]), packed, np.array([0]), streamed_bytes)
     assert (packed == pool.reshape(rows, columns, run).transpose(1, 0, 2).reshape(-1)).all()
 
 
@@ -155,13 +151,15 @@ def test_no_cells_are_no_copy(kernel):
     assert not packed.any()
 
 
-def test_more_loops_than_the_kernel_takes_are_copied_by_numpy(monkeypatch):
-    monkeypatch.setattr(copy_kernel, "MAX_LOOPS", 0)
-    monkeypatch.setattr(copy_kernel, "KERNEL", lambda *_: pytest.fail("the kernel was called"))
-    pool, packed = np.arange(32, dtype=np.uint8), np.zeros(32, np.uint8)
-    copy = StridedCopy(0, 0, 4, (Loop(2, 16, 4),))
-    copy_cells(view_of(pool, copy, "src", 32), np.array([0]), packed, np.array([0]))
-    assert packed[:8].tolist() == [0, 1, 2, 3, 16, 17, 18, 19]
+def test_more_loops_than_the_kernel_takes_are_copied_by_numpy():
+    count = copy_kernel.MAX_LOOPS + 1
+    pool = np.frombuffer(random.Random(1).randbytes(1 << count), np.uint8).copy()
+    packed = np.zeros_like(pool)
+    copy = StridedCopy(0, 0, 1, tuple(Loop(2, 1 << at, 1 << count - 1 - at) for at in range(count)))
+    view = view_of(pool, copy, "src", pool.size)
+    assert len(view.loops) == count
+    copy_cells(view, np.array([0]), packed, np.array([0]))
+    assert (packed == pool.reshape([2] * count).transpose().reshape(-1)).all()
 
 
 def test_a_library_that_cannot_be_loaded_is_said(tmp_path):

@@ -78,6 +78,7 @@ class DirectorySpace:
         counter: object that counts evicted files and removed temporary files.
         on_evicted: callback that gets the path of every evicted file.
         clock: function that returns seconds since 1970.
+        max_listed: maximum number of files that a walk lists for eviction.
     """
 
     def __init__(
@@ -87,8 +88,10 @@ class DirectorySpace:
         counter: OutcomeCounter,
         on_evicted: Callable[[str], None],
         clock: Callable[[], float] = time.time,
+        max_listed: int = MAX_LISTED,
     ) -> None:
         self._root = root
+        self._max_listed = max_listed
         self._ledger = ledger
         self._counter = counter
         self._on_evicted = on_evicted
@@ -282,7 +285,7 @@ class DirectorySpace:
                 elif entry.kind is EntryKind.TEMPORARY:
                     temporary.append(entry)
 
-        listed, more = least_recently_used(evictable(), MAX_LISTED)
+        listed, more = least_recently_used(evictable(), self._max_listed)
         return _WalkResult(temporary, listed, more, charged)
 
     def _rank(self, used_ns: int, size: int) -> int:

@@ -22,6 +22,7 @@ from kvferry.errors import ChunkError
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.files.chunk_file import explain_refusal, read_chunk, write_chunk
 from kvferry.tiers.files.directory_index import DirectoryIndex
+from kvferry.tiers.files.least_recent import MAX_LISTED
 from kvferry.tiers.files.ledger import Ledger
 from kvferry.tiers.files.lock_handoff import LockTimeout
 from kvferry.tiers.files.opening import check_directory, open_directory
@@ -83,6 +84,7 @@ class FileTier(StorageTier):
         table: hash table of chunk keys that the tiers of a cache share; None for a separate table.
         write: function that writes a chunk to an open, empty file.
         read: function that reads a chunk from an open file, and returns False for another chunk.
+        max_listed: maximum number of files that a walk of the directory lists for eviction.
 
     Raises:
         ConfigError: the directory is missing or cannot be written, its layout has another version, or the
@@ -101,6 +103,7 @@ class FileTier(StorageTier):
         table: KeyTable | None = None,
         write: Callable[[int, Chunk, memoryview], None] = write_chunk,
         read: Callable[[int, Chunk, memoryview], bool] = read_chunk,
+        max_listed: int = MAX_LISTED,
     ) -> None:
         self._write_chunk, self._read_chunk = write, read
         self._root = os.path.abspath(path)
@@ -113,7 +116,9 @@ class FileTier(StorageTier):
         self._listed = ListedKeys(self.keys)
         self._index = DirectoryIndex(self._root, self._namespace, self._listed, clock)
         self._ledger = Ledger(self._root, lock_seconds)
-        self._space = DirectorySpace(self._root, self._ledger, self._counter, self._on_evicted, clock)
+        self._space = DirectorySpace(
+            self._root, self._ledger, self._counter, self._on_evicted, clock, max_listed
+        )
         open_directory(self._root, self._ledger, self._space, namespace, capacity)
         self._index.refresh()
         self._usage = UsageReader(self._root, namespace)

@@ -89,6 +89,7 @@ class BucketClient:
     Attributes:
         url: URL without a slash at its end.
         endpoint: configured server; None for the provider's own.
+        store: obstore's store, with the options of the client and of its repetitions.
 
     Raises:
         ConfigError: the URL or the value of an option is invalid, an option is unknown, the endpoint is not
@@ -100,7 +101,7 @@ class BucketClient:
         self.url, self.endpoint = found.url, found.endpoint
         self._half_seconds = timeout_seconds / 2
         try:
-            self._store = _connect(found, self._half_seconds)
+            self.store = _connect(found, self._half_seconds)
         except (exceptions.BaseError, ValueError, OSError) as error:
             raise ConfigError(f"object tier: {self.url}: {_redacted_message(error, options)}") from error
         _first_user()
@@ -122,7 +123,7 @@ class BucketClient:
         views = [memoryview(piece).cast("B") for piece in pieces]
         try:
             with _as_unavailable():
-                obstore.put(self._store, path, views, use_multipart=False)
+                obstore.put(self.store, path, views, use_multipart=False)
         except FileNotFoundError as error:
             raise Unavailable(Fault.NO_BUCKET) from error
         finally:
@@ -146,7 +147,7 @@ class BucketClient:
         """
         try:
             with _as_unavailable():
-                meta = obstore.head(self._store, path)
+                meta = obstore.head(self.store, path)
         except FileNotFoundError:
             return None, ""
         return meta["size"], _etag(meta["e_tag"])
@@ -161,7 +162,7 @@ class BucketClient:
             Unavailable: the request failed.
         """
         with _as_unavailable():
-            result = obstore.get(self._store, path)
+            result = obstore.get(self.store, path)
             meta = result.meta
             return OpenObject(meta["size"], _etag(meta["e_tag"]), _pieces(result.stream(_PIECE_BYTES)))
 
@@ -176,7 +177,7 @@ class BucketClient:
             Unavailable: a request failed.
         """
         with _as_unavailable():
-            for page in obstore.list(self._store, prefix or None, chunk_size=_LISTED):
+            for page in obstore.list(self.store, prefix or None, chunk_size=_LISTED):
                 yield [
                     ListedObject(
                         one["path"],
@@ -199,7 +200,7 @@ class BucketClient:
             Unavailable: a request failed.
         """
         with _as_unavailable():
-            obstore.rename(self._store, path, to)
+            obstore.rename(self.store, path, to)
 
     def remove(self, paths: Sequence[str]) -> None:
         """Remove objects, and ignore missing ones.
@@ -212,12 +213,12 @@ class BucketClient:
         """
         try:
             with _as_unavailable():
-                obstore.delete(self._store, paths)
+                obstore.delete(self.store, paths)
         except FileNotFoundError:
             # Some stores stop at the first missing object.
             for path in paths:
                 with suppress(FileNotFoundError), _as_unavailable():
-                    obstore.delete(self._store, path)
+                    obstore.delete(self.store, path)
 
     def _release_buffers(self, views: Sequence[memoryview]) -> None:
         """Wait until no other thread reads the buffers of a request, then release the views of the buffers.

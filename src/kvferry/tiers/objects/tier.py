@@ -73,6 +73,7 @@ class ObjectTier(StorageTier):
         listing_seconds: time from one listing to the next. Listing many chunks takes many requests.
         clock: function that returns monotonic seconds.
         table: hash table of chunk keys that the tiers of a cache share; None for a separate table.
+        max_keys: maximum number of keys that a listing adds.
 
     Raises:
         ConfigError: `BucketClient` refuses the URL or an option.
@@ -89,6 +90,7 @@ class ObjectTier(StorageTier):
         listing_seconds: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
         table: KeyTable | None = None,
+        max_keys: int = MAX_KEYS,
     ) -> None:
         bucket = BucketClient(url, options, timeout_seconds)
         self._url = bucket.url
@@ -102,7 +104,7 @@ class ObjectTier(StorageTier):
         self._namespace = namespace.digest
         self._bucket = GuardedBucket(bucket, pause_seconds, clock)
         self.keys = TierKeys(table)
-        self._listed = ListedKeys(self.keys, MAX_KEYS)
+        self._listed = ListedKeys(self.keys, max_keys)
         self._distrusted = DistrustedObjects()
         self._index = BucketIndex(
             self._bucket,

@@ -22,6 +22,7 @@ from support.chunk_files import verify_file
 from support.namespaces import NotPermitted
 from support.nfs.machines import LEASE_SECONDS, Machine, Network, ServerEnded, shared_over_nfs
 from support.stores import FILE_BYTES, open_store, total
+from support.waiting import wait_for
 
 CAPACITY = 20 * FILE_BYTES
 SECONDS = 8.0
@@ -85,10 +86,13 @@ def begin(network: Network, reports: Path, names: str) -> dict[str, Machine]:
         for seed, name in enumerate(names)
     }
     for name, machine in machines.items():
-        while not (reports / f"{name}.begun").exists():
+
+        def begun(begins: Path = reports / f"{name}.begun", machine: Machine = machine) -> bool:
             network.check()
             assert machine.on, machine.log.read_text()
-            time.sleep(0.05)
+            return begins.exists()
+
+        wait_for(begun, 120)
         assert ":/shared /run/shared nfs4 rw" in machine.log.read_text()
     return machines
 
@@ -144,14 +148,11 @@ def share(network: Network, path: Path, reports: Path) -> Watched:
     machines["c"].lose_power()
     died = time.time()
     # It may have held the lock.
-    while not any(chunk.stat().st_mtime > died + 1 for chunk in path.rglob("*.kv")):
-        network.check()
-        assert time.time() < died + 3 * LEASE_SECONDS, "the other machines store nothing any more"
-        time.sleep(0.05)
+    wait_for(
+        lambda: network.check() or any(one.stat().st_mtime > died + 1 for one in path.rglob("*.kv")),
+        3 * LEASE_SECONDS,
+    )
     for name in "ab":
         (reports / f"{name}.stop").touch()
-    while machines["a"].on or machines["b"].on:
-        network.check()
-        assert time.time() < died + 90, "a machine does not end"
-        time.sleep(0.05)
+    wait_for(lambda: network.check() or not (machines["a"].on or machines["b"].on), 90)
     return watched

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 from hypothesis import given, strategies as st
 
 from kvferry.tiers.files import space
@@ -28,23 +27,18 @@ def test_the_oldest_are_listed_in_order_and_whether_there_are_more(files, most):
         left.remove(one)
 
 
-@pytest.fixture
-def few_listed(monkeypatch):
-    monkeypatch.setattr(space, "MAX_LISTED", 3)
-
-
-def test_more_go_than_are_listed_at_once(tmp_path, clock, few_listed):
+def test_more_go_than_are_listed_at_once(tmp_path, clock):
     store = open_store(tmp_path, capacity=1 << 20, clock=clock)
     for number in range(12):
         clock.now += 60
         keep(store, number)
-    open_store(tmp_path, capacity=4 * FILE_BYTES, clock=clock)
+    open_store(tmp_path, capacity=4 * FILE_BYTES, clock=clock, max_listed=3)
     assert total(tmp_path) <= 4 * FILE_BYTES
     assert [file_of(tmp_path, number).exists() for number in range(12)] == [False] * 9 + [True] * 3
 
 
-def test_the_oldest_go_first_from_walk_to_walk(tmp_path, clock, few_listed):
-    store = open_store(tmp_path, capacity=8 * FILE_BYTES, clock=clock)
+def test_the_oldest_go_first_from_walk_to_walk(tmp_path, clock):
+    store = open_store(tmp_path, capacity=8 * FILE_BYTES, clock=clock, max_listed=3)
     for number in range(30):
         clock.now += 60
         assert keep(store, number) is PutOutcome.STORED
@@ -54,8 +48,8 @@ def test_the_oldest_go_first_from_walk_to_walk(tmp_path, clock, few_listed):
     assert sum(there) == 7
 
 
-def test_files_that_cannot_be_removed_do_not_keep_it_walking(tmp_path, monkeypatch, few_listed):
-    store = open_store(tmp_path, capacity=8 * FILE_BYTES)
+def test_files_that_cannot_be_removed_do_not_keep_it_walking(tmp_path, monkeypatch):
+    store = open_store(tmp_path, capacity=8 * FILE_BYTES, max_listed=3)
     for number in range(7):
         keep(store, number)
     monkeypatch.setattr(space.os, "unlink", refused)

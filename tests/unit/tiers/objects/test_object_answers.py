@@ -159,8 +159,7 @@ def test_an_answer_that_trickles_costs_no_more_than_the_timeout():
         listening.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_listing_without_end_costs_its_time_and_no_more_memory_than_is_bounded(monkeypatch):
-    monkeypatch.setattr("kvferry.tiers.objects.tier.MAX_KEYS", 5000)
+def test_a_listing_without_end_costs_its_time_and_no_more_memory_than_is_bounded():
     pages = iter(range(1 << 30))
 
     def answer(head: bytes) -> bytes:
@@ -177,7 +176,7 @@ def test_a_listing_without_end_costs_its_time_and_no_more_memory_than_is_bounded
         return response("200 OK", f"<ListBucketResult>{more}{rows}</ListBucketResult>".encode())
 
     with ill(answer, hangs_up=True) as server:
-        store = open_objects(URL, server, timeout_seconds=2.0)
+        store = open_objects(URL, server, timeout_seconds=2.0, max_keys=5000)
         assert next(pages) > 6, "it was not endless"
         assert 0 < len(store) <= 5000
         assert get(store, 1) is GetOutcome.ABSENT

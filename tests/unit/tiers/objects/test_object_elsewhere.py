@@ -97,12 +97,12 @@ def test_no_request_follows_to_another_server(code, caplog):
 def test_requests_are_kept_to_one_server_where_no_other_is_needed(options, kept, monkeypatch):
     with_key = {"access_key_id": "k"} if "secret_access_key" in options else {}
     options = {"region": "us-east-1", **with_key, **options}
-    assert BucketClient(URL, options, 2.0)._store.client_options.get("proxy_excludes") == kept
+    assert BucketClient(URL, options, 2.0).store.client_options.get("proxy_excludes") == kept
     for name in [name for name in options if name != "proxy_url"]:
         monkeypatch.setenv(f"AWS_{name.upper()}", options.pop(name))
-    assert BucketClient(URL, options, 2.0)._store.client_options.get("proxy_excludes") == kept
+    assert BucketClient(URL, options, 2.0).store.client_options.get("proxy_excludes") == kept
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy:1")
-    assert BucketClient(URL, options, 2.0)._store.client_options.get("proxy_excludes") is None
+    assert BucketClient(URL, options, 2.0).store.client_options.get("proxy_excludes") is None
 
 
 @pytest.mark.parametrize(

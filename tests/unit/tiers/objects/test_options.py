@@ -85,7 +85,7 @@ def test_a_secret_that_cannot_be_used_is_not_repeated():
 
 
 def test_requests_have_timeouts_and_few_repetitions():
-    store = BucketClient("s3://bucket/path", {"region": "eu-west-1", "user_agent": "tests"}, 8.0)._store
+    store = BucketClient("s3://bucket/path", {"region": "eu-west-1", "user_agent": "tests"}, 8.0).store
     assert store.client_options == {"user_agent": "tests", "connect_timeout": "2s", "timeout": "4s"}
     assert store.retry_config["max_retries"] == 2
     assert store.retry_config["retry_timeout"] + store.retry_config["backoff"]["max_backoff"] == timedelta(
