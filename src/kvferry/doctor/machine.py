@@ -103,7 +103,7 @@ def threads(limit: int | None = None, used: int | None = None, user: int | None 
     user = os.geteuid() if user is None else user
     if limit < 0 or user == 0:
         return ok(subject, "unlimited")
-    used = _threads_of(user) if used is None else used
+    used = threads_of(user) if used is None else used
     has = f"{used:,} in use, of {limit:,} that this user may have (ulimit -u)"
     if limit - used < _ENGINES_THREADS:
         return bad(
@@ -114,7 +114,7 @@ def threads(limit: int | None = None, used: int | None = None, user: int | None 
     return ok(subject, has)
 
 
-def _threads_of(user: int) -> int:
+def threads_of(user: int) -> int:
     """Return the number of threads of a user."""
     processes = psutil.process_iter(["uids", "num_threads"])
     theirs = (each.info for each in processes if each.info["uids"] and each.info["uids"].effective == user)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,16 +47,22 @@ class Port:
 
 def listening_ports(process: int) -> list[Port]:
     """Return the listening TCP ports of a process; empty if it has ended or belongs to another user."""
-    open_sockets = set()
-    with suppress(OSError):
-        for entry in os.scandir(_PROC / str(process) / "fd"):
-            with suppress(OSError):
-                open_sockets.add(str(Path(entry.path).readlink()))
+    found = _open_files(process)
     return sorted(
         Port(process, address, number)
         for address, number, inode in _sockets(process)
-        if f"socket:[{inode}]" in open_sockets
+        if f"socket:[{inode}]" in found
     )
+
+
+def _open_files(process: int) -> set[str]:
+    """Return the targets of the links in ``/proc/<process>/fd``, such as ``socket:[4711]``."""
+    found = set()
+    with suppress(OSError):
+        for entry in os.scandir(_PROC / str(process) / "fd"):
+            with suppress(OSError):
+                found.add(str(Path(entry.path).readlink()))
+    return found
 
 
 def _sockets(process: int) -> Iterator[tuple[str, int, str]]:
@@ -75,7 +81,15 @@ def _sockets(process: int) -> Iterator[tuple[str, int, str]]:
                     yield socket.inet_ntop(family, b"".join(words)), int(port, 16), columns[9]
 
 
-def engine_of(host: str, port: int) -> dict[int, str]:
+def network_namespace(process: int) -> str:
+    """Return the name of a process's network namespace; empty if this user may not know it."""
+    try:
+        return str((_PROC / str(process) / "ns" / "net").readlink())
+    except OSError:
+        return ""
+
+
+def engine_of(host: str, port: int, namespace_of: Callable[[int], str] = network_namespace) -> dict[int, str]:
     """Return the processes of the engine that listens on an address of this machine.
 
     Containers have network namespaces of their own, in which engines may listen on equal ports. A process in
@@ -85,16 +99,22 @@ def engine_of(host: str, port: int) -> dict[int, str]:
     Args:
         host: IP address, or a name that resolves to one.
         port: port number.
+        namespace_of: function that returns the network namespace of a process, by its id.
 
     Returns:
         Command line of each process, by process id. Empty if no process that this user can inspect listens
         there, or if engines of several containers may.
     """
     here, elsewhere = list[psutil.Process](), dict[str, psutil.Process]()
-    own, addresses = _network_namespace(os.getpid()), _ip_addresses(host)
+    own, addresses = namespace_of(os.getpid()), _ip_addresses(host)
+    # Once per namespace: a busy machine has thousands of connections and hundreds of processes.
+    tables = {own: _sockets_at(os.getpid(), port)}
     for process in psutil.process_iter():
-        bound = {one.address for one in listening_ports(process.pid) if one.number == port}
-        namespace = _network_namespace(process.pid)
+        namespace = namespace_of(process.pid)
+        table = tables[own] if namespace == own else tables.get(namespace) or _sockets_at(process.pid, port)
+        if namespace != own and table:
+            tables[namespace] = table
+        bound = {table[name] for name in table.keys() & _open_files(process.pid)} if table else set()
         if namespace == own and bound & (addresses | _ANY):
             here.append(process)
         elif namespace != own and bound:
@@ -102,6 +122,14 @@ def engine_of(host: str, port: int) -> dict[int, str]:
     if here:
         return _engine_of_process(here[0])
     return _engine_of_process(*elsewhere.values()) if len(elsewhere) == 1 else {}
+
+
+def _sockets_at(process: int, port: int) -> dict[str, str]:
+    """Return the IP address of each socket that listens on a port in a process's network namespace.
+
+    The keys are names of sockets as in `_open_files`.
+    """
+    return {f"socket:[{inode}]": address for address, number, inode in _sockets(process) if number == port}
 
 
 def _engine_of_process(process: psutil.Process) -> dict[int, str]:
@@ -115,14 +143,6 @@ def _engine_of_process(process: psutil.Process) -> dict[int, str]:
             process = parent
         return {one.pid: _command(one) for one in (process, *process.children(recursive=True))}
     return {}
-
-
-def _network_namespace(process: int) -> str:
-    """Return the name of a process's network namespace; empty if this user may not know it."""
-    try:
-        return str((_PROC / str(process) / "ns" / "net").readlink())
-    except OSError:
-        return ""
 
 
 def _ip_addresses(host: str) -> set[str]:

@@ -116,6 +116,7 @@ def check(
     start: Callable[[str | None], ProcessResult] = start_reads,
     *,
     several_machines: bool = False,
+    rdma_devices: Callable[[], list[str]] = devices,
 ) -> Iterator[Finding | ReadTimings]:
     """Check that READs between two processes work, and yield findings with their speed.
 
@@ -126,6 +127,7 @@ def check(
         start: function that times READs in another process, and returns the result of that process. It takes
             a value for ``UCX_TLS``, or None to leave the variable as it is.
         several_machines: whether a setting names another machine, to or from which KV would move.
+        rdma_devices: function that returns the names of this machine's RDMA devices.
 
     Yields:
         Findings, and the times of READs with all transports.
@@ -151,7 +153,7 @@ def check(
             subject, f"does not work: {remote}", "check the network devices that UCX finds (ucx_info -d)"
         )
         return
-    rdma = devices()
+    rdma = rdma_devices()
     over_tcp = all(transports.startswith("tcp/") for transports in remote.transports)
     if rdma and over_tcp:
         yield bad(

@@ -121,6 +121,7 @@ async def fetch(
     seconds: float,
     post: bytes | None = None,
     headers: Mapping[str, str] | None = None,
+    max_bytes: int = MAX_BYTES,
 ) -> HttpReply:
     """Send an HTTP request, and return the answer, whatever its status.
 
@@ -130,6 +131,7 @@ async def fetch(
         seconds: maximum time from the start of the request to the end of the answer, in seconds.
         post: JSON body of a POST request; None for a GET request.
         headers: headers of this request, in addition to those of the client.
+        max_bytes: maximum size of the answer.
 
     Raises:
         ProtocolError: the URL is not valid, the server cannot be reached, no complete answer arrives in time,
@@ -142,8 +144,8 @@ async def fetch(
             async with http.stream(method, url, content=post, headers={**kind, **(headers or {})}) as answer:
                 async for piece in answer.aiter_bytes():
                     body += piece
-                    if len(body) > MAX_BYTES:
-                        raise ProtocolError(f"{urlsplit(url).path} is larger than {MAX_BYTES >> 20} MiB")
+                    if len(body) > max_bytes:
+                        raise ProtocolError(f"{urlsplit(url).path} is larger than {max_bytes >> 20} MiB")
     except TimeoutError as error:
         what = f"{urlsplit(url).path} does not end in" if body else "silent for"
         raise ProtocolError(f"{what} {seconds:g} s") from error

@@ -3,47 +3,25 @@
 import json
 import re
 import socket
-import sys
-import time
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from kvferry.cli.main import main
 from kvferry.serving.kv_config import kv_transfer_config
 from kvferry.serving.role import Role
 from kvferry.transport.control_server import ControlServer, ProducerCard
 from kvferry.transport.key_file import read_keys
+from support.command_line import run_command
 from transport.cards import cards, facts
 
 pytestmark = pytest.mark.slow
 
 
-@dataclass
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    def command(*arguments: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["kvferry", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        said = capsys.readouterr()
-        return Done(int(ended.value.code or 0), said.out, said.err)
-
-    return command
-
-
-def test_a_configuration_that_is_well(run, tmp_path, monkeypatch):
+def test_a_configuration_that_is_well(tmp_path, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     path = tmp_path / "kv.json"
     path.write_text(json.dumps(kv_transfer_config(Role.PREFILL, {"tiers": "default", "transfer": True})))
-    done = run("doctor", "--no-machine", "--config", str(path))
+    done = run_command("doctor", "--no-machine", "--config", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith("Nothing to fix")
     first, *findings = done.stdout.splitlines()[:-2]
@@ -52,7 +30,7 @@ def test_a_configuration_that_is_well(run, tmp_path, monkeypatch):
     assert done.stderr == ""
 
 
-def test_all_faults_of_a_configuration_are_reported_together(run, tmp_path):
+def test_all_faults_of_a_configuration_are_reported_together(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -60,18 +38,16 @@ def test_all_faults_of_a_configuration_are_reported_together(run, tmp_path):
         extra = {"port": taken.getsockname()[1], "tiers": tiers, "transfer": True, "costs": "/nowhere"}
         path = tmp_path / "kv.json"
         path.write_text(json.dumps({**kv_transfer_config(Role.BOTH), "kv_connector_extra_config": extra}))
-        done = run("doctor", "--no-machine", "--json", "--config", str(path))
+        done = run_command("doctor", "--no-machine", "--json", "--config", str(path))
     assert done.returncode == 1
     (section,) = json.loads(done.stdout)["sections"]
     wrong = [one["subject"] for one in section["findings"] if one["state"] == "bad"]
     assert wrong == ["port", "costs", "host memory", "tier 1, file"]
 
 
-def test_unreachable_addresses_are_bad(run):
-    began = time.monotonic()
+def test_unreachable_addresses_are_bad():
     # Of a network that is in use nowhere (RFC 5737), and a port of this machine.
-    done = run("doctor", "--no-machine", "kvferry://192.0.2.1:5600", "kvferry://127.0.0.1:1")
-    assert time.monotonic() - began < 30
+    done = run_command("doctor", "--no-machine", "kvferry://192.0.2.1:5600", "kvferry://127.0.0.1:1")
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1] == "2 of 2 checks found something to fix."
 
@@ -85,31 +61,31 @@ def test_unreachable_addresses_are_bad(run):
         (["--secret-file", "/nowhere"], "secret_file /nowhere: No such file"),
     ],
 )
-def test_an_argument_that_cannot_be_used_is_one_sentence_and_exit_code_2(run, arguments, said):
-    done = run("doctor", "--no-machine", *arguments)
+def test_an_argument_that_cannot_be_used_is_one_sentence_and_exit_code_2(arguments, said):
+    done = run_command("doctor", "--no-machine", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"kvferry: {said}")
     assert done.stderr.count("\n") == 1
 
 
-def test_versions_are_printed(run):
-    done = run("--version")
+def test_versions_are_printed():
+    done = run_command("--version")
     assert done.returncode == 0
     assert re.match(r"kvferry \d+\.\d+\.\d+\n", done.stdout)
 
 
-def test_versions_of_missing_packages_are_left_out(run, monkeypatch):
+def test_versions_of_missing_packages_are_left_out(monkeypatch):
     monkeypatch.setattr("kvferry.engines.vllm.version.version", missing)
-    assert re.fullmatch(r"kvferry \S+\n", run("--version").stdout)
+    assert re.fullmatch(r"kvferry \S+\n", run_command("--version").stdout)
 
 
 def missing(name: str) -> str:
     raise PackageNotFoundError(name)
 
 
-def test_a_machine_without_vllm_and_nixl_is_checked(run, monkeypatch):
+def test_a_machine_without_vllm_and_nixl_is_checked(monkeypatch):
     monkeypatch.setattr("kvferry.engines.vllm.version.version", missing)
-    done = run("doctor", "--json")
+    done = run_command("doctor", "--json")
     (section,) = json.loads(done.stdout)["sections"]
     said = {one["subject"]: one for one in section["findings"]}
     for absent in ("vLLM", "NIXL"):
@@ -138,24 +114,24 @@ def secured(tmp_path):
     server.close()
 
 
-def test_an_engine_with_this_machines_key_needs_no_option(run, monkeypatch, tmp_path):
+def test_an_engine_with_this_machines_key_needs_no_option(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     server = ControlServer("127.0.0.1", 0, ProducerCard(facts(), cards()), read_keys(None))
-    done = run("doctor", "--no-machine", f"kvferry://127.0.0.1:{server.port}")
+    done = run_command("doctor", "--no-machine", f"kvferry://127.0.0.1:{server.port}")
     server.close()
     assert (done.returncode, "encrypted, answers in" in done.stdout) == (0, True)
 
 
 def test_an_engine_with_a_secret_is_reached_with_the_option_or_the_configuration(
-    run, secured, tmp_path, monkeypatch
+    secured, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "no key here"))
     address, secret = secured
-    done = run("doctor", "--no-machine", address)
+    done = run_command("doctor", "--no-machine", address)
     assert (done.returncode, "asks for a key" in done.stdout) == (1, True)
-    done = run("doctor", "--no-machine", "--secret-file", str(secret), address)
+    done = run_command("doctor", "--no-machine", "--secret-file", str(secret), address)
     assert (done.returncode, "encrypted, answers in" in done.stdout) == (0, True)
     config = tmp_path / "kv.json"
     config.write_text(json.dumps({"secret_file": str(secret)}))
-    done = run("doctor", "--no-machine", "--config", str(config), address)
+    done = run_command("doctor", "--no-machine", "--config", str(config), address)
     assert (done.returncode, "encrypted, answers in" in done.stdout) == (0, True)

@@ -4,7 +4,6 @@ import json
 import os
 import socket
 import threading
-import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain, repeat
@@ -23,6 +22,7 @@ from kvferry.transport.control_server import ControlServer, LeasesClaimed, Lease
 from kvferry.transport.messages import Outgoing
 from kvferry.transport.redeem import Grant, PromptContent
 from support.keys import KEYS
+from support.waiting import wait_for
 from transport.cards import cards, facts, ticket
 
 pytestmark = pytest.mark.slow
@@ -87,11 +87,8 @@ def keeps_blocks(of=None) -> ControlServer:
 
 
 def has_its_blocks_back(server: ControlServer) -> None:
-    """The lease was claimed and released, as by any consumer; waits for the thread that hears of it."""
-    until = time.monotonic() + 5
-    while len(server.events) < 2:
-        assert time.monotonic() < until
-        time.sleep(0.005)
+    """Wait until the lease was claimed and released, as by any consumer."""
+    wait_for(lambda: len(server.events) >= 2)
     assert list(server.events) == [LeasesClaimed(["cmpl-7"]), LeasesReleased(["cmpl-7"])]
 
 
@@ -320,8 +317,7 @@ def test_a_key_is_sent_where_vllms_variable_is_set():
     assert {key for _, key, _ in asked} == {"Bearer k"}
 
 
-def test_an_engine_that_does_not_answer_costs_only_itself(control, monkeypatch):
-    monkeypatch.setattr("kvferry.doctor.engines._HTTP_SECONDS", 0.3)
+def test_an_engine_that_does_not_answer_costs_only_itself(control):
     gone = "http://127.0.0.1:1"
     (first, second), seen = examine_engines(
         [parse_target(gone), parse_target(f"kvferry://{HOST}:{control.port}")], KEYS

@@ -1,8 +1,7 @@
-"""Over real sockets; the engines are control servers without an engine."""
+"""Descriptions of engines, asked over real sockets from control servers without an engine."""
 
 import socket
 import threading
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -15,6 +14,7 @@ from kvferry.transport.control_server import ControlServer, LeasesClaimed, Lease
 from kvferry.transport.messages import PROTOCOL
 from kvferry.transport.redeem import Grant, PromptContent
 from support.keys import KEYS, OTHER_KEYS
+from support.waiting import wait_for
 from transport.cards import cards, facts, ticket
 
 HOST = "127.0.0.1"
@@ -62,14 +62,14 @@ def listener(answer: bytes | None):
 
 def test_an_engine_describes_itself_to_a_client_without_facts():
     with server() as one:
-        met = identify((HOST, one.port), KEYS, 5.0)
+        met = identify((HOST, one.port), KEYS, 60.0)
     assert (met.facts, met.ranks) == (facts(weights="theirs"), cards())
-    assert 0 < met.round_trip_seconds < 5
+    assert met.round_trip_seconds > 0
 
 
 def test_an_engine_asks_for_a_key_if_none_is_given():
     with server() as one, pytest.raises(IdentifyError, match="asks for a key") as refused:
-        identify((HOST, one.port), None, 5.0)
+        identify((HOST, one.port), None, 60.0)
     assert "--secret-file" in refused.value.advice
 
 
@@ -85,14 +85,14 @@ def test_a_channel_without_encryption_is_no_engines():
         plain.linger = 0
         port = plain.bind_to_random_port(f"tcp://{HOST}")
         with pytest.raises(IdentifyError, match=r"without encryption \(NULL\)"):
-            identify((HOST, port), KEYS, 5.0)
+            identify((HOST, port), KEYS, 60.0)
 
 
 def test_a_refused_connection_is_reported():
     with socket.socket() as sock:
         sock.bind((HOST, 0))
         with pytest.raises(IdentifyError, match="cannot be reached: Connection refused"):
-            identify((HOST, sock.getsockname()[1]), KEYS, 5.0)
+            identify((HOST, sock.getsockname()[1]), KEYS, 60.0)
 
 
 def test_another_server_is_not_taken_for_a_control_channel():
@@ -100,20 +100,18 @@ def test_another_server_is_not_taken_for_a_control_channel():
         listener(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port,
         pytest.raises(IdentifyError, match="not an engine's control channel"),
     ):
-        identify((HOST, port), KEYS, 5.0)
+        identify((HOST, port), KEYS, 60.0)
 
 
 def test_a_silent_server_is_given_up():
-    began = time.monotonic()
     with listener(None) as port, pytest.raises(IdentifyError, match=r"no answer within 0\.3 s"):
         identify((HOST, port), KEYS, 0.3)
-    assert time.monotonic() - began < 5
 
 
 def test_another_protocol_version_is_refused(monkeypatch):
     monkeypatch.setattr(identity, "PROTOCOL", 99)
     with server() as one, pytest.raises(IdentifyError, match=f"protocol {PROTOCOL} there, 99 here"):
-        identify((HOST, one.port), KEYS, 5.0)
+        identify((HOST, one.port), KEYS, 60.0)
 
 
 def test_a_lease_is_given_back():
@@ -121,8 +119,5 @@ def test_a_lease_is_given_back():
         content = PromptContent(prompt_digest([5, 6, 7]))
         one.tickets.publish(ticket("a"), "cmpl-1", 3, content, Grant.of(1, 2, [[1]]))
         release_ticket((HOST, one.port), KEYS, ticket("a"), [5, 6, 7])
-        until = time.monotonic() + 5
-        while len(one.events) < 2:
-            assert time.monotonic() < until
-            time.sleep(0.005)
+        wait_for(lambda: len(one.events) >= 2)
         assert list(one.events) == [LeasesClaimed(["cmpl-1"]), LeasesReleased(["cmpl-1"])]

@@ -48,7 +48,7 @@ def test_the_threads_of_all_processes_of_a_user_are_counted():
     for one in waiting:
         one.start()
     try:
-        assert machine._threads_of(os.geteuid()) > 300
+        assert machine.threads_of(os.geteuid()) > 300
     finally:
         ended.set()
         for one in waiting:

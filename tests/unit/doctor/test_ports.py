@@ -1,4 +1,4 @@
-"""What an engine listens on, read from /proc, for processes that really listen."""
+"""Ports of engines, read from /proc, for processes that listen on them."""
 
 import os
 import socket
@@ -11,6 +11,9 @@ import pytest
 from kvferry.doctor import ports
 from kvferry.doctor.finding import State
 
+# One worker has the process.
+pytestmark = pytest.mark.xdist_group("doctor ports")
+
 PROGRAM = """
 import socket, sys
 held = [socket.create_server((host, 0)) for host in ("127.0.0.1", "0.0.0.0")]
@@ -20,9 +23,9 @@ sys.stdin.read()
 """
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def process():
-    """Listens on a port of each address; its command line names vllm."""
+    """A process that listens on a port of each address. Its command line names vllm."""
     started = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, "vllm"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -46,26 +49,24 @@ def test_an_engine_is_its_topmost_process_and_those_below(process):
     assert ports.engine_of("127.0.0.1", number) == {}
 
 
-@pytest.fixture
-def namespaces(monkeypatch):
-    """Returns a function that gives processes (ids) a network namespace, instead of that of the tests."""
-    names = {}
-    found = ports._network_namespace
-    monkeypatch.setattr(ports, "_network_namespace", lambda pid: names.get(pid) or found(pid))
-    return names.update
+def namespaces(names: dict[int, str]):
+    """Return a function that gives processes a network namespace by id; others have their own."""
+    return lambda pid: names.get(pid) or ports.network_namespace(pid)
 
 
 @contextmanager
 def listening_process(address, number):
-    program = (
-        f"import socket, sys; held = socket.create_server({(address, number)}); print(); sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as started:
-        started.stdout.readline()
-        yield started.pid
-        started.communicate()
+    """Yield the id of a fork that alone listens on a port."""
+    read, write = os.pipe()
+    with socket.create_server((address, number)):
+        if (child := os.fork()) == 0:
+            os.read(read, 1)
+            os._exit(0)
+    yield child
+    os.write(write, b"x")
+    os.waitpid(child, 0)
+    os.close(read)
+    os.close(write)
 
 
 def test_an_engine_is_found_by_its_address_if_another_has_the_same_port(process):
@@ -75,18 +76,18 @@ def test_an_engine_is_found_by_its_address_if_another_has_the_same_port(process)
         assert list(ports.engine_of("127.0.0.2", number)) == [other]
 
 
-def test_an_engine_in_another_container_is_not_taken_for_one_with_an_equal_port(process, namespaces):
+def test_an_engine_in_another_container_is_not_taken_for_one_with_an_equal_port(process):
     number = process.numbers[0]
     with listening_process("127.0.0.2", number) as other:
-        namespaces({process.pid: "container"})
-        assert list(ports.engine_of("127.0.0.2", number)) == [other]
-        namespaces({other: "other container"})
-        assert ports.engine_of("127.0.0.2", number) == {}
+        one_apart = namespaces({process.pid: "container"})
+        assert list(ports.engine_of("127.0.0.2", number, one_apart)) == [other]
+        both_apart = namespaces({process.pid: "container", other: "other container"})
+        assert ports.engine_of("127.0.0.2", number, both_apart) == {}
 
 
-def test_an_engine_in_a_container_is_found_by_a_port_that_is_forwarded_to_it(process, namespaces):
-    namespaces({process.pid: "container"})
-    assert list(ports.engine_of("127.0.0.5", process.numbers[0])) == [process.pid]
+def test_an_engine_in_a_container_is_found_by_a_port_that_is_forwarded_to_it(process):
+    found = ports.engine_of("127.0.0.5", process.numbers[0], namespaces({process.pid: "container"}))
+    assert list(found) == [process.pid]
 
 
 def test_a_process_that_is_gone_has_none():

@@ -225,9 +225,3 @@ def test_directories_that_are_not_one_are_well(tmp_path, paths):
         (tmp_path / name).mkdir()
     tiers = read_tiers([{"type": "file", "path": str(tmp_path / path)} for path in paths])
     assert list(storage.duplicate_directories(tiers)) == []
-
-
-def test_a_probe_that_takes_too_long_is_killed(monkeypatch, tmp_path):
-    monkeypatch.setattr(storage, "_PATH_SECONDS", 0.001)
-    (found,) = storage.file("file", FileSettings(str(tmp_path)))
-    assert "does not answer for 0.001 s" in found.found

@@ -92,29 +92,31 @@ def test_the_transport_of_reads_is_read_from_the_log_of_ucx():
     assert reads.transport_of(emulated.splitlines()) == ("tcp/lo (emulated)",)
 
 
-def findings(environment, *ended: ProcessResult, several_machines: bool = False) -> list[Finding]:
+def findings(
+    environment, *ended: ProcessResult, several_machines: bool = False, rdma: tuple[str, ...] = ()
+) -> list[Finding]:
     asked: list[str | None] = []
 
     def once(transports):
         asked.append(transports)
         return ended[len(asked) - 1]
 
-    checked = reads.check(environment, once, several_machines=several_machines)
+    checked = reads.check(
+        environment, once, several_machines=several_machines, rdma_devices=lambda: list(rdma)
+    )
     found = [one for one in checked if isinstance(one, Finding)]
     assert asked == [None, "^sm"][: len(ended)]
     return found
 
 
-def test_reads_are_reported_with_transport_and_speed(monkeypatch):
-    monkeypatch.setattr(reads, "devices", list)
+def test_reads_are_reported_with_transport_and_speed():
     here, away = findings({}, read(), read("tcp/eth0"))
     assert here.state is State.OK
     assert "by cma/memory: 1.7 GB/s in pieces of 4 KiB, 11 GB/s in pieces of 2 MiB" in here.found
     assert (away.state, away.advice, "read over TCP" in away.found) == (State.OK, "", True)
 
 
-def test_the_speed_over_tcp_is_an_estimate_if_a_setting_names_another_machine(monkeypatch):
-    monkeypatch.setattr(reads, "devices", list)
+def test_the_speed_over_tcp_is_an_estimate_if_a_setting_names_another_machine():
     _, away = findings({}, read(), read("tcp/eth0"), several_machines=True)
     assert (away.state, "use a network tool such as iperf3" in away.advice) == (State.NOTE, True)
 
@@ -138,10 +140,9 @@ def test_a_setting_names_another_machine(targets, settings, several):
     assert names_other_machines(targets, [parse_config(one) for one in settings]) is several
 
 
-def test_rdma_that_ucx_leaves_out_is_bad(monkeypatch):
-    monkeypatch.setattr(reads, "devices", lambda: ["mlx5_0"])
-    assert findings({}, read(), read("tcp/eth0"))[1].state is State.BAD
-    assert findings({}, read(), read("rc_mlx5/mlx5_0:1"))[1].state is State.OK
+def test_rdma_that_ucx_does_not_use_is_bad():
+    assert findings({}, read(), read("tcp/eth0"), rdma=("mlx5_0",))[1].state is State.BAD
+    assert findings({}, read(), read("rc_mlx5/mlx5_0:1"), rdma=("mlx5_0",))[1].state is State.OK
 
 
 def test_reads_that_fail_are_bad():

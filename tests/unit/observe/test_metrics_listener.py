@@ -1,4 +1,4 @@
-"""The fold: a query has one end, nothing is negative or counts twice, whatever happens to requests."""
+"""Counts of events: each query has one end, and no count is negative or doubled."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss, ValuedBid
@@ -31,6 +31,7 @@ from kvferry.connector.load_results import GroupBytes, LoadFigures, LoadOutcome
 from kvferry.observe.metrics import METRICS, MetricKind
 from kvferry.observe.metrics_delta import MetricsDelta
 from kvferry.observe.metrics_listener import MetricsListener
+from support.examples import examples
 from support.load_events import load_began, load_ended, sources_asked
 
 SOURCES = ("peer", "tiers")
@@ -364,7 +365,7 @@ def _left_behind(events: list[Event]) -> list[Event]:
     return [load_ended(event.load, event.source, LoadOutcome.DROPPED) for event in under_way]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(60)
 @given(st.data())
 def test_hits_and_misses_are_queries_at_every_instant_and_nothing_is_negative(data: st.DataObject) -> None:
     queues = [data.draw(lives(name)) for name in "abc"]

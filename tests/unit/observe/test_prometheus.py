@@ -9,7 +9,6 @@ import json
 import math
 import shutil
 import subprocess
-import time
 from urllib.parse import urlsplit
 
 import httpx
@@ -21,6 +20,7 @@ from kvferry.serving.ports import listen, url_of
 from kvferry.top.exposition import parse_page
 from kvferry.top.figures import Latency
 from support.metrics_page import Page, busy, several, shown
+from support.waiting import wait_for
 
 PROMTOOL, PROMETHEUS = shutil.which("promtool"), shutil.which("prometheus")
 with_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
@@ -146,6 +146,7 @@ def test_an_alert_fires_when_it_should_and_only_then(tmp_path, name, bad, good):
     assert "error" not in said
 
 
+@pytest.mark.long  # a server reads and evaluates for seconds; test_dashboard checks names and labels
 @with_prometheus
 def test_every_query_finds_its_series_and_quantiles_agree(tmp_path):
     pages = [Page(), Page()]
@@ -185,10 +186,7 @@ def test_every_query_finds_its_series_and_quantiles_agree(tmp_path):
 def ask(url: str, pages: list[Page]) -> None:
     with httpx.Client(base_url=url, trust_env=False) as client:
         prometheus = Prometheus(client)
-        deadline = time.monotonic() + 30
-        while not prometheus.has_read(pages):
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+        wait_for(lambda: prometheus.has_read(pages))
         for panel in dashboard()["panels"]:
             for target in [t for one in (panel, *panel.get("panels", ())) for t in one.get("targets", ())]:
                 found = prometheus.values(target["expr"])
