@@ -15,7 +15,7 @@ from kvferry.serving.tiny.tokenizer import SPECIAL_IDS, VOCABULARY
 pytestmark = pytest.mark.slow
 
 
-def test_passages_do_not_overlap_and_have_the_length_that_was_asked_for() -> None:
+def test_passages_have_the_requested_length_and_do_not_overlap() -> None:
     text, after = corpus(), 0
     for passage in passages(5000):
         start = text.index(passage, after)
@@ -29,7 +29,7 @@ def test_a_passage_longer_than_the_text_is_refused() -> None:
         next(passages(10**9))
 
 
-def test_of_several_at_once_one_wins_and_all_see_it_complete(tmp_path: Path) -> None:
+def test_concurrent_publishers_all_see_one_complete_folder(tmp_path: Path) -> None:
     together = threading.Barrier(8)
     seen = []
 
@@ -50,7 +50,7 @@ def test_of_several_at_once_one_wins_and_all_see_it_complete(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["thing"]
 
 
-def test_what_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_publication_leaves_no_files(tmp_path: Path) -> None:
     def fill(folder: Path) -> None:
         (folder / "half").touch()
         raise RuntimeError("no")

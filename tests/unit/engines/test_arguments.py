@@ -125,7 +125,7 @@ def test_state_is_compared_in_the_types_that_it_has():
     assert state_dtypes(cache(bfloat16, float32)) == "bfloat16, float32"
 
 
-def test_how_adapters_act_is_part_of_their_names():
+def test_lora_settings_are_part_of_adapter_names():
     plain = LoRAConfig(max_lora_rank=8)
     names = {
         identity.lora_settings(SimpleNamespace(lora_config=config))

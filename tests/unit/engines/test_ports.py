@@ -82,7 +82,7 @@ def test_any_free_port_is_one_of_its_own_each(listen):
     assert len({listen(0, index) for index in (0, 1, 1)}) == 3
 
 
-def test_a_port_that_is_taken_is_said(listen):
+def test_a_taken_port_is_named_in_the_error(listen):
     [port] = free_ports(1)
     listen(port)
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {port}: Address already in use"):

@@ -242,7 +242,7 @@ def test_each_step_of_a_conversation_finds_what_it_needs(steps, blocks, overlaps
     assert engine.pool.get_num_free_blocks() == free
 
 
-def test_the_witness_notices_a_load_without_the_state(monkeypatch) -> None:
+def test_the_content_check_finds_a_load_without_the_state(monkeypatch) -> None:
     engine, prompt = two_turns()
     end = WitnessedScheduler.end
 
@@ -257,7 +257,7 @@ def test_the_witness_notices_a_load_without_the_state(monkeypatch) -> None:
         engine.serve(prompt, peer=99)
 
 
-def test_the_witness_notices_blocks_that_are_used_without_a_load(monkeypatch) -> None:
+def test_the_content_check_finds_blocks_that_are_used_without_a_load(monkeypatch) -> None:
     engine, prompt = two_turns()
     manager = engine.scheduler.kv_cache_manager
     monkeypatch.setattr(

@@ -116,7 +116,7 @@ def test_every_spec_of_the_installed_vllm_is_moved_or_refused() -> None:
 
 
 @each_moved
-def test_a_group_of_one_spec_is_of_its_kind_however_it_is_wrapped(spec: Any) -> None:
+def test_a_group_has_the_kind_of_its_spec_wrapped_or_not(spec: Any) -> None:
     kind, attention_span = kind_of(spec), attention_span_of(spec)
     assert (kind in (GroupKind.SLIDING, GroupKind.CHUNKED)) == (attention_span > 0)
     assert (kind is GroupKind.STATE) == (specs.is_recurrent(spec) or specs.is_ring(spec))
@@ -128,7 +128,7 @@ def test_a_group_of_one_spec_is_of_its_kind_however_it_is_wrapped(spec: Any) -> 
 
 
 @pytest.mark.parametrize(("spec", "words"), NOT_MOVED, ids=lambda one: type(one).__name__)
-def test_what_does_not_move_is_refused_with_a_way_out(spec: Any, words: str) -> None:
+def test_specs_that_do_not_move_are_refused_with_a_way_out(spec: Any, words: str) -> None:
     refusal = f"cannot move {type(spec).__name__}.*({words})"
     with pytest.raises(ConfigError, match=refusal):
         kind_of(spec)
@@ -161,7 +161,7 @@ def _table(spec, block_ids, tokens):
     return group.table(list(block_ids), tokens)
 
 
-def test_where_a_snapshot_stands() -> None:
+def test_a_snapshot_is_in_the_block_of_the_last_token_or_the_only_one() -> None:
     for mode, places, apart in (("none", [0, 0, 0], 0), ("align", [0, 0, 1], BLOCK)):
         spec = spec_of(MambaSpec, mamba_cache_mode=mode)
         assert [_table(spec, range(2), tokens) for tokens in (1, 16, 17)] == [[place] for place in places]
@@ -218,7 +218,7 @@ each_positional = pytest.mark.parametrize(
 
 
 @each_positional
-def test_what_the_next_token_sees_is_held_by_vllm_and_selected(spec: Any) -> None:
+def test_selected_blocks_are_those_that_vllm_holds_for_the_next_token(spec: Any) -> None:
     size, kind, attention_span = spec.block_size, kind_of(spec), attention_span_of(spec)
     for tokens in range(1, 200, 7):
         table = Managed(spec).table(tokens)
