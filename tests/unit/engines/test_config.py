@@ -1,15 +1,16 @@
-"""The connector's settings: what is wrong is said in one sentence."""
+"""The connector's settings. Unusable ones are refused in one sentence."""
 
 import json
 import math
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from kvferry.connector.config import ConnectorConfig, parse_config
 from kvferry.engines.vllm.config import read_settings
 from kvferry.errors import ConfigError
+from support.examples import examples
 
 
 def test_no_settings_give_the_defaults():
@@ -164,7 +165,7 @@ VALUES = st.recursive(
 KEYS = st.sampled_from(ConnectorConfig.__struct_fields__) | st.text(max_size=8)
 
 
-@settings(deadline=None, derandomize=True, database=None, max_examples=200)
+@examples(200)
 @given(st.dictionaries(KEYS, VALUES, max_size=4))
 def test_any_settings_parse_or_raise_a_config_error(extra):
     try:
