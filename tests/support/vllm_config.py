@@ -30,10 +30,20 @@ def configured(
         engines: number of data-parallel engines.
     """
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(data_parallel_index=index, data_parallel_size=engines),
+        parallel_config=SimpleNamespace(
+            data_parallel_index=index, data_parallel_size=engines, tensor_parallel_size=1
+        ),
         use_v2_model_runner=False,
         kv_transfer_config=SimpleNamespace(engine_id=engine_id, kv_role=role),
-        model_config=SimpleNamespace(model="tiny", max_model_len=400),
+        model_config=SimpleNamespace(
+            model="tiny", max_model_len=400, model_weights="", revision=None, dtype="torch.float16",
+            quantization=None, quantization_config=None, multimodal_config=None, is_multimodal_model=False,
+            hf_config=SimpleNamespace(), seed=0,
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        load_config=SimpleNamespace(load_format="auto", ignore_patterns=[]),
+        diffusion_config=None,
+        additional_config={},
         scheduler_config=SimpleNamespace(max_num_batched_tokens=256),
         speculative_config=None,
         num_speculative_tokens=0,
@@ -43,4 +53,4 @@ def configured(
         lora_config=None,
         max_in_flight_tokens=256,
         num_prefill_lookahead_tokens=0,
-    )
+    )  # fmt: skip

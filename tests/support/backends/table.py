@@ -1,11 +1,13 @@
 """The probe over every attention backend, KV cache dtype and layout of vLLM, as a table.
 
-Run in a process of its own, with Triton on PYTHONPATH and ``TRITON_INTERPRET=1``: what makes GPU backends
-importable changes vLLM. Prints the table in Markdown.
+Run in a process of its own, with Triton on PYTHONPATH and ``TRITON_INTERPRET=1``, because the code that makes
+GPU backends importable changes vLLM. Prints the table in Markdown, or with ``--sample`` some of its cases:
+all that are not interpreted, and few that are.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections import defaultdict
@@ -37,7 +39,10 @@ NOT_RUN = {
     "TURBOQUANT": "its constructor needs a GPU; cells are expected",
     "ULTRAQUANT": "its constructor needs a GPU; cells are expected",
 }
-"""Backends that the probe does not run here, and why: on a machine that has them it does, at start."""
+"""Backends that the probe does not run here, and why. A machine that has them runs it at start."""
+
+SAMPLED_DTYPES = ("auto", "fp8", "fp8_e5m2", "int8_per_token_head")
+"""KV cache dtypes of a sample's interpreted cases: one of each kind but int4, which takes longest."""
 
 NOT_EMULATED = {
     ("FLASHMLA_SPARSE", "nvfp4_ds_mla"): "its operation is not emulated; cells are expected",
@@ -47,7 +52,7 @@ NOT_EMULATED = {
 
 
 def rows() -> Iterator[tuple[str, str, str, str, str]]:
-    """Yield (backend, dtypes, layouts, what pages move as, how it was shown)."""
+    """Yield (backend, dtypes, layouts, how pages move, how that was shown)."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     for member in AttentionBackendEnum:
@@ -66,6 +71,24 @@ def rows() -> Iterator[tuple[str, str, str, str, str]]:
             for layouts, dtypes in same.items():
                 every = "any" if len(layouts) == len(LAYOUTS) else " ".join(layouts)
                 yield member.name, " ".join(dtypes), every, verdict, how
+
+
+def sample() -> Iterator[tuple[str, str, str, str, str]]:
+    """Yield (backend, dtype, layout, how its pages move, how that was shown)."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    for name in (member.name for member in AttentionBackendEnum if member.name not in NOT_RUN):
+        backend = AttentionBackendEnum[name].get_class()
+        layouts = _layouts(backend)
+        for number, kv_dtype in enumerate(backend.supported_kv_cache_dtypes):
+            if not _is_triton(name):
+                taken = layouts
+            elif kv_dtype in SAMPLED_DTYPES:
+                taken = [layouts[number % len(layouts)]]
+            else:
+                continue
+            for layout in taken:
+                yield name, kv_dtype, layout, *_verdict(name, kv_dtype, layout)
 
 
 def _dtypes(member: Any) -> list[str]:
@@ -122,7 +145,7 @@ def table() -> str:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table, or a sample as JSON."""
     from support.backends.pretend import pretend
     from support.vllm_engine import no_amx  # noqa: F401 - the import is what counts
 
@@ -131,7 +154,7 @@ def main() -> None:
 
     logging.disable(logging.WARNING)
     emulated.install(_Forever())
-    sys.stdout.write(table())
+    sys.stdout.write(json.dumps(list(sample())) if "--sample" in sys.argv else table())
 
 
 class _Forever:

@@ -17,6 +17,7 @@ from kvferry.engines.vllm.built import Built
 from kvferry.engines.vllm.compat.dtypes import state_dtypes
 from kvferry.transport.messages import compare_facts
 
+HERE = "DECIDES, REFUSED or DOES_NOT of kvferry.engines.vllm.arguments"
 TABLES = (DECIDES, REFUSED, DOES_NOT)
 OF_SOME = {
     *("custom_histogram_buckets", "enable_hc_sp", "enable_shm_tensor_arena", "sleep_mode_offload_cudagraph"),
@@ -28,8 +29,10 @@ OF_SOME = {
 def test_each_argument_of_the_installed_vllm_is_classified_once():
     classified = Counter(chain.from_iterable(chain.from_iterable(table.values()) for table in TABLES))
     installed = {one.name for one in fields(AsyncEngineArgs)}
-    assert sorted(installed - classified.keys()) == [], "new: find out what they do, and classify them"
-    assert sorted(classified.keys() - installed - OF_SOME) == [], "gone: take them out of the table"
+    assert sorted(installed - classified.keys()) == [], f"find out what they do, and add each to {HERE}"
+    assert sorted(classified.keys() - installed - OF_SOME) == [], (
+        f"vLLM has them no more: take them out of {HERE}, or add them to OF_SOME if another release has them"
+    )
     assert [name for name, count in classified.items() if count > 1] == []
 
 
@@ -125,7 +128,7 @@ def test_state_is_compared_in_the_types_that_it_has():
     assert state_dtypes(cache(bfloat16, float32)) == "bfloat16, float32"
 
 
-def test_how_adapters_act_is_part_of_their_names():
+def test_lora_settings_are_part_of_adapter_names():
     plain = LoRAConfig(max_lora_rank=8)
     names = {
         identity.lora_settings(SimpleNamespace(lora_config=config))

@@ -68,7 +68,7 @@ def test_sizes_of_ranks_and_lengths_of_tables_are_no_facts(monkeypatch):
         ({"normalizer": 9.0}, ["built model, Model.normalizer: 8.000 there, 9.000 here"]),
     ],
 )
-def test_what_a_module_keeps_is_named_with_both_values(monkeypatch, changes, said):
+def test_a_different_module_attribute_is_named_with_both_values(monkeypatch, changes, said):
     assert (
         compare_facts(facts(model(), monkeypatch).facts(), facts(model(**changes), monkeypatch).facts())
         == said
@@ -125,7 +125,7 @@ def test_digits_of_a_large_number_that_devices_round_differently_do_not_count(mo
     assert one != other
 
 
-def test_values_that_layers_do_not_share_are_said_in_one_order():
+def test_values_that_differ_between_layers_have_a_fixed_order():
     """The order of a set is another one in every process."""
     values = frozenset(f"{number}" for number in range(9))
     assert Built({}, {"scale": values}).facts() == {"built model, scale": " | ".join(sorted(values))}
@@ -144,7 +144,7 @@ def test_stages_of_a_pipeline_together_are_the_whole_model(monkeypatch):
     assert Built().with_other(stages[0]).with_other(stages[1]).facts() == whole.facts()
 
 
-def test_what_a_model_writes_into_its_configuration_is_a_fact_of_every_rank(monkeypatch):
+def test_settings_that_a_model_writes_into_its_configuration_are_facts_of_every_rank(monkeypatch):
     ranks = [facts(model(), monkeypatch, tuning=True) for _ in range(2)]
     assert ranks[0].with_other(ranks[1]).facts()["model configuration"] == {"tuning": "true"}
 
@@ -209,7 +209,7 @@ def test_layers_of_a_draft_are_those_that_it_does_not_share_with_the_target():
     del worker
 
 
-def test_of_many_settings_that_differ_some_are_named_and_the_others_counted():
+def test_some_of_many_different_settings_are_named_and_the_rest_counted():
     one, other = ({"model configuration": {f"k{n}": str(n + m) for n in range(40)}} for m in (0, 1))
     said = compare_facts(one, other)
     assert said[0] == "model configuration: k0 is 0 there, 1 here"
@@ -217,7 +217,7 @@ def test_of_many_settings_that_differ_some_are_named_and_the_others_counted():
     assert said[-1] == f"model configuration: {40 - MAX_NAMED} more settings differ"
 
 
-def test_a_fact_that_only_one_side_states_refuses_nobody_and_a_setting_does():
+def test_a_fact_of_one_side_alone_is_ignored_and_a_setting_refused():
     assert compare_facts({"a": "1"}, {"b": {"c": "2"}}) == []
     assert compare_facts({"b": {}}, {"b": {"c": "2"}}) == ["b: c is not set there, 2 here"]
     assert compare_facts({"b": "text"}, {"b": {"c": "2"}}) == ["b: text there, 1 settings here"]
@@ -242,7 +242,7 @@ def test_a_set_has_one_text_whatever_order_a_process_keeps_it_in():
         "num_lookahead_tokens",
     ],
 )
-def test_what_decides_no_content_is_no_setting_wherever_it_stands(key):
+def test_keys_that_decide_no_content_are_left_out_at_any_depth(key):
     assert settings_of({key: 1, "text_config": {key: 2, "layers": 3}}) == {"text_config.layers": "3"}
 
 
@@ -253,7 +253,7 @@ def test_a_setting_has_one_text_however_it_was_written():
     assert settings_of({"a": 1e300, "b": True}) == {"a": "1e+300", "b": "true"}
 
 
-def test_values_that_are_long_are_told_apart_by_a_digest():
+def test_long_values_are_compared_by_a_digest():
     lists = [settings_of({"layers": list(range(n))})["layers"] for n in (200, 201)]
     assert lists[0] != lists[1]
     assert max(map(len, lists)) < 120

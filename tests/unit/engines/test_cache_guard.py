@@ -1,4 +1,4 @@
-"""What is registered for transfers is compared with the tensors that vLLM's layers compute in."""
+"""Memory that is registered for transfers is compared with the tensors that vLLM's layers compute in."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCKS, PAGE = 8, 2 * 16 * 32 * 4
 """Two heads, 16 tokens, 32 float32."""
 
 
-class Engine:
+class BoundLayers:
     """A dense layer and one with two recurrent states, in one allocation, as vLLM binds them."""
 
     def __init__(self) -> None:
@@ -54,59 +54,59 @@ class Engine:
 
 
 @pytest.fixture
-def engine() -> Engine:
-    return Engine()
+def bound() -> BoundLayers:
+    return BoundLayers()
 
 
 def moves_of(guard: CacheGuard) -> tuple[str, str]:
     return guard.find_move(thorough=False), guard.find_move(thorough=True)
 
 
-def test_a_cache_that_stays_is_not_said_to_have_moved(engine: Engine) -> None:
-    guard = engine.guard()
+def test_an_unchanged_cache_has_not_moved(bound: BoundLayers) -> None:
+    guard = bound.guard()
     assert moves_of(guard) == ("", "")
-    assert guard.find_other(engine.caches) == ""
+    assert guard.find_other(bound.caches) == ""
 
 
-def test_other_views_of_the_same_memory_are_taken(engine: Engine) -> None:
-    guard = engine.guard()
-    engine.layers["dense"].kv_cache = engine.caches["dense"].view(BLOCKS, 2, 16, 32)
-    engine.layers["state"].kv_cache = tuple(state[:] for state in engine.layers["state"].kv_cache)
+def test_new_views_of_the_same_memory_have_not_moved(bound: BoundLayers) -> None:
+    guard = bound.guard()
+    bound.layers["dense"].kv_cache = bound.caches["dense"].view(BLOCKS, 2, 16, 32)
+    bound.layers["state"].kv_cache = tuple(state[:] for state in bound.layers["state"].kv_cache)
     assert moves_of(guard) == ("", "")
     assert guard._bound.are_bound(), "it compares with the new objects from now on"
-    assert guard.find_other({name: cache[:] for name, cache in engine.caches.items()}) == ""
+    assert guard.find_other({name: cache[:] for name, cache in bound.caches.items()}) == ""
 
 
-def replaced(engine: Engine) -> None:
-    engine.layers["dense"].kv_cache = engine.caches["dense"].clone()
+def replaced(bound: BoundLayers) -> None:
+    bound.layers["dense"].kv_cache = bound.caches["dense"].clone()
 
 
-def restrided(engine: Engine) -> None:
+def restrided(bound: BoundLayers) -> None:
     """The same bytes, with tokens outside of heads."""
-    dense = engine.caches["dense"]
-    engine.layers["dense"].kv_cache = dense.view(BLOCKS, 16, 2, 32).transpose(1, 2)
+    dense = bound.caches["dense"]
+    bound.layers["dense"].kv_cache = dense.view(BLOCKS, 16, 2, 32).transpose(1, 2)
 
 
-def shifted(engine: Engine) -> None:
-    engine.layers["dense"].kv_cache = engine.caches["dense"][1:]
+def shifted(bound: BoundLayers) -> None:
+    bound.layers["dense"].kv_cache = bound.caches["dense"][1:]
 
 
-def emptied(engine: Engine) -> None:
+def emptied(bound: BoundLayers) -> None:
     """As vLLM does when it clears the caches of layers."""
-    engine.layers["dense"].kv_cache = torch.tensor([])
+    bound.layers["dense"].kv_cache = torch.tensor([])
 
 
-def gone(engine: Engine) -> None:
-    del engine.layers["dense"].kv_cache
+def gone(bound: BoundLayers) -> None:
+    del bound.layers["dense"].kv_cache
 
 
-def one_state(engine: Engine) -> None:
-    first, second = engine.layers["state"].kv_cache
-    engine.layers["state"].kv_cache = (first, second.clone())
+def one_state(bound: BoundLayers) -> None:
+    first, second = bound.layers["state"].kv_cache
+    bound.layers["state"].kv_cache = (first, second.clone())
 
 
-def no_state(engine: Engine) -> None:
-    engine.layers["state"].kv_cache = []
+def no_state(bound: BoundLayers) -> None:
+    bound.layers["state"].kv_cache = []
 
 
 CHANGES = (replaced, restrided, shifted, emptied, gone, one_state, no_state)
@@ -114,10 +114,10 @@ CHANGES = (replaced, restrided, shifted, emptied, gone, one_state, no_state)
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_another_tensor_of_a_layer_is_found_in_every_step(
-    engine: Engine, change: Callable[[Engine], None]
+    bound: BoundLayers, change: Callable[[BoundLayers], None]
 ) -> None:
-    guard = engine.guard()
-    change(engine)
+    guard = bound.guard()
+    change(bound)
     for found in moves_of(guard):
         assert found.startswith("layer state: " if "state" in change.__name__ else "layer dense: ")
         assert "computes in" in found
@@ -125,56 +125,56 @@ def test_another_tensor_of_a_layer_is_found_in_every_step(
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_no_engine_starts_that_computes_elsewhere(engine: Engine, change: Callable[[Engine], None]) -> None:
-    change(engine)
+def test_an_engine_that_computes_in_other_memory_does_not_start(
+    bound: BoundLayers, change: Callable[[BoundLayers], None]
+) -> None:
+    change(bound)
     with pytest.raises(ConfigError, match=r"^layer .*; expected .*run it without kvferry, and report this"):
-        engine.guard()
+        bound.guard()
 
 
-def test_a_tensor_that_changes_in_place_is_found_by_the_thorough_look(engine: Engine) -> None:
-    guard = engine.guard()
-    dense = engine.layers["dense"].kv_cache
+def test_a_tensor_that_changes_in_place_is_found_by_the_thorough_look(bound: BoundLayers) -> None:
+    guard = bound.guard()
+    dense = bound.layers["dense"].kv_cache
     dense.as_strided_(dense.shape, [stride // 2 for stride in dense.stride()])
     assert guard.find_move(thorough=True).startswith("layer dense: the layer computes in 8 blocks")
-    other = Engine()
+    other = BoundLayers()
     guard = other.guard()
     other.layers["dense"].kv_cache.set_(torch.zeros(BLOCKS, 2, 16, 32))
     assert guard.find_move(thorough=True).startswith("layer dense: the layer computes in 8 blocks")
 
 
-def test_memory_is_not_registered_if_it_is_not_the_tensors(engine: Engine) -> None:
-    elsewhere = engine.geometry(engine.buffer.data_ptr() + 4096)
+def test_memory_is_not_registered_if_it_is_not_the_tensors(bound: BoundLayers) -> None:
+    elsewhere = bound.geometry(bound.buffer.data_ptr() + 4096)
     with pytest.raises(
         ConfigError, match=r"^layer dense: 8 pages from 0x.* are registered; expected 8 blocks"
     ):
-        CacheGuard(engine.config, elsewhere, engine.caches, engine.caches)
-    shorter = replace(
-        engine.geometry(), regions=(Region(engine.buffer.data_ptr(), engine.buffer.nbytes - 1),)
-    )
+        CacheGuard(bound.config, elsewhere, bound.caches, bound.caches)
+    shorter = replace(bound.geometry(), regions=(Region(bound.buffer.data_ptr(), bound.buffer.nbytes - 1),))
     with pytest.raises(ConfigError, match=r"^layer dense: 8 pages"):
-        CacheGuard(engine.config, shorter, engine.caches, engine.caches)
+        CacheGuard(bound.config, shorter, bound.caches, bound.caches)
 
 
-def test_a_host_buffer_is_registered_and_the_engines_tensors_are_watched(engine: Engine) -> None:
-    buffer = Engine()
-    guard = CacheGuard(engine.config, buffer.geometry(), buffer.caches, engine.caches)
+def test_a_host_buffer_is_registered_and_the_engines_tensors_are_watched(bound: BoundLayers) -> None:
+    buffer = BoundLayers()
+    guard = CacheGuard(bound.config, buffer.geometry(), buffer.caches, bound.caches)
     assert moves_of(guard) == ("", "")
-    replaced(engine)
+    replaced(bound)
     assert all(moves_of(guard))
     with pytest.raises(ConfigError, match="pages from"):
-        CacheGuard(engine.config, engine.geometry(), buffer.caches, engine.caches)
+        CacheGuard(bound.config, bound.geometry(), buffer.caches, bound.caches)
 
 
-def test_caches_that_are_registered_again_are_compared(engine: Engine) -> None:
-    guard = engine.guard()
-    other = Engine()
+def test_caches_that_are_registered_again_are_compared(bound: BoundLayers) -> None:
+    guard = bound.guard()
+    other = BoundLayers()
     assert guard.find_other(other.caches).startswith("layer dense: vLLM handed over 8 blocks from 0x")
-    alone = {"state": engine.caches["state"]}
+    alone = {"state": bound.caches["state"]}
     assert guard.find_other(alone).startswith(
         "layer dense: vLLM handed over no cache for it; expected 8 blocks"
     )
-    replaced(engine)
-    assert guard.find_other(engine.caches).startswith("layer dense: the layer computes in")
+    replaced(bound)
+    assert guard.find_other(bound.caches).startswith("layer dense: the layer computes in")
 
 
 class Half:
@@ -193,13 +193,13 @@ class Half:
 
 
 @pytest.fixture
-def worker(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> VLLMWorker:
+def worker(bound: BoundLayers, monkeypatch: pytest.MonkeyPatch) -> VLLMWorker:
     for name in ("built_of", "hook_weight_changes", "keep_memory"):
         monkeypatch.setattr(worker_module, name, lambda *_: None)
     monkeypatch.setattr(worker_module, "WorkerHalf", Half)
-    config = SimpleNamespace(**vars(engine.config), kv_transfer_config=SimpleNamespace(engine_id="one"))
-    made = VLLMWorker(config, engine.caches)
-    made._guard = engine.guard()
+    config = SimpleNamespace(**vars(bound.config), kv_transfer_config=SimpleNamespace(engine_id="one"))
+    made = VLLMWorker(config, bound.caches)
+    made._guard = bound.guard()
     return made
 
 
@@ -208,12 +208,12 @@ def step(quiet: bool) -> Any:
 
 
 @pytest.mark.parametrize("quiet", [True, False])
-def test_a_worker_stops_before_it_begins_the_step_and_says_so_once(
-    engine: Engine, worker: VLLMWorker, caplog: pytest.LogCaptureFixture, quiet: bool
+def test_a_worker_stops_before_the_step_and_logs_once(
+    bound: BoundLayers, worker: VLLMWorker, caplog: pytest.LogCaptureFixture, quiet: bool
 ) -> None:
     first, second, third = (step(quiet) for _ in range(3))
     worker.begin(first)
-    replaced(engine)
+    replaced(bound)
     worker.begin(second)
     worker.begin(third)
     assert worker.half.told == [first.orders, "moved", second.orders, third.orders]
@@ -224,9 +224,9 @@ def test_a_worker_stops_before_it_begins_the_step_and_says_so_once(
 
 
 def test_a_worker_looks_for_changes_in_place_only_in_steps_that_move_something(
-    engine: Engine, worker: VLLMWorker
+    bound: BoundLayers, worker: VLLMWorker
 ) -> None:
-    dense = engine.layers["dense"].kv_cache
+    dense = bound.layers["dense"].kv_cache
     dense.as_strided_(dense.shape, [stride // 2 for stride in dense.stride()])
     worker.begin(step(quiet=True))
     assert "moved" not in worker.half.told
@@ -234,8 +234,8 @@ def test_a_worker_looks_for_changes_in_place_only_in_steps_that_move_something(
     assert "moved" in worker.half.told
 
 
-def test_a_worker_stops_when_other_caches_are_registered(engine: Engine, worker: VLLMWorker) -> None:
-    worker.register_again(dict(engine.caches))
+def test_a_worker_stops_when_other_caches_are_registered(bound: BoundLayers, worker: VLLMWorker) -> None:
+    worker.register_again(dict(bound.caches))
     assert worker.half.told == []
-    worker.register_again(Engine().caches)
+    worker.register_again(BoundLayers().caches)
     assert worker.half.told == ["moved"]

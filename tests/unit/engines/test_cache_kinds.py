@@ -177,7 +177,7 @@ def test_blocks_of_other_sizes_are_refused(make: Make) -> None:
 
 
 @of_each
-def test_what_every_rank_holds_goes_to_engines_of_other_ranks_and_nothing_else(make: Make) -> None:
+def test_only_replicated_pages_move_to_an_engine_of_other_ranks(make: Make) -> None:
     here = [described(make, tp=2, rank=rank) for rank in range(2)]
     if make in (indexer, compressed_indexer, compressed_keys, compressed_latents, window, compressor):
         for rank in here:
@@ -210,7 +210,7 @@ def test_shuffled_keys_move_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert described(indexer).groups[0].layers[0].page.opaque
 
 
-def test_an_encoder_is_told_that_it_keeps_nothing() -> None:
+def test_an_encoder_without_cache_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"keeps no KV cache.*without a KV connector"):
         describe_cache(config_of(), KVCacheConfig(1, [], []), {}, 0, 0)
 

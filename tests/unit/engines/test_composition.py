@@ -1,7 +1,7 @@
-"""What sources bring together, from their bids to the cells of both loads, against going token by token.
+"""Tokens that two sources load together, from bids to the cells of both loads, against a model by token.
 
-Both sources are real: one is asked by where tiers are said to have chunks, one by what a peer is said to
-offer. Blocks of an engine and of its peer, and chunks, are as long as they like; block ids are positions + 1.
+Both sources are real: tiers over a list of the tiers that have chunks, and a peer over an offer. Chunks and
+the blocks of the engine and its peer have any length. Block ids are positions + 1.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from hypothesis import event, given, settings, strategies as st
+from hypothesis import event, given, strategies as st
 
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.bids import Bidding
@@ -35,6 +35,7 @@ from kvferry.planning.template import Route, build_templates
 from kvferry.transport.handshake import PeerInfo
 from kvferry.transport.redeem import Grant, Redeemed
 from support.block_pool import request
+from support.examples import examples
 from support.loads import made_up_load
 from support.pages import kv_page, state_page
 from transport.cards import facts, ticket
@@ -45,7 +46,6 @@ FULL, SLIDING, CHUNKED, MLA, STATE = (
 SEES_ALL = (FULL, MLA)
 BLOCKS = 99
 """In every pool: more than any prompt has."""
-MANY = settings(max_examples=2 * settings.default.max_examples)
 
 
 def rank(kinds: Sequence[tuple[GroupKind, int]], blocks: Sequence[int], address: int) -> RankGeometry:
@@ -213,8 +213,8 @@ class Brought:
             self.blocks.add(int(dst) - 1)
 
 
-class Engine:
-    """Both sources, of which one request is asked."""
+class TwoSources:
+    """Tiers and a peer, for one request."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.one = case, request("a", range(case.prompt))
@@ -328,16 +328,16 @@ class Engine:
         return found
 
 
-@MANY
+@examples(200)
 @given(cases())
-def test_loads_of_an_offer_bring_each_token_that_is_looked_at_once_and_nothing_else(case: Case) -> None:
-    engine = Engine(case)
-    for offer in engine.offers():
+def test_loads_of_an_offer_bring_exactly_the_attended_tokens_once(case: Case) -> None:
+    sources = TwoSources(case)
+    for offer in sources.offers():
         end = case.local_tokens + offer.bid.tokens
         here = case.local_tokens + case.step * case.since
         if here >= end:
             here = case.local_tokens
-        loads = engine.loads(offer, here)
+        loads = sources.loads(offer, here)
         for number, ((kind, _), size) in enumerate(zip(case.kinds, case.ours, strict=True)):
             each = [brought[number] for _, brought in loads]
             if kind is STATE:
@@ -389,15 +389,15 @@ def lacks(case: Case, group: int, end: int, first: int) -> bool:
 
 
 @given(cases())
-def test_all_that_two_have_together_is_offered(case: Case) -> None:
-    engine = Engine(case)
+def test_every_prefix_that_two_sources_have_together_is_offered(case: Case) -> None:
+    sources = TwoSources(case)
     found = {
         (
             offer.source_bids[0][0].name,
             case.local_tokens + offer.source_bids[0][1].tokens,
             case.local_tokens + offer.bid.tokens,
         )
-        for offer in engine.offers()
+        for offer in sources.offers()
         if len(offer.source_bids) == 2
     }
     groups, expected = range(len(case.kinds)), set()
@@ -408,7 +408,7 @@ def test_all_that_two_have_together_is_offered(case: Case) -> None:
         for number in seeing
     )
     if case.local_tokens < (meeting := begun // alignment_tokens * alignment_tokens) < case.offered:
-        expected.add((engine.tiers.name, meeting, case.offered))
+        expected.add((sources.tiers.name, meeting, case.offered))
     meeting = case.offered // alignment_tokens * alignment_tokens
     ends = [
         end
@@ -416,6 +416,6 @@ def test_all_that_two_have_together_is_offered(case: Case) -> None:
         if end > meeting and not any(lacks(case, number, end, meeting) for number in groups)
     ]
     if meeting > case.local_tokens and ends:
-        expected.add((engine.peer.name, meeting, max(ends)))
+        expected.add((sources.peer.name, meeting, max(ends)))
     assert found == expected
     event(f"{len(found)} ways")

@@ -1,22 +1,23 @@
-"""The connector's settings: what is wrong is said in one sentence."""
+"""The connector's settings. Unusable ones are refused in one sentence."""
 
 import json
 import math
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from kvferry.connector.config import ConnectorConfig, parse_config
 from kvferry.engines.vllm.config import read_settings
 from kvferry.errors import ConfigError
+from support.examples import examples
 
 
-def test_nothing_set_is_fine():
+def test_no_settings_give_the_defaults():
     assert parse_config({}) == ConnectorConfig()
 
 
-def test_what_is_set_is_taken():
+def test_settings_replace_the_defaults():
     config = parse_config({"port": 5600, "lease_seconds": 12, "secret_file": "/s", "host_buffer": True})
     assert (config.port, config.lease_seconds, config.secret_file, config.host_buffer) == (
         5600,
@@ -138,7 +139,7 @@ def test_half_a_surrogate_pair_is_refused_by_name(extra, says):
     str(caught.value).encode()
 
 
-def test_listening_everywhere_is_fine_once_peers_are_told_where():
+def test_listening_on_every_address_needs_an_advertised_one():
     assert parse_config({"host": "0.0.0.0", "advertise_host": "10.0.0.7"}).advertise_host == "10.0.0.7"
 
 
@@ -164,9 +165,9 @@ VALUES = st.recursive(
 KEYS = st.sampled_from(ConnectorConfig.__struct_fields__) | st.text(max_size=8)
 
 
-@settings(deadline=None, derandomize=True, database=None, max_examples=200)
+@examples(200)
 @given(st.dictionaries(KEYS, VALUES, max_size=4))
-def test_anything_is_a_configuration_or_a_config_error(extra):
+def test_any_settings_parse_or_raise_a_config_error(extra):
     try:
         assert isinstance(parse_config(extra), ConnectorConfig)
     except ConfigError:
@@ -179,7 +180,7 @@ def test_anything_is_a_configuration_or_a_config_error(extra):
     [{"tiers": [{"type": "host", "capacity": "1GiB"}]}, {"turn_seconds": 60}],
     ids=lambda one: next(iter(one)),
 )
-def test_what_would_not_see_the_engines_cache_behind_a_host_buffer_is_refused(extra, device, beside):
+def test_tiers_and_turns_are_refused_with_a_host_buffer(extra, device, beside):
     """Chunks would be copied to and from the buffer; answers are never copied to it."""
     transfer = SimpleNamespace(
         kv_connector_extra_config={**beside, **extra},

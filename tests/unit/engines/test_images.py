@@ -42,7 +42,7 @@ def test_an_image_has_one_name_under_any_path_of_the_model(model: Path, tmp_path
     assert name_of(here) == name_of(there)
 
 
-def test_what_the_processor_does_is_in_names_and_is_said_in_words(model: Path) -> None:
+def test_processor_settings_change_names_and_are_named_in_words(model: Path) -> None:
     plain, raw = model_config(model), model_config(model, mm_processor_kwargs={"do_normalize": False})
     assert name_of(feature(plain, CAT)) != name_of(feature(raw, CAT))
     facts = [{"multimodal processor": _processor(config)} for config in (plain, raw)]
@@ -51,7 +51,7 @@ def test_what_the_processor_does_is_in_names_and_is_said_in_words(model: Path) -
     ]
 
 
-def test_another_preprocessor_configuration_is_said_by_its_key(model: Path, tmp_path: Path) -> None:
+def test_a_different_preprocessor_configuration_is_named_by_its_key(model: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(model, tmp_path / "copy")
     path = copy / "preprocessor_config.json"
     path.write_text(path.read_text().replace("0.5", "0.25", 1))

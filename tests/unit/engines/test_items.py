@@ -40,7 +40,7 @@ def test_the_same_bytes_in_another_form_are_other_content(other):
     assert name_of(data) != name_of(feature(1, CAT))
 
 
-def test_what_comes_with_the_pixels_counts():
+def test_tensors_beside_the_pixels_change_the_name():
     grids = [name_of(feature(1, CAT, grid=torch.tensor(grid))) for grid in ([1, 2], [2, 1])]
     assert len({*grids, name_of(feature(1, CAT))}) == 3
 
@@ -92,7 +92,7 @@ def test_an_item_is_digested_once():
     assert name_of(one) == first
 
 
-def test_what_is_not_at_hand_has_no_name():
+def test_an_item_outside_the_schedulers_process_has_no_name():
     with pytest.raises(Unnameable, match="not in the scheduler's process"):
         name_of(feature(1, None))
 
@@ -102,7 +102,7 @@ def test_the_address_of_an_item_in_shared_memory_is_no_name():
         name_of(feature(1, CAT, address=torch.tensor(4096)))
 
 
-def test_what_has_no_bytes_has_no_name():
+def test_a_value_without_bytes_has_no_name():
     with pytest.raises(Unnameable, match=r"item\.data\.more is a object"):
         name_of(feature(1, CAT, more=object()))
     with pytest.raises(Unnameable, match=r"item\.data\.more is a ndarray"):

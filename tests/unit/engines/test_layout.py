@@ -70,24 +70,24 @@ def test_pages_whose_content_is_not_known_are_not_scattered(engine):
     assert requested_layout(engine, "auto") == "BLHNC"
 
 
-def test_what_the_backend_does_not_declare_is_not_asked_for(engine):
+def test_an_undeclared_layout_is_not_requested(engine):
     engine.declared = ["LBHNC", "BLHNC"]
     assert requested_layout(engine, "auto") is None
     engine.alike = False
     assert requested_layout(engine, "auto") == "BLHNC"
 
 
-def test_blocks_that_kernels_would_split_are_left_where_they_are(engine):
+def test_no_layout_is_requested_if_kernels_split_blocks(engine):
     engine.whole = False
     assert requested_layout(engine, "auto") is None
 
 
-def test_engine_means_that_nothing_is_asked_for(engine):
+def test_layout_engine_requests_no_layout(engine):
     assert requested_layout(engine, "engine") is None
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_forced_layout_is_asked_for_whatever_the_backend_declares(engine, name):
+def test_a_forced_layout_is_requested_even_if_undeclared(engine, name):
     engine.declared = []
     assert requested_layout(engine, name) == name
 
@@ -180,7 +180,7 @@ def test_a_draft_model_or_recurrent_layers_are_not_like_the_rest():
     [(False, None, 6), (True, None, 0), (True, ["LBNHC", "BLNHC"], 2)],
     ids=["attention", "latents", "latents that say which"],
 )
-def test_any_layout_is_not_believed_of_latents(monkeypatch, mla, says, declared):
+def test_a_backend_of_latents_that_declares_any_layout_is_distrusted(monkeypatch, mla, says, declared):
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
     declares = says and tuple(KVCacheLayout[name] for name in says)

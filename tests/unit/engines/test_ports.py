@@ -16,7 +16,6 @@ from kvferry.serving.ports import free_ports
 from kvferry.transport.messages import RankCard
 from support.pages import kv_page, rank_of
 from support.vllm_config import configured
-from transport.cards import facts
 
 # Tests beside it would take ports that were found free.
 pytestmark = pytest.mark.alone
@@ -27,10 +26,8 @@ def card(rank, config, read=None):
 
 
 @pytest.fixture
-def listen(monkeypatch):
+def listen():
     """Start the scheduler half of a data-parallel rank; its port."""
-    monkeypatch.setattr(scheduler, "facts_of", lambda *_: facts())
-    monkeypatch.setattr(scheduler, "must_agree", lambda *_: {})
     halves = []
 
     def start(port, index=0, **settings):
@@ -53,8 +50,7 @@ def test_a_data_parallel_rank_listens_as_many_ports_further(listen):
     assert [listen(port, 2), listen(port, 0), listen(port, 1)] == [port + 2, port, port + 1]
 
 
-def test_workers_of_another_connector_of_the_engine_are_refused_in_words(monkeypatch):
-    monkeypatch.setattr(scheduler, "must_agree", lambda *_: {})
+def test_workers_of_another_connector_of_the_engine_are_refused_in_words():
     rank, ours = rank_of(kv_page()), ConnectorConfig(explain_requests=0)
     groups = SimpleNamespace(kv_cache_groups=[], num_blocks=8, hash_block_size=16)
     half = scheduler.VLLMScheduler(configured("engine"), groups, ours)
@@ -65,8 +61,7 @@ def test_workers_of_another_connector_of_the_engine_are_refused_in_words(monkeyp
     half.shutdown()
 
 
-def test_an_engine_with_tiers_does_not_start_on_several_machines(monkeypatch):
-    monkeypatch.setattr(scheduler, "must_agree", lambda *_: {})
+def test_an_engine_with_tiers_does_not_start_on_several_machines():
     rank = rank_of(kv_page())
     config = ConnectorConfig(explain_requests=0, transfer=False, tiers=[{"type": "host", "capacity": "1MiB"}])
     groups = SimpleNamespace(kv_cache_groups=[], num_blocks=8, hash_block_size=16)
@@ -82,7 +77,7 @@ def test_any_free_port_is_one_of_its_own_each(listen):
     assert len({listen(0, index) for index in (0, 1, 1)}) == 3
 
 
-def test_a_port_that_is_taken_is_said(listen):
+def test_a_taken_port_is_named_in_the_error(listen):
     [port] = free_ports(1)
     listen(port)
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {port}: Address already in use"):

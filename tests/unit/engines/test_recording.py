@@ -17,24 +17,20 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.messages import WorkerInfo
-from kvferry.engines.vllm import scheduler
 from kvferry.engines.vllm.meta import WorkerCard
 from kvferry.engines.vllm.scheduler import VLLMScheduler
 from kvferry.observe.recorder import RequestRecorder
 from support.block_pool import BlockPool, request
 from support.pages import kv_page, rank_of
 from support.vllm_config import configured
-from transport.cards import facts
 
 BLOCK, PROMPT, OWN, ANSWER = 16, 40, 16, 3
 TIERS = {"tiers": [{"type": "host", "capacity": "1MiB"}], "chunk_tokens": 32, "snapshot_tokens": 64}
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., VLLMScheduler]]:
+def start() -> Iterator[Callable[..., VLLMScheduler]]:
     """Start the scheduler's half of an engine without peers, whose workers only a test plays."""
-    monkeypatch.setattr(scheduler, "facts_of", lambda *_: facts())
-    monkeypatch.setattr(scheduler, "must_agree", lambda *_: {})
     started = []
 
     def one(index: int = 0, **settings: Any) -> VLLMScheduler:

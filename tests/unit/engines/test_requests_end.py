@@ -285,7 +285,7 @@ def test_a_source_that_hangs_holds_no_more_than_it_may_and_others_go_on() -> Non
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("kinds", KINDS, ids=" ".join)
-def test_a_prompt_waits_a_quarter_of_their_time_for_leases_that_nobody_claims(kinds, overlaps) -> None:
+def test_unclaimed_leases_end_after_a_quarter_of_their_time_if_a_prompt_waits(kinds, overlaps) -> None:
     """Clients have left between both engines, and their prompts hold the prefill engine's blocks."""
     engine = VllmScheduler(kinds, 40, overlaps=overlaps, connector=OfferingConnector, clock=CLOCK)
     leases, seconds = engine.connector.leases, ConnectorConfig().lease_seconds

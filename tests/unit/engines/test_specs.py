@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import vllm
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
@@ -52,6 +52,7 @@ from kvferry.geometry import GroupKind
 from kvferry.geometry.store import LayerCache
 from kvferry.planning.coverage import NO_TIER, ChunkedPrompt, coverage
 from kvferry.planning.select import LoadSpan, blocks_needed, first_attended
+from support.examples import examples
 
 BLOCK, BLOCKS, LONGEST = 16, 64, 400
 VALUES = {
@@ -99,7 +100,6 @@ each_moved = pytest.mark.parametrize("spec", MOVED, ids=lambda one: type(one).__
 
 
 def test_every_spec_of_the_installed_vllm_is_moved_or_refused() -> None:
-    """A later vLLM's new spec fails here, until somebody has read it and put it in one of the two tables."""
     texts = (path.read_text() for path in Path(vllm.__file__).parent.rglob("*.py"))
     bases = {
         node.name: {getattr(base, "id", getattr(base, "attr", "")) for base in node.bases}
@@ -112,11 +112,13 @@ def test_every_spec_of_the_installed_vllm_is_moved_or_refused() -> None:
     while more := {name for name, of in bases.items() if of & found} - found:
         found |= more
     known = [of.__name__ for of in (*KINDS, *REFUSED)]
-    assert sorted(found - NEVER_A_LAYERS) == sorted(known)
+    assert sorted(found - NEVER_A_LAYERS) == sorted(known), (
+        "read each new class of vLLM, and add it to KINDS or REFUSED of kvferry.engines.vllm.compat.specs"
+    )
 
 
 @each_moved
-def test_a_group_of_one_spec_is_of_its_kind_however_it_is_wrapped(spec: Any) -> None:
+def test_a_group_has_the_kind_of_its_spec_wrapped_or_not(spec: Any) -> None:
     kind, attention_span = kind_of(spec), attention_span_of(spec)
     assert (kind in (GroupKind.SLIDING, GroupKind.CHUNKED)) == (attention_span > 0)
     assert (kind is GroupKind.STATE) == (specs.is_recurrent(spec) or specs.is_ring(spec))
@@ -128,7 +130,7 @@ def test_a_group_of_one_spec_is_of_its_kind_however_it_is_wrapped(spec: Any) -> 
 
 
 @pytest.mark.parametrize(("spec", "words"), NOT_MOVED, ids=lambda one: type(one).__name__)
-def test_what_does_not_move_is_refused_with_a_way_out(spec: Any, words: str) -> None:
+def test_specs_that_do_not_move_are_refused_with_a_way_out(spec: Any, words: str) -> None:
     refusal = f"cannot move {type(spec).__name__}.*({words})"
     with pytest.raises(ConfigError, match=refusal):
         kind_of(spec)
@@ -161,7 +163,7 @@ def _table(spec, block_ids, tokens):
     return group.table(list(block_ids), tokens)
 
 
-def test_where_a_snapshot_stands() -> None:
+def test_a_snapshot_is_in_the_block_of_the_last_token_or_the_only_one() -> None:
     for mode, places, apart in (("none", [0, 0, 0], 0), ("align", [0, 0, 1], BLOCK)):
         spec = spec_of(MambaSpec, mamba_cache_mode=mode)
         assert [_table(spec, range(2), tokens) for tokens in (1, 16, 17)] == [[place] for place in places]
@@ -218,7 +220,7 @@ each_positional = pytest.mark.parametrize(
 
 
 @each_positional
-def test_what_the_next_token_sees_is_held_by_vllm_and_selected(spec: Any) -> None:
+def test_selected_blocks_are_those_that_vllm_holds_for_the_next_token(spec: Any) -> None:
     size, kind, attention_span = spec.block_size, kind_of(spec), attention_span_of(spec)
     for tokens in range(1, 200, 7):
         table = Managed(spec).table(tokens)
@@ -234,7 +236,7 @@ def test_what_the_next_token_sees_is_held_by_vllm_and_selected(spec: Any) -> Non
 
 
 @each_positional
-@settings(max_examples=60)
+@examples(60)
 @given(cached=st.sets(st.integers(0, 11)), more=st.integers(1, 40))
 def test_a_prefix_that_is_covered_is_one_that_vllm_would_take(spec: Any, cached: set[int], more: int) -> None:
     managed, size, count = Managed(spec), spec.block_size, 12

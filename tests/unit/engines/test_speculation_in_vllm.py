@@ -241,7 +241,7 @@ def test_prompts_that_share_parameters_each_say_their_own_token():
     assert shared.allowed_token_ids is None
 
 
-def test_a_token_that_cannot_be_sampled_is_not_asked_for():
+def test_a_token_that_cannot_be_sampled_is_not_requested():
     request = Request("a", [1, 2, 9], SamplingParams(max_tokens=1), None)
     assert trim_prompt(request, None, sampled_below=9)
     assert request.sampling_params.allowed_token_ids is None

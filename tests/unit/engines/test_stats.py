@@ -31,12 +31,12 @@ def test_counts_and_samples_are_added_up_and_of_a_gauge_the_last_value_is_kept()
     assert together.data == FerryStats().data
 
 
-def test_it_is_plain_data_on_its_way_between_processes() -> None:
+def test_stats_are_plain_data_between_processes() -> None:
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(loads(1, 2, 0.5).to_dict()))
     assert FerryStats(sent).data == loads(1, 2, 0.5).data
 
 
-def test_a_gauge_that_has_become_0_is_something_to_say() -> None:
+def test_a_gauge_that_has_become_0_is_reported() -> None:
     counted = MetricsDelta()
     counted.set("pending_loads", "peer", to=0)
     assert counted

@@ -30,7 +30,7 @@ def scheduler(role: str = "kv_both", endpoint: str | None = None, engines: int =
 @pytest.mark.parametrize(
     ("vllms", "ours"), [("kv_producer", "prefill"), ("kv_consumer", "decode"), ("kv_both", "both")]
 )
-def test_explain_is_told_what_an_engine_is_for(vllms, ours):
+def test_explain_shows_the_role_of_an_engine(vllms, ours):
     assert scheduler(vllms)._explaining._engine.role == ours
 
 

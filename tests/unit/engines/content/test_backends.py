@@ -1,7 +1,8 @@
-"""The table of docs/backends.md is what the probe finds over vLLM's attention backends."""
+"""The table of docs/backends.md says how the probe finds pages of vLLM's attention backends to move."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,8 +12,8 @@ from typing import get_args
 import pytest
 
 from support.apart import apart, needs
-from support.backends.table import NOT_RUN
-from support.processor import needs_avx512
+from support.backends.table import LAYOUTS, NOT_RUN
+from support.processor import needs_avx512, needs_avx512_bf16
 
 ROOT = Path(__file__).parents[4]
 PAGE = ROOT / "docs" / "backends.md"
@@ -28,13 +29,18 @@ def documented() -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
+ADD = (
+    "add a row to the table of docs/backends.md, and an entry of NOT_RUN or an adapter (see CONTRIBUTING.md)"
+)
+
+
 def test_every_backend_of_vllm_is_in_the_table():
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     installed, rows = {member.name for member in AttentionBackendEnum}, {row[0] for row in documented()}
-    assert installed - rows <= SINCE_0_33
-    assert rows - installed <= SINCE_0_32
-    assert set(NOT_RUN) <= {row[0] for row in documented()}
+    assert installed - rows <= SINCE_0_33, ADD
+    assert rows - installed <= SINCE_0_32, "take backends that vLLM has no more out of docs/backends.md"
+    assert set(NOT_RUN) <= rows
 
 
 def test_every_kv_cache_dtype_of_vllm_is_in_the_table():
@@ -44,25 +50,22 @@ def test_every_kv_cache_dtype_of_vllm_is_in_the_table():
     elsewhere = {"fp8_inc"}
     named = {dtype for row in documented() for dtype in row[1].split()}
     installed = set(get_args(CacheDType))
-    assert installed - named - elsewhere <= DTYPES_SINCE_0_33
-    assert named - installed <= DTYPES_SINCE_0_32
+    assert installed - named - elsewhere <= DTYPES_SINCE_0_33, ADD
+    assert named - installed <= DTYPES_SINCE_0_32, "take dtypes that vLLM has no more out of docs/backends.md"
 
 
 def test_every_layout_of_vllm_is_probed():
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
-    from support.backends.table import LAYOUTS
+    assert set(LAYOUTS) == {layout.name for layout in KVCacheLayout}, (
+        "change LAYOUTS of support.backends.table"
+    )
 
-    assert set(LAYOUTS) == {layout.name for layout in KVCacheLayout}
 
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@needs_avx512
-@needs("triton")
-def test_the_probe_finds_what_the_table_says():
+def probed(*arguments: str) -> str:
+    """Run the probe in a process of its own, with vLLM's Triton kernels interpreted."""
     found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "support.backends.table"],
+        [sys.executable, "-W", "ignore", "-m", "support.backends.table", *arguments],
         env=os.environ
         | {
             "OMP_NUM_THREADS": "1",
@@ -76,5 +79,47 @@ def test_the_probe_finds_what_the_table_says():
         check=False,
     )
     assert found.returncode == 0, found.stderr[-4000:]
-    table = found.stdout[found.stdout.index("| Backend |") :]
+    return found.stdout
+
+
+@pytest.fixture(scope="module")
+def sample() -> list[list[str]]:
+    """(backend, dtype, layout, how pages move, how that was shown) of a sample of all cases."""
+    output = probed("--sample")
+    return json.loads(output[output.index("[[") :])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.xdist_group("attention backends")
+@needs_avx512
+@needs("triton")
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(name, marks=needs_avx512_bf16 if name == "AMX_MLA" else ())
+        for name in dict.fromkeys(row[0] for row in documented())
+        if name not in NOT_RUN
+    ],
+)
+def test_a_sample_of_a_backends_pages_moves_as_the_table_says(backend, sample):
+    rows = [row[1:] for row in documented() if row[0] == backend]
+    found = [case[1:] for case in sample if case[0] == backend]
+    assert found
+    for kv_dtype, layout, *moves in found:
+        (expected,) = (
+            said
+            for dtypes, layouts, *said in rows
+            if kv_dtype in dtypes.split() and layout in (LAYOUTS if layouts == "any" else layouts.split())
+        )
+        assert moves == expected, (kv_dtype, layout)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@needs_avx512_bf16
+@needs("triton")
+def test_the_probe_finds_what_the_table_says():
+    output = probed()
+    table = output[output.index("| Backend |") :]
     assert table in PAGE.read_text(), f"docs/backends.md should have this table:\n{table}"

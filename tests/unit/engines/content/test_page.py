@@ -65,7 +65,7 @@ def test_a_format_that_keeps_tokens_and_heads_apart_is_proved_as_cells(layout):
 
 
 @pytest.mark.parametrize("writer", [OnePerBlock, ByPosition, HeadsTogether])
-def test_a_format_that_does_not_is_not_proved(writer):
+def test_a_format_that_mixes_tokens_or_heads_is_not_proved(writer):
     page, _ = described(writer, "LBHNC")
     assert page.opaque
 
@@ -112,7 +112,7 @@ def test_an_opaque_page_moves_whole_between_equal_layouts_and_not_between_others
         plan_page_copy(described(ByPosition, "LBNHC")[0], described(ByPosition, "LBHNC")[0])
 
 
-def test_scales_that_are_one_or_multiply_nothing_are_not_told():
+def test_scales_of_one_or_without_a_quantized_cache_are_left_out():
     layer, _, _ = make(Case("FLASH_ATTN", "fp8"))
     assert scales_of(layer) == ()
     layer._v_scale = torch.tensor([0.25])

@@ -165,7 +165,7 @@ PAGES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
-def test_no_adapter_is_believed_that_is_wrong_in_one_thing(name, emulated):
+def test_the_probe_disproves_every_adapter_with_one_fault(name, emulated):
     if name == "cpu_kv, fp8":
         skip_what_the_processor_lacks(CPU[-1])
     adapter, made = PAGES[name]
@@ -180,7 +180,7 @@ def test_no_adapter_is_believed_that_is_wrong_in_one_thing(name, emulated):
     assert not believed
 
 
-def test_scales_of_nvfp4_that_are_not_where_they_are_are_not_believed():
+def test_the_probe_disproves_nvfp4_scales_in_another_order():
     layer, spec, cache = nvfp4()
     s = strides_of(cache, spec, BLOCKS)
     for swizzled in ((True, True), (False, False), (True, False)):

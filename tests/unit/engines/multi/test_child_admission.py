@@ -48,7 +48,7 @@ def admission_of(*answers: tuple[int | None, bool], policy=None, attempts: int =
     return ChildAdmission(names, children, chooser, attempts, clock, **more), children, clock
 
 
-def test_the_best_bid_is_loaded_and_the_others_are_told_of_the_blocks() -> None:
+def test_the_best_bid_is_loaded_and_other_children_learn_the_blocks() -> None:
     ours, children, _ = admission_of((100, True), (300, True), (0, False))
     assert ours.matched(request(), 0) == (300, True)
     assert ours.chosen("r") == 1
@@ -117,7 +117,7 @@ def test_a_child_that_is_looking_holds_up_no_request_of_which_another_has_some()
     assert ours.matched(request(), 0) == (900, True), "it has answered before the load began"
 
 
-def test_where_no_child_has_answered_a_request_waits_and_no_longer_than_computing_takes() -> None:
+def test_a_request_waits_for_silent_children_no_longer_than_computing_takes() -> None:
     ours, children, clock = admission_of((None, False), (0, False))
     for name, seconds in (("a", PATIENCE), ("b", 2.0)):
         assert ours.matched(request(name), 0) == (None, False)
@@ -170,12 +170,12 @@ def test_a_load_between_steps_waits_for_those_that_it_would_leave_no_room() -> N
     assert ours.matched(request("d"), 0) == (640, False), "within the step that uses it"
 
 
-def test_where_one_token_is_left_no_child_that_is_looking_is_waited_for() -> None:
+def test_no_child_is_waited_for_if_only_the_last_token_is_missing() -> None:
     ours, *_ = admission_of((None, False), (0, False))
     assert ours.matched(request(), REST - 1) == (0, False), "nothing is left to be found"
 
 
-def test_what_was_chosen_stays_chosen_until_another_is_clearly_better() -> None:
+def test_the_chosen_child_stays_chosen_until_another_is_clearly_better() -> None:
     ours, children, _ = admission_of((300, True), (290, True))
     assert ours.matched(request(), 0) == (300, True)
     children[1].answer = (320, True)
@@ -253,7 +253,7 @@ def test_a_preempted_request_may_be_served_again() -> None:
     assert children[0].allocated == [300] * 3
 
 
-def test_nothing_is_loaded_where_only_the_last_token_is_left() -> None:
+def test_the_last_token_alone_is_never_loaded() -> None:
     """Of a load of everything vLLM computes the last token again, and asks once more if there is no other."""
     ours, *_ = admission_of((1, True))
     assert ours.matched(request(tokens=1), 0) == (0, False)
@@ -273,7 +273,7 @@ def test_an_ended_request_is_forgotten_when_its_load_is_reported() -> None:
     assert +ours.counts.pending == {}
 
 
-def test_of_a_request_that_ends_before_it_computes_after_its_load_nothing_is_kept() -> None:
+def test_a_request_that_ends_right_after_its_load_is_forgotten() -> None:
     ours, *_ = admission_of((300, True))
     ours.matched(request(), 0)
     ours.allocated(request(), blocks(1), 300)
@@ -300,7 +300,7 @@ def test_a_synchronous_child_is_struck_out_by_the_blocks_that_did_not_load() -> 
     assert len(good) == 0
 
 
-def test_blocks_of_loads_that_are_done_blame_nobody() -> None:
+def test_invalid_blocks_of_finished_loads_exclude_no_child() -> None:
     ours, *_ = admission_of((300, True))
     ours.matched(request(), 0)
     ours.allocated(request(), blocks(4), 300)
@@ -317,7 +317,7 @@ ANSWERS = st.one_of(
 
 
 @given(st.data())
-def test_whatever_children_answer_and_do_a_request_comes_to_an_end(data) -> None:
+def test_every_request_ends_with_any_answers_of_children(data) -> None:
     """Until it is admitted without a load, or with one that succeeds, however often loads fail."""
     count, attempts = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
     policy = data.draw(

@@ -24,12 +24,12 @@ def test_a_failed_load_is_given_to_another_child() -> None:
     assert ours.join([failed, Results(finished_recving={"a"})]) == Results(finished_recving={"a"})
 
 
-def test_what_was_never_waited_for_is_not_passed_on() -> None:
+def test_results_of_unexpected_requests_are_dropped() -> None:
     assert Completions().join([Results({"a"}, {"b"}, {"b"})]) == Results()
 
 
 @given(st.data())
-def test_a_request_is_sent_once_when_the_last_of_those_that_hold_its_blocks_says_so(data) -> None:
+def test_a_request_is_sent_once_after_all_children_have_released_its_blocks(data) -> None:
     places = data.draw(st.integers(1, 4))
     holders = {name: data.draw(st.sets(st.integers(0, places - 1), min_size=1)) for name in ("a", "b", "c")}
     says = [(name, place) for name, of in holders.items() for place in of]

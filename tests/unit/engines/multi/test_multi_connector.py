@@ -176,7 +176,7 @@ STEP = SimpleNamespace(
 )
 
 
-def test_each_child_gets_its_own_part_of_what_is_said_between_the_halves() -> None:
+def test_each_child_gets_its_own_part_of_the_metadata() -> None:
     scheduler, worker = multi(entry(), entry()), multi(entry(), entry(), role=KVConnectorRole.WORKER)
     for number, child in enumerate(scheduler.sub_connectors):
         child.said["build_connector_meta"] = f"meta {number}"
@@ -407,7 +407,7 @@ def test_metrics_of_all_children_have_a_label_that_tells_them_apart() -> None:
     assert isinstance(FerryMultiConnector.build_kv_connector_stats({**MultiStats().to_dict()}), MultiStats)
 
 
-def test_what_two_children_say_of_a_directory_that_they_share_is_not_added_up() -> None:
+def test_usage_of_a_shared_directory_is_not_added_up_over_children() -> None:
     given = {kind: kind for kind in (Counter, Gauge, Histogram)}, ["model_name", "engine"], {0: ["m", "0"]}
     children = {**TIERS, "name": "one"}, {**TIERS, "name": "two"}
     metrics = FerryMultiConnector.build_prom_metrics(config(*children), *given)
@@ -448,7 +448,7 @@ class Waits(KVFerryConnector):
         return None, False
 
 
-def test_of_kvferrys_own_it_is_known_what_they_wait_for_and_of_others_not() -> None:
+def test_only_kvferrys_own_children_tell_which_bid_they_wait_for() -> None:
     ours = multi(entry(), entry(name="other"))
     bid = Bid("peer", (PlaceTokens("peer", 70),), looking=True, promised=True)
     ours._admission._children = (Waits(bid), SimpleNamespace(get_num_new_matched_tokens=lambda *_: (None, 0)))

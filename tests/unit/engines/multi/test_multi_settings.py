@@ -51,7 +51,7 @@ def test_a_name_that_is_given_is_not_given_to_another() -> None:
         ({"connectors": [NIXL], "attempts": 17}, r"attempts is 17, it must be 1 to 16"),
     ],
 )
-def test_what_cannot_be_used_is_said_in_one_sentence(extra: dict, sentence: str) -> None:
+def test_unusable_settings_are_refused_in_one_sentence(extra: dict, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence) as caught:
         parse_multi(extra)
     assert "\n" not in str(caught.value)
