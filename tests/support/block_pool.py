@@ -1,4 +1,4 @@
-"""An engine's block pool that checks its references, and requests as an engine has them."""
+"""A block pool that checks references, and requests of an engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Block:
 
 
 class BlockPool:
-    """Freed blocks are given out anew, the first freed first."""
+    """Blocks are allocated in the order in which they were freed."""
 
     def __init__(self, blocks: int) -> None:
         self.blocks = [Block(number) for number in range(blocks)]
@@ -38,13 +38,13 @@ class BlockPool:
 
     def touch(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
-            assert not block.is_null, "the null block is nobody's"
-            assert block.ref_cnt > 0, "a block that is free may be anybody's by now"
+            assert not block.is_null, "the null block has no references"
+            assert block.ref_cnt > 0, "a free block may be allocated to another request"
             block.ref_cnt += 1
 
     def free_blocks(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
-            assert block.ref_cnt > 0, "given back twice"
+            assert block.ref_cnt > 0, "freed twice"
             block.ref_cnt -= 1
             if not block.ref_cnt:
                 self.free.append(block)
@@ -80,7 +80,7 @@ _DERIVED = frozenset({"is_complete", "needs_blocks", "trim_prompt"})
 
 
 def request(name: str, tokens: Sequence[int], prompt: int | None = None, **more: Any) -> MadeUpRequest:
-    """A request of which all these tokens are known; the first `prompt` of them are its prompt."""
+    """Return a request of these tokens. The first `prompt` of them, by default all, are its prompt."""
     return MadeUpRequest(
         **{
             "request_id": name,

@@ -1,4 +1,4 @@
-"""Events of a request and its loads; a test gives what matters to it."""
+"""Events of a request and its loads, with default values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads as admission makes them, without admission."""
+"""Loads, made without admission."""
 
 from __future__ import annotations
 

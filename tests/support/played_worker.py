@@ -1,4 +1,4 @@
-"""A worker of vLLM's that has models, as the connector finds it."""
+"""A vLLM worker with given models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 
 class PlayedWorker(WorkerBase):
-    """Serves a configuration with given models, as long as somebody keeps it."""
+    """A worker that has only a compilation configuration and models."""
 
     def __init__(self, config: Any, target: torch.nn.Module, draft: torch.nn.Module | None = None) -> None:
         # Not vLLM's: that asks a whole configuration for its devices.

@@ -1,4 +1,4 @@
-"""Who may exchange KV with an engine: its key."""
+"""Access to an engine: its secret key, and the addresses of its peers."""
 
 import logging
 from dataclasses import replace

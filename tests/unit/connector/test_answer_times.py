@@ -1,4 +1,4 @@
-"""The record of how long sources take to answer, and what a request notes of the answers it waits for."""
+"""The time until sources answer, and the answers that a request waits for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bidding: strike out and bid again, until nothing is left but to compute."""
+"""Bidding: sources are excluded until only computing is left."""
 
 from kvferry.connector.bids import Bid, Bidding, PlaceTokens
 

@@ -1,4 +1,4 @@
-"""How long a request waits for sources that are still looking: never longer than that can pay."""
+"""Waiting for sources that are still looking: a request waits only as long as that can save time."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kvferry.connector.choosing import PROMISE_SECONDS, BidChooser, choose
 from kvferry.connector.policies import CostPolicy, FirstPolicy, WeightPolicy, policy_named
 from kvferry.connector.speeds import Speeds
 from support.clock import Clock
+from support.examples import examples
 from support.offers import PARTS, PROMPT, RATES, WEIGHTS, bid, speeds
 
 NAMES = "abc"
@@ -46,6 +47,7 @@ def wait(ours, bids, missing=PROMPT, computed=None, step=0.01, until=30.0):
         assert waited < until
 
 
+@examples(30)
 @given(
     named=NAMED,
     bids=BIDS,
@@ -65,6 +67,7 @@ def test_no_wait_is_longer_than_patience_or_computing(named, bids, patience, ans
     assert waited < limit + step, "the last question that is answered with a wait comes before the limit"
 
 
+@examples(30)
 @given(named=NAMED, bids=BIDS, waited=st.floats(0, 5), answers=ANSWERS)
 def test_policies_weight_and_first_use_an_answered_source_at_once(named, bids, waited, answers):
     assume(named[0] != "cost")
@@ -75,6 +78,7 @@ def test_policies_weight_and_first_use_an_answered_source_at_once(named, bids, w
     assert found is answered or (answered is None and found.looking)
 
 
+@examples(30)
 @given(named=NAMED, bids=BIDS, answers=ANSWERS)
 def test_a_request_without_an_answer_waits_as_long_as_computing_takes(named, bids, answers):
     name, _, rates = named
@@ -87,6 +91,7 @@ def test_a_request_without_an_answer_waits_as_long_as_computing_takes(named, bid
     assert ours.choose(bids, PROMPT, waited=limit * 1.01, before=None) is None
 
 
+@examples(30)
 @given(named=NAMED, bids=BIDS, waited=st.floats(0, 5), answers=ANSWERS)
 def test_the_cost_policy_waits_only_if_it_saves_time(named, bids, waited, answers):
     """Against the times to the first token, by the same speeds: what is saved, and what is waited."""

@@ -1,4 +1,4 @@
-"""A message about a wrong object names the value and what may stand there, however deep the value is."""
+"""Errors of settings name the value and what may stand in its place, at any depth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sources have, alone and two together, and what each is then to bring."""
+"""Plans to load a prefix from one source or from two."""
 
 from __future__ import annotations
 

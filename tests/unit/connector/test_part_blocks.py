@@ -1,4 +1,4 @@
-"""Blocks that loads fill in part: watched until vLLM has cached them, or nobody looks at them."""
+"""Partly loaded blocks are evicted once vLLM has cached them."""
 
 from __future__ import annotations
 

@@ -85,6 +85,7 @@ def test_a_load_that_is_alone_may_be_larger_than_the_bound(held):
     assert not may_hold("P", 100, {"Q": 1}, 8)
 
 
+@examples(40)
 @given(
     most=st.integers(0, 64),
     loads=st.lists(st.tuples(st.sampled_from("PQRS"), st.integers(1, 40), st.integers(0, 3)), max_size=60),
@@ -179,4 +180,4 @@ class LifeOfPins(RuleBasedStateMachine):
 
 
 TestLifeOfPins = LifeOfPins.TestCase
-TestLifeOfPins.settings = examples(100, stateful_step_count=25)
+TestLifeOfPins.settings = examples(40, stateful_step_count=25)

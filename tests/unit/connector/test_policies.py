@@ -1,4 +1,4 @@
-"""Policies: nothing better is left lying, and nothing goes to and fro."""
+"""Policies: the best bid is taken, and the choice does not alternate."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from kvferry.connector.choosing import MARGIN, choose
 from kvferry.connector.policies import CostPolicy, FirstPolicy, WeightPolicy, policy_named
 from kvferry.connector.speeds import LATELY_SECONDS, Speeds
 from support.clock import Clock
+from support.examples import examples
 from support.offers import PARTS, POLICIES, PROMPT, WEIGHTS, bid, speeds
 
 BIDS = st.lists(st.builds(Bid, st.sampled_from("abc"), PARTS), max_size=5)
 
 
+@examples(40)
 @given(policy=POLICIES, bids=BIDS, before=st.none() | st.builds(Bid, st.sampled_from("abc"), PARTS))
 def test_no_other_bid_is_better_by_the_margin(policy, bids, before):
     found = choose(policy, bids, PROMPT, before=before)
@@ -29,6 +31,7 @@ def test_no_other_bid_is_better_by_the_margin(policy, bids, before):
     assert max(values) > computing
 
 
+@examples(40)
 @given(bids=BIDS, weights=WEIGHTS, more=st.integers(1, 50))
 def test_more_tokens_from_the_same_places_are_preferred(bids, weights, more):
     for policy in (WeightPolicy(weights), CostPolicy(speeds({"computed": 10.0}))):
@@ -123,6 +126,7 @@ def test_loads_of_one_size_are_what_a_larger_one_costs_at_least():
     assert found.load_seconds("object", 800) == pytest.approx(8.0), "it was tried, and is known now"
 
 
+@examples(40)
 @given(st.lists(st.tuples(st.integers(1, 10_000), st.floats(1e-4, 60.0)), min_size=1, max_size=12), st.data())
 def test_more_tokens_take_no_less_and_not_more_per_token(loads, data):
     found = Speeds(Clock())

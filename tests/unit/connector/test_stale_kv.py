@@ -1,4 +1,4 @@
-"""What the scheduler half stops using when weights change, and when the KV cache moves."""
+"""Peers and tiers are stopped when weights change, or when the KV cache moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One stream, several readers; none of them can do harm."""
+"""The event stream: all listeners receive all events, and none disturbs the others."""
 
 from __future__ import annotations
 

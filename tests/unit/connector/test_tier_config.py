@@ -1,4 +1,4 @@
-"""The tiers of the settings: what is wrong is said in one sentence."""
+"""The setting `tiers`: every error is one sentence."""
 
 from pathlib import Path
 
@@ -45,33 +45,23 @@ def test_chunks_pass_a_small_host_tier_without_a_configured_one():
     ("given", "says"),
     [
         ("host", "tiers is 'host'; it must be \"default\" or a list of objects with a \"type\""),
-        ({}, 'tiers is {}; it must be "default" or a list of objects with a "type"'),
-        (5, 'tiers is 5; it must be "default" or a list of objects with a "type"'),
         (["host"], "tiers[0] is 'host'; it must be an object whose \"type\" is one of host, file, object"),
-        ([HOST, {}], 'tiers[1] is {}; it must be an object whose "type" is one of host, file, object'),
         ([{"type": "disk"}], "tiers[0] is {'type': 'disk'}; it must be an object whose \"type\" is one of"),
         ([{"type": ["host"]}], "tiers[0] is {'type': ['host']}; it must be an object"),
-        ([{"type": None}], "tiers[0] is {'type': None}; it must be an object whose \"type\" is one of"),
         ([HOST, {**FILE, "pth": "/"}], "tiers[1] (file) has no key 'pth'; did you mean 'path'?"),
         ([{**HOST, "url": "/"}],
          "tiers[0] (host) has no key 'url'; known are type, capacity, eviction_policy"),
         ([{**HOST, "eviction_policy": "mru"}],
          "tiers[0] (host): eviction_policy is 'mru'; it must be one of lru, arc, s3fifo"),
-        ([{**HOST, "policy": "arc"}], "tiers[0] (host) has no key 'policy'; did you mean 'eviction_policy'?"),
         ([{**HOST, "capacity": 1.5}],
          "tiers[0] (host): capacity is 1.5; it must be a whole number, text or null"),
-        ([{**HOST, "capacity": True}],
-         "tiers[0] (host): capacity is true; it must be a whole number, text or null"),
         ([{**FILE, "durable": "yes"}], "tiers[0] (file): durable is 'yes'; it must be true or false"),
         ([{"type": "object"}],
          "tiers[0] (object) lacks the key 'url', which is required; set it to text"),
-        ([{**OBJECT, "options": {"endpoint": "http://a", "allow_http": True}}],
-         "tiers[0] (object): options.allow_http is true; it must be text"),
         ([{**OBJECT, "options": {"aws_secret_access_key": 1234}}],
          "tiers[0] (object): options.aws_secret_access_key is a whole number; it must be text"),
         ([{**OBJECT, "options": "key=1234"}],
          "tiers[0] (object): options is text; it must be an object"),
-        ([{**FILE, "write": 1}], "tiers[0] (file): write is 1; it must be one of through, back"),
         ([HOST, HOST], "tiers names host memory twice; give it once, with the capacity of both"),
         ([FILE, HOST], "tiers: host memory must come first, because every chunk passes through it"),
         ([HOST, *[FILE] * 8], "tiers names 8 tiers besides host memory, at most 7; leave some out"),
@@ -81,18 +71,13 @@ def test_chunks_pass_a_small_host_tier_without_a_configured_one():
         ([OBJECT, {**OBJECT, "url": "s3://bucket/kv/"}], "tiers[0] and tiers[1] are both s3://bucket/kv; "),
         ([{**FILE, "path": ""}], "tiers[0]: path is ''; name a directory, or leave it out for the default"),
         ([{**FILE, "path": "/a\0"}], "tiers[0]: path is '/a\\x00'; name a directory"),
-        ([{**FILE, "path": "/a\ud800"}], "tiers[0]: path is '/a\\ud800'; name a directory"),
         ([{**HOST, "capacity": 0}], "tiers[0]: capacity is 0, it must be above 0"),
-        ([{**FILE, "capacity": "0 GiB"}], "tiers[0]: capacity is '0 GiB', it must be above 0"),
         ([{**FILE, "capacity": -1}], "tiers[0]: capacity is -1, it must be above 0"),
-        ([{**HOST, "capacity": 10**400}], "tiers[0]: capacity is larger than 8 EiB, the largest size of a"),
         ([{**FILE, "capacity": "9" * 20}], "tiers[0]: capacity is larger than 8 EiB, the largest size of a"),
         ([{**FILE, "capacity": "9" * 5000}], "'9999"),
         ([{**FILE, "capacity": "much"}], "'much' is not a size; write a number of bytes"),
         ([{"type": "object", "url": "s3://b", "timeout_seconds": 0}],
          "tiers[0]: timeout_seconds is 0.0, it must be above 0 and below an hour"),
-        ([{"type": "object", "url": "s3://b", "timeout_seconds": 1e9}],
-         "tiers[0]: timeout_seconds is 1000000000.0, it must be above 0 and below an hour"),
     ],
 )  # fmt: skip
 def test_an_invalid_setting_is_an_error(given, says):

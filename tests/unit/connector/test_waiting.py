@@ -1,4 +1,4 @@
-"""Waiting: only what a request was told to wait counts."""
+"""The total time that a request has waited."""
 
 from kvferry.connector.waiting import Waiting
 

@@ -1,4 +1,4 @@
-"""Another engine as a source: leases held and released once, failures struck out."""
+"""Another engine as a source: leases are released once, and failed peers are excluded."""
 
 from __future__ import annotations
 

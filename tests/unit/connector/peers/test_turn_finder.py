@@ -1,4 +1,4 @@
-"""Peers are asked for earlier turns, and the one that brings most is taken."""
+"""Peers are asked for earlier turns, and the turn with the most tokens is taken."""
 
 from __future__ import annotations
 

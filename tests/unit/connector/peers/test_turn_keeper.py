@@ -112,7 +112,7 @@ def test_a_state_that_may_be_of_other_tokens_is_not_kept():
     assert not finish(keeping(FULL, STATE), turn(), 0, 19)
 
 
-@pytest.mark.parametrize("computed", [0, 200])
+@pytest.mark.parametrize("computed", [0, 298])
 @pytest.mark.parametrize("kinds", [(FULL,), (FULL, SLIDING), (FULL, STATE)])
 def test_a_request_that_ends_while_its_blocks_are_recomputed_is_not_kept(kinds, computed):
     engine, one = keeping(*kinds), request("a", list(range(300)), num_computed_tokens=computed)

@@ -1,4 +1,4 @@
-"""Leases that nobody claims and that give way, without an engine."""
+"""Early end of unclaimed leases, without an engine."""
 
 from __future__ import annotations
 

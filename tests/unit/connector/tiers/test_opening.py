@@ -1,4 +1,4 @@
-"""Opening the storage tiers of an engine: those that cannot be used are left out, and said."""
+"""Opening storage tiers: a tier that cannot be opened is left out and logged."""
 
 import logging
 

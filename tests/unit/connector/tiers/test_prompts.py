@@ -1,4 +1,4 @@
-"""Which requests have chunks: those whose content is certain, each under its own names."""
+"""Chunk keys of requests: only requests of certain content have keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The positions at which requests leave snapshots, and what the engine says of them at its start."""
+"""Positions at which requests leave snapshots, and the log lines about them at the start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of running requests is stored, and when: over an engine whose blocks hold what was computed."""
+"""Storing chunks of running requests, over an engine whose blocks remember what was computed."""
 
 from __future__ import annotations
 
@@ -887,6 +887,7 @@ def test_events_follow_a_store_from_its_beginning_to_its_end():
     assert {(type(event), event.request_id, event.failure) for event in ended} == {(StoreEnded, "a", "")}
 
 
+@examples(30)
 @given(
     st.lists(
         st.one_of(

@@ -1,4 +1,4 @@
-"""The tiers as a source: parts as chunks arrive, one end, every slot closed once."""
+"""The tiers as a source: loads in parts, one end for each, and slots that are closed once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tiers have done is told once, when it has changed."""
+"""Events about tiers are emitted once, when something has changed."""
 
 from __future__ import annotations
 

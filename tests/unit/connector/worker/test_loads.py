@@ -169,7 +169,7 @@ class LifeOfLoads(RuleBasedStateMachine):
 
 
 TestLifeOfLoads = LifeOfLoads.TestCase
-TestLifeOfLoads.settings = examples(100, stateful_step_count=25)
+TestLifeOfLoads.settings = examples(40, stateful_step_count=25)
 
 
 @pytest.mark.parametrize("failing", [set(), {0}, {1}, {0, 2}])
