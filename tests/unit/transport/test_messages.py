@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from kvferry.errors import ProtocolError
 from kvferry.transport.messages import (
@@ -19,9 +19,10 @@ from kvferry.transport.messages import (
     encode,
 )
 from kvferry.transport.redeem import MAX_BLOCKS, MAX_GROUPS, Grant, PromptContent, Redeem, Redeemed
+from support.examples import examples
 from transport.cards import cards
 
-QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=300)
+QUICK = examples(100)
 
 JUNK = st.one_of(
     st.none(),
