@@ -258,4 +258,4 @@ class Tickets(RuleBasedStateMachine):
 
 
 TestTickets = Tickets.TestCase
-TestTickets.settings = examples(100, stateful_step_count=30)
+TestTickets.settings = examples(40, stateful_step_count=30)
