@@ -25,6 +25,7 @@ def test_reads_are_timed_and_their_way_is_named():
     assert found.machine["cores"]
 
 
+@pytest.mark.long
 def test_reads_that_ucx_cannot_do_are_said():
     why = reads.parse_timings(reads.start_reads("shm"))
     assert isinstance(why, str)

@@ -21,6 +21,7 @@ def quiet(_: str) -> None:
     """Progress is not looked at."""
 
 
+@pytest.mark.long
 def test_every_check_runs_on_a_cpu_or_says_why_not():
     found = measure(SMALL, list(CHECKS), quiet)
     states = dict(zip(CHECKS, [check.state for check in found.checks], strict=True))

@@ -54,6 +54,7 @@ def test_a_word_that_is_raised_after_the_data_was_read_and_before_it_is_known_is
     assert GONE in reader.result("load").failure
 
 
+@pytest.mark.long
 def test_blocks_reused_while_they_are_read_are_never_taken_for_good(over_tcp, world):
     producer = world.producer(large.SPEC, large.FAMILIES, seed=7)
     reader = world.reader(large.RANK)

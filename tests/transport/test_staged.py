@@ -123,6 +123,7 @@ def test_a_gather_port_where_nobody_listens_costs_patience_once_and_the_bytes_co
     right(reader, INTO, TOKENS)
 
 
+@pytest.mark.long
 def test_a_source_that_stops_holds_up_nobody_and_its_reads_end_once_it_goes_on(
     over_tcp, world, make_producer
 ):
@@ -149,6 +150,7 @@ def test_a_source_that_stops_holds_up_nobody_and_its_reads_end_once_it_goes_on(
     assert reader.result("after").failure is None
 
 
+@pytest.mark.long
 def test_a_source_killed_between_gathering_and_reading_is_a_failure(over_tcp, world, make_producer):
     reader = world.reader(RANK, settings=settings())
     producer = make_producer(own=True)

@@ -69,7 +69,7 @@ def test_addresses_networks_and_names_are_listed():
         (["127.1"], "give a host name"),
     ],
 )
-def test_what_is_malformed_is_one_sentence(entries, said):
+def test_a_malformed_entry_is_refused_with_one_sentence(entries, said):
     with pytest.raises(ConfigError, match=said) as refused:
         parse_allowed_peers(entries, "10.0.0.1", None)
     assert "\n" not in str(refused.value)

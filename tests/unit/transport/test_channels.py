@@ -5,15 +5,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from kvferry.errors import ProtocolError
 from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.strided_copy import Loop, StridedCopy
 from kvferry.transport import gather_messages as gather, messages as control, redeem
+from support.examples import examples
 from transport.cards import cards, facts
 
-QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=300)
+QUICK = examples(100)
 PROTOCOL = control.PROTOCOL
 COPY = StridedCopy(4096, 64, 8, (Loop(3, 100, 16), Loop(2, 8, 8)))
 GRANT = redeem.Grant.of(1, 2, [[5, 6], [7]])

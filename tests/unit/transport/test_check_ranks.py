@@ -137,11 +137,11 @@ def test_more_than_anyone_has_is_refused_quickly():
 
 
 @pytest.mark.parametrize("part", ["layers", "regions"])
-def test_what_is_allowed_is_compared_in_proportion_to_its_number(part):
+def test_checking_ranks_takes_time_in_proportion_to_their_number(part):
     (card,) = cards()
     layer, region = card.geometry.groups[0].layers[0], card.geometry.regions[0]
     steps = []
-    for count in (MAX_LAYERS // 8, MAX_LAYERS):
+    for count in (MAX_LAYERS // 64, MAX_LAYERS // 8):
         if part == "layers":
             layers = [replace(layer, name=str(number)) for number in range(count)]
             many = with_layers(card, lambda _, layers=layers: layers)

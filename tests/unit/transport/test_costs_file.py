@@ -25,7 +25,7 @@ def _written(path: Path, **changes: object) -> Path:
     return path
 
 
-def test_what_is_written_is_read(path: Path) -> None:
+def test_written_costs_are_read_back(path: Path) -> None:
     assert read_costs(_written(path)) == COSTS
     assert load_costs(str(path)) == COSTS
     assert [found.name for found in path.parent.iterdir()] == ["costs.json"]
@@ -67,7 +67,7 @@ def test_a_file_that_cannot_be_used_says_why(path: Path, changes: dict[str, obje
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"version": NaN}', b"[" * 100_000])
-def test_what_is_no_such_file_is_refused(path: Path, content: bytes) -> None:
+def test_a_file_of_another_kind_is_refused(path: Path, content: bytes) -> None:
     path.parent.mkdir()
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"costs: .*costs\.json"):
@@ -86,7 +86,7 @@ def test_a_file_that_is_named_must_exist(path: Path) -> None:
         load_costs(str(path))
 
 
-def test_where_nothing_can_be_written_says_so(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot write .* --out"):
         write_costs(tmp_path / "file" / "costs.json", COSTS, "", {})

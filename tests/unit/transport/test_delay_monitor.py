@@ -40,7 +40,7 @@ def test_coming_back_late_is_said_with_how_late(late):
     assert said.startswith("a thread: did not run for 4.1 s")
 
 
-def test_it_is_said_once_a_minute(late, clock):
+def test_a_delay_is_logged_once_a_minute(late, clock):
     assert late(0.2, 2.0)
     assert not late(0.2, 30.0)
     clock.now += 60.0

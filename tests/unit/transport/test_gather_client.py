@@ -71,7 +71,7 @@ def answer(client, segment):
     return client.answer(segment)
 
 
-def test_what_is_asked_is_heard_and_answered_once(ends):
+def test_a_request_is_heard_and_answered_once(ends):
     client, rank = ends
     assert not client.waiting
     segment = client.ask(4, TICKET, BLOCKS, 1)
@@ -133,7 +133,7 @@ def test_an_answer_that_is_no_longer_wanted_is_forgotten(ends):
     assert not client.waiting
 
 
-def test_who_is_told_that_it_is_unknown_introduces_itself_again_once(ends):
+def test_an_unknown_reader_announces_its_routes_again_once(ends):
     client, rank = ends
     chunks = [client.ask(0, TICKET, BLOCKS, 0) for _ in range(3)]
     for segment in chunks:

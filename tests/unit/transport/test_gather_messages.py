@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from kvferry.errors import ProtocolError
 from kvferry.planning.cell_copy import PoolCopies
@@ -23,8 +23,9 @@ from kvferry.transport.gather_messages import (
     encode,
 )
 from kvferry.transport.messages import PROTOCOL
+from support.examples import examples
 
-QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=300)
+QUICK = examples(100)
 COPY = StridedCopy(4096, 64, 8, (Loop(3, 100, 16), Loop(2, 8, 8)))
 
 
@@ -151,7 +152,7 @@ def test_a_copy_that_would_write_elsewhere_or_endlessly_is_refused(copy, says):
         (Done(-1), "not a gather request"),
     ],
 )
-def test_what_is_out_of_bounds_is_refused_in_words(message, says):
+def test_values_out_of_bounds_are_refused_in_words(message, says):
     with pytest.raises(ProtocolError, match=says):
         decode_request(encode(message))
 

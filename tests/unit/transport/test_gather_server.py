@@ -443,7 +443,7 @@ def test_another_introduction_frees_what_was_held(world):
     assert world.area.used_units == 1
 
 
-def test_of_too_many_readers_the_first_is_forgotten(stack):
+def test_the_first_of_too_many_readers_is_forgotten(stack):
     world = World(stack, limits=GatherLimits(readers=2))
     readers = []
     for _ in range(3):

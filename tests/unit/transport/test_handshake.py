@@ -72,7 +72,7 @@ def test_an_answer_that_comes_too_late_changes_nothing(handshakes, clock):
     assert isinstance(handshakes.status(PEER, 1), Unusable)
 
 
-def test_what_was_accepted_in_an_earlier_handshake_does_not_count_in_the_next(handshakes):
+def test_facts_of_an_earlier_handshake_do_not_count_in_the_next(handshakes):
     begun(handshakes).handle_reply(PEER, ACCEPTED)
     begun(handshakes).handle_reply(PEER, RANKS)
     assert "the peer sent its ranks before its facts" in handshakes.status(PEER, 1).reason

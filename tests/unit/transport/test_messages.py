@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from kvferry.errors import ProtocolError
 from kvferry.transport.messages import (
@@ -19,9 +19,10 @@ from kvferry.transport.messages import (
     encode,
 )
 from kvferry.transport.redeem import MAX_BLOCKS, MAX_GROUPS, Grant, PromptContent, Redeem, Redeemed
+from support.examples import examples
 from transport.cards import cards
 
-QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=300)
+QUICK = examples(100)
 
 JUNK = st.one_of(
     st.none(),
@@ -36,12 +37,33 @@ JUNK = st.one_of(
 )
 
 
+def paths(value: Any, here: tuple[Any, ...] = ()):
+    """Where in a nested value there is something."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, element in inside:
+        yield (*here, key)
+        yield from paths(element, (*here, key))
+
+
+def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    """A copy with another value at `path`."""
+    whole = copy.deepcopy(value)
+    inside = whole
+    for key in path[:-1]:
+        inside = inside[key]
+    inside[path[-1]] = new
+    return whole
+
+
+RANKS = msgspec.to_builtins(Ranks(list(cards())), builtin_types=(bytes,))
+PATHS = list(paths(RANKS))
+
+
 @QUICK
 @given(st.data())
 def test_ranks_with_any_value_replaced_by_any_other_are_sound_or_a_protocol_error(data):
-    message = msgspec.to_builtins(Ranks(list(cards())), builtin_types=(bytes,))
-    path = data.draw(st.sampled_from(list(paths(message))))
-    spoiled = replaced(message, path, data.draw(JUNK))
+    path = data.draw(st.sampled_from(PATHS))
+    spoiled = replaced(RANKS, path, data.draw(JUNK))
     try:
         answer = decode_reply(msgspec.msgpack.encode(spoiled))
     except ProtocolError:
@@ -153,21 +175,3 @@ def test_every_fact_on_which_both_speak_is_compared():
     ours = {"weights": "b", "dtype": "f32", "only here": "2"}
     assert compare_facts(theirs, ours) == ["weights: a there, b here", "dtype: bf16 there, f32 here"]
     assert compare_facts(ours, ours) == []
-
-
-def paths(value: Any, here: tuple[Any, ...] = ()):
-    """Where in a nested value there is something."""
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, element in inside:
-        yield (*here, key)
-        yield from paths(element, (*here, key))
-
-
-def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
-    """A copy with another value at `path`."""
-    whole = copy.deepcopy(value)
-    inside = whole
-    for key in path[:-1]:
-        inside = inside[key]
-    inside[path[-1]] = new
-    return whole

@@ -6,27 +6,28 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from kvferry.errors import ProtocolError
 from kvferry.geometry import Region
 from kvferry.transport.messages import MAX_AGENT_BYTES, Outgoing
 from kvferry.transport.metadata import MAX_ROWS, check_metadata, parse_metadata
+from support.examples import examples
 from support.metadata import KEY, item, mutations, row, written
 from transport.cards import cards
 
 HERE, THERE = Region(1 << 40, 4096), Region(1 << 41, 64)
-QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=300)
+QUICK = examples(100)
 
 
-def test_what_was_registered_is_read_in_order():
+def test_registered_regions_are_parsed_in_order():
     found = parse_metadata(written([row(HERE), row(THERE)]))
     assert (found.name, found.regions) == ("P/0.0/64", (HERE, THERE))
     gpu = Region(1 << 40, 4096, "VRAM", 3)
     assert parse_metadata(written([row(gpu)], kind=1)).regions == (gpu,)
 
 
-def test_what_is_loaded_ends_where_ucx_reads_without_a_length():
+def test_parsed_metadata_ends_before_the_part_that_ucx_reads_without_a_length():
     sealed = parse_metadata(written([row(HERE)])).sealed
     assert item(b"c", b"some address" + bytes(1 << 16)) in sealed
     assert sealed.endswith(item(b"", row(HERE) + b"\xff" * 16))
@@ -66,7 +67,7 @@ def test_what_is_loaded_ends_where_ucx_reads_without_a_length():
         (written([row(HERE, b"\xff" * 8 + KEY[8:])]), "by its own list"),
     ],
 )
-def test_what_is_out_of_bounds_is_refused_in_words(data, says):
+def test_values_out_of_bounds_are_refused_in_words(data, says):
     with pytest.raises(ProtocolError, match=says):
         parse_metadata(data)
 

@@ -40,5 +40,5 @@ ENOUGH = {resource.RLIMIT_NOFILE: 1024}
     ],
     ids=["nothing", "full", "read-only", "gone", "files", "two"],
 )
-def test_what_is_missing_is_named(stat, limits, expected) -> None:
+def test_each_unmet_requirement_is_named(stat, limits, expected) -> None:
     assert list(missing_requirements(stat, limits)) == expected

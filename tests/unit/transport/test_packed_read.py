@@ -241,7 +241,7 @@ def test_chunks_begin_where_their_first_cell_lies_in_its_block():
     assert table.all_given_back()
 
 
-def test_only_so_many_chunks_are_under_way():
+def test_chunks_under_way_are_limited():
     table = Table(cells=AHEAD + 2, words=8)
     table.run()
     assert len(table.source.asked) == AHEAD
@@ -267,7 +267,7 @@ def test_every_look_takes_chunks_as_far_as_they_get_and_asks_for_more():
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_what_the_source_refuses_goes_direct_or_fails_in_words(direct):
+def test_cells_that_the_source_refuses_go_direct_or_fail_in_words(direct):
     table = Table(cells=1, direct=direct)
     table.gather(NotGathered(1, "too much"))
     assert table.source.ended == [1]
@@ -345,7 +345,7 @@ def test_chunks_that_get_room_in_time_are_read_through_it():
     assert table.transport.posted == ["images"]
 
 
-def test_where_nothing_goes_direct_no_room_is_a_failure():
+def test_no_room_is_a_failure_if_cells_cannot_go_direct():
     table = Table(cells=1, direct=False)
     other = table.landing.allocate(15, STRIDE)
     table.gather()
@@ -414,7 +414,7 @@ def test_a_word_that_cannot_be_read_is_a_failure():
     assert table.is_lost("the transport failed while reading")
 
 
-def test_what_fails_while_it_is_posted_is_held_until_it_is_over():
+def test_a_read_that_fails_while_it_is_posted_is_held_until_it_is_over():
     table = Table(cells=1, gathers=False)
     table.transport.post_fails = True
     table.run()
@@ -427,7 +427,7 @@ def test_what_fails_while_it_is_posted_is_held_until_it_is_over():
 
 
 @pytest.mark.parametrize("ends", list(ReadState)[1:])
-def test_what_is_in_flight_when_a_read_is_abandoned_is_waited_for(ends):
+def test_abandoning_a_read_waits_for_segments_in_flight(ends):
     table = Table(cells=AHEAD + 2, words=8)
     table.run()
     table.source.answers[1] = Gathered(1, 6, 71, 9)
@@ -448,7 +448,7 @@ def test_what_is_in_flight_when_a_read_is_abandoned_is_waited_for(ends):
     assert table.all_given_back()
 
 
-def test_what_was_gathered_when_a_read_is_abandoned_is_not_read():
+def test_abandoning_a_read_drops_gathered_segments():
     table = Table(cells=1)
     other = table.landing.allocate(15, STRIDE)
     table.gather()
@@ -481,7 +481,7 @@ def test_a_scatter_that_fails_is_a_failure():
     assert table.all_given_back()
 
 
-def test_nothing_moves_while_nothing_happens():
+def test_a_read_does_not_advance_while_its_segments_wait():
     table = Table(cells=1)
     assert table.read.advance()
     assert not table.read.advance()

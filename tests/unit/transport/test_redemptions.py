@@ -118,7 +118,7 @@ def test_a_foreseen_ticket_may_be_unknown_until_it_is_granted(redemptions, clock
     assert redemptions.answer(other) == Unusable("other tokens")
 
 
-def test_of_a_ticket_that_is_refused_no_lease_is_kept_alive(redemptions):
+def test_a_refused_ticket_keeps_no_lease_alive(redemptions):
     number = begun(redemptions)
     assert redemptions.handle_reply(HERE, NotRedeemed(number, 1, "other tokens")) is None
     assert redemptions.answer(number) == Unusable("other tokens")
@@ -132,7 +132,7 @@ def test_an_answer_to_what_nobody_waits_for_keeps_no_lease_alive(redemptions):
     assert redemptions.handle_reply(HERE, Redeemed(number, 1, GRANT, 4)) is None
 
 
-def test_whoever_waits_is_woken_by_the_answer(redemptions):
+def test_a_waiting_caller_is_woken_by_the_answer(redemptions):
     number, woken = begun(redemptions), []
     good = Redeemed(number, 1, GRANT, 4)
 
@@ -149,7 +149,7 @@ def test_whoever_waits_is_woken_by_the_answer(redemptions):
     assert woken == [True]
 
 
-def test_only_what_this_peer_has_not_answered_is_asked_again_and_has_its_full_time(redemptions, clock):
+def test_unanswered_questions_to_one_peer_are_asked_again_with_their_full_time(redemptions, clock):
     answered, waits, other = begun(redemptions), begun(redemptions, "b"), begun(redemptions, "c", ELSEWHERE)
     redemptions.handle_reply(HERE, Redeemed(answered, 1, GRANT, 4))
     clock.now = 4.0

@@ -1,10 +1,11 @@
 """Lots of a staging area: apart from each other, inside of the area, and all given back."""
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from kvferry.geometry import Region
 from kvferry.transport.staging import UNIT_BYTES, StagingArea, image_capacity
+from support.examples import examples
 
 HOST = Region(0, 1)
 
@@ -13,7 +14,7 @@ requests = st.tuples(
 )
 
 
-@settings(deadline=None, derandomize=True, database=None, max_examples=150)
+@examples(100)
 @given(st.integers(1, 12), st.lists(st.tuples(requests, st.booleans()), max_size=30))
 def test_images_of_lots_lie_in_the_area_and_in_no_others(units, steps):
     area = StagingArea(units * UNIT_BYTES, HOST)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from hypothesis import settings, strategies as st
+from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvferry.transport.redeem import (
@@ -18,6 +18,7 @@ from kvferry.transport.redeem import (
     new_ticket,
 )
 from kvferry.transport.tickets import CROWDED, MAX_CONSUMERS, RELEASED, UNKNOWN, TicketBook
+from support.examples import examples
 from support.locked import locked
 from transport.cards import ticket
 
@@ -63,7 +64,7 @@ def test_a_prompt_that_is_being_computed_is_granted_as_far_as_it_is():
     assert made.claimed(1, [ticket("a")]) == ["a"]
 
 
-def test_who_does_not_know_the_prompt_learns_nothing_of_one_that_is_being_computed():
+def test_a_consumer_without_the_prompt_learns_nothing_of_one_that_is_being_computed():
     made = TicketBook(RUN)
     made.publish(ticket("a"), "a", 4, CONTENT, GRANT, ready=2)
     for known in (0, 2):
@@ -257,6 +258,4 @@ class Tickets(RuleBasedStateMachine):
 
 
 TestTickets = Tickets.TestCase
-TestTickets.settings = settings(
-    deadline=None, derandomize=True, database=None, max_examples=100, stateful_step_count=30
-)
+TestTickets.settings = examples(40, stateful_step_count=30)

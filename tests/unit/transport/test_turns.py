@@ -68,7 +68,7 @@ TOKENS = st.lists(st.integers(0, 1), max_size=20)
 
 
 @given(TOKENS, TOKENS)
-def test_what_is_shared_is_what_is_the_same_from_the_first_token_on_if_a_chunk_is(prompt, turn):
+def test_shared_tokens_are_the_equal_ones_from_the_start_if_they_fill_a_chunk(prompt, turn):
     index = TurnIndex()
     publish(index, content(turn))
     answer = found(index, content(prompt))
@@ -80,7 +80,7 @@ def test_what_is_shared_is_what_is_the_same_from_the_first_token_on_if_a_chunk_i
 
 
 @given(st.lists(TOKENS, max_size=MAX_TURNS, unique_by=tuple), TOKENS)
-def test_of_several_turns_one_that_shares_most_is_found(turns, prompt):
+def test_the_turn_that_shares_most_is_found(turns, prompt):
     index = TurnIndex()
     for number, turn in enumerate(turns):
         publish(index, content(turn), str(number))
@@ -90,7 +90,7 @@ def test_of_several_turns_one_that_shares_most_is_found(turns, prompt):
     assert len(answer) <= MAX_TURNS
 
 
-def test_what_is_withdrawn_is_not_found():
+def test_a_withdrawn_turn_is_not_found():
     index, one = TurnIndex(), content(range(9))
     publish(index, one)
     index.withdraw(ticket("r"))
@@ -115,7 +115,7 @@ def test_a_turn_that_is_withdrawn_while_it_is_looked_for_ends_no_thread():
     assert found(index, one) == []
 
 
-def test_what_another_turn_is_found_by_stays_when_one_is_withdrawn():
+def test_keys_of_another_turn_stay_when_one_is_withdrawn():
     index, one, other = TurnIndex(), content(range(9)), content([*range(6), 7])
     for of, lease in ((one, "one"), (other, "other")):
         publish(index, of, lease)
@@ -125,7 +125,7 @@ def test_what_another_turn_is_found_by_stays_when_one_is_withdrawn():
     assert (found(index, one), found(index, other), len(index)) == ([], [], 0)
 
 
-def test_of_many_turns_that_begin_alike_the_last_are_found():
+def test_the_last_of_many_turns_that_begin_alike_are_found():
     index = TurnIndex()
     for number in range(MAX_TURNS + 2):
         one = content([*range(6), number])
@@ -208,7 +208,7 @@ def test_answers_are_waited_for_until_all_have_come():
     assert questions.answers(number) == [(B, one)]
 
 
-def test_who_does_not_answer_is_left_alone_for_a_while():
+def test_a_silent_peer_is_not_asked_for_a_while():
     clock = Clock()
     questions = TurnQueries(clock)
     number, _ = questions.begin(BOTH)
@@ -249,19 +249,19 @@ class Asked:
         return self.clock.now - began
 
 
-def test_who_is_silent_again_and_again_is_left_alone_twice_as_long_each_time():
+def test_the_pause_of_a_peer_doubles_with_each_silence():
     assert list(Asked().pauses(8)) == [10, 20, 40, 80, 160, 320, 320, 320]
     assert (SILENT_SECONDS, MAX_SILENT_SECONDS) == (10, 320)
 
 
-def test_who_answers_again_has_never_been_silent():
+def test_an_answer_ends_the_count_of_silences():
     asked = Asked()
     list(asked.pauses(4))
     assert asked.ask(answers=True)
     assert list(asked.pauses(2)) == [10, 20]
 
 
-def test_who_answers_late_is_there_and_is_left_alone_no_longer_than_at_first():
+def test_a_late_answer_shortens_the_pause_to_the_first_one():
     asked = Asked()
     list(asked.pauses(4))
     assert asked.ask(answers=False)
@@ -281,7 +281,7 @@ def test_another_run_of_who_was_silent_is_asked_at_once_and_is_not_known_to_be_s
     assert asked.ask(answers=False, run=2)
 
 
-def test_who_is_named_by_an_offer_is_asked_at_once_and_left_alone_for_longer_if_it_is_silent():
+def test_a_peer_named_by_an_offer_is_asked_at_once_and_its_next_silence_counts():
     asked = Asked()
     list(asked.pauses(2))
     assert asked.ask(answers=False)
