@@ -77,7 +77,7 @@ def copy_cells_on_device(
         if stride not in cells:
             cells[stride] = _upload(np.stack([places * stride, offsets]), view.elements.device)
         packed = words[view.offset // view.word :]
-        _launch(view, packed, cells[stride], _unit(view, bits), len(places))
+        _launch(view, packed, cells[stride], copy_unit(view, bits), len(places))
 
 
 def uses_copy_engine(run: int, engine_bytes: int, *, to_or_from_host: bool) -> bool:
@@ -102,7 +102,7 @@ def compile_kernel(view: CopyView) -> None:
         packed = torch.zeros(2 * _LARGEST_UNIT, dtype=torch.uint8, device=device)
         first = view.offset % _LARGEST_UNIT // view.word
         nothing = torch.zeros((2, 1), dtype=torch.int64, device=device)
-        _launch(view, packed.view(view.elements.dtype)[first:], nothing, _unit(view, 0), 0)
+        _launch(view, packed.view(view.elements.dtype)[first:], nothing, copy_unit(view, 0), 0)
 
 
 def _launch(view: CopyView, packed: torch.Tensor, cells: torch.Tensor, unit: int, count: int) -> None:
@@ -164,7 +164,7 @@ def _upload(cells: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
-def _unit(view: CopyView, bits: int) -> int:
+def copy_unit(view: CopyView, bits: int) -> int:
     """Return the bytes that the kernel copies at a time: 16 if everything is a multiple of 16, else a word.
 
     Args:

@@ -311,3 +311,18 @@ def test_files_that_differ_in_one_of_these_alone_are_not_one(file, name):
     one = SimpleNamespace(**{each: getattr(stat, each) for each in dir(stat) if each.startswith("st_")})
     other = SimpleNamespace(**{**vars(one), name: getattr(one, name) + 1})
     assert file_key(one) != file_key(other)
+
+
+def test_concurrent_writers_use_different_temporary_files(file, memory, monkeypatch, reads):
+    path, others, dump = file("a", b"one"), [file(name, b"other") for name in "bcd"], json.dump
+
+    def interrupted(*args):
+        monkeypatch.setattr(json, "dump", dump)
+        digest_of_files(others, memory)
+        dump(*args)
+
+    monkeypatch.setattr(json, "dump", interrupted)
+    digest_of_files([path], memory)
+    reads.clear()
+    digest_of_files([path], memory)
+    assert not reads

@@ -130,8 +130,8 @@ def test_sixteen_bytes_are_copied_at_a_time_only_where_everything_is_a_multiple(
     ):
         pool, cells = pool_of(128, copy)
         view = replace(cells.parts[0].copies[0], elements=torch.empty(0))  # its address is 0
-        units.append(device_copy._unit(view, 0))
-        assert device_copy._unit(view, 8) == 8
+        units.append(device_copy.copy_unit(view, 0))
+        assert device_copy.copy_unit(view, 8) == 8
         assert pool.size
     assert units == [16, 8, 8, 8]
 

@@ -222,8 +222,8 @@ def test_calls_are_counted_by_whatever_number_they_have(tmp_path):
     os.close(fd)
 
 
-SHORT = {"store for which another goes", "fetch what is damaged", "sweep"}
-"""Operations that make every kind of call between them. The others are `long`."""
+SHORT = {"store for which another goes", "fetch what is damaged", "note uses", "refresh"}
+"""Operations that take few seconds. The others, which walk the directory several times, are `long`."""
 
 
 @pytest.mark.parametrize(

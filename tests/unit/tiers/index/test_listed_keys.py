@@ -14,8 +14,16 @@ def keys(*numbers: int) -> list[bytes]:
     return [key(number) for number in numbers]
 
 
-def has(listed: ListedKeys, *numbers: int) -> list[bool]:
-    found: list[bool] = listed._tier.contains(tags_of(keys(*numbers))).tolist()
+class Listed(ListedKeys):
+    """Listed keys, and the keys of their tier."""
+
+    def __init__(self, **options: int) -> None:
+        self.tier = TierKeys()
+        super().__init__(self.tier, **options)
+
+
+def has(listed: Listed, *numbers: int) -> list[bool]:
+    found: list[bool] = listed.tier.contains(tags_of(keys(*numbers))).tolist()
     assert found == [key(number) in listed for number in numbers]
     return found
 
@@ -26,7 +34,7 @@ def list_all(listed: ListedKeys, *numbers: int) -> None:
 
 
 def test_a_shown_key_is_known_at_once_and_one_not_shown_is_removed_at_the_end():
-    listed = ListedKeys(TierKeys())
+    listed = Listed()
     list_all(listed, 1, 2)
     with listed.listing():
         listed.add_page(keys(2, 3))
@@ -36,7 +44,7 @@ def test_a_shown_key_is_known_at_once_and_one_not_shown_is_removed_at_the_end():
 
 
 def test_a_listing_that_breaks_off_removes_nothing():
-    listed = ListedKeys(TierKeys())
+    listed = Listed()
     list_all(listed, 1)
 
     def breaks_off():
@@ -50,7 +58,7 @@ def test_a_listing_that_breaks_off_removes_nothing():
 
 
 def test_change_during_a_listing_is_newer_than_the_listing():
-    listed = ListedKeys(TierKeys())
+    listed = Listed()
     list_all(listed, 1, 2)
     with listed.listing():
         listed.discard(key(1))
@@ -65,7 +73,7 @@ def test_change_during_a_listing_is_newer_than_the_listing():
 
 def test_a_listing_of_one_part_leaves_the_others_alone():
     one, other, third = bytes([7]) * 32, bytes([8]) * 32, bytes([7]) + bytes(31)
-    listed = ListedKeys(TierKeys())
+    listed = Listed()
     with listed.listing():
         listed.add_page([one, other])
     with listed.listing((7,)):
@@ -80,14 +88,14 @@ def test_a_listing_of_one_part_leaves_the_others_alone():
 
 
 def test_listings_add_no_more_keys_than_are_allowed():
-    listed = ListedKeys(TierKeys(), max_keys=3)
+    listed = Listed(max_keys=3)
     listed.add(key(0))
     list_all(listed, 0, 1, 2, 3, 4)
     assert has(listed, 0, 1, 2, 3, 4) == [True, True, True, False, False]
 
 
 def test_changes_count_what_listings_add_and_remove():
-    listed = ListedKeys(TierKeys())
+    listed = Listed()
     list_all(listed, 1, 2)
     assert listed.changes == 2
     listed.add(key(3))

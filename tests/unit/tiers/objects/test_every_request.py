@@ -144,7 +144,13 @@ def faults(requests: int) -> list[Fault]:
     return found
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=str)
+# test_object_faults has refreshes that fail, too.
+LONG = {"refresh": [pytest.mark.long]}
+
+
+@pytest.mark.parametrize(
+    "operation", [pytest.param(one, id=str(one), marks=LONG.get(str(one), [])) for one in OPERATIONS]
+)
 def test_a_fault_at_any_request_costs_a_chunk_at_most(way, s3_server, operation):
     whole = Case(operation, way, s3_server)
     whole.judge(whole.work(Fault()), Fault())
