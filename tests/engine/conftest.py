@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.namespaces import Host, NotPermitted, two_hosts
+from support.processor import HAS_AVX512, NO_AVX512
 from support.vllm_engine.pair import Pair, Setup
 
 
@@ -62,6 +63,8 @@ def running(tmp_path_factory: pytest.TempPathFactory, checkpoints: Path) -> Iter
 @pytest.fixture(scope="module")
 def pair(request: pytest.FixtureRequest, running: _Running) -> Pair:
     """The pair of this module's parameter, a `Setup`."""
+    if request.param.options.get("kv_cache_dtype") == "fp8" and not HAS_AVX512:
+        pytest.skip(NO_AVX512)
     return running.pair(request.param)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--parts", "hooks,ttft", "--prompt", "1024", "--rounds", "1", "--json")

@@ -14,13 +14,12 @@ LENGTHS = (60, 801, 1569, 2500)
 """In one block; one token past the end of a block, of either engine; past the ends of several."""
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.long,
     pytest.mark.parametrize(
         "pair",
         [
             pytest.param(Setup("qwen3next", "800-1568", OPTIONS, **UNLIKE), id="qwen3next"),
-            pytest.param(
-                Setup("gemma3", "800-1568", OPTIONS, **UNLIKE), id="gemma3", marks=pytest.mark.long
-            ),
+            pytest.param(Setup("gemma3", "800-1568", OPTIONS, **UNLIKE), id="gemma3", marks=pytest.mark.long),
         ],
         indirect=True,
     ),

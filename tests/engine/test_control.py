@@ -7,8 +7,8 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,14 @@ import httpx
 import pytest
 
 from kvferry.serving.tiny import tiny_checkpoint
+from support.in_process import kvferry
+from support.vllm_engine import copied
 from support.vllm_engine.pair import connector, prompt
+from support.vllm_engine.plugins import with_plugins
+from support.waiting import wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
-KVFERRY = [sys.executable, "-c", "from kvferry.cli.main import main; main()"]
 TEXT = prompt(600, 30)
 
 
@@ -48,21 +51,20 @@ class Server:
         command += ["--max-model-len", "1024", "--kv-cache-memory-bytes", str(64 << 20)]
         command += ["--kv-transfer-config", json.dumps(transfer)]
         environment = {**os.environ, "TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+        environment |= with_plugins(folder / "plugins", copied)
         self.log = folder / "log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
         self.client = httpx.Client(timeout=60, trust_env=False)
 
     def wait(self) -> None:
-        until = time.monotonic() + 200
-        while True:
-            assert time.monotonic() < until, self.log.read_text()[-3000:]
+        def healthy() -> bool:
             assert self.process.poll() is None, self.log.read_text()[-3000:]
-            try:
-                if self.client.get(f"{self.url}/health").status_code == 200:
-                    return
-            except httpx.TransportError:
-                time.sleep(0.2)
+            with suppress(httpx.TransportError):
+                return self.client.get(f"{self.url}/health").status_code == 200
+            return False
+
+        wait_for(healthy, 200)
 
     def ask(self, salt: str | None = None) -> None:
         body: dict[str, Any] = {"model": self.model, "prompt": TEXT, "max_tokens": 2, "temperature": 0}
@@ -73,12 +75,7 @@ class Server:
 
     def cache(self, *arguments: str, code: int = 0) -> dict[str, Any]:
         """The JSON answer of `kvferry cache`."""
-        done = subprocess.run(
-            [*KVFERRY, "cache", *arguments, "--engine", self.admin, "--json"],
-            check=False,
-            capture_output=True,
-            text=True,
-        )
+        done = kvferry("cache", *arguments, "--engine", self.admin, "--json")
         assert done.returncode == code, done.stderr
         return json.loads(done.stdout)
 
@@ -105,9 +102,7 @@ def server(running: Any, checkpoints: Path, tmp_path_factory: pytest.TempPathFac
 def test_an_idle_engine_says_what_its_tiers_have_of_a_prompt_and_drops_it(server: Server) -> None:
     assert server.lookup() == {"host": 0, "file": 0}
     server.ask()
-    until = time.monotonic() + 20
-    while server.lookup() != {"host": 600, "file": 600}:
-        assert time.monotonic() < until, server.lookup()
+    wait_for(lambda: server.lookup() == {"host": 600, "file": 600})
     assert server.lookup("--salt", "tenant") == {"host": 0, "file": 0}
     pin = server.cache("pin", "--name", "p", "--tokens", str(server.tokens))
     assert pin["pinned_chunks"] == pin["chunks"] > 0

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
@@ -25,8 +24,9 @@ from support.vllm_engine import copied, experts
 from support.vllm_engine.pair import prompt
 from support.vllm_engine.plugins import with_plugins
 from support.vllm_engine.ranks import ARGUMENTS, ENVIRONMENT, ask_ranks
+from support.waiting import wait_for
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 
 KVFERRY = [sys.executable, "-c", "from kvferry.cli.main import main; main()"]
 RANKS = 2
@@ -88,10 +88,7 @@ class Served:
 
     def counted(self, before: Counter[str], expected: Counter[str]) -> None:
         """Wait until the counts have grown by these, which vLLM publishes after its steps."""
-        ends = time.monotonic() + 30
-        while (grown := self.counts() - before) != expected and time.monotonic() < ends:
-            time.sleep(0.1)
-        assert grown == expected
+        wait_for(lambda: self.counts() - before == expected)
 
     def close(self) -> None:
         self._client.close()
@@ -103,7 +100,7 @@ class Served:
 @pytest.fixture(
     scope="module",
     # Ranks of a dense model are independent; those of a mixture of experts compute every step together.
-    params=["gemma3", pytest.param("gptoss", marks=pytest.mark.long)],
+    params=["gemma3", "gptoss"],
 )
 def served(
     request: pytest.FixtureRequest, running: object, checkpoints: Path, tmp_path_factory: Any

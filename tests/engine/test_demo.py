@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from support.leftovers import Leftovers
+from support.waiting import wait_for
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 WRITING = "Tiny random checkpoints"
 DEMO = (str(Path(sys.executable).with_name("kvferry")), "demo")
@@ -56,11 +57,12 @@ class Run:
         return self._printed.read_text()
 
     def until(self, seen: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 240
-        while not seen():
-            assert self.process.poll() is None, self.output
-            assert time.monotonic() < deadline, self.output
-            time.sleep(0.05)
+        def reached() -> bool:
+            found = bool(seen())
+            assert found or self.process.poll() is None, self.output
+            return found
+
+        wait_for(reached, 240)
 
     def ends(self, code: int, seconds: float) -> None:
         try:
@@ -116,8 +118,8 @@ def test_it_ends_with_a_table_of_what_moved_and_answers_like_a_single_engines(st
         ((signal.SIGINT,), WRITING),
         ((signal.SIGINT,), "decode-0 starting"),
         ((signal.SIGINT,), "    -> "),
-        pytest.param((signal.SIGINT, signal.SIGINT), "Both engines are ready", marks=pytest.mark.long),
-        pytest.param((signal.SIGTERM,), "prefill-0 ready", marks=pytest.mark.long),
+        ((signal.SIGINT, signal.SIGINT), "Both engines are ready"),
+        ((signal.SIGTERM,), "prefill-0 ready"),
     ],
     ids=["writing", "starting", "answering", "twice", "terminated"],
 )

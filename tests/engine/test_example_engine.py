@@ -20,7 +20,7 @@ from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
 from support.vllm_engine.pair import SOON, connector
 from support.vllm_engine.process import Engine
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 TOKENS, BLOCKS = 12, 128
 

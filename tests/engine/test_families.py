@@ -5,21 +5,27 @@ Half of the engines schedule asynchronously, as vLLM does on a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from kvferry.serving.router.bodies import ASK_FOR_KV
 from support.vllm_engine.inside import distance
-from support.vllm_engine.lengths import every_length, limit_admissions, through
-from support.vllm_engine.marks import engines
+from support.vllm_engine.lengths import limit_admissions, of_each_length, through
+from support.vllm_engine.marks import families
 from support.vllm_engine.pair import SOON, TEXTS, TOGETHER, Pair, Setup, prompt
 
 NO_CACHE = {"enable_prefix_caching": False}
 SHORT_STEPS = {"max_num_batched_tokens": 256}
-REPRESENTATIVE = (
-    Setup("gemma4", options=SHORT_STEPS, exact=True, asynchronous=True),
+WINDOWS = Setup("gemma4", options=SHORT_STEPS, exact=True, asynchronous=True)
+# vLLM's Mamba2 for CPUs caches prefixes if no step of prefill goes past the end of a block.
+STATES = Setup("nemotronh", "cached", {"enable_prefix_caching": True, "max_num_batched_tokens": 128})
+LATENTS = Setup("dsv3", asynchronous=True)
+SETUPS = (
+    WINDOWS,
+    STATES,
+    LATENTS,
     Setup("nemotronh", options={**NO_CACHE, **SHORT_STEPS}),
-)
-ALL = (
     Setup("qwen3", options=SHORT_STEPS, exact=True),
     Setup("qwen3", "uncached", {**NO_CACHE, **SHORT_STEPS}, exact=True, asynchronous=True),
     Setup("gemma3", options=SHORT_STEPS, exact=True),
@@ -28,21 +34,24 @@ ALL = (
     Setup("gptoss", options=SHORT_STEPS, asynchronous=True),
     Setup("llama4", options=SHORT_STEPS, asynchronous=True),
     Setup("dsv2"),
-    Setup("dsv3", asynchronous=True),
     Setup("qwen3next", options=SHORT_STEPS, asynchronous=True),
     Setup("qwen3next", "uncached", {**NO_CACHE, **SHORT_STEPS}),
     Setup(
         "nemotronh",
-        "cached",
+        "cached-bfloat16",
         {"enable_prefix_caching": True, "dtype": "bfloat16", "max_num_batched_tokens": 256},
         asynchronous=True,
     ),
     Setup("lfm2", options=SHORT_STEPS),
     Setup("lfm2", "uncached", {**NO_CACHE, **SHORT_STEPS}, asynchronous=True),
 )
-pytestmark = engines("pair", REPRESENTATIVE, ALL)
+pytestmark = pytest.mark.engine
+every_kind = families("pair", SETUPS, *map(str, (WINDOWS, STATES, LATENTS)))
+with_windows = families("pair", SETUPS, str(WINDOWS))
+with_states = families("pair", SETUPS, str(STATES))
 
 
+@every_kind
 def test_what_pages_hold_is_proved_or_not_claimed(pair: Pair) -> None:
     right, wrong = ("latent", "packed_kv") if pair.setup.family.startswith("dsv") else ("cpu_kv", "packed_kv")
     for kind, content, fields in pair.decode.call("contents"):
@@ -57,6 +66,7 @@ def test_what_pages_hold_is_proved_or_not_claimed(pair: Pair) -> None:
         )
 
 
+@every_kind
 def test_bytes_are_the_producers_and_the_answer_is_a_single_engines(pair: Pair) -> None:
     for start in TEXTS:
         text, reference = pair.own_words(start)
@@ -67,6 +77,7 @@ def test_bytes_are_the_producers_and_the_answer_is_a_single_engines(pair: Pair) 
         pair.forget()
 
 
+@with_windows
 def test_a_cache_that_two_layers_read_moves_once(pair: Pair) -> None:
     if pair.setup.family != "gemma4":
         pytest.skip("each layer of this family has its own cache")
@@ -75,10 +86,14 @@ def test_a_cache_that_two_layers_read_moves_once(pair: Pair) -> None:
     pair.forget()
 
 
-def test_every_length_up_to_two_blocks_is_answered_again_as_it_was(pair: Pair) -> None:
+@of_each_length
+@with_windows
+def test_every_length_up_to_two_blocks_is_answered_again_as_it_was(
+    pair: Pair, texts_of: Callable[[int, int], list[list[int]]]
+) -> None:
     if not pair.setup.exact:
         pytest.skip("answers depend on what is computed beside them")
-    texts = every_length(pair.about["block_size"], 50_000)
+    texts = texts_of(pair.about["block_size"], 50_000)
     for engine in (pair.prefill, pair.decode):
         limit_admissions(engine)
     references = pair.prefill.call("generate", texts, tokens=2)
@@ -91,6 +106,7 @@ def test_every_length_up_to_two_blocks_is_answered_again_as_it_was(pair: Pair) -
         pair.forget()
 
 
+@with_windows
 def test_nothing_is_held_when_all_is_said(pair: Pair) -> None:
     free = pair.prefill.call("free_blocks"), pair.decode.call("free_blocks")
     pair.through([prompt(300, 1)])
@@ -101,6 +117,7 @@ def test_nothing_is_held_when_all_is_said(pair: Pair) -> None:
     pair.forget()
 
 
+@with_windows
 def test_samples_of_one_prompt_are_handed_over_once_and_leave_no_lease(pair: Pair) -> None:
     """As through a router that asks both engines for all samples."""
     text, reference = pair.own_words(prompt(300, 12))
@@ -121,6 +138,7 @@ def test_samples_of_one_prompt_are_handed_over_once_and_leave_no_lease(pair: Pai
     pair.forget()
 
 
+@with_states
 def test_a_ticket_for_all_tokens_of_a_prompt_leaves_the_answer_right(pair: Pair) -> None:
     """The engine computes the last token of a prompt in any case; recurrent state must not see it twice."""
     text = prompt(257, 60)
@@ -134,6 +152,7 @@ def test_a_ticket_for_all_tokens_of_a_prompt_leaves_the_answer_right(pair: Pair)
     pair.forget()
 
 
+@with_windows
 def test_one_token_has_nothing_to_hand_over(pair: Pair) -> None:
     text = prompt(1, 5)
     answer = pair.through([text])[0]
@@ -142,6 +161,7 @@ def test_one_token_has_nothing_to_hand_over(pair: Pair) -> None:
     pair.agree(answer, pair.reference([text])[0])
 
 
+@with_windows
 def test_several_requests_at_once(pair: Pair) -> None:
     texts = list(TOGETHER)
     answers = pair.through(texts)
@@ -151,6 +171,7 @@ def test_several_requests_at_once(pair: Pair) -> None:
     pair.forget()
 
 
+@with_windows
 def test_a_second_turn_moves_what_the_first_left_out(pair: Pair) -> None:
     first = prompt(290, 7)
     said = pair.through([first])[0]
@@ -167,6 +188,7 @@ def test_a_second_turn_moves_what_the_first_left_out(pair: Pair) -> None:
     pair.forget()
 
 
+@with_states
 def test_a_turn_shares_the_attention_blocks_of_the_turn_before_though_its_state_stands_inside_one(
     pair: Pair,
 ) -> None:
@@ -190,6 +212,7 @@ def test_a_turn_shares_the_attention_blocks_of_the_turn_before_though_its_state_
     assert distance(answers[0], answers[1]) > 1e-3, "the blocks that were shared are not used"
 
 
+@with_states
 def test_a_prompt_of_whole_blocks_loads_the_state_that_is_missing_after_them(pair: Pair) -> None:
     """All of its attention blocks are here. The load brings the last of them again, and the state."""
     kinds = [name for name, _, _ in pair.about["groups"]]
@@ -206,6 +229,7 @@ def test_a_prompt_of_whole_blocks_loads_the_state_that_is_missing_after_them(pai
     pair.forget()
 
 
+@with_windows
 def test_a_prompt_that_is_all_here_moves_nothing_and_releases_the_producer(pair: Pair) -> None:
     if not pair.prefix_caching:
         pytest.skip("this setup caches no prefixes")
@@ -223,6 +247,7 @@ def test_a_prompt_that_is_all_here_moves_nothing_and_releases_the_producer(pair:
     pair.forget()
 
 
+@every_kind
 def test_a_spoiled_block_of_any_group_changes_the_answer(pair: Pair) -> None:
     # All of it in one block: the one that is spoiled is then all that a group has to go by.
     text = prompt(min(60, pair.about["block_size"]), 11)

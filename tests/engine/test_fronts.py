@@ -21,6 +21,7 @@ from support.llm_d import Sidecar
 FRONTS = os.environ.get("KVFERRY_TEST_FRONTS")
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.long,
     pytest.mark.timeout(300),
     pytest.mark.skipif(
         not FRONTS, reason="KVFERRY_TEST_FRONTS names no environment with routers (make fronts)"

@@ -13,7 +13,7 @@ from support.open_to_others import session
 from support.vllm_engine.inside import distance
 from support.vllm_engine.pair import SOON, Pair, Setup, connector, prompt
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 HANDSHAKE, LOAD = 4.0, 4.0
 """Seconds until a peer is given up, and until a load is."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 from kvferry.connector.worker.stale import MOVED
-from support.processor import HAS_AVX512
 from support.vllm_engine.inside import distance
 from support.vllm_engine.marks import engines
 from support.vllm_engine.pair import Pair, Setup, prompt
@@ -30,13 +29,6 @@ DELTA = {"family": "qwen3next", "options": {**STEPS, "mamba_ssm_cache_dtype": "f
 
 REPRESENTATIVE = (
     Setup(
-        **DENSE,
-        label="auto",
-        layouts=("auto", "engine"),
-        prefill_options=SMALL,
-        decode_options=LARGE | SPLIT,
-    ),
-    Setup(
         **WINDOWS,
         label="auto",
         layouts=("engine", "auto"),
@@ -45,10 +37,13 @@ REPRESENTATIVE = (
     ),
 )
 ALL = (
-    *(
-        [Setup(**CODES, label="fp8-64-to-128", prefill_options=SMALL, decode_options=LARGE)]
-        if HAS_AVX512
-        else []
+    Setup(**CODES, label="fp8-64-to-128-needs-avx512", prefill_options=SMALL, decode_options=LARGE),
+    Setup(
+        **DENSE,
+        label="auto",
+        layouts=("auto", "engine"),
+        prefill_options=SMALL,
+        decode_options=LARGE | SPLIT,
     ),
     Setup(**DENSE, label="128-to-64", prefill_options=LARGE, decode_options=SMALL),
     Setup(**DENSE, label="LBHNC-to-BLHNC", layouts=("LBHNC", "BLHNC")),

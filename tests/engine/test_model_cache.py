@@ -22,7 +22,7 @@ KINDS = {
     "mla_attention": GroupKind.MLA,
     "mamba": GroupKind.STATE,
 }
-REPRESENTATIVE = ("gemma3", "nemotronh")
+REPRESENTATIVE = ("nemotronh",)
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.parametrize(

@@ -146,6 +146,7 @@ def test_a_reset_is_told_to_both(two: Two) -> None:
     assert distance(after, cold) < 1e-4
 
 
+@pytest.mark.long
 def test_a_child_that_is_slow_to_answer_holds_up_no_request(two: Two) -> None:
     """Neither one of which the other child has some, nor one that is computed sooner than it answers."""
     late, text = 6.0, prompt(700, 12)

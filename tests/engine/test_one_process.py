@@ -10,12 +10,14 @@ import pytest
 
 from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
 from support.vllm_engine.inside import distance
+from support.vllm_engine.marks import families
 from support.vllm_engine.pair import SOON, Pair, Setup, connector, prompt
 from support.vllm_engine.process import Engine
 
 pytestmark = pytest.mark.engine
 
 
+@pytest.mark.long
 def test_two_engines_in_one_process_hand_over_to_each_other(
     running: object, checkpoints: Path, tmp_path: Path
 ) -> None:
@@ -91,13 +93,13 @@ HOST_BUFFER = [
 ]
 
 
-@pytest.fixture(params=["forth", "back"])
+@pytest.fixture(params=["forth", pytest.param("back", marks=pytest.mark.long)])
 def way(request: pytest.FixtureRequest, pair: Pair) -> Pair:
     """The pair, or the same engines in each other's place."""
     return pair if request.param == "forth" else pair.turned()
 
 
-@pytest.mark.parametrize("pair", [pytest.param(s, id=str(s)) for s in HOST_BUFFER], indirect=True)
+@families("pair", HOST_BUFFER, str(HOST_BUFFER[0]))
 def test_an_unregistered_cache_goes_through_host_memory(way: Pair) -> None:
     assert not way.prefill.call("registered_is_the_cache")
     assert not way.decode.call("registered_is_the_cache")

@@ -26,12 +26,12 @@ NAMES = Setup(
 )
 """The prefill engine takes windows for full attention: its groups are called otherwise."""
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
 @pytest.mark.parametrize(
     "pair",
-    [pytest.param(PARTS, id="alike"), pytest.param(NAMES, id="other-names", marks=pytest.mark.long)],
+    [pytest.param(PARTS, id="alike"), pytest.param(NAMES, id="other-names")],
     indirect=True,
 )
 def test_a_prompt_that_ends_where_the_block_does_is_not_served_from_it(pair: Pair) -> None:
@@ -44,7 +44,6 @@ def test_a_prompt_that_ends_where_the_block_does_is_not_served_from_it(pair: Pai
     assert distance(answer, sound) <= 1e-5
 
 
-@pytest.mark.long
 def test_a_block_that_was_full_only_after_the_load_is_not_stored_as_whole(
     running: object, checkpoints: Path, tmp_path: Path
 ) -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -18,10 +17,12 @@ import pytest
 from kvferry.serving.ports import free_ports
 from kvferry.serving.tiny import tiny_checkpoint
 from support.fronts import Engines, answer, answers, bodies
+from support.waiting import wait_for
 
 RAY = os.environ.get("KVFERRY_TEST_RAY")
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.long,
     pytest.mark.timeout(900),
     pytest.mark.skipif(not RAY, reason="KVFERRY_TEST_RAY names no folder with Ray (make fronts)"),
 ]
@@ -52,12 +53,6 @@ class App:
 
         deployments = serve.status().applications["default"].deployments
         return {name: each.replica_states for name, each in deployments.items()}
-
-    def wait(self, condition) -> None:
-        deadline = time.monotonic() + SECONDS
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.5)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +129,7 @@ def test_requests_go_on_while_a_replica_whose_engine_died_is_started_again(app, 
                     served.append(answer(client, path, body))
             except (httpx.HTTPError, AssertionError) as error:
                 failed.append(repr(error))
-            time.sleep(0.2)
+            ended.wait(0.2)
 
     asker = threading.Thread(target=ask)
     asker.start()
@@ -142,7 +137,7 @@ def test_requests_go_on_while_a_replica_whose_engine_died_is_started_again(app, 
         victim = guard_of(app, role)
         os.killpg(victim, signal.SIGKILL)
         # Its replica fails the next health check.
-        app.wait(lambda: victim not in {guard_of(app, role) for _ in range(4)} and healthy(app))
+        wait_for(lambda: victim not in {guard_of(app, role) for _ in range(4)} and healthy(app), SECONDS)
         ended.wait(2)
     finally:
         ended.set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,8 +12,9 @@ import pytest
 
 from support.vllm_engine.pair import SOON, Pair, Setup, prompt
 from support.vllm_engine.process import Engine
+from support.waiting import wait_for
 
-LEASE, DEADLINE = 4.0, 3.0
+LEASE, DEADLINE = 2.0, 2.0
 OVER_TCP = Setup(
     "gemma3",
     "over-tcp",
@@ -24,7 +24,7 @@ OVER_TCP = Setup(
     connector={
         "lease_seconds": LEASE,
         "load_timeout_seconds": DEADLINE,
-        "handshake_seconds": 5.0,
+        "handshake_seconds": 2.0,
         "late_blocks": 1.0,  # so that two loads of so small a pool may be late at once
     },
     environment={"UCX_TLS": "tcp,self"},
@@ -48,18 +48,11 @@ def acquaint(pair: Pair) -> None:
     pair.forget()
 
 
-def eventually(true: Callable[[], bool], seconds: float = SOON) -> None:
-    until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until, "it did not come true"
-        time.sleep(0.05)
-
-
 def claimed(pair: Pair, texts: list[list[int]]) -> list[str]:
     """Requests that wait to be scheduled by the decode engine, their tickets redeemed: all can be loaded."""
     offers = [answer["params"] for answer in pair.prefill.call("prefill", texts)]
     names: list[str] = pair.decode.call("add", texts, offers)
-    eventually(lambda: pair.decode.call("redeemed") == len(texts))
+    wait_for(lambda: pair.decode.call("redeemed") == len(texts))
     return names
 
 
@@ -155,7 +148,7 @@ def test_a_request_aborted_before_it_ran_releases_the_producer(pair: Pair) -> No
     pair.decode.call("abort", name)
     pair.prefill.call("step", SOON)
     assert pair.prefill.call("requests_left") == 0
-    eventually(lambda: quiet(pair))
+    wait_for(lambda: quiet(pair))
 
 
 def test_a_request_aborted_while_loading_gives_its_blocks_back_once_nothing_can_land(pair: Pair) -> None:
@@ -179,7 +172,7 @@ def test_a_request_aborted_while_loading_gives_its_blocks_back_once_nothing_can_
         pair.prefill.signal(signal.SIGCONT)
     answer = pair.through([prompt(40, 6)])[0]
     assert answer["moved"]
-    eventually(lambda: quiet(pair))
+    wait_for(lambda: quiet(pair))
     assert pair.decode.call("counted")["late_blocks"] == 0
     pair.forget()
     assert pair.decode.call("free_blocks") == free
@@ -192,7 +185,6 @@ def test_past_its_deadline_a_request_is_computed_here_and_late_bytes_hurt_nobody
     names = claimed(pair, texts)
     pair.prefill.signal(signal.SIGSTOP)
     try:
-        began = time.monotonic()
         late = {
             "loads__peer__expired": 2,
             "misses__peer__deadline__": 2,
@@ -200,7 +192,6 @@ def test_past_its_deadline_a_request_is_computed_here_and_late_bytes_hurt_nobody
         }
         with counting(pair.decode, queries__peer=2, pending_loads__peer=0, load_seconds__peer=0, **late):
             answers = pair.decode.call("answers", names)
-        assert time.monotonic() - began < DEADLINE + 8
         assert not pair.decode.call("loaded")
         assert pair.decode.call("counters")["pins"] == 2
         others = [prompt(600, n) for n in (60, 61, 62)]
@@ -209,32 +200,36 @@ def test_past_its_deadline_a_request_is_computed_here_and_late_bytes_hurt_nobody
         pair.prefill.signal(signal.SIGCONT)
     for answer, reference in zip(answers, pair.reference(texts), strict=True):
         pair.agree(answer, reference)
-    eventually(lambda: quiet(pair) or not pair.decode.call("generate", [prompt(10, 8)], tokens=1))
+    wait_for(lambda: quiet(pair) or not pair.decode.call("generate", [prompt(10, 8)], tokens=1))
     pair.forget()
     assert pair.decode.call("free_blocks") == free
 
 
 def test_a_decode_engine_that_preempts_answers_rightly(pair: Pair) -> None:
-    texts = [prompt(n, n) for n in (620, 630, 640, 660, 670)]
+    texts = [prompt(n, n) for n in (620, 624, 628, 632, 636)]  # each needs another block soon
     assert pair.decode.call("preemptions") == 0
-    answers = pair.through(texts, tokens=260)
+    answers = pair.through(texts, tokens=40)
     assert pair.decode.call("preemptions") > 0, "the block pool was large enough: nothing was shown"
     assert all(answer["moved"] for answer in answers)
-    for answer, reference in zip(answers, pair.reference(texts, tokens=260), strict=True):
+    for answer, reference in zip(answers, pair.reference(texts, tokens=40), strict=True):
         pair.agree(answer, reference)
-    eventually(lambda: quiet(pair))
+    wait_for(lambda: quiet(pair))
     pair.forget()
 
 
 def test_a_prefill_engine_that_preempts_hands_over_the_right_bytes(pair: Pair) -> None:
     assert pair.prefill.call("preemptions") == 0
-    others = pair.prefill.call("add", [prompt(650, n) for n in range(70, 76)], [None] * 6, 350)
-    pair.prefill.call("steps", 40)
-    texts = [prompt(n, n) for n in (390, 510)]
-    answers = pair.through(texts, prefill="prefill_among_others")
+    others = pair.prefill.call("add", [prompt(600, n) for n in range(70, 76)], [None] * 6, 350)
+    pair.prefill.call("steps", 10)
+
+    def one_by_one(texts: list[list[int]]) -> list[dict[str, Any]]:
+        """Answers; while two were computed among the others, the first one's lease would run."""
+        return [answer for text in texts for answer in pair.through([text], prefill="prefill_among_others")]
+
+    answers = one_by_one(texts := [prompt(n, n) for n in (390, 510)])
     while not pair.prefill.call("preemptions"):
         assert not pair.prefill.call("steps", 20), "the block pool was large enough: nothing was shown"
-    answers += pair.through(more := [prompt(420, 1), prompt(530, 2)], prefill="prefill_among_others")
+    answers += one_by_one(more := [prompt(420, 1), prompt(530, 2)])
     assert all(answer["moved"] for answer in answers)
     pair.prefill.call("abort", others)
     for answer, reference in zip(answers, pair.reference(texts + more), strict=True):
@@ -262,7 +257,14 @@ LIES: dict[str, Callable[[list[list[int]]], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("what", [*MALFORMED, *LIES])
+SHORT = ("a ticket that was guessed", "the word of a lease that has ended")
+"""The scheduler finds the first, the worker the second. Unit tests of peers and transport have the others."""
+
+
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param(what, marks=[] if what in SHORT else pytest.mark.long) for what in (*MALFORMED, *LIES)],
+)
 def test_a_malformed_offer_or_grant_is_said_and_computed_here(pair: Pair, what: str) -> None:
     text = prompt(300, 9)
     offer = offer_of(pair, text)
@@ -277,7 +279,7 @@ def test_a_malformed_offer_or_grant_is_said_and_computed_here(pair: Pair, what: 
     assert len(new) < 5000
     pair.prefill.call("step", LEASE + SOON)
     assert pair.prefill.call("requests_left") == 0
-    eventually(lambda: quiet(pair))
+    wait_for(lambda: quiet(pair))
     pair.prefill.call("reset_prefix_cache")
 
 
@@ -290,7 +292,7 @@ def test_a_peer_that_nothing_was_read_from_for_a_while_is_forgotten_and_met_agai
         pair.agree(answer, pair.reference([text])[0])
         pair.decode.call("forget_peers_after", seconds)
         pair.decode.call("generate", [text])
-        eventually(lambda known=1 if seconds else 0: pair.decode.call("peers") == known)
+        wait_for(lambda known=1 if seconds else 0: pair.decode.call("peers") == known)
         pair.forget()
 
 

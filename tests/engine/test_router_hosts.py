@@ -32,7 +32,7 @@ from support.vllm_engine.pair import prompt
 from support.vllm_engine.plugins import with_plugins
 from support.vllm_engine.ranks import ARGUMENTS, ENVIRONMENT, ask_ranks
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 
 STEP = 256
 """Tokens of a step: the prefill engine computes a longer prompt in several, and is read from meanwhile."""

@@ -29,6 +29,9 @@ from support.explain import explain
 from support.odd_requests import FAILS_IN_VLLM, odd_requests
 from support.otlp import Collector, attributes
 from support.terminal import Terminal
+from support.vllm_engine import copied
+from support.vllm_engine.plugins import with_plugins
+from support.waiting import wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -77,7 +80,7 @@ class Served:
         self.collector = Collector()
         command = [*KVFERRY, "serve", self.model, "--port", "0", "--log-dir", str(folder)]
         command += ["--turn-seconds", "600", "--", *ENGINE, "--otlp-traces-endpoint", self.collector.url]
-        soon = environment() | {"OTEL_BSP_SCHEDULE_DELAY": "100"}
+        soon = environment() | with_plugins(folder / "plugins", copied) | {"OTEL_BSP_SCHEDULE_DELAY": "100"}
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
                 command, env=soon, stdout=subprocess.PIPE, stderr=errors, text=True
@@ -147,7 +150,7 @@ def test_a_request_is_explained_and_its_spans_belong_to_the_callers_trace(served
     body = {"model": served.model, "prompt": "Why? " + TEXT * 18, "max_tokens": 4}
     answer = served.client.post(f"{served.url}/v1/completions", json=body, headers=headers).json()
     tokens = answer["usage"]["prompt_tokens"]
-    eventually(lambda: "released" in explain("who-asks-why").stdout)
+    wait_for(lambda: "released" in explain("who-asks-why").stdout)
 
     prefill, decode = explain("who-asks-why").stdout.split("\n\n")
     assert re.match(r"cmpl-who-asks-why-0-\w{8}\n  prefill engine, process \d+,\s", prefill)
@@ -216,7 +219,7 @@ def test_the_next_turn_of_a_chat_is_read_from_the_engine_that_gave_the_last_answ
         answer = chat(served, messages, name)
         alone = served.post(served.decode, "/v1/chat/completions", messages=messages, cache_salt=name).json()
         assert answer["choices"][0]["message"] == alone["choices"][0]["message"]
-        eventually(lambda: "released" in explain(name).stdout)
+        wait_for(lambda: "released" in explain(name).stdout)
         loaded = re.search(
             r"Loading tokens (\d+) to (\d+): \d+ from peer", explain(name).stdout.split("\n\n")[0]
         )
@@ -226,10 +229,10 @@ def test_the_next_turn_of_a_chat_is_read_from_the_engine_that_gave_the_last_answ
         assert start <= before["usage"]["prompt_tokens"]
         assert end == before["usage"]["total_tokens"] - 1, "the last token's content was never computed"
         hit_tokens += end - start
-        eventually(lambda: served.metric(served.prefill, "kvferry_hit_tokens_total") == hit_tokens)
+        wait_for(lambda: served.metric(served.prefill, "kvferry_hit_tokens_total") == hit_tokens)
         return True
 
-    eventually(is_read)
+    wait_for(is_read)
 
 
 def chat(served, messages, name="chat", **more) -> dict:
@@ -286,7 +289,7 @@ def test_parallel_samples_are_a_single_engines_and_leave_no_lease(served):
     alone = served.post(served.prefill, "/v1/completions", **body, cache_salt="n").json()
     assert [one["text"] for one in answer["choices"]] == [one["text"] for one in alone["choices"]]
     # Well before the leases expire.
-    eventually(lambda: served.metric(served.prefill, "vllm:kv_cache_usage_perc") == 0, 15)
+    wait_for(lambda: served.metric(served.prefill, "vllm:kv_cache_usage_perc") == 0)
     assert served.metric(served.prefill, "kvferry_leases_granted_total") == granted + 1
 
 
@@ -315,16 +318,9 @@ def test_a_caller_who_leaves_frees_the_decode_engine(served):
     completed = served.metric(served.decode, _COMPLETED)
     with socket.create_connection((address.hostname, address.port)) as sock:
         sock.sendall(head.encode() + raw)
-        eventually(lambda: served.metric(served.decode, "vllm:num_requests_running") == 1)
-    eventually(lambda: served.metric(served.decode, "vllm:num_requests_running") == 0)
+        wait_for(lambda: served.metric(served.decode, "vllm:num_requests_running") == 1)
+    wait_for(lambda: served.metric(served.decode, "vllm:num_requests_running") == 0)
     assert served.metric(served.decode, _COMPLETED) == completed
-
-
-def eventually(condition, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_doctor_finds_both_engines_behind_the_router_and_lets_them_read(served):
@@ -339,7 +335,7 @@ def test_doctor_finds_both_engines_behind_the_router_and_lets_them_read(served):
     (pair,) = [findings for title, findings in sections.items() if "->" in title]
     assert f"{served.prefill} (there) -> {served.decode} (here)" in sections
     assert "1 rank(s) there, 1 here" in next(one["found"] for one in pair if one["subject"] == "compatible")
-    eventually(lambda: served.metric(served.prefill, "vllm:kv_cache_usage_perc") == 0, 15)
+    wait_for(lambda: served.metric(served.prefill, "vllm:kv_cache_usage_perc") == 0)
 
 
 def test_top_finds_the_engines_through_the_router_and_shows_what_they_have_done(served):
@@ -424,6 +420,7 @@ def attack(served: Served, url: str, offer: dict) -> dict[str, int]:
     return statuses
 
 
+@pytest.mark.long
 def test_odd_requests_of_api_clients_cost_others_nothing(served):
     """Sent to the engines themselves, under the request id of another user, who is asking all the while."""
     texts, both = [f"{number} {TEXT * 6}" for number in range(4)], (served.prefill, served.decode)
@@ -446,8 +443,8 @@ def test_odd_requests_of_api_clients_cost_others_nothing(served):
         assert list(statuses.values()).count(200) > len(statuses) / 2, "served, by computing"
     assert served.misses(served.decode)["refused"] > refused + 50
     for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "kvferry_pending_loads"):
-        eventually(lambda name=name: [served.metric(url, name) for url in both] == [0, 0])
-    eventually(lambda: served.metric(served.prefill, "kvferry_leases") == 0)
+        wait_for(lambda name=name: [served.metric(url, name) for url in both] == [0, 0])
+    wait_for(lambda: served.metric(served.prefill, "kvferry_leases") == 0)
     assert served.metric(served.prefill, "vllm:kv_cache_usage_perc") == 0
     assert served.client.get(f"{served.url}/health").json()["status"] == "ok"
     log = (served.errors.parent / "decode-0.log").read_bytes()
@@ -507,7 +504,7 @@ def test_tickets_are_of_no_use_with_other_prompts_nor_a_second_time_nor_made_up(
         answer(number, None)
     for (number, _), thief in zip(attempts, thieves, strict=True):
         answer(number, None, cache_salt=thief)
-    eventually(lambda: served.metric(served.prefill, "kvferry_leases") == 0, 60)
+    wait_for(lambda: served.metric(served.prefill, "kvferry_leases") == 0, 60)
 
 
 def test_every_metric_that_is_asked_for_is_on_an_engines_page(served):
@@ -521,6 +518,7 @@ def test_every_metric_that_is_asked_for_is_on_an_engines_page(served):
             assert set(re.findall(r'(\w+)="', labels)) - {"le"} == asked, name
 
 
+@pytest.mark.long
 def test_a_prefill_engine_that_dies_is_done_without_until_it_is_restarted(served):
     prompt = TEXT * 12
     [pid] = [
@@ -530,16 +528,16 @@ def test_a_prefill_engine_that_dies_is_done_without_until_it_is_restarted(served
         and b"kvferry.serving.guard" not in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     os.kill(pid, signal.SIGKILL)
-    eventually(lambda: "prefill-0 ended with signal 9" in served.errors.read_text())
-    eventually(lambda: served.client.get(f"{served.url}/health").json()["status"] == "degraded")
+    wait_for(lambda: "prefill-0 ended with signal 9" in served.errors.read_text())
+    wait_for(lambda: served.client.get(f"{served.url}/health").json()["status"] == "degraded")
     answer = served.post(served.url, "/v1/completions", prompt=prompt).json()
     alone = served.post(served.decode, "/v1/completions", prompt=prompt, cache_salt="d").json()
     assert answer["choices"][0]["text"] == alone["choices"][0]["text"]
-    eventually(lambda: "prefill-0 is ready again after" in served.errors.read_text(), 180)
-    eventually(lambda: served.client.get(f"{served.url}/health").json()["status"] == "ok")
+    wait_for(lambda: "prefill-0 is ready again after" in served.errors.read_text(), 180)
+    wait_for(lambda: served.client.get(f"{served.url}/health").json()["status"] == "ok")
     offered = served.metric(served.prefill, "kvferry_leases_granted_total")
     assert served.post(served.url, "/v1/completions", prompt=prompt + "Again").status_code == 200
-    eventually(lambda: served.metric(served.prefill, "kvferry_leases_granted_total") == offered + 1)
+    wait_for(lambda: served.metric(served.prefill, "kvferry_leases_granted_total") == offered + 1)
 
 
 def test_ctrl_c_leaves_no_process_port_or_shared_memory(served):
@@ -552,7 +550,7 @@ def test_ctrl_c_leaves_no_process_port_or_shared_memory(served):
         target=lambda: answers.append(served.post(served.url, "/v1/completions", **body))
     )
     caller.start()
-    eventually(lambda: served.metric(served.decode, "vllm:num_requests_running") == 1)
+    wait_for(lambda: served.metric(served.decode, "vllm:num_requests_running") == 1)
     served.process.send_signal(signal.SIGINT)
     assert served.process.wait(60) == 130
     caller.join(10)
@@ -574,6 +572,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.long
 def test_an_engine_that_serves_alone_has_tiers(running, model, tmp_path):
     running.close()
     (tmp_path / "kv").mkdir()
@@ -587,12 +586,13 @@ def test_an_engine_that_serves_alone_has_tiers(running, model, tmp_path):
         body = {"model": str(model), "prompt": TEXT * 30, "max_tokens": 2}
         assert httpx.post(f"{url}/completions", json=body, timeout=60, trust_env=False).status_code == 200
         health = httpx.get(url.removesuffix("/v1") + "/health", trust_env=False).json()
-        eventually(lambda: [*(tmp_path / "kv").rglob("*.kv")])
+        wait_for(lambda: [*(tmp_path / "kv").rglob("*.kv")])
         process.terminate()
         assert process.wait(60) == 0
     assert (health["status"], len(health["prefill"]), len(health["decode"])) == ("ok", 0, 1)
 
 
+@pytest.mark.long
 def test_a_model_that_does_not_fit_is_one_sentence(running, model, tmp_path):
     running.close()
     command = [*KVFERRY, "serve", str(model), "--port", "0", "--log-dir", str(tmp_path)]

@@ -94,6 +94,7 @@ def half_loaded(served: Served, salt: str, *, spoiled: str | None = None) -> dic
     return answer
 
 
+@pytest.mark.long
 def test_without_the_setting_nothing_of_a_shared_prefix_is_loaded(served: Served, tmp_path: Path) -> None:
     served.engine.close()
     without = Served(served.family, served._checkpoints, tmp_path, 0)

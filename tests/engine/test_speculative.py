@@ -13,7 +13,7 @@ import pytest
 
 from support.vllm_engine.drafts import TOKENS
 from support.vllm_engine.inside import distance
-from support.vllm_engine.marks import engines
+from support.vllm_engine.marks import families
 from support.vllm_engine.mtp import MODULES
 from support.vllm_engine.pair import Pair, Setup, prompt
 
@@ -26,11 +26,11 @@ def speculating(family: str, prefill: str, decode: str, *, asynchronous: bool = 
     return Setup(family, label, SHORT_STEPS, drafts=(prefill, decode), asynchronous=asynchronous)
 
 
-REPRESENTATIVE = (
-    speculating("llama", "itself", "itself"),
-    speculating("gemma3", "", "eagle", asynchronous=True),
-)
-ALL = (
+MOVED = speculating("llama", "itself", "itself")
+MADE_HERE = speculating("gemma3", "", "eagle", asynchronous=True)
+SETUPS = (
+    MOVED,
+    MADE_HERE,
     speculating("llama", "itself", ""),
     speculating("llama", "", "itself"),
     speculating("llama", "eagle", "eagle"),
@@ -48,7 +48,10 @@ ALL = (
     speculating("mimo", "mtp", ""),
     speculating("mimo3", "mtp", "mtp"),
 )
-pytestmark = engines("pair", REPRESENTATIVE, ALL)
+pytestmark = pytest.mark.engine
+drafts_move = families("pair", SETUPS, str(MOVED))
+drafts_move_or_not = families("pair", SETUPS, str(MOVED), str(MADE_HERE))
+drafts_do_not_move = families("pair", SETUPS, str(MADE_HERE))
 REPEATED = prompt(45, 20) * 5
 """N-grams draft what follows from what went before."""
 LONG = 24
@@ -76,6 +79,7 @@ def draft_layers(engine: Any) -> list[str]:
     return engine.call("draft_layers")
 
 
+@drafts_move_or_not
 def test_which_layers_are_the_drafts_is_known(pair: Pair) -> None:
     for engine, method in zip((pair.prefill, pair.decode), pair.setup.drafts, strict=True):
         drafts = draft_layers(engine)
@@ -85,6 +89,7 @@ def test_which_layers_are_the_drafts_is_known(pair: Pair) -> None:
         assert len(drafts) == expected[method]
 
 
+@drafts_move_or_not
 def test_the_answer_is_a_single_engines(pair: Pair) -> None:
     texts = [prompt(n, n) for n in (2, 40, 129, 300)] + [REPEATED]
     for text in texts:
@@ -100,6 +105,7 @@ def test_the_answer_is_a_single_engines(pair: Pair) -> None:
         pair.forget()
 
 
+@drafts_move
 def test_drafts_are_accepted_as_if_the_prompt_had_been_computed_here(pair: Pair) -> None:
     if not pair.setup.drafts[1]:
         pytest.skip("the decode engine does not speculate")
@@ -121,6 +127,7 @@ def test_drafts_are_accepted_as_if_the_prompt_had_been_computed_here(pair: Pair)
         assert (moved[1] > LONG // 2) == moves_drafts(pair), (alone, moved)
 
 
+@drafts_move
 def test_the_same_is_drafted_as_if_the_prompt_had_been_computed_here(pair: Pair) -> None:
     if pair.setup.asynchronous or not draft_layers(pair.decode):
         pytest.skip("the scheduler does not see what is drafted, or no draft keeps a cache")
@@ -135,6 +142,7 @@ def test_the_same_is_drafted_as_if_the_prompt_had_been_computed_here(pair: Pair)
     assert (moved == alone) == moves_drafts(pair)
 
 
+@drafts_do_not_move
 def test_nothing_of_the_blocks_last_owner_is_left_in_a_drafts_layers(pair: Pair) -> None:
     drafts = draft_layers(pair.decode)
     if not drafts or moves_drafts(pair):
@@ -148,6 +156,7 @@ def test_nothing_of_the_blocks_last_owner_is_left_in_a_drafts_layers(pair: Pair)
     pair.forget()
 
 
+@drafts_move
 def test_what_a_draft_keeps_of_a_prompts_end_is_what_the_whole_prompt_gives(pair: Pair) -> None:
     if not draft_layers(pair.prefill):
         pytest.skip("the prefill engine keeps no draft's layers")
@@ -162,6 +171,7 @@ def test_what_a_draft_keeps_of_a_prompts_end_is_what_the_whole_prompt_gives(pair
     assert found[0] == found[1]
 
 
+@drafts_move
 def test_a_spoiled_block_of_any_group_of_the_model_changes_the_answer(pair: Pair) -> None:
     text = prompt(min(60, pair.about["block_size"]), 11)
     sound = pair.through([text])[0]
@@ -173,6 +183,7 @@ def test_a_spoiled_block_of_any_group_of_the_model_changes_the_answer(pair: Pair
         assert distance(pair.spoiled(text, group), sound) > 10 * CLOSE, f"group {group}"
 
 
+@drafts_move
 def test_prompts_that_are_asked_together_and_begin_with_what_the_decode_engine_has(pair: Pair) -> None:
     if pair.setup.family == "gptoss":
         pytest.skip("vLLM finds no prefix where an EAGLE draft has a group of its own")
@@ -187,6 +198,7 @@ def test_prompts_that_are_asked_together_and_begin_with_what_the_decode_engine_h
     pair.forget()
 
 
+@drafts_move
 def test_a_prompt_that_ends_before_all_drafts_are_scheduled(pair: Pair) -> None:
     text = prompt(200, 12)
     answer = pair.through([text], TOKENS - 1)[0]

@@ -60,7 +60,12 @@ class Tenants:
                 {"type": "file", "path": str(path), "capacity": "256MiB"},
             ]
             log = str(self.folder / f"{name} transfers")
-            more |= {"transfer": True, "chunk_tokens": CHUNK, "tiers": tiers, "transfer_log": log}
+            more |= {
+                "transfer": True,
+                "chunk_tokens": CHUNK,
+                "tiers": tiers,
+                "transfer_log": log,
+            }
             return {"kv_transfer_config": connector(**more)}
 
         options = {"max_num_batched_tokens": 256, **LORA}
@@ -151,7 +156,13 @@ def test_a_ticket_of_one_tenant_is_worth_nothing_to_another(tenants: Tenants, ow
     tenants.forget()
 
 
-@pytest.mark.parametrize("restarted", [False, True], ids=["host memory", "a directory, after a restart"])
+@pytest.mark.parametrize(
+    "restarted",
+    [
+        pytest.param(False, id="host memory"),
+        pytest.param(True, id="a directory, after a restart", marks=pytest.mark.long),
+    ],
+)
 def test_chunks_of_one_tenant_are_found_by_no_other(tenants: Tenants, restarted: bool) -> None:
     texts = {owner: prompt(LENGTH, 20 + 2 * number + restarted) for number, owner in enumerate(OWNERS)}
     before = {owner: tenants.say(tenants.prefill, text, owner) for owner, text in texts.items()}
@@ -203,7 +214,7 @@ def test_kv_of_an_adapter_is_not_used_once_another_was_loaded_in_its_place(tenan
     by_ticket = tenants.say(tenants.decode, offered, who, offer)
     assert by_ticket["hit"] == []
     assert distance(by_ticket, answer) < NEAR
-    tenants.prefill.call("step", SOON)
+    tenants.prefill.call("release_all")
     assert tenants.prefill.call("reset_prefix_cache")
     by_chunks = tenants.say(tenants.prefill, text, who)
     assert by_chunks["hit"] == []
@@ -219,6 +230,7 @@ def test_a_salt_is_nowhere_in_what_engines_write(tenants: Tenants) -> None:
     first = tenants.say(tenants.decode, text, "salt", tenants.offered(text, "salt"), ANSWER)
     second = tenants.say(tenants.prefill, text + first["tokens"], "salt")
     refused = tenants.say(tenants.decode, text, "other salt", tenants.offered(text, "salt"))
+    tenants.prefill.call("release_all")
     tenants.settle()
     written = [path for path in tenants.folder.rglob("*") if path.is_file()]
     assert {path.suffix for path in written} >= {".kv", ".log"}

@@ -18,13 +18,13 @@ pytestmark = pytest.mark.engine
 def test_an_engine_finds_in_the_store_what_another_has_put_there_and_serves_on_without_it(
     checkpoints: Path, tmp_path: Path
 ) -> None:
-    def start(name: str, options: dict[str, str], *, fresh: bool = False) -> Tiered:
+    def start(name: str, options: dict[str, str]) -> Tiered:
         tiers = [
             {"type": "host", "capacity": "64MiB"},
             {"type": "object", "url": f"s3://{BUCKET}/kv", "options": options, "timeout_seconds": 20},
         ]
         log = tmp_path / f"{name}.log"
-        return Tiered("gemma3", checkpoints, tmp_path / "unused", log, tiers=tiers, fresh=fresh)
+        return Tiered("gemma3", checkpoints, tmp_path / "unused", log, tiers=tiers)
 
     (tmp_path / "s3").mkdir()
     with s3(tmp_path / "s3") as server:
@@ -34,7 +34,7 @@ def test_an_engine_finds_in_the_store_what_another_has_put_there_and_serves_on_w
         finally:
             one.close()
         assert len(list((tmp_path / "s3").rglob("*.kv"))) == 4, "two chunks of two groups"
-        two = start("two", server.options, fresh=True)
+        two = start("two", server.options)
         try:
             answer = two.say(asked)
             assert answer["hit"] == [512]

@@ -99,10 +99,11 @@ NEVER = [
     ("lfm2", UNCACHED, {}, "enable prefix caching"),
     ("gemma3", {}, {"chunk_tokens": 2048}, "set chunk_tokens to 1024 or less"),
     ("gemma3", {}, {"chunk_tokens": 64}, "blocks of 128 tokens .* set chunk_tokens to 128"),
-    pytest.param("nemotronh", UNCACHED, {}, "enable prefix caching", marks=pytest.mark.long),
+    ("nemotronh", UNCACHED, {}, "enable prefix caching"),
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "options", "settings", "sentence"), NEVER)
 def test_tiers_that_could_keep_nothing_or_not_rightly_are_an_error_at_start(
     running: object,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +15,12 @@ from support.explain import events, explain
 from support.open_to_others import held, open_to_others, session
 from support.vllm_engine.both import Both, loads
 from support.vllm_engine.inside import distance
-from support.vllm_engine.lengths import every_length, limit_admissions, through
+from support.vllm_engine.lengths import block_ends, limit_admissions, of_each_length, through
+from support.vllm_engine.marks import engines
 from support.vllm_engine.pair import prompt
 
 OWN, SHARED = "a directory each", "one directory"
-
-pytestmark = [pytest.mark.engine, pytest.mark.parametrize("both", [OWN, SHARED], indirect=True)]
+pytestmark = engines("both", [SHARED], [OWN])
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +128,7 @@ def test_a_peer_that_gives_nothing_leaves_it_to_the_tiers(both: Both) -> None:
     both.nothing_held()
 
 
+@pytest.mark.long
 def test_many_at_once_from_peer_and_tiers_are_answered_rightly(both: Both) -> None:
     texts = [prompt(n, n) for n in (90, 130, 260, 333, 500, 640)]
     references = both.reference(texts)
@@ -148,9 +149,12 @@ def test_what_one_engine_stored_the_other_finds_where_they_share(both: Both) -> 
     both.nothing_held()
 
 
-def test_every_length_up_to_two_blocks_is_answered_again_as_it_was(both: Both) -> None:
+@of_each_length
+def test_every_length_up_to_two_blocks_is_answered_again_as_it_was(
+    both: Both, texts_of: Callable[[int, int], list[list[int]]]
+) -> None:
     """Alone on either engine, and through both, with whatever tiers and peer have by then."""
-    texts = every_length(both.about["block_size"], 40_000)
+    texts = texts_of(both.about["block_size"], 40_000)
     for engine in both.engines:
         limit_admissions(engine)
     references = both.prefill.call("generate", texts, tokens=2, timeout=240.0)
@@ -165,7 +169,7 @@ def test_every_length_up_to_two_blocks_is_answered_again_as_it_was(both: Both) -
             apart = distance(answer, reference)
             assert apart < 1e-4, f"{len(text)} tokens: {apart} apart"
         both.forget()
-    control = every_length(both.about["block_size"], 60_000)[1::8]  # no tier has them
+    control = block_ends(both.about["block_size"], 60_000)[1:]  # no tier has them
     expected = both.prefill.call("generate", control, tokens=2, salt="apart")
     both.forget()
     both.decode.call("spoil", 5)

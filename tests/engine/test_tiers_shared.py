@@ -23,7 +23,7 @@ SECONDS = float(os.environ.get("KVFERRY_TEST_SHARING_SECONDS", "30"))
 CAPACITY = 8 << 20
 CASE = Case("gemma3", {"num_gpu_blocks_override": 120, "block_size": 64})
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
 def conversations(seed: int) -> list[list[int]]:

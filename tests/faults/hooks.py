@@ -125,9 +125,11 @@ def forgive(engine: Any) -> int:
 def expire(engine: Any, name: str) -> bool:
     """Let the lease of a request run out now; return whether it was held."""
     lease = engine.hooks.leases[name][0]
-    held = half(engine)._producer._book._held.get(lease)
+    book = half(engine)._producer._book
+    held = book._held.get(lease)
     if held is not None:
         held.expires = 0.0
+        book._note_due(lease, held)
     return held is not None
 
 

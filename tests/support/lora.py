@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +16,7 @@ from safetensors.numpy import save_file
 
 from kvferry.connector import adapters as module
 from kvferry.errors import NotYetNamed
+from support.waiting import wait_for
 
 
 def adapter(folder: Path, rank: int = 8, weight: float = 1.0, name: str = "a") -> SimpleNamespace:
@@ -46,15 +46,17 @@ def random_adapter(model: Path, folder: Path, seed: int) -> str:
     return str(folder)
 
 
-def settled(ask: Callable[[], Any], seconds: float = 10.0) -> Any:
-    """The answer of something that may raise NotYetNamed for a while."""
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            return ask()
-        except NotYetNamed:
-            assert time.monotonic() < until, "an adapter is never named"
-            time.sleep(0.002)
+def settled(ask: Callable[[], Any]) -> Any:
+    """Return the answer of something that raises NotYetNamed at first."""
+    answers = []
+
+    def named() -> bool:
+        with suppress(NotYetNamed):
+            answers.append(ask())
+        return bool(answers)
+
+    wait_for(named)
+    return answers[0]
 
 
 @contextmanager

@@ -21,13 +21,24 @@ def settle() -> None:
     gc.freeze()  # what the copies share is not looked through
 
 
+def inspect_models_here() -> None:
+    """Keep vLLM from starting an interpreter to look at a model's class, which imports everything anew.
+
+    It does so for each class that it has not seen on this machine, in each engine.
+    """
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda found: found()
+
+
 def declare() -> None:
     """Let vLLM start processes of a server, and ranks, as copies; on CPUs it has each import everything anew.
 
-    In this process, before an engine is made in it. Nothing of the engine runs yet where it starts them.
+    Call this in a process before an engine is made in it: nothing of the engine runs where vLLM starts them.
     """
     from vllm.platforms.cpu import CpuPlatform
 
+    inspect_models_here()
     update = CpuPlatform.check_and_update_config
 
     def updated(cls: Any, config: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 _MODELS = (
-    "deepseek_v2", "falcon_h1", "gemma3", "gpt_oss", "granitemoehybrid", "lfm2", "llama", "mamba2",
+    "deepseek_v2", "falcon_h1", "gemma3", "gemma4", "gpt_oss", "granitemoehybrid", "lfm2", "llama", "mamba2",
     "nemotron_h", "qwen3", "qwen3_next", "zamba2",
 )  # fmt: skip
 MODULES = (

@@ -9,7 +9,20 @@ import pytest
 
 
 def engines(fixture: str, representative: Iterable[Any], others: Iterable[Any]) -> list[pytest.MarkDecorator]:
-    """Run a module's tests with each set-up, named by its text; with `others` only where all families run."""
-    setups = [pytest.param(one, id=str(one)) for one in representative]
-    setups += [pytest.param(one, id=str(one), marks=pytest.mark.long) for one in others]
-    return [pytest.mark.engine, pytest.mark.parametrize(fixture, setups, indirect=True)]
+    """Run a module's tests with each set-up. Those with `others` are long."""
+    short = [*representative]
+    return [pytest.mark.engine, families(fixture, [*short, *others], *map(str, short))]
+
+
+def families(fixture: str, setups: Iterable[Any], *short: str) -> pytest.MarkDecorator:
+    """Run a test with each set-up, named by its text. It is long with all but those named.
+
+    All tests of a module get the same set-ups in the same order, so that each set-up is started once.
+    """
+    named = {str(one): one for one in setups}
+    assert named.keys() >= {*short}, f"no set-up is called {set(short) - named.keys()}"
+    cases = [
+        pytest.param(one, id=name, marks=[] if name in short else pytest.mark.long)
+        for name, one in named.items()
+    ]
+    return pytest.mark.parametrize(fixture, cases, indirect=True)

@@ -54,6 +54,7 @@ def begin(
     try:
         from support.vllm_engine import inside, no_amx  # noqa: F401 - the import is what counts
 
+        copied.inspect_models_here()
         engine = inside.start(settings)
         pipe.send(("ready", inside.about(engine)))
     except BaseException as error:  # noqa: BLE001 - told to the test
