@@ -23,11 +23,11 @@ VLLM ?=
 ASSUMPTIONS := tests/engine/test_contract.py tests/unit/serving/test_request_fields.py \
   $(addprefix tests/unit/engines/,test_arguments.py test_specs.py test_arrivals.py test_connector.py test_block_events.py content/test_backends.py)
 PAIR_AND_TIER := $(addprefix tests/engine/, \
-  'test_families.py::test_bytes_are_the_producers_and_the_answer_is_a_single_engines[gemma4]' \
-  'test_families.py::test_a_spoiled_block_of_any_group_changes_the_answer[gemma4]' \
-  'test_tiers.py::test_warm_from_files[gemma3]' \
-  'test_tiers.py::test_a_router_learns_which_tier_has_which_blocks[gemma3]' \
-  'test_tiers.py::test_what_was_loaded_is_used_and_what_is_damaged_is_not[gemma3]')
+  'test_families.py::test_bytes_equal_the_producers_and_the_answer_a_single_engines[gemma4]' \
+  'test_families.py::test_spoiled_block_of_any_group_changes_the_answer[gemma4]' \
+  'test_tiers.py::test_prompt_is_loaded_from_files[gemma3]' \
+  'test_tiers.py::test_kv_events_tell_a_router_which_tier_has_which_blocks[gemma3]' \
+  'test_tiers.py::test_loaded_chunks_are_used_and_damaged_chunks_are_not[gemma3]')
 # Of `make faults` and `make soak`.
 SEED ?= 1
 FAULTS ?= 500

@@ -116,7 +116,7 @@ DIFFER: list[tuple[str, Options, Options, list[str]]] = [
 
 
 @pytest.mark.parametrize(("name", "one", "other", "said"), DIFFER)
-def test_engines_that_differ_in_what_decides_content_say_in_which_keys(
+def test_refusal_names_the_settings_that_change_content(
     engines: Engines, name: str, one: Options, other: Options, said: list[str]
 ) -> None:
     found = compare_facts(engines.facts(name, **one), engines.facts(name, **other))
@@ -136,19 +136,19 @@ AGREE: list[tuple[str, Options, Options]] = [
 
 
 @pytest.mark.parametrize(("name", "one", "other"), AGREE)
-def test_engines_that_differ_in_nothing_that_decides_content_agree(
+def test_engines_agree_if_their_differences_do_not_change_content(
     engines: Engines, name: str, one: Options, other: Options
 ) -> None:
     assert compare_facts(engines.facts(name, **one), engines.facts(name, **other)) == []
 
 
-def test_the_same_checkpoint_in_another_folder_is_the_same(engines: Engines) -> None:
+def test_checkpoint_in_another_folder_is_the_same(engines: Engines) -> None:
     copy = engines.folder / "copy of the model"
     shutil.copytree(engines.model("qwen3"), copy)
     assert compare_facts(engines.facts("qwen3"), engines.facts("qwen3", model=str(copy))) == []
 
 
-def test_other_factors_of_long_prompts_move_nothing(engines: Engines) -> None:
+def test_engines_with_other_rope_factors_move_nothing(engines: Engines) -> None:
     host = engines.host
     (offer,) = host.call("prefill", [TEXT])
     engines.start("phi3", max_model_len=1024)
@@ -160,7 +160,7 @@ def test_other_factors_of_long_prompts_move_nothing(engines: Engines) -> None:
     assert "use_long_rope: false there, true here" in host.log.read_text()
 
 
-def test_chunks_of_other_factors_are_not_found(engines: Engines) -> None:
+def test_chunks_computed_with_other_rope_factors_are_not_found(engines: Engines) -> None:
     tiers = [
         {"type": "host", "capacity": "64MiB"},
         {"type": "file", "path": str(engines.folder), "capacity": "1GiB"},
@@ -197,7 +197,7 @@ def adapter(engines: Engines) -> Callable[[str, int], str]:
     return write
 
 
-def test_one_name_of_other_adapters_moves_nothing_and_one_adapter_of_other_names_does(
+def test_adapters_match_by_content_and_not_by_name(
     engines: Engines, adapter: Callable[[str, int], str]
 ) -> None:
     host = engines.host

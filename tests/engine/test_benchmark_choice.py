@@ -14,7 +14,7 @@ from benchmarks.served import side_by_side, tiered
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
-def test_what_was_asked_before_comes_from_the_first_connector_by_first(tmp_path: Path) -> None:
+def test_policy_first_loads_a_repeated_prompt_from_the_first_connector(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("near", "far")]
     for folder in folders:
         folder.mkdir()

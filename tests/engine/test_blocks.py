@@ -34,7 +34,7 @@ def way(request: pytest.FixtureRequest, pair: Pair) -> Pair:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_content_is_the_producers_and_the_answer_is_a_single_engines(way: Pair, length: int) -> None:
+def test_content_equals_the_producers_and_the_answer_a_single_engines(way: Pair, length: int) -> None:
     text, said = way.own_words(prompt(length - 1, length))
     way.decode.call("poison")
     answer = way.through([text])[0]
@@ -44,7 +44,7 @@ def test_content_is_the_producers_and_the_answer_is_a_single_engines(way: Pair, 
     way.forget()
 
 
-def test_a_spoiled_block_of_any_group_changes_the_answer(way: Pair) -> None:
+def test_spoiled_block_of_any_group_changes_the_answer(way: Pair) -> None:
     text = prompt(900, 11)
     sound = way.through([text])[0]
     way.forget()

@@ -25,7 +25,7 @@ def both(running: object, checkpoints: Path, tmp_path_factory: pytest.TempPathFa
     pair.close()
 
 
-def test_a_peer_that_weighs_less_brings_the_end_of_what_the_tiers_have_the_beginning_of(both: Both) -> None:
+def test_lighter_peer_brings_the_end_of_a_prefix_that_the_tiers_begin(both: Both) -> None:
     """Layers with windows get everything from the peer, since they need nothing of the beginning."""
     both.through([prompt(100, 1)])  # they have met
     for number, spoiled in enumerate(("", "", "the beginning", "the end")):
@@ -52,7 +52,7 @@ def test_a_peer_that_weighs_less_brings_the_end_of_what_the_tiers_have_the_begin
         both.nothing_held()
 
 
-def test_an_engine_whose_requests_end_with_their_first_token_learns_how_fast_it_computes(both: Both) -> None:
+def test_engine_with_answers_of_one_token_learns_its_compute_speed(both: Both) -> None:
     both.prefill.call("learned")
     both.through([prompt(200, 740)])  # in one step of the prefill engine, with which it ends
     rate, under_way = both.prefill.call("learned")
@@ -61,7 +61,7 @@ def test_an_engine_whose_requests_end_with_their_first_token_learns_how_fast_it_
     both.nothing_held()
 
 
-def test_when_the_peers_part_fails_that_of_slow_tiers_is_not_waited_for(both: Both) -> None:
+def test_failed_part_of_the_peer_ends_the_wait_for_slow_tiers(both: Both) -> None:
     text = prompt(700, 720)
     (reference,) = both.reference([text])
     both.decode.call("generate", [text[:512]])
@@ -81,7 +81,7 @@ def test_when_the_peers_part_fails_that_of_slow_tiers_is_not_waited_for(both: Bo
     both.nothing_held()
 
 
-def test_by_cost_a_disk_that_turned_out_slow_is_not_waited_for_and_memory_is_used(
+def test_policy_cost_skips_a_slow_disk_and_uses_memory(
     checkpoints: Path, running: object, tmp_path: Path
 ) -> None:
     running.close()

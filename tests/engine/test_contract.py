@@ -75,7 +75,7 @@ def test_the_multi_connector_can_read_our_stats_and_show_them() -> None:
     KVFerryConnector.build_prom_metrics(*given)
 
 
-def test_requests_say_what_the_engines_own_prefix_cache_had_of_them() -> None:
+def test_requests_report_hits_of_the_engines_own_prefix_cache() -> None:
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
@@ -91,7 +91,7 @@ def test_requests_say_what_the_engines_own_prefix_cache_had_of_them() -> None:
     assert own_hit(request) is None
 
 
-def test_requests_say_what_leaves_their_content_without_a_certain_name() -> None:
+def test_requests_report_features_that_leave_their_content_without_a_certain_name() -> None:
     import torch
     from vllm import SamplingParams
     from vllm.v1.request import Request
@@ -111,7 +111,7 @@ def test_requests_say_what_leaves_their_content_without_a_certain_name() -> None
             named(**how)
 
 
-def test_workers_say_which_models_they_have() -> None:
+def test_workers_list_their_models() -> None:
     from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm.v1.worker.gpu_worker import Worker
     from vllm.v1.worker.worker_base import WorkerBase
@@ -121,7 +121,7 @@ def test_workers_say_which_models_they_have() -> None:
         assert parameters(worker.get_model) == parameters(worker.get_draft_model) == ["self"]
 
 
-def test_requests_have_what_trimming_a_prompt_touches() -> None:
+def test_requests_have_the_attributes_that_trimming_a_prompt_changes() -> None:
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
@@ -140,7 +140,7 @@ def test_requests_have_what_trimming_a_prompt_touches() -> None:
         assert (request.num_prompt_tokens, request.max_tokens) == (3, 8)
 
 
-def test_the_pool_counts_references_as_pins_need() -> None:
+def test_block_pool_counts_references_as_pins_need() -> None:
     from vllm.v1.core.block_pool import BlockPool
 
     pool = BlockPool(8, enable_caching=True, hash_block_size=16)
@@ -154,7 +154,7 @@ def test_the_pool_counts_references_as_pins_need() -> None:
     assert pool.null_block.block_id == 0
 
 
-def test_queues_between_an_engines_processes_wait_as_is_replaced_on_a_cpu(monkeypatch) -> None:
+def test_queues_between_processes_wait_in_the_way_that_is_replaced_on_a_cpu(monkeypatch) -> None:
     from types import SimpleNamespace
 
     from vllm.distributed.device_communicators import shm_broadcast
@@ -170,7 +170,7 @@ def test_queues_between_an_engines_processes_wait_as_is_replaced_on_a_cpu(monkey
     assert shm_broadcast.sched_yield is not before
 
 
-def test_the_scheduler_still_does_what_the_design_leans_on() -> None:
+def test_scheduler_does_what_the_design_assumes() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     failed = inspect.getsource(Scheduler._handle_failed_recving)

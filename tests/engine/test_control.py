@@ -99,7 +99,7 @@ def server(running: Any, checkpoints: Path, tmp_path_factory: pytest.TempPathFac
         server.close()
 
 
-def test_an_idle_engine_says_what_its_tiers_have_of_a_prompt_and_drops_it(server: Server) -> None:
+def test_idle_engine_looks_up_pins_and_drops_chunks_of_a_prompt(server: Server) -> None:
     assert server.lookup() == {"host": 0, "file": 0}
     server.ask()
     wait_for(lambda: server.lookup() == {"host": 600, "file": 600})
@@ -111,7 +111,7 @@ def test_an_idle_engine_says_what_its_tiers_have_of_a_prompt_and_drops_it(server
     assert server.lookup() == {"host": 0, "file": 600}
 
 
-def test_a_dropped_salt_is_not_found_again(server: Server) -> None:
+def test_chunks_of_a_dropped_salt_are_not_found_again(server: Server) -> None:
     server.ask("tenant")
     assert server.lookup("--salt", "tenant")["host"] == 600
     server.cache("drop", "--salt", "tenant")

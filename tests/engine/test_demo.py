@@ -95,7 +95,7 @@ def start(tmp_path: Path, cache: Path) -> Iterator[Callable[..., Run]]:
         shutil.rmtree(run.temporary)
 
 
-def test_it_ends_with_a_table_of_what_moved_and_answers_like_a_single_engines(start) -> None:
+def test_demo_prints_a_table_of_transfers_and_answers_like_a_single_engine(start) -> None:
     run = start("--prompts", "3", "--answer-tokens", "12")
     run.until(lambda: "Both engines are ready" in run.output)
     ports = {int(port) for port in re.findall(r"--port (\d+)", " ".join(run.left.processes().values()))}

@@ -130,7 +130,7 @@ def client(server: Served) -> Iterator[httpx.Client]:
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["as it is", "spoiled"])
-def test_it_continues_a_prompt_that_vllm_has_computed(client, start, text, reference, same):
+def test_example_engine_continues_a_prompt_computed_by_vllm(client, start, text, reference, same):
     with start(ExampleEngine if same else Spoiled) as engine:
         answer = take(client, engine, text, TOKENS)
     assert (dict(answer.loaded), answer.computed) == ({"peer": len(text) - 1}, 1)
@@ -138,7 +138,9 @@ def test_it_continues_a_prompt_that_vllm_has_computed(client, start, text, refer
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["as it is", "spoiled"])
-def test_vllm_continues_a_prompt_that_it_has_computed(vllm, server, client, start, text, reference, same):
+def test_vllm_continues_a_prompt_computed_by_the_example_engine(
+    vllm, server, client, start, text, reference, same
+):
     with start() as engine:
         if not same:
             server.before = lambda: [zero(engine, lent.get_block_ids()) for lent in engine.lent.values()]
@@ -147,7 +149,7 @@ def test_vllm_continues_a_prompt_that_it_has_computed(vllm, server, client, star
     assert (answer == reference) is same
 
 
-def test_the_command_says_where_tokens_came_from_and_compares(client, start, text, reference):
+def test_command_prints_the_sources_of_tokens_and_compares(client, start, text, reference):
     said: list[str] = []
     with start() as engine:
         assert compare(client, engine, text, TOKENS, said.append)

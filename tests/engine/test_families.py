@@ -52,7 +52,7 @@ with_states = families("pair", SETUPS, str(STATES))
 
 
 @every_kind
-def test_what_pages_hold_is_proved_or_not_claimed(pair: Pair) -> None:
+def test_content_of_pages_is_claimed_only_if_proved(pair: Pair) -> None:
     right, wrong = ("latent", "packed_kv") if pair.setup.family.startswith("dsv") else ("cpu_kv", "packed_kv")
     for kind, content, fields in pair.decode.call("contents"):
         if kind == "state":
@@ -67,7 +67,7 @@ def test_what_pages_hold_is_proved_or_not_claimed(pair: Pair) -> None:
 
 
 @every_kind
-def test_bytes_are_the_producers_and_the_answer_is_a_single_engines(pair: Pair) -> None:
+def test_bytes_equal_the_producers_and_the_answer_a_single_engines(pair: Pair) -> None:
     for start in TEXTS:
         text, reference = pair.own_words(start)
         answer = pair.through([text])[0]
@@ -78,7 +78,7 @@ def test_bytes_are_the_producers_and_the_answer_is_a_single_engines(pair: Pair) 
 
 
 @with_windows
-def test_a_cache_that_two_layers_read_moves_once(pair: Pair) -> None:
+def test_cache_shared_by_two_layers_moves_once(pair: Pair) -> None:
     if pair.setup.family != "gemma4":
         pytest.skip("each layer of this family has its own cache")
     moved = pair.through([prompt(90, 3)])[0]["moved"]
@@ -88,7 +88,7 @@ def test_a_cache_that_two_layers_read_moves_once(pair: Pair) -> None:
 
 @of_each_length
 @with_windows
-def test_every_length_up_to_two_blocks_is_answered_again_as_it_was(
+def test_prompt_of_any_length_gets_the_same_answer_again(
     pair: Pair, texts_of: Callable[[int, int], list[list[int]]]
 ) -> None:
     if not pair.setup.exact:
@@ -107,7 +107,7 @@ def test_every_length_up_to_two_blocks_is_answered_again_as_it_was(
 
 
 @with_windows
-def test_nothing_is_held_when_all_is_said(pair: Pair) -> None:
+def test_finished_requests_hold_nothing(pair: Pair) -> None:
     free = pair.prefill.call("free_blocks"), pair.decode.call("free_blocks")
     pair.through([prompt(300, 1)])
     assert pair.prefill.call("requests_left") == 0
@@ -139,7 +139,7 @@ def test_samples_of_one_prompt_are_handed_over_once_and_leave_no_lease(pair: Pai
 
 
 @with_states
-def test_a_ticket_for_all_tokens_of_a_prompt_leaves_the_answer_right(pair: Pair) -> None:
+def test_ticket_for_all_tokens_of_a_prompt_leaves_the_answer_right(pair: Pair) -> None:
     """The engine computes the last token of a prompt in any case; recurrent state must not see it twice."""
     text = prompt(257, 60)
     reference = pair.reference([text[:-1]])[0]
@@ -153,7 +153,7 @@ def test_a_ticket_for_all_tokens_of_a_prompt_leaves_the_answer_right(pair: Pair)
 
 
 @with_windows
-def test_one_token_has_nothing_to_hand_over(pair: Pair) -> None:
+def test_prompt_of_one_token_hands_over_nothing(pair: Pair) -> None:
     text = prompt(1, 5)
     answer = pair.through([text])[0]
     assert not answer["moved"]
@@ -162,7 +162,7 @@ def test_one_token_has_nothing_to_hand_over(pair: Pair) -> None:
 
 
 @with_windows
-def test_several_requests_at_once(pair: Pair) -> None:
+def test_simultaneous_requests_are_answered_as_by_a_single_engine(pair: Pair) -> None:
     texts = list(TOGETHER)
     answers = pair.through(texts)
     assert all(answer["moved"] for answer in answers)
@@ -172,7 +172,7 @@ def test_several_requests_at_once(pair: Pair) -> None:
 
 
 @with_windows
-def test_a_second_turn_moves_what_the_first_left_out(pair: Pair) -> None:
+def test_second_turn_moves_only_missing_tokens(pair: Pair) -> None:
     first = prompt(290, 7)
     said = pair.through([first])[0]
     second = first + said["tokens"] + prompt(250, 8)
@@ -189,7 +189,7 @@ def test_a_second_turn_moves_what_the_first_left_out(pair: Pair) -> None:
 
 
 @with_states
-def test_a_turn_shares_the_attention_blocks_of_the_turn_before_though_its_state_stands_inside_one(
+def test_later_turn_shares_attention_blocks_though_its_state_ends_inside_one(
     pair: Pair,
 ) -> None:
     """The load brings the KV after these blocks and the state. The shared blocks decide the answer."""
@@ -213,7 +213,7 @@ def test_a_turn_shares_the_attention_blocks_of_the_turn_before_though_its_state_
 
 
 @with_states
-def test_a_prompt_of_whole_blocks_loads_the_state_that_is_missing_after_them(pair: Pair) -> None:
+def test_prompt_of_whole_blocks_loads_the_missing_state(pair: Pair) -> None:
     """All of its attention blocks are here. The load brings the last of them again, and the state."""
     kinds = [name for name, _, _ in pair.about["groups"]]
     if not pair.prefix_caching or "MambaSpec" not in kinds:
@@ -230,7 +230,7 @@ def test_a_prompt_of_whole_blocks_loads_the_state_that_is_missing_after_them(pai
 
 
 @with_windows
-def test_a_prompt_that_is_all_here_moves_nothing_and_releases_the_producer(pair: Pair) -> None:
+def test_fully_cached_prompt_moves_nothing_and_releases_the_producer(pair: Pair) -> None:
     if not pair.prefix_caching:
         pytest.skip("this setup caches no prefixes")
     block = pair.about["block_size"]
@@ -248,7 +248,7 @@ def test_a_prompt_that_is_all_here_moves_nothing_and_releases_the_producer(pair:
 
 
 @every_kind
-def test_a_spoiled_block_of_any_group_changes_the_answer(pair: Pair) -> None:
+def test_spoiled_block_of_any_group_changes_the_answer(pair: Pair) -> None:
     # All of it in one block: the one that is spoiled is then all that a group has to go by.
     text = prompt(min(60, pair.about["block_size"]), 11)
     sound = pair.through([text])[0]

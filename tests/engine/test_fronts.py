@@ -91,7 +91,7 @@ def test_a_router_gets_the_answers_of_one_engine_and_all_kv_is_moved(engines, tm
     judge(engines, asked, got, moved, count=REQUESTS)
 
 
-def test_what_llm_ds_sidecar_sends_moves_the_kv(engines):
+def test_requests_of_llm_ds_sidecar_move_the_kv(engines):
     asked = bodies(engines.model, "sidecar", REQUESTS)
     before = engines.transfers()
     sidecar = Sidecar(engines.prefill, engines.decode)

@@ -55,7 +55,7 @@ def pair(
     running.close()
 
 
-def test_an_answer_over_the_wire_is_a_single_engines(pair: Pair, hosts: tuple[Host, Host]) -> None:
+def test_answer_over_the_network_equals_a_single_engines(pair: Pair, hosts: tuple[Host, Host]) -> None:
     for length in (40, 300, 700):
         text = prompt(length, length)
         before = hosts[1].received_bytes()
@@ -104,13 +104,13 @@ def answered(pair: Pair, text: list[int], **wrong: object) -> float:
 
 
 @pytest.mark.parametrize("address", ["10.177.0.99", "198.51.100.7", "nowhere.invalid"])
-def test_an_address_that_nobody_answers_at_costs_no_more_than_the_handshake(pair: Pair, address: str) -> None:
+def test_unreachable_address_costs_one_handshake(pair: Pair, address: str) -> None:
     said = len(pair.decode.log.read_text())
     assert answered(pair, prompt(300, 21), remote_host=address) < HANDSHAKE + SOON
     assert "is not served by" in pair.decode.log.read_text()[said:]
 
 
-def test_a_link_that_breaks_costs_no_more_than_the_load(pair: Pair, hosts: tuple[Host, Host]) -> None:
+def test_broken_link_costs_one_load(pair: Pair, hosts: tuple[Host, Host]) -> None:
     """Last: the hosts do not reach each other after it."""
     text = prompt(400, 22)
     reference = pair.reference([text])[0]

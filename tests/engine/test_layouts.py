@@ -83,7 +83,7 @@ CHOSEN = {"auto": {"qwen3": "BHLNC", "dsv3": "BHLNC"}, "engine": {"dsv3": "LBNHC
 """What settings that name no layout come to; BLHNC and LBHNC for other families."""
 
 
-def test_the_engines_have_the_layouts_and_blocks_that_the_settings_say(pair: Pair) -> None:
+def test_engines_use_the_configured_layouts_and_block_sizes(pair: Pair) -> None:
     wanted = pair.setup.layouts or ("engine", "engine")
     for setting, about in zip(wanted, (pair.about, pair.about_decode), strict=True):
         usual = {"auto": "BLHNC", "engine": "LBHNC"}.get(setting, setting)
@@ -92,14 +92,14 @@ def test_the_engines_have_the_layouts_and_blocks_that_the_settings_say(pair: Pai
         assert [str(about["block_size"]) for about in (pair.about, pair.about_decode)] == labelled
 
 
-def test_blocks_are_made_of_the_kernel_blocks_that_the_settings_say(pair: Pair) -> None:
+def test_blocks_consist_of_kernel_blocks_of_the_configured_size(pair: Pair) -> None:
     abouts = {"prefill": pair.about, "decode": pair.about_decode}
     for role, about in abouts.items():
         options = {**pair.setup.options, **getattr(pair.setup, f"{role}_options")}
         assert about["kernel_tokens"] == {options.get("kernel_tokens", about["block_size"])}
 
 
-def test_content_is_the_producers_and_the_answer_is_a_single_engines(pair: Pair) -> None:
+def test_content_equals_the_producers_and_the_answer_a_single_engines(pair: Pair) -> None:
     for length in (2, 40, 128, 300, 700):
         text, said = pair.own_words(prompt(length - 1, length))
         answer = pair.through([text])[0]
@@ -109,7 +109,7 @@ def test_content_is_the_producers_and_the_answer_is_a_single_engines(pair: Pair)
         pair.forget()
 
 
-def test_what_was_in_the_blocks_before_does_not_matter(pair: Pair) -> None:
+def test_earlier_content_of_blocks_does_not_change_the_answer(pair: Pair) -> None:
     # One answer goes on past a small block, into the part of a larger one that no small block has covered.
     small = min(pair.about["block_size"], pair.about_decode["block_size"])
     for length in (40, small - 4, 129, 188):
@@ -121,7 +121,7 @@ def test_what_was_in_the_blocks_before_does_not_matter(pair: Pair) -> None:
         pair.forget()
 
 
-def test_a_spoiled_block_of_any_group_changes_the_answer(pair: Pair) -> None:
+def test_spoiled_block_of_any_group_changes_the_answer(pair: Pair) -> None:
     # All of it in one block: the one that is spoiled is then all that a group has to go by.
     blocks = pair.about["block_size"], pair.about_decode["block_size"]
     text = prompt(min(60, *blocks), 11)
@@ -133,7 +133,7 @@ def test_a_spoiled_block_of_any_group_changes_the_answer(pair: Pair) -> None:
         )
 
 
-def test_nobody_reads_memory_that_the_engine_has_left(pair: Pair) -> None:
+def test_peers_never_read_memory_that_the_engine_has_left(pair: Pair) -> None:
     """The last test of a pair: its prefill engine offers nothing from here on."""
     pair.prefill.call("register_again")
     text = prompt(200, 31)

@@ -32,7 +32,9 @@ pytestmark = [
 ]
 
 
-def test_an_engine_keeps_what_was_read(family: str, checkpoints: Path, tmp_path: Path) -> None:
+def test_engine_caches_the_layers_read_from_the_config(
+    family: str, checkpoints: Path, tmp_path: Path
+) -> None:
     model = tiny_checkpoint(family, checkpoints)
     # Unless it is named, vLLM for CPUs chooses the dtype of a gated delta net's state by the processor.
     named = {"mamba_ssm_cache_dtype": "float32"} if family == "qwen3next" else {}

@@ -84,7 +84,7 @@ def two(running: object, checkpoints: Path, tmp_path_factory: pytest.TempPathFac
     started.engine.close()
 
 
-def test_both_store_and_either_serves(two: Two) -> None:
+def test_both_connectors_store_and_either_serves(two: Two) -> None:
     cold = two.say(TEXT)
     assert cold["loaded"] == []
     for name in ("memory", "disk"):
@@ -107,7 +107,7 @@ def test_both_store_and_either_serves(two: Two) -> None:
         assert two.engine.call("held", of=each) == {}
 
 
-def test_counts_of_both_are_told_apart(two: Two) -> None:
+def test_metrics_of_both_connectors_are_told_apart(two: Two) -> None:
     before = two.engine.call("metrics", "kvferry_")
     two.say(prompt(300, 8))
     two.say(prompt(300, 8))
@@ -125,7 +125,7 @@ def test_counts_of_both_are_told_apart(two: Two) -> None:
         assert HOST_BYTES * 3 / 4 < capacity <= HOST_BYTES, "it takes another size than was asked for"
 
 
-def test_each_tells_of_a_request_that_the_other_has_loaded(two: Two) -> None:
+def test_explanation_names_a_load_by_the_other_connector(two: Two) -> None:
     text = prompt(300, 10)
     two.say(text)
     two.engine.call("forget_host_memory", of=0)
@@ -136,7 +136,7 @@ def test_each_tells_of_a_request_that_the_other_has_loaded(two: Two) -> None:
     assert not any("nother connector" in line for line in two.engine.call("story_of_last", of=1))
 
 
-def test_a_reset_is_told_to_both(two: Two) -> None:
+def test_reset_reaches_both_connectors(two: Two) -> None:
     text = prompt(300, 9)
     cold, warm = two.say(text), two.say(text)
     assert warm["loaded"] == [("memory", len(text))]
@@ -147,7 +147,7 @@ def test_a_reset_is_told_to_both(two: Two) -> None:
 
 
 @pytest.mark.long
-def test_a_child_that_is_slow_to_answer_holds_up_no_request(two: Two) -> None:
+def test_slow_connector_delays_no_request(two: Two) -> None:
     """Neither one of which the other child has some, nor one that is computed sooner than it answers."""
     late, text = 6.0, prompt(700, 12)
     longer, new = text + prompt(200, 13), prompt(600, 14)
@@ -174,7 +174,7 @@ def test_a_child_that_is_slow_to_answer_holds_up_no_request(two: Two) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_on_two_ranks_the_cheaper_child_loads_or_none(
+def test_cheaper_connector_loads_or_none_does_on_two_ranks(
     running: object, checkpoints: Path, tmp_path: Path
 ) -> None:
     running.close()
@@ -216,7 +216,7 @@ def test_on_two_ranks_the_cheaper_child_loads_or_none(
 
 
 @pytest.mark.long
-def test_one_that_loads_and_saves_within_a_step_is_a_child_as_others(
+def test_synchronous_connector_is_a_child_like_others(
     running: object, checkpoints: Path, tmp_path: Path
 ) -> None:
     running.close()
@@ -293,7 +293,7 @@ MEMORY = named(child(tiers=[HOST], chunk_tokens=64))
         ("MultiConnector", [{**MEMORY[0], **ROLE}], [("kvferry_hit_tokens_total", "")]),
     ],
 )
-def test_a_server_knows_them_by_name_and_shows_what_its_engine_counts(
+def test_server_finds_connectors_by_name_and_shows_their_metrics(
     running: object, checkpoints: Path, tmp_path: Path, parent: str, children: list, found: list
 ) -> None:
     """The entry point is read from a distribution that is made here, as an installer would make it."""

@@ -92,7 +92,7 @@ def test_the_better_bid_is_loaded_and_a_spoilt_block_of_it_changes_the_answer(
         assert engine.call("requests_left") == 0
 
 
-def test_many_at_once_are_answered_rightly_and_all_that_was_done_is_on_the_metrics(mixed: Mixed) -> None:
+def test_simultaneous_requests_are_answered_correctly_and_counted(mixed: Mixed) -> None:
     texts = [prompt(n, n) for n in (40, 130, 260, 333, 500, 640)]
     references = mixed.reference(texts)
     mixed.forget()
@@ -122,7 +122,7 @@ def test_many_at_once_are_answered_rightly_and_all_that_was_done_is_on_the_metri
     assert hits[f"kvferry_hit_tokens_total {TIERS} tiers host"] > 0
 
 
-def test_a_peer_that_cannot_be_reached_is_struck_out_and_the_tiers_serve(mixed: Mixed) -> None:
+def test_tiers_serve_if_the_peer_is_unreachable(mixed: Mixed) -> None:
     text = prompt(700, 5)
     (reference,) = mixed.reference([text])
     mixed.forget()

@@ -97,7 +97,7 @@ def test_the_last_answer_is_read_from_the_engine_that_decoded_it(pair: Pair) -> 
 
 
 @pytest.mark.usefixtures("ended")
-def test_only_what_is_missing_is_read_and_a_longer_turn_takes_the_place_of_a_shorter(pair: Pair) -> None:
+def test_longer_turn_replaces_a_shorter_and_only_missing_tokens_are_read(pair: Pair) -> None:
     said = first_turn(pair, prompt(300, 1))
     said = first_turn(pair, said + prompt(50, 2))
     ((_, tokens),) = pair.decode.call("kept_turns")
@@ -109,7 +109,7 @@ def test_only_what_is_missing_is_read_and_a_longer_turn_takes_the_place_of_a_sho
 
 
 @pytest.mark.usefixtures("ended")
-def test_where_a_conversation_departs_what_is_the_same_is_read_or_nothing(
+def test_departing_conversation_reads_the_common_beginning_or_nothing(
     pair: Pair,
 ) -> None:
     said = first_turn(pair, prompt(300, 4))
@@ -123,7 +123,7 @@ def test_where_a_conversation_departs_what_is_the_same_is_read_or_nothing(
 
 
 @pytest.mark.usefixtures("ended")
-def test_others_find_nothing(pair: Pair) -> None:
+def test_other_conversations_find_no_turn(pair: Pair) -> None:
     first_turn(pair, prompt(300, 6))
     pair.through([prompt(400, 7)])
     assert pair.prefill.call("new_loads") == []

@@ -102,7 +102,7 @@ def heads(digests: list[dict[str, list[str]]]) -> dict[str, list[str]]:
 
 
 @pytest.mark.usefixtures("ended")
-def test_host_memory_brings_the_prompt_and_the_peer_only_the_answer_to_it(pair: Pair) -> None:
+def test_prompt_comes_from_host_memory_and_its_answer_from_the_peer(pair: Pair) -> None:
     pair.prefill.call("wait_for_turns", SOON)
     ranks = pair.setup.prefill_options.get("tensor_parallel_size", 1)
     for spoiled in (None, *range(ranks)):
@@ -134,7 +134,7 @@ def test_host_memory_brings_the_prompt_and_the_peer_only_the_answer_to_it(pair: 
 
 
 @pytest.mark.usefixtures("ended")
-def test_another_salt_finds_nothing_of_it(pair: Pair) -> None:
+def test_turn_is_not_found_with_another_salt(pair: Pair) -> None:
     pair.prefill.call("wait_for_turns", SOON)
     text, alone = next_turn(pair, 10)
     before = pair.prefill.call("counted")

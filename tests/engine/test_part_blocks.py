@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
     [pytest.param(PARTS, id="alike"), pytest.param(NAMES, id="other-names")],
     indirect=True,
 )
-def test_a_prompt_that_ends_where_the_block_does_is_not_served_from_it(pair: Pair) -> None:
+def test_partly_loaded_block_is_no_prefix_cache_hit(pair: Pair) -> None:
     text = prompt(300, 1)
     other = text[:256] + prompt(20, 2)
     (sound,) = pair.decode.call("generate", [other])
@@ -44,7 +44,7 @@ def test_a_prompt_that_ends_where_the_block_does_is_not_served_from_it(pair: Pai
     assert distance(answer, sound) <= 1e-5
 
 
-def test_a_block_that_was_full_only_after_the_load_is_not_stored_as_whole(
+def test_block_filled_after_a_partial_load_is_not_stored_as_whole(
     running: object, checkpoints: Path, tmp_path: Path
 ) -> None:
     # Of 250 tokens of windows of 200, those from 32 on are loaded; their block of 256 is full six later. A

@@ -222,7 +222,7 @@ def served(
 
 
 @pytest.mark.parametrize("served", PAIRS, indirect=True)
-def test_every_rank_gets_its_heads_and_the_answer_is_a_single_engines(served: Served) -> None:
+def test_every_rank_loads_its_heads_and_the_answer_equals_a_single_engines(served: Served) -> None:
     ask_ranks(served.decode, "witness_loads", None)
     for length in (301, 40, 700):
         for again in range(3):
@@ -256,7 +256,7 @@ def test_every_rank_gets_its_heads_and_the_answer_is_a_single_engines(served: Se
 
 
 @pytest.mark.parametrize("served", PAIRS[:1], indirect=True)
-def test_metrics_of_a_hand_over_are_what_the_log_says_whatever_the_number_of_ranks(served: Served) -> None:
+def test_metrics_of_a_transfer_equal_the_log_on_two_ranks(served: Served) -> None:
     before, leased = quiet(served, served.decode), quiet(served, served.prefill)
     logged = len(served.logged())
     for seed in (901, 902):
@@ -295,7 +295,7 @@ def test_metrics_of_a_hand_over_are_what_the_log_says_whatever_the_number_of_ran
 
 
 @pytest.mark.parametrize("served", PAIRS[:1], indirect=True)
-def test_metrics_of_tiers_are_what_was_stored_and_loaded_whatever_the_number_of_ranks(served: Served) -> None:
+def test_metrics_of_tiers_count_stores_and_loads_on_two_ranks(served: Served) -> None:
     text = prompt(300, 903)
     before, files = quiet(served, served.decode), len(served.chunks())
     served.straight(text)
@@ -340,7 +340,7 @@ def test_metrics_of_tiers_are_what_was_stored_and_loaded_whatever_the_number_of_
 
 
 @pytest.mark.parametrize("served", PAIRS[:1], indirect=True)
-def test_a_read_that_stands_still_costs_its_deadline_though_the_engine_has_nothing_else_to_do(
+def test_stalled_read_expires_on_an_otherwise_idle_engine(
     served: Served,
 ) -> None:
     """The engine steps by itself or not at all: nobody asks it anything else."""
@@ -369,7 +369,7 @@ def test_a_read_that_stands_still_costs_its_deadline_though_the_engine_has_nothi
 
 @pytest.mark.long
 @pytest.mark.parametrize("served", PAIRS[:1], indirect=True)
-def test_a_tier_that_hangs_costs_its_deadline_though_the_engine_has_nothing_else_to_do(
+def test_hanging_tier_expires_on_an_otherwise_idle_engine(
     served: Served,
 ) -> None:
     text = prompt(300, 920)
@@ -432,7 +432,7 @@ def block_tokens(url: str) -> int:
 
 
 @pytest.mark.parametrize("served", LATENTS, indirect=True)
-def test_every_rank_gets_all_latents_and_the_answer_depends_on_them(served: Served) -> None:
+def test_every_rank_loads_all_latents_and_the_answer_depends_on_them(served: Served) -> None:
     for length in (301, 16):
         text = prompt(length, length)
         ask_ranks(served.decode, "witness_loads", None)
@@ -459,7 +459,7 @@ def apart(one: StreamedAnswer, other: StreamedAnswer) -> float:
 
 
 @pytest.mark.parametrize("served", PAIRS, indirect=True)
-def test_a_rank_whose_load_is_spoiled_changes_the_answer(served: Served) -> None:
+def test_spoiled_load_of_any_rank_changes_the_answer(served: Served) -> None:
     for rank in range(served.ranks.decode):
         text = prompt(100, 500 + rank)
         sound = served.alone(served.prefill, text)

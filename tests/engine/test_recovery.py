@@ -97,7 +97,7 @@ def test_the_pair_works_over_tcp(pair: Pair) -> None:
     pair.forget()
 
 
-def test_blocks_of_a_lease_that_ran_out_are_never_believed(pair: Pair) -> None:
+def test_blocks_of_an_expired_lease_are_never_used(pair: Pair) -> None:
     text = prompt(300, 2)
     with counting(pair.prefill, leases_granted=1, leases_ended__expired=1, leases=0):
         offer = offer_of(pair, text)
@@ -122,7 +122,7 @@ def test_a_lease_lives_as_long_as_its_request_waits(pair: Pair) -> None:
     pair.forget()
 
 
-def test_what_was_offered_before_a_reset_of_either_engine_is_not_used_after_it(pair: Pair) -> None:
+def test_offers_from_before_a_reset_of_either_engine_are_not_used(pair: Pair) -> None:
     acquaint(pair)
     text = prompt(300, 8)
     name = pair.decode.call("add", [text], [offer_of(pair, text)])
@@ -178,7 +178,7 @@ def test_a_request_aborted_while_loading_gives_its_blocks_back_once_nothing_can_
     assert pair.decode.call("free_blocks") == free
 
 
-def test_past_its_deadline_a_request_is_computed_here_and_late_bytes_hurt_nobody(pair: Pair) -> None:
+def test_request_past_its_deadline_is_computed_locally_and_late_bytes_are_harmless(pair: Pair) -> None:
     acquaint(pair)
     texts = [prompt(n, 7 + n) for n in (300, 500)]
     free = pair.decode.call("free_blocks")
@@ -205,7 +205,7 @@ def test_past_its_deadline_a_request_is_computed_here_and_late_bytes_hurt_nobody
     assert pair.decode.call("free_blocks") == free
 
 
-def test_a_decode_engine_that_preempts_answers_rightly(pair: Pair) -> None:
+def test_preempting_decode_engine_answers_correctly(pair: Pair) -> None:
     texts = [prompt(n, n) for n in (620, 624, 628, 632, 636)]  # each needs another block soon
     assert pair.decode.call("preemptions") == 0
     answers = pair.through(texts, tokens=40)
@@ -217,7 +217,7 @@ def test_a_decode_engine_that_preempts_answers_rightly(pair: Pair) -> None:
     pair.forget()
 
 
-def test_a_prefill_engine_that_preempts_hands_over_the_right_bytes(pair: Pair) -> None:
+def test_preempting_prefill_engine_hands_over_the_right_bytes(pair: Pair) -> None:
     assert pair.prefill.call("preemptions") == 0
     others = pair.prefill.call("add", [prompt(600, n) for n in range(70, 76)], [None] * 6, 350)
     pair.prefill.call("steps", 10)
@@ -265,7 +265,7 @@ SHORT = ("a ticket that was guessed", "the word of a lease that has ended")
     "what",
     [pytest.param(what, marks=[] if what in SHORT else pytest.mark.long) for what in (*MALFORMED, *LIES)],
 )
-def test_a_malformed_offer_or_grant_is_said_and_computed_here(pair: Pair, what: str) -> None:
+def test_malformed_offer_or_grant_is_logged_and_its_prompt_computed_locally(pair: Pair, what: str) -> None:
     text = prompt(300, 9)
     offer = offer_of(pair, text)
     if what in LIES:
@@ -283,7 +283,7 @@ def test_a_malformed_offer_or_grant_is_said_and_computed_here(pair: Pair, what: 
     pair.prefill.call("reset_prefix_cache")
 
 
-def test_a_peer_that_nothing_was_read_from_for_a_while_is_forgotten_and_met_again(pair: Pair) -> None:
+def test_unused_peer_is_forgotten_and_met_again(pair: Pair) -> None:
     for seed, seconds in ((20, 600.0), (21, 0.0), (22, 600.0)):
         pair.decode.call("forget_peers_after", 600.0)
         text = prompt(300, seed)
@@ -296,7 +296,7 @@ def test_a_peer_that_nothing_was_read_from_for_a_while_is_forgotten_and_met_agai
         pair.forget()
 
 
-def test_a_producer_that_died_costs_its_requests_a_recompute_and_nothing_else(pair: Pair) -> None:
+def test_dead_producer_costs_its_requests_only_a_recompute(pair: Pair) -> None:
     """Last: the pair is not used after it."""
     texts = [prompt(300, 10), prompt(310, 11)]
     offers = [answer["params"] for answer in pair.prefill.call("prefill", texts)]

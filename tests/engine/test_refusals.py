@@ -38,7 +38,7 @@ def other_weights(model: Path, folder: Path) -> Path:
     return copy
 
 
-def test_blocks_of_other_weights_are_refused_and_the_prompt_computed_here(
+def test_blocks_of_other_weights_are_refused_and_the_prompt_computed_locally(
     running: object, checkpoints: Path, tmp_path: Path
 ) -> None:
     running.close()
@@ -75,7 +75,7 @@ MEAN = {"runner": "pooling", "pooler_config": {"seq_pooling_type": "MEAN"}}
     ],
 )
 @pytest.mark.long
-def test_a_setting_that_cannot_be_used_is_said_at_start(
+def test_unusable_setting_is_named_at_start(
     running: object, checkpoints: Path, tmp_path: Path, config: dict, more: dict, sentence: str
 ) -> None:
     running.close()

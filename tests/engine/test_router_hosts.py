@@ -198,7 +198,7 @@ def served(
                 router.terminate()
 
 
-def test_an_answer_of_the_router_is_a_single_engines_and_every_ranks_kv_came_from_its_host(
+def test_routed_answer_equals_a_single_engines_and_each_ranks_kv_comes_from_its_host(
     served: Served, hosts: tuple[Host, Host]
 ) -> None:
     for length in (301, 40, 700):
@@ -250,7 +250,7 @@ def test_a_spoiled_load_of_a_rank_on_either_host_changes_the_answer(served: Serv
     assert spoiled.logprobs[0] != pytest.approx(served.alone(served.decode, text).logprobs[0], abs=1e-3)
 
 
-def test_the_router_is_only_found_where_it_runs(served: Served, hosts: tuple[Host, Host]) -> None:
+def test_router_listens_only_on_its_own_host(served: Served, hosts: tuple[Host, Host]) -> None:
     with hosts[0].visited(), pytest.raises(httpx.ConnectError):
         httpx.get(f"{served.router}/health", trust_env=False)
     assert httpx.get(f"{served.router}/health", trust_env=False).json()["status"] == "ok"

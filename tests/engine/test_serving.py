@@ -132,7 +132,7 @@ def served(running, model, tmp_path_factory):
     served.close()
 
 
-def test_a_completion_is_what_a_single_engine_says_and_its_kv_was_moved(served):
+def test_completion_equals_a_single_engines_and_its_kv_is_transferred(served):
     prompt = TEXT * 20
     before = served.metric(served.decode, "vllm:external_prefix_cache_hits_total")
     answer = served.post(served.url, "/v1/completions", prompt=prompt, logprobs=1).json()
@@ -185,13 +185,13 @@ def lasted(span) -> int:
     return span.end_time_unix_nano - span.start_time_unix_nano
 
 
-def test_a_request_that_nobody_knows_is_one_sentence(served):
+def test_unknown_request_is_explained_in_one_sentence(served):
     done = explain("nobody")
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(r"kvferry: no request 'nobody' is remembered by 2 engines .*\n", done.stderr)
 
 
-def test_a_chat_is_what_a_single_engine_says(served):
+def test_chat_equals_a_single_engines(served):
     messages = [{"role": "user", "content": TEXT * 10}]
     answer = served.post(served.url, "/v1/chat/completions", messages=messages).json()
     alone = served.post(served.prefill, "/v1/chat/completions", messages=messages, cache_salt="b").json()
@@ -257,7 +257,7 @@ def streamed(answer: httpx.Response) -> tuple[str, dict]:
     return text, chunks[-1]["usage"]
 
 
-def test_a_stream_adds_up_to_what_a_single_engine_says(served):
+def test_stream_adds_up_to_a_single_engines_answer(served):
     body = {"prompt": TEXT * 15 + "Now", "stream": True, "stream_options": {"include_usage": True}}
     answer = streamed(served.post(served.url, "/v1/completions", **body))
     assert answer == streamed(served.post(served.prefill, "/v1/completions", **body, cache_salt="c"))
@@ -282,7 +282,7 @@ def test_requests_of_other_shapes_are_answered(served, more):
     assert {choice["finish_reason"] for choice in answer.json()["choices"]} == {"length"}
 
 
-def test_parallel_samples_are_a_single_engines_and_leave_no_lease(served):
+def test_parallel_samples_equal_a_single_engines_and_leave_no_lease(served):
     body = {"prompt": "Samples: " + TEXT * 18, "n": 3, "seed": 7, "temperature": 1.0}
     granted = served.metric(served.prefill, "kvferry_leases_granted_total")
     answer = served.post(served.url, "/v1/completions", **body).json()
@@ -303,14 +303,14 @@ def test_a_prompts_logprobs_from_a_prefill_engine_are_whole_and_nothing_is_offer
     assert answer.json()["kv_transfer_params"]["do_remote_prefill"] is False
 
 
-def test_an_engines_errors_are_the_callers(served):
+def test_errors_of_an_engine_reach_the_caller(served):
     answer = served.post(served.url, "/v1/completions", prompt=TEXT, model="nobody")
     assert (answer.status_code, answer.json()["error"]["type"]) == (404, "NotFoundError")
     answer = served.post(served.url, "/v1/completions", prompt=TEXT * 200)
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "BadRequestError")
 
 
-def test_a_caller_who_leaves_frees_the_decode_engine(served):
+def test_disconnected_client_frees_the_decode_engine(served):
     raw = json.dumps({"model": served.model, "prompt": TEXT, "max_tokens": 900, "ignore_eos": True}).encode()
     address = urlsplit(served.url)
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -421,7 +421,7 @@ def attack(served: Served, url: str, offer: dict) -> dict[str, int]:
 
 
 @pytest.mark.long
-def test_odd_requests_of_api_clients_cost_others_nothing(served):
+def test_malformed_requests_do_not_affect_other_clients(served):
     """Sent to the engines themselves, under the request id of another user, who is asking all the while."""
     texts, both = [f"{number} {TEXT * 6}" for number in range(4)], (served.prefill, served.decode)
     alone = [
@@ -451,7 +451,7 @@ def test_odd_requests_of_api_clients_cost_others_nothing(served):
     assert 0 < max(len(line) for line in log.splitlines() if b"is not served by" in line) < 4000
 
 
-def test_tickets_are_of_no_use_with_other_prompts_nor_a_second_time_nor_made_up(served):
+def test_ticket_is_refused_for_another_prompt_a_second_time_and_if_made_up(served):
     """Sent to the decode engine itself; whatever comes of it, the victims' answers are right afterwards."""
     texts = [f"{name}: {TEXT * 8}" for name in ("mine", "victim", "other")]
     alone = [
@@ -500,6 +500,8 @@ def test_tickets_are_of_no_use_with_other_prompts_nor_a_second_time_nor_made_up(
     salted = ticket_for(texts[2], cache_salt="tenant")
     answer(2, salted, cache_salt="another tenant")
     assert refused() == before + 3
+    answer(2, salted, cache_salt="tenant")  # or its lease would last for half a minute
+    assert refused() == before + 3
     for number in range(3):
         answer(number, None)
     for (number, _), thief in zip(attempts, thieves, strict=True):
@@ -507,7 +509,7 @@ def test_tickets_are_of_no_use_with_other_prompts_nor_a_second_time_nor_made_up(
     wait_for(lambda: served.metric(served.prefill, "kvferry_leases") == 0, 60)
 
 
-def test_every_metric_that_is_asked_for_is_on_an_engines_page(served):
+def test_metrics_page_has_every_metric_of_top_and_dashboards(served):
     page = served.client.get(f"{served.decode}/metrics").text
     kinds = dict(re.findall(r"^# TYPE (\S+) (\w+)$", page, re.MULTILINE))
     own = {name: metric for name, metric in EXPOSED.items() if CONNECTOR not in metric.labels}
@@ -519,7 +521,7 @@ def test_every_metric_that_is_asked_for_is_on_an_engines_page(served):
 
 
 @pytest.mark.long
-def test_a_prefill_engine_that_dies_is_done_without_until_it_is_restarted(served):
+def test_router_serves_without_a_dead_prefill_engine_until_its_restart(served):
     prompt = TEXT * 12
     [pid] = [
         pid
@@ -573,7 +575,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.long
-def test_an_engine_that_serves_alone_has_tiers(running, model, tmp_path):
+def test_engine_served_alone_has_tiers(running, model, tmp_path):
     running.close()
     (tmp_path / "kv").mkdir()
     tiers = json.dumps(

@@ -65,7 +65,7 @@ def test_a_second_prompt_loads_half_of_a_shared_prefix_and_a_third_all_of_it(ser
     assert f"snapshots of recurrent state at {served.first} tokens, at its doubles, and where" in log
 
 
-def test_what_is_loaded_of_a_shared_prefix_is_used(served: Served) -> None:
+def test_loaded_part_of_a_shared_prefix_is_used(served: Served) -> None:
     alone = served.ask(prompt(SHARED, 70), 72, salt="alone")
     assert alone["hit"] == [0]
     sound, again = (half_loaded(served, salt) for salt in ("sound", "again"))
@@ -95,7 +95,7 @@ def half_loaded(served: Served, salt: str, *, spoiled: str | None = None) -> dic
 
 
 @pytest.mark.long
-def test_without_the_setting_nothing_of_a_shared_prefix_is_loaded(served: Served, tmp_path: Path) -> None:
+def test_shared_prefix_is_not_loaded_without_early_snapshots(served: Served, tmp_path: Path) -> None:
     served.engine.close()
     without = Served(served.family, served._checkpoints, tmp_path, 0)
     try:

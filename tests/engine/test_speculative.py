@@ -80,7 +80,7 @@ def draft_layers(engine: Any) -> list[str]:
 
 
 @drafts_move_or_not
-def test_which_layers_are_the_drafts_is_known(pair: Pair) -> None:
+def test_connector_knows_the_layers_of_a_draft_model(pair: Pair) -> None:
     for engine, method in zip((pair.prefill, pair.decode), pair.setup.drafts, strict=True):
         drafts = draft_layers(engine)
         of_model = sum(map(len, engine.call("layers"))) - len(drafts)
@@ -90,7 +90,7 @@ def test_which_layers_are_the_drafts_is_known(pair: Pair) -> None:
 
 
 @drafts_move_or_not
-def test_the_answer_is_a_single_engines(pair: Pair) -> None:
+def test_answer_equals_a_single_engines(pair: Pair) -> None:
     texts = [prompt(n, n) for n in (2, 40, 129, 300)] + [REPEATED]
     for text in texts:
         answer = pair.through([text], LONG)[0]
@@ -106,7 +106,7 @@ def test_the_answer_is_a_single_engines(pair: Pair) -> None:
 
 
 @drafts_move
-def test_drafts_are_accepted_as_if_the_prompt_had_been_computed_here(pair: Pair) -> None:
+def test_drafts_are_accepted_as_after_a_local_prefill(pair: Pair) -> None:
     if not pair.setup.drafts[1]:
         pytest.skip("the decode engine does not speculate")
     pair.through([prompt(30, 1)], LONG)
@@ -128,7 +128,7 @@ def test_drafts_are_accepted_as_if_the_prompt_had_been_computed_here(pair: Pair)
 
 
 @drafts_move
-def test_the_same_is_drafted_as_if_the_prompt_had_been_computed_here(pair: Pair) -> None:
+def test_drafts_equal_those_after_a_local_prefill(pair: Pair) -> None:
     if pair.setup.asynchronous or not draft_layers(pair.decode):
         pytest.skip("the scheduler does not see what is drafted, or no draft keeps a cache")
     pair.decode.call("proposals")
@@ -143,7 +143,7 @@ def test_the_same_is_drafted_as_if_the_prompt_had_been_computed_here(pair: Pair)
 
 
 @drafts_do_not_move
-def test_nothing_of_the_blocks_last_owner_is_left_in_a_drafts_layers(pair: Pair) -> None:
+def test_load_clears_draft_layers_that_the_peer_lacks(pair: Pair) -> None:
     drafts = draft_layers(pair.decode)
     if not drafts or moves_drafts(pair):
         pytest.skip("every layer of the decode engine is loaded")
@@ -157,7 +157,7 @@ def test_nothing_of_the_blocks_last_owner_is_left_in_a_drafts_layers(pair: Pair)
 
 
 @drafts_move
-def test_what_a_draft_keeps_of_a_prompts_end_is_what_the_whole_prompt_gives(pair: Pair) -> None:
+def test_draft_layers_hold_the_end_of_a_prompt_as_a_longer_prompt_leaves_it(pair: Pair) -> None:
     if not draft_layers(pair.prefill):
         pytest.skip("the prefill engine keeps no draft's layers")
     text = prompt(150, 4)
@@ -172,7 +172,7 @@ def test_what_a_draft_keeps_of_a_prompts_end_is_what_the_whole_prompt_gives(pair
 
 
 @drafts_move
-def test_a_spoiled_block_of_any_group_of_the_model_changes_the_answer(pair: Pair) -> None:
+def test_spoiled_block_of_any_group_changes_the_answer(pair: Pair) -> None:
     text = prompt(min(60, pair.about["block_size"]), 11)
     sound = pair.through([text])[0]
     pair.forget()
@@ -184,7 +184,7 @@ def test_a_spoiled_block_of_any_group_of_the_model_changes_the_answer(pair: Pair
 
 
 @drafts_move
-def test_prompts_that_are_asked_together_and_begin_with_what_the_decode_engine_has(pair: Pair) -> None:
+def test_prompts_with_a_local_prefix_load_only_the_rest(pair: Pair) -> None:
     if pair.setup.family == "gptoss":
         pytest.skip("vLLM finds no prefix where an EAGLE draft has a group of its own")
     start = prompt(400, 13)
@@ -199,7 +199,7 @@ def test_prompts_that_are_asked_together_and_begin_with_what_the_decode_engine_h
 
 
 @drafts_move
-def test_a_prompt_that_ends_before_all_drafts_are_scheduled(pair: Pair) -> None:
+def test_answer_shorter_than_its_drafts_is_right_and_leaves_nothing(pair: Pair) -> None:
     text = prompt(200, 12)
     answer = pair.through([text], TOKENS - 1)[0]
     agree(answer, pair.reference([text], TOKENS - 1)[0])

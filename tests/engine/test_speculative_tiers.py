@@ -65,7 +65,7 @@ def ask(engine: Tiered) -> tuple[int, list[int], tuple[int, list[list[int]]]]:
     ("family", "methods"),
     [("llama", ("itself", "")), ("gemma3", ("eagle", "other eagle")), ("mimo", ("mtp", ""))],
 )
-def test_what_a_draft_keeps_is_stored_and_only_engines_with_that_draft_find_it(
+def test_kv_of_a_draft_is_stored_and_found_only_by_engines_with_that_draft(
     engines: Engines, family: str, methods: tuple[str, ...]
 ) -> None:
     answers, found = [], {}
@@ -89,7 +89,7 @@ def test_what_a_draft_keeps_is_stored_and_only_engines_with_that_draft_find_it(
 
 
 @pytest.mark.parametrize("method", ["ngram", "itself"])
-def test_only_what_was_accepted_is_stored_of_an_answer(engines: Engines, method: str) -> None:
+def test_only_accepted_tokens_of_an_answer_are_stored(engines: Engines, method: str) -> None:
     engine = engines.start("llama", method)
     first = engine.say(TEXT, 200)
     engine.forget()

@@ -122,14 +122,14 @@ def fields(one: Page, two: Page) -> list[tuple[Field, Field]]:
     return list(zip(one.format.fields, two.format.fields, strict=True))
 
 
-def test_every_element_is_on_the_rank_that_the_fields_name(engines: Engines) -> None:
+def test_every_state_element_is_on_the_rank_that_its_field_names(engines: Engines) -> None:
     for one, two in engines.states():
         for whole, part in fields(one, two):
             apart = error(share(part, one.values(whole)), two.values(part))
             assert apart <= engines.case.error, f"{two.layer}, rank {two.rank}, {part.name}: {apart} apart"
 
 
-def test_the_first_layer_is_the_same_to_the_last_bit(engines: Engines) -> None:
+def test_first_layer_is_the_same_to_the_last_bit(engines: Engines) -> None:
     # Without AVX-512, the recurrence of one rank and of two is rounded differently.
     of_state = 0.0 if HAS_AVX512 else np.finfo(np.float32).eps
     first = engines.states()[0][0].layer
@@ -141,7 +141,7 @@ def test_the_first_layer_is_the_same_to_the_last_bit(engines: Engines) -> None:
                 assert apart <= most, f"rank {two.rank}, {part.name}: {apart} apart"
 
 
-def test_a_wrong_account_is_seen_to_disagree(engines: Engines) -> None:
+def test_wrong_description_of_the_fields_is_noticed(engines: Engines) -> None:
     clearly = 10 * engines.case.error
     for one, two in engines.states():
         both = fields(one, two)
@@ -167,7 +167,7 @@ def test_a_wrong_account_is_seen_to_disagree(engines: Engines) -> None:
 
 
 @pytest.mark.parametrize("source", ["one", "two"])
-def test_an_answer_is_the_engines_own_and_depends_on_the_state(engines: Engines, source: str) -> None:
+def test_answer_equals_the_engines_own_and_depends_on_the_state(engines: Engines, source: str) -> None:
     if not engines.case.answers:
         pytest.skip("this model's answers on one rank and on two are not the same")
     sender, receiver = (engines.one, engines.two) if source == "one" else (engines.two, engines.one)

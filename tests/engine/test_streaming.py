@@ -94,7 +94,7 @@ def right(pair: Pair, text: list[int], answer: dict[str, Any]) -> None:
     pair.agree(answer, pair.reference([text])[0])
 
 
-def test_what_is_computed_is_read_while_the_rest_is_computed(pair: Pair, known: dict[str, Any]) -> None:
+def test_computed_tokens_are_read_while_the_rest_is_computed(pair: Pair, known: dict[str, Any]) -> None:
     text = prompt(900, 1)
     one = Streamed(pair, known, text)
     one.until(2 * STEP)
@@ -111,7 +111,7 @@ def test_what_is_computed_is_read_while_the_rest_is_computed(pair: Pair, known: 
 
 
 @pytest.mark.parametrize("group", [0, -1])
-def test_the_answer_comes_from_what_was_streamed(pair: Pair, known: dict[str, Any], group: int) -> None:
+def test_answer_depends_on_the_streamed_kv(pair: Pair, known: dict[str, Any], group: int) -> None:
     text = prompt(700, 2)
     pair.decode.call("spoil", group)
     try:
@@ -133,7 +133,7 @@ def test_a_prompt_of_one_step_has_one_part(pair: Pair, known: dict[str, Any]) ->
     right(pair, text, answer)
 
 
-def test_a_prefill_that_is_aborted_ends_the_stream_at_once(pair: Pair, known: dict[str, Any]) -> None:
+def test_aborted_prefill_ends_the_stream(pair: Pair, known: dict[str, Any]) -> None:
     text = prompt(900, 4)
     one = Streamed(pair, known, text)
     one.until(STEP)
@@ -146,7 +146,7 @@ def test_a_prefill_that_is_aborted_ends_the_stream_at_once(pair: Pair, known: di
     right(pair, text, answer)
 
 
-def test_a_prefill_that_is_preempted_is_not_read_on(pair: Pair, known: dict[str, Any]) -> None:
+def test_preempted_prefill_is_not_read_further(pair: Pair, known: dict[str, Any]) -> None:
     text = prompt(900, 5)
     one = Streamed(pair, known, text)
     one.until(STEP)
@@ -157,9 +157,7 @@ def test_a_prefill_that_is_preempted_is_not_read_on(pair: Pair, known: dict[str,
     right(pair, text, answer)
 
 
-def test_a_decode_request_that_is_aborted_ends_what_the_prefill_engine_keeps(
-    pair: Pair, known: dict[str, Any]
-) -> None:
+def test_aborted_decode_request_ends_the_lease(pair: Pair, known: dict[str, Any]) -> None:
     text = prompt(900, 6)
     one = Streamed(pair, known, text)
     one.until(STEP)
@@ -169,9 +167,7 @@ def test_a_decode_request_that_is_aborted_ends_what_the_prefill_engine_keeps(
     quiet(pair)
 
 
-def test_a_prefill_engine_that_stops_is_not_waited_for_beyond_the_deadline(
-    pair: Pair, known: dict[str, Any]
-) -> None:
+def test_stopped_prefill_engine_is_awaited_until_the_deadline(pair: Pair, known: dict[str, Any]) -> None:
     text = prompt(900, 7)
     one = Streamed(pair, known, text)
     one.until(STEP)
@@ -205,7 +201,7 @@ def test_a_second_prompt_with_the_ticket_does_not_replace_the_first(
 
 
 @pytest.mark.long
-def test_a_ticket_that_no_prefill_engine_gets_is_waited_for_as_long_as_any_source(
+def test_ticket_unknown_to_every_prefill_engine_is_awaited_like_any_source(
     pair: Pair, known: dict[str, Any]
 ) -> None:
     text = prompt(300, 10)
@@ -215,7 +211,7 @@ def test_a_ticket_that_no_prefill_engine_gets_is_waited_for_as_long_as_any_sourc
     right(pair, text, answer)
 
 
-def test_a_prefill_engine_that_dies_is_not_waited_for(pair: Pair, known: dict[str, Any]) -> None:
+def test_dead_prefill_engine_is_not_awaited(pair: Pair, known: dict[str, Any]) -> None:
     """The last test: this pair ends with it."""
     text = prompt(900, 11)
     pair.decode.call("reset_prefix_cache")

@@ -138,7 +138,7 @@ OWNERS = ("salt", "adapter")
 
 
 @pytest.mark.parametrize("owner", OWNERS)
-def test_a_ticket_of_one_tenant_is_worth_nothing_to_another(tenants: Tenants, owner: str) -> None:
+def test_ticket_of_one_tenant_is_refused_for_another(tenants: Tenants, owner: str) -> None:
     text = prompt(LENGTH, len(owner))
     alone = {who: tenants.say(tenants.prefill, text, who) for who in tenants.each}
     tenants.forget()
@@ -163,7 +163,7 @@ def test_a_ticket_of_one_tenant_is_worth_nothing_to_another(tenants: Tenants, ow
         pytest.param(True, id="a directory, after a restart", marks=pytest.mark.long),
     ],
 )
-def test_chunks_of_one_tenant_are_found_by_no_other(tenants: Tenants, restarted: bool) -> None:
+def test_chunks_of_one_tenant_are_not_found_by_another(tenants: Tenants, restarted: bool) -> None:
     texts = {owner: prompt(LENGTH, 20 + 2 * number + restarted) for number, owner in enumerate(OWNERS)}
     before = {owner: tenants.say(tenants.prefill, text, owner) for owner, text in texts.items()}
     if restarted:
@@ -183,7 +183,7 @@ def test_chunks_of_one_tenant_are_found_by_no_other(tenants: Tenants, restarted:
 
 
 @pytest.mark.parametrize("owner", OWNERS)
-def test_an_earlier_turn_of_one_tenant_is_found_by_no_other(tenants: Tenants, owner: str) -> None:
+def test_earlier_turn_of_one_tenant_is_not_found_by_another(tenants: Tenants, owner: str) -> None:
     text = prompt(LENGTH, 10 + len(owner))
     first = tenants.say(tenants.decode, text, owner, tenants.offered(text, owner), ANSWER)
     tenants.settle()
@@ -197,7 +197,7 @@ def test_an_earlier_turn_of_one_tenant_is_found_by_no_other(tenants: Tenants, ow
     tenants.forget(host=True)
 
 
-def test_kv_of_an_adapter_is_not_used_once_another_was_loaded_in_its_place(tenants: Tenants) -> None:
+def test_kv_of_a_replaced_adapter_is_not_used(tenants: Tenants) -> None:
     """Its name and number stay, while a ticket, an earlier turn and chunks of the old weights are there."""
     text, offered = prompt(LENGTH, 50), prompt(LENGTH, 51)
     who, other = "other adapter", "adapter"
@@ -225,7 +225,7 @@ def test_kv_of_an_adapter_is_not_used_once_another_was_loaded_in_its_place(tenan
     tenants.forget(host=True)
 
 
-def test_a_salt_is_nowhere_in_what_engines_write(tenants: Tenants) -> None:
+def test_salt_is_in_no_file_log_or_metric(tenants: Tenants) -> None:
     text = prompt(LENGTH, 30)
     first = tenants.say(tenants.decode, text, "salt", tenants.offered(text, "salt"), ANSWER)
     second = tenants.say(tenants.prefill, text + first["tokens"], "salt")
@@ -245,7 +245,7 @@ def test_a_salt_is_nowhere_in_what_engines_write(tenants: Tenants) -> None:
     tenants.forget(host=True)
 
 
-def test_all_of_it_would_be_found_if_the_connector_did_not_look_at_tenants(tenants: Tenants) -> None:
+def test_kv_of_every_tenant_is_found_if_the_connector_ignores_tenants(tenants: Tenants) -> None:
     for engine in (tenants.prefill, tenants.decode):
         engine.call("treat_tenants_alike")
     text = prompt(LENGTH, 40)

@@ -79,7 +79,7 @@ def test_aborts_while_storing_and_loading_leave_nothing_held(faulty: Faulty, see
     faulty.nothing_held()
 
 
-def test_requests_preempted_while_their_chunks_are_stored_are_answered_rightly(faulty: Faulty) -> None:
+def test_requests_preempted_during_stores_are_answered_correctly(faulty: Faulty) -> None:
     before = faulty.engine.call("preemptions")
     served = []
     for copying in (0.01, 0):
@@ -91,7 +91,7 @@ def test_requests_preempted_while_their_chunks_are_stored_are_answered_rightly(f
     assert any(served), "no preempted request was served from the tiers"
 
 
-def test_nothing_kept_before_a_reset_is_used_after_it(faulty: Faulty) -> None:
+def test_chunks_from_before_a_reset_are_not_used(faulty: Faulty) -> None:
     text = TEXTS[3]
     faulty.say(text)
     faulty.forget()
@@ -109,7 +109,7 @@ def test_nothing_kept_before_a_reset_is_used_after_it(faulty: Faulty) -> None:
         faulty.plain.agree(text, again)
 
 
-def test_a_reset_while_chunks_are_stored_and_loaded_uses_none_of_them(faulty: Faulty) -> None:
+def test_reset_discards_chunks_that_are_being_stored_or_loaded(faulty: Faulty) -> None:
     text, other = TEXTS[4], LONG[4]
     faulty.right([text])
     faulty.settle()
@@ -128,7 +128,7 @@ def test_a_reset_while_chunks_are_stored_and_loaded_uses_none_of_them(faulty: Fa
     assert faulty.say(other)["hit"] == [0]
 
 
-def test_a_prompt_that_is_all_at_hand_still_sees_its_whole_window(faulty: Faulty) -> None:
+def test_fully_stored_prompt_sees_its_whole_window(faulty: Faulty) -> None:
     faulty.say(AT_AN_EDGE)
     for begun in (0, 321):
         faulty.forget()
@@ -137,7 +137,7 @@ def test_a_prompt_that_is_all_at_hand_still_sees_its_whole_window(faulty: Faulty
     assert not faulty.engine.call("tier_counts")["loads"].get("failed")
 
 
-def test_a_load_that_fails_is_tried_anew_though_the_cache_is_hardly_large_enough(faulty: Faulty) -> None:
+def test_failed_load_is_retried_in_a_nearly_full_kv_cache(faulty: Faulty) -> None:
     start = LARGE[:768]
     for text in (start, LARGE) * 4:  # of a cache so small, not all that a step completes may be pinned
         faulty.say(text)
@@ -156,7 +156,7 @@ def test_a_load_that_fails_is_tried_anew_though_the_cache_is_hardly_large_enough
     assert faulty.engine.call("reset_all")
 
 
-def test_loads_leave_room_for_what_comes_after_them(faulty: Faulty) -> None:
+def test_loads_leave_room_for_later_requests(faulty: Faulty) -> None:
     """One that has much to compute behind its load comes first, and holds all others up if it cannot."""
     texts = [TEXTS[2], *WHOLE]
     for text in (SHARED, *WHOLE):
@@ -170,7 +170,7 @@ def test_loads_leave_room_for_what_comes_after_them(faulty: Faulty) -> None:
     faulty.nothing_held()
 
 
-def test_reads_that_hang_cost_their_deadline_and_nothing_else(faulty: Faulty) -> None:
+def test_hanging_reads_cost_one_deadline(faulty: Faulty) -> None:
     text, other = TEXTS[4], TEXTS[2]
     faulty.right([text, other])
     faulty.settle()
@@ -193,7 +193,7 @@ def test_reads_that_hang_cost_their_deadline_and_nothing_else(faulty: Faulty) ->
     faulty.nothing_held()
 
 
-def test_writes_that_hang_hold_up_no_answer(faulty: Faulty) -> None:
+def test_hanging_writes_delay_no_answer(faulty: Faulty) -> None:
     assert faulty.engine.call("reset_all")
     faulty.engine.call("hang", "put")
     for _ in range(2):
@@ -206,7 +206,7 @@ def test_writes_that_hang_hold_up_no_answer(faulty: Faulty) -> None:
 
 
 @pytest.mark.long
-def test_a_directory_that_goes_and_is_replaced_costs_its_chunks_and_nothing_else(faulty: Faulty) -> None:
+def test_replaced_directory_costs_only_its_chunks(faulty: Faulty) -> None:
     text, away = TEXTS[4], faulty.directory.with_name("away")
     faulty.right([text])
     faulty.settle()

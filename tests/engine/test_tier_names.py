@@ -59,7 +59,7 @@ def fleet(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     fleet.close()
 
 
-def test_tenants_and_adapters_find_their_own_and_no_others(fleet: Fleet) -> None:
+def test_chunks_are_found_only_by_their_own_tenant_and_adapter(fleet: Fleet) -> None:
     engine = fleet.engine or fleet.start(**LORA)
     hows = (
         {"salt": "one tenant"},
@@ -78,7 +78,7 @@ def test_tenants_and_adapters_find_their_own_and_no_others(fleet: Fleet) -> None
         assert distance(answer, before) < 1e-4
 
 
-def test_an_adapter_that_has_changed_in_its_folder_finds_nothing(fleet: Fleet) -> None:
+def test_changed_adapter_finds_no_chunks(fleet: Fleet) -> None:
     folder = fleet.adapter("third", 3)
     engine = fleet.start(**LORA)
     before = engine.say(TEXT, adapter=folder)
@@ -96,7 +96,7 @@ def test_an_adapter_that_has_changed_in_its_folder_finds_nothing(fleet: Fleet) -
     assert engine.say(TEXT)["hit"] == [len(TEXT)], "without it all is as before"
 
 
-def test_other_weights_under_the_same_path_find_nothing(fleet: Fleet) -> None:
+def test_other_weights_at_the_same_path_find_no_chunks(fleet: Fleet) -> None:
     (file,) = fleet.model.glob("*.safetensors")
     sound = file.read_bytes()
     weights = load_file(file)
@@ -114,7 +114,7 @@ def test_other_weights_under_the_same_path_find_nothing(fleet: Fleet) -> None:
         file.write_bytes(sound)
 
 
-def test_another_element_type_finds_nothing(fleet: Fleet) -> None:
+def test_another_dtype_finds_no_chunks(fleet: Fleet) -> None:
     engine = fleet.start(dtype="bfloat16")
     assert engine.say(TEXT)["hit"] == [0]
     assert misses(engine) == {"other_namespace ": 1}

@@ -15,7 +15,7 @@ from support.vllm_engine.tiered import Tiered
 pytestmark = pytest.mark.engine
 
 
-def test_an_engine_finds_in_the_store_what_another_has_put_there_and_serves_on_without_it(
+def test_object_store_serves_a_second_engine_that_goes_on_without_it(
     checkpoints: Path, tmp_path: Path
 ) -> None:
     def start(name: str, options: dict[str, str]) -> Tiered:

@@ -45,7 +45,7 @@ def lines_about(log: str, path: Path) -> list[str]:
     return [line for line in log.splitlines() if named.search(line)]
 
 
-def test_tiers_that_cannot_be_used_are_said_once_and_the_others_are(
+def test_unusable_tiers_are_logged_once_and_the_others_serve(
     running: object, checkpoints: Path, tmp_path: Path, disk: Path
 ) -> None:
     running.close()
@@ -105,7 +105,7 @@ NEVER = [
 
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "options", "settings", "sentence"), NEVER)
-def test_tiers_that_could_keep_nothing_or_not_rightly_are_an_error_at_start(
+def test_settings_under_which_tiers_cannot_serve_fail_at_start(
     running: object,
     checkpoints: Path,
     tmp_path: Path,

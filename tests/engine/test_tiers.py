@@ -131,17 +131,17 @@ def same_words(life: Life, source: str) -> None:
     assert life.engine.engine.call("tier_counts")["fetched"][source] > before
 
 
-def test_warm_from_host_memory(family: Life) -> None:
+def test_prompt_is_loaded_from_host_memory(family: Life) -> None:
     family.engine.forget()
     same_words(family, "host")
 
 
-def test_warm_from_files(family: Life) -> None:
+def test_prompt_is_loaded_from_files(family: Life) -> None:
     family.engine.forget(host=True)
     same_words(family, "file")
 
 
-def test_a_prefix_ends_where_all_groups_can_go_on(family: Life) -> None:
+def test_loaded_prefix_ends_where_every_group_can_continue(family: Life) -> None:
     family.engine.forget()
     answer = family.engine.say(LONG)
     assert answer["hit"] == [family.family.ends]
@@ -150,7 +150,7 @@ def test_a_prefix_ends_where_all_groups_can_go_on(family: Life) -> None:
         assert distance(answer, family.long) < 1e-4
 
 
-def test_a_snapshot_completes_the_attention_blocks_that_the_engine_still_has(family: Life) -> None:
+def test_snapshot_completes_attention_blocks_still_in_the_engine(family: Life) -> None:
     """The tiers' prefix ends where these blocks end: the load brings the last of them, and the snapshot."""
     kinds = [name for name, _, _ in family.engine.about["groups"]]
     if "MambaSpec" not in kinds:
@@ -171,7 +171,7 @@ def test_a_snapshot_completes_the_attention_blocks_that_the_engine_still_has(fam
     family.engine.forget()
 
 
-def test_a_router_learns_which_tier_has_which_blocks(family: Life) -> None:
+def test_kv_events_tell_a_router_which_tier_has_which_blocks(family: Life) -> None:
     kinds = [name for name, _, _ in family.engine.about["groups"]]
     if not family.engine.about["prefix_caching"]:
         pytest.skip("an engine without prefix caching names no blocks")
@@ -203,7 +203,7 @@ def test_a_router_learns_which_tier_has_which_blocks(family: Life) -> None:
         assert not [event for event in removed if event["ownership"] == "file"]
 
 
-def test_requests_are_recorded_with_what_the_engine_and_its_tiers_had_of_them(family: Life) -> None:
+def test_recording_holds_the_hits_of_the_engine_and_its_tiers(family: Life) -> None:
     engine, text = family.engine, prompt(512, 27)
     header, *before = recorded(family)
     answers, loaded = [], []
@@ -231,7 +231,7 @@ def test_requests_are_recorded_with_what_the_engine_and_its_tiers_had_of_them(fa
 
 
 @pytest.mark.long
-def test_a_replay_of_recorded_requests_finds_what_the_engine_found(family: Life) -> None:
+def test_replay_of_a_recording_finds_the_hits_of_the_engine(family: Life) -> None:
     before = len(recorded(family))
     first, other = prompt(640, 41), prompt(400, 42)
     turns = [first, other, other, first[:512] + prompt(150, 43), first, first + prompt(200, 44), other[:300]]
@@ -264,7 +264,7 @@ def recorded(life: Life) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole.splitlines()]
 
 
-def test_what_was_loaded_is_used_and_what_is_damaged_is_not(family: Life) -> None:
+def test_loaded_chunks_are_used_and_damaged_chunks_are_not(family: Life) -> None:
     for group, paths in chunk_files(family.directory).items():
         sound = {path: path.read_bytes() for path in paths}
         for path in paths:
@@ -290,7 +290,7 @@ def test_what_was_loaded_is_used_and_what_is_damaged_is_not(family: Life) -> Non
         same_words(family, "file")
 
 
-def test_warm_after_a_restart_with_another_block_size_and_back(family: Life) -> None:
+def test_prompt_is_loaded_after_a_restart_with_another_block_size_and_back(family: Life) -> None:
     block = family.engine.about["block_size"]
     for seed, options, ends in ((23, family.family.other, 512), (24, {}, family.family.other_ends)):
         asked, reference = family.engine.own_words(prompt(512, seed))
@@ -304,7 +304,7 @@ def test_warm_after_a_restart_with_another_block_size_and_back(family: Life) -> 
 
 
 @of_each_length
-def test_every_length_up_to_two_blocks_is_answered_again_as_it_was(
+def test_prompt_of_any_length_gets_the_same_answer_again(
     family: Life, texts_of: Callable[[int, int], list[list[int]]]
 ) -> None:
     engine = family.engine

@@ -38,7 +38,7 @@ def both(
     pair.close()
 
 
-def test_what_a_peer_gave_is_stored_and_served_without_it(both: Both) -> None:
+def test_kv_from_a_peer_is_stored_and_served_without_the_peer(both: Both) -> None:
     asked, reference = both.own_words(prompt(512, 50))
     both.forget()
     stored = both.decode.call("tier_counts")["stored"]
@@ -82,7 +82,7 @@ def test_files_sockets_and_shared_memory_are_the_users_alone(both: Both) -> None
     assert open_to_others((engines | sockets) - logs) == {}
 
 
-def test_why_a_request_was_served_as_it_was_is_explained(both: Both) -> None:
+def test_explanation_names_every_bid_and_the_chosen_source(both: Both) -> None:
     text = prompt(512, 57)
     (first,) = both.decode.call("generate", [text[:200]])
     both.forget(host=True)
@@ -105,7 +105,7 @@ def test_why_a_request_was_served_as_it_was_is_explained(both: Both) -> None:
     assert "tiers bids nothing, not stored: chunk 0 of" in alone
 
 
-def test_what_the_prefill_engine_has_from_its_tiers_it_hands_over(both: Both) -> None:
+def test_prefill_engine_hands_over_kv_from_its_tiers(both: Both) -> None:
     asked, reference = both.own_words(prompt(700, 51))
     both.forget(host=True)
     loads(both.prefill)
@@ -115,7 +115,7 @@ def test_what_the_prefill_engine_has_from_its_tiers_it_hands_over(both: Both) ->
     both.nothing_held()
 
 
-def test_a_peer_that_gives_nothing_leaves_it_to_the_tiers(both: Both) -> None:
+def test_tiers_serve_a_request_that_the_peer_refuses(both: Both) -> None:
     asked, reference = both.own_words(prompt(512, 52))
     both.through([asked])
     both.forget()
@@ -129,7 +129,7 @@ def test_a_peer_that_gives_nothing_leaves_it_to_the_tiers(both: Both) -> None:
 
 
 @pytest.mark.long
-def test_many_at_once_from_peer_and_tiers_are_answered_rightly(both: Both) -> None:
+def test_simultaneous_requests_from_peer_and_tiers_are_answered_correctly(both: Both) -> None:
     texts = [prompt(n, n) for n in (90, 130, 260, 333, 500, 640)]
     references = both.reference(texts)
     both.through(texts[:3])
@@ -139,7 +139,7 @@ def test_many_at_once_from_peer_and_tiers_are_answered_rightly(both: Both) -> No
     both.nothing_held()
 
 
-def test_what_one_engine_stored_the_other_finds_where_they_share(both: Both) -> None:
+def test_engine_finds_chunks_of_another_only_in_a_shared_directory(both: Both) -> None:
     asked, reference = both.own_words(prompt(512, 53))
     both.forget(host=True)
     loads(both.decode)
@@ -150,7 +150,7 @@ def test_what_one_engine_stored_the_other_finds_where_they_share(both: Both) -> 
 
 
 @of_each_length
-def test_every_length_up_to_two_blocks_is_answered_again_as_it_was(
+def test_prompt_of_any_length_gets_the_same_answer_again(
     both: Both, texts_of: Callable[[int, int], list[list[int]]]
 ) -> None:
     """Alone on either engine, and through both, with whatever tiers and peer have by then."""

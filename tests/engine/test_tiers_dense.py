@@ -77,7 +77,7 @@ def child(running: Any, checkpoints: Path, tmp_path_factory: pytest.TempPathFact
     child.engine.close()
 
 
-def test_a_replay_of_recorded_requests_finds_what_the_engine_found(child: Child) -> None:
+def test_replay_of_a_recording_finds_the_hits_of_the_engine(child: Child) -> None:
     first, other, third = prompt(640, 41), prompt(400, 42), prompt(512, 41) + prompt(150, 43)
     turns = [first, other, other, third, first, first + prompt(200, 44), other[:300]]
     turns += [prompt(500 + n, 50 + n) for n in range(4)]  # the engine and host memory evict what is before
@@ -102,7 +102,7 @@ def test_a_replay_of_recorded_requests_finds_what_the_engine_found(child: Child)
     assert {" and ".join(loaded) for _, loaded in real} == {"", "host", "file", "host and file"}
 
 
-def test_tiers_of_the_child_are_used(child: Child) -> None:
+def test_child_of_a_multi_connector_uses_its_tiers(child: Child) -> None:
     engine = child.engine
     cold = child.say(TEXT)
     for forget in ("forget_host_memory", "settle_tiers"):

@@ -66,7 +66,7 @@ def trained(running: Any, checkpoints: Path, tmp_path_factory: pytest.TempPathFa
     found.engine.close()
 
 
-def test_kv_of_other_weights_is_used_by_nobody(trained: Trained) -> None:
+def test_kv_of_other_weights_is_never_used(trained: Trained) -> None:
     engine = trained.engine
     before = trained.say(KEPT)
     assert distance(trained.say(KEPT), before) < 1e-4
@@ -96,7 +96,7 @@ def test_kv_of_other_weights_is_used_by_nobody(trained: Trained) -> None:
     assert trained.loads() == ["tiers"], "after a reset, what is kept is of the weights that are there"
 
 
-def test_a_load_of_the_step_that_brings_the_news_is_not_used(trained: Trained) -> None:
+def test_load_in_the_step_that_notices_new_weights_is_not_used(trained: Trained) -> None:
     trained.engine.call("step", SOON)
     trained.engine.call("reload_weights", trained.model)
     again = trained.say(KEPT)
@@ -106,7 +106,7 @@ def test_a_load_of_the_step_that_brings_the_news_is_not_used(trained: Trained) -
     assert distance(again, trained.beside(KEPT)) < 1e-4, "it has the weights of the start again"
 
 
-def test_weights_that_change_after_a_reset_leave_the_tiers_in_use(trained: Trained) -> None:
+def test_tiers_stay_in_use_if_weights_change_after_a_reset(trained: Trained) -> None:
     """As a trainer does it: pause and reset, change, go on."""
     assert trained.engine.call("reset_all")
     trained.engine.call("reload_weights", trained.other_model)
@@ -115,13 +115,13 @@ def test_weights_that_change_after_a_reset_leave_the_tiers_in_use(trained: Train
     assert trained.loads() == ["tiers"]
 
 
-def test_a_running_engine_gives_up_no_memory_whoever_asks(trained: Trained) -> None:
+def test_running_engine_refuses_to_release_its_memory(trained: Trained) -> None:
     for of_worker in (True, False):
         with pytest.raises(EngineError, match="does not sleep: kvferry and its peers"):
             trained.engine.call("give_up_memory", of_worker=of_worker)
 
 
-def test_tiers_fill_no_memory_that_the_engine_has_left(trained: Trained) -> None:
+def test_tiers_never_fill_memory_that_the_engine_has_left(trained: Trained) -> None:
     """The last test of the second engine: it uses its tiers no more from here on."""
 
     def loads() -> list[str]:

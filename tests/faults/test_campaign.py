@@ -27,7 +27,7 @@ ALONE = ["ticket lost on its way", "producer killed"]
         pytest.param([*KINDS_MET], id="every kind", marks=pytest.mark.long),
     ],
 )
-def test_no_fault_makes_an_answer_wrong_a_request_stuck_or_leaves_anything(
+def test_faults_cause_no_wrong_answer_stuck_request_or_leak(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path_factory: pytest.TempPathFactory,
