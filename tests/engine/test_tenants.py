@@ -62,7 +62,6 @@ class Tenants:
             log = str(self.folder / f"{name} transfers")
             more |= {
                 "transfer": True,
-                "lease_seconds": LEASE,
                 "chunk_tokens": CHUNK,
                 "tiers": tiers,
                 "transfer_log": log,

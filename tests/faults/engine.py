@@ -12,6 +12,7 @@ import traceback
 from typing import Any
 from unittest import mock
 
+from support.vllm_engine import parts
 from support.vllm_engine.process import begin
 
 IDLE_SECONDS = 0.02
@@ -106,7 +107,7 @@ def ask(
 
 def known(engine: Any, name: str) -> str:
     """The state of a request in the scheduler; empty if it knows none of that name."""
-    for inner, request in _scheduler(engine).requests.items():
+    for inner, request in parts.scheduler(engine).requests.items():
         if inner.split("-")[0] == name:
             return str(request.status.name)
     return ""
@@ -114,37 +115,37 @@ def known(engine: Any, name: str) -> str:
 
 def named(engine: Any, name: str) -> int:
     """How many requests of this name are in the scheduler, each under a name of its own there."""
-    return sum(inner.split("-")[0] == name for inner in _scheduler(engine).requests)
+    return sum(inner.split("-")[0] == name for inner in parts.scheduler(engine).requests)
 
 
 def under_way(engine: Any) -> int:
     """How many requests are in the scheduler."""
-    return len(_scheduler(engine).requests)
+    return len(parts.scheduler(engine).requests)
 
 
 def forget_prefixes(engine: Any) -> int:
     """Forget every cached block that no request uses; return how many there were."""
-    pool = _scheduler(engine).kv_cache_manager.block_pool
+    pool = parts.scheduler(engine).kv_cache_manager.block_pool
     return sum(pool._maybe_evict_cached_block(block) for block in pool.free_block_queue.get_all_free_blocks())
 
 
 def take_blocks(engine: Any) -> int:
     """Take every free block of the pool away until `give_blocks`; return how many."""
-    pool = _scheduler(engine).kv_cache_manager.block_pool
+    pool = parts.scheduler(engine).kv_cache_manager.block_pool
     engine.taken = pool.get_new_blocks(pool.get_num_free_blocks())
     return len(engine.taken)
 
 
 def give_blocks(engine: Any) -> None:
     """Give them back."""
-    pool = _scheduler(engine).kv_cache_manager.block_pool
+    pool = parts.scheduler(engine).kv_cache_manager.block_pool
     pool.free_blocks(engine.taken)
     engine.taken = []
 
 
 def runs(engine: Any, least: int) -> bool:
     """Whether so many requests run, or more."""
-    return len(_scheduler(engine).running) >= least
+    return len(parts.scheduler(engine).running) >= least
 
 
 def has_preempted(engine: Any, before: int) -> bool:
@@ -157,13 +158,9 @@ def has_preempted(engine: Any, before: int) -> bool:
 def at_rest(engine: Any) -> dict[str, int]:
     """Whatever is held by requests, loads, stores, leases or pins, and is not nothing."""
     from support.vllm_engine.inside import counters
-    from support.vllm_engine.tiers_inside import half, held
+    from support.vllm_engine.tiers_inside import held
 
-    half(engine)._tiering._cache.poll()  # what threads have done since the last step
+    parts.cache(engine).poll()  # what threads have done since the last step
     return held(engine) | {
         name: count for name, count in counters(engine).items() if count and name != "expired"
     }
-
-
-def _scheduler(engine: Any) -> Any:
-    return engine.llm_engine.engine_core.engine_core.scheduler

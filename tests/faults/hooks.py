@@ -18,8 +18,9 @@ import zmq
 from kvferry.transport.gather_messages import Gathered
 from kvferry.transport.handshake import Unusable
 from kvferry.transport.staging import UNIT_BYTES
+from support.vllm_engine import parts
 from support.vllm_engine.pages import negate
-from support.vllm_engine.tiers_inside import half, worker_half
+from support.vllm_engine.parts import half, worker_half
 
 SLOW_SECONDS = 3.0
 """A gathering that is slow: longer than a load may take."""
@@ -64,10 +65,10 @@ def install(engine: Any) -> None:
     hooks = engine.hooks = Hooks()
     half(engine).events.subscribe(partial(_hear, hooks))
     _hook_reads(worker_half(engine), hooks)
-    _hook_leases(half(engine)._producer, hooks)
-    _hook_control(half(engine)._client, half(engine)._server, hooks)
+    _hook_leases(parts.producer(engine), hooks)
+    _hook_control(parts.client(engine), parts.server(engine), hooks)
     _hook_threads(engine, hooks)
-    _hook_gathering(worker_half(engine)._transfers._exposed._gatherer, hooks)
+    _hook_gathering(parts.gatherer(engine), hooks)
 
 
 def arm(engine: Any, fault: str, name: str = "", times: int = 1) -> None:
@@ -101,20 +102,20 @@ def let_go(engine: Any, name: str) -> int:
 
 def forget_peers(engine: Any) -> int:
     """Have the engine shake hands anew with all peers; return how many it knew."""
-    handshakes = half(engine)._client._handshakes
+    handshakes = parts.client(engine)._handshakes
     addresses = list(handshakes._answers)
     for address in addresses:
-        half(engine)._client.forget(address)
+        parts.client(engine).forget(address)
     return len(addresses)
 
 
 def forgive(engine: Any) -> int:
     """Let refusals and silences of peers be over, which stand for a while; return how many were refused."""
-    client = half(engine)._client
+    client = parts.client(engine)
     refused = [at for at, answer in client._handshakes._answers.items() if isinstance(answer, Unusable)]
     for address in refused:
         client.forget(address)
-    for lane in worker_half(engine)._transfers._lanes:
+    for lane in parts.lanes(engine):
         for peer in lane._links:
             for source in peer.sources:
                 if source.client is not None:
@@ -125,7 +126,7 @@ def forgive(engine: Any) -> int:
 def expire(engine: Any, name: str) -> bool:
     """Let the lease of a request run out now; return whether it was held."""
     lease = engine.hooks.leases[name][0]
-    book = half(engine)._producer._book
+    book = parts.lease_book(engine)
     held = book._held.get(lease)
     if held is not None:
         held.expires = 0.0
@@ -136,16 +137,16 @@ def expire(engine: Any, name: str) -> bool:
 def lease_is_over(engine: Any, name: str) -> bool:
     """Whether the lease of a request has ended and its blocks are given back."""
     lease = engine.hooks.leases[name][0]
-    book = half(engine)._producer._book
-    known = engine.llm_engine.engine_core.engine_core.scheduler.requests
+    book = parts.lease_book(engine)
+    known = parts.scheduler(engine).requests
     return lease not in book._held and lease not in book._ending and lease not in known
 
 
 def overwrite(engine: Any, name: str) -> int:
     """Write other bytes to free blocks that a request had, as their next owner does; return how many."""
-    pool = engine.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    pool = parts.scheduler(engine).kv_cache_manager.block_pool
     worker, count = worker_half(engine), 0
-    for group, table in zip(worker._geometry.groups, engine.hooks.leases[name][1], strict=True):
+    for group, table in zip(worker.geometry.groups, engine.hooks.leases[name][1], strict=True):
         for number in table:
             block = pool.blocks[number]
             if number == 0 or block.ref_cnt:
@@ -159,12 +160,12 @@ def overwrite(engine: Any, name: str) -> int:
 
 def rejected(engine: Any) -> int:
     """Messages that the control channel could not understand so far."""
-    return int(half(engine)._server.rejected)
+    return int(parts.server(engine).rejected)
 
 
 def port(engine: Any) -> int:
     """The port of the control channel."""
-    return int(half(engine)._server.port)
+    return int(parts.server(engine).port)
 
 
 def keys(engine: Any) -> tuple[bytes, bytes]:
@@ -232,11 +233,11 @@ def _post(inner: Any, hooks: Hooks, agent: Any, read: Any, **lists: Any) -> None
 
 def _hook_threads(engine: Any, hooks: Hooks) -> None:
     """Let something unexpected be raised in each of the threads."""
-    owners = [(lane, "_read_words", "break lane") for lane in worker_half(engine)._transfers._lanes]
+    owners = [(lane, "_read_words", "break lane") for lane in parts.lanes(engine)]
     owners += [
-        (half(engine)._client._redemptions, "handle_reply", "break client"),
-        (half(engine)._server.tickets, "redeem", "break server"),
-        (worker_half(engine)._transfers._exposed._gatherer, "_gather", "break gather"),
+        (parts.client(engine)._redemptions, "handle_reply", "break client"),
+        (parts.server(engine).tickets, "redeem", "break server"),
+        (parts.gatherer(engine), "_gather", "break gather"),
     ]
     for owner, method, fault in owners:
         setattr(owner, method, partial(_breaking, getattr(owner, method), hooks, fault))

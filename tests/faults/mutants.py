@@ -16,7 +16,8 @@ from msgspec import structs
 from kvferry.tiers.files.directory_index import DirectoryIndex
 from kvferry.tiers.index.listed_keys import ListedKeys
 from kvferry.transport.lease import LeaseWords
-from support.vllm_engine.tiers_inside import half, worker_half
+from support.vllm_engine import parts
+from support.vllm_engine.parts import half
 
 _NAME_DIGITS = 64
 """Of a namespace's folder."""
@@ -25,7 +26,7 @@ _NAME_DIGITS = 64
 @contextmanager
 def _no_lease_words(engine: Any) -> Iterator[None]:
     with ExitStack() as patched:
-        for lane in worker_half(engine)._transfers._lanes:
+        for lane in parts.lanes(engine):
             patched.enter_context(mock.patch.object(lane, "_check_words", return_value=None))
         yield
 
@@ -92,7 +93,7 @@ def _no_digest(engine: Any) -> Iterator[None]:
 @contextmanager
 def _no_ticket(engine: Any) -> Iterator[None]:
     """Whatever ticket a consumer has, it gets the blocks of a prompt with the content that it states."""
-    book = half(engine)._producer._tickets
+    book = parts.tickets(engine)
     redeem = book.redeem
 
     def any_that_fits(asked: Any) -> Any:
@@ -163,12 +164,12 @@ def _no_salt(engine: Any) -> Iterator[None]:
 @contextmanager
 def _no_namespace(engine: Any) -> Iterator[None]:
     """The engine finds the chunks of whatever weights in its directory that are not its own."""
-    store = half(engine)._tiering._cache._queues[0].tier
+    store = parts.queues(engine)[0].tier
     own = store._namespace
     folders = (path.name for path in Path(store._root).iterdir() if len(path.name) == _NAME_DIGITS)
     (other,) = {bytes.fromhex(name) for name in folders} - {own}
     _live_in(store, other)
-    half(engine)._tiering._prompts._epoch = ""  # a reset names chunks anew
+    parts.prompts(engine)._epoch = ""  # a reset names chunks anew
     try:
         yield
     finally:

@@ -13,7 +13,8 @@ from kvferry.errors import ChunkError
 from kvferry.planning.select import windows_survive_load
 from kvferry.tiers.paths import chunk_path
 from support.chunk_files import verify_bytes
-from support.vllm_engine.tiers_inside import half
+from support.vllm_engine import parts
+from support.vllm_engine.parts import half
 
 
 def files_of(engine: Any, text: list[int], salt: str, adapter: str = "", namespace: str = "") -> list[str]:
@@ -26,7 +27,7 @@ def files_of(engine: Any, text: list[int], salt: str, adapter: str = "", namespa
 
 def tokens_at_hand(engine: Any, text: list[int], salt: str, adapter: str = "") -> int:
     """Tokens of a prompt that the tiers would offer now to an engine that has none of them."""
-    tiering = half(engine)._tiering
+    tiering = parts.tiering(engine)
     return (
         _chunks_of(engine, text, salt, adapter)
         .look_up(
@@ -45,7 +46,7 @@ def _chunks_of(engine: Any, text: list[int], salt: str, adapter: str) -> Any:
     from kvferry.connector.prompt_content import keys_of
     from support.vllm_engine.inside import lora_of
 
-    prompts = half(engine)._tiering._prompts
+    prompts = parts.prompts(engine)
     request = PlainRequest(request_id="", prompt_token_ids=text, adapter=lora_of(adapter), cache_salt=salt)
     keys = keys_of(request, text, prompts._canonical.chunk_tokens, prompts._adapters, prompts._epoch)
     return PromptChunks(prompts._canonical.groups, keys)
@@ -53,14 +54,14 @@ def _chunks_of(engine: Any, text: list[int], salt: str, adapter: str) -> Any:
 
 def tiers_are_idle(engine: Any) -> bool:
     """Whether everything stored so far is written."""
-    cache = half(engine)._tiering._cache
+    cache = parts.cache(engine)
     cache.poll()
     return not half(engine).busy and not any(len(one) for one in cache.writing)
 
 
 def clear_host(engine: Any) -> None:
     """Forget host memory, and not what is known of storage."""
-    half(engine)._tiering._cache.clear()
+    parts.cache(engine).clear()
 
 
 def limit_files(engine: Any, size: int) -> None:
@@ -114,7 +115,7 @@ def unhang_files(engine: Any, call: str) -> int:
 
 def fail_copies(engine: Any, times: int) -> None:
     """Let the next so many copies between blocks and host memory fail."""
-    mover, hooks = engine.witness._worker._mover, engine.hooks
+    mover, hooks = parts.mover(engine), engine.hooks
     hooks.armed["copy", ""] = times
     inner = type(mover)._copy
 
@@ -130,7 +131,7 @@ def _raise(_: Any) -> tuple[int, ...]:
 
 def missed(engine: Any) -> dict[str, int]:
     """Chunks that storage did not give, by why."""
-    counts = half(engine)._tiering._cache.counts
+    counts = parts.cache(engine).counts
     return {f"{name} {what}": n for (name, what), n in counts.missed.items()}
 
 
@@ -160,4 +161,4 @@ def _problem(path: str, image: bytes) -> list[str]:
 
 
 def _store(engine: Any) -> Any:
-    return half(engine)._tiering._cache._queues[0].tier
+    return parts.queues(engine)[0].tier

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from support.vllm_engine.tiers_inside import half
+from support.vllm_engine import parts
 
 
 def facts(engine: Any) -> dict[str, Any]:
     """What this engine tells its peers that they must agree on; nothing if it has tiers alone."""
-    server = half(engine)._server
+    server = parts.server(engine)
     return {} if server is None else dict(server._card.facts.must_agree)
 
 

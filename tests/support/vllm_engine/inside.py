@@ -13,11 +13,10 @@ from kvferry.planning.select import LoadSpan
 from kvferry.serving.router.bodies import ASK_FOR_KV
 from kvferry.tiers.names import TIERS
 from kvferry.transport.redeem import Grant, Redeemed
-from support.vllm_engine import any_layout, copied, kernel_blocks, overlapped, pages
+from support.vllm_engine import any_layout, copied, kernel_blocks, overlapped, pages, parts
 from support.vllm_engine.agree_inside import facts, restart_other  # noqa: F401 - called by name
 from support.vllm_engine.multi_inside import (  # noqa: F401 - called by name
     chosen,
-    ferries,
     forget_speeds,
     metrics,
     slow_answers,
@@ -26,11 +25,11 @@ from support.vllm_engine.multi_inside import (  # noqa: F401 - called by name
     story_of_last,
 )
 from support.vllm_engine.pages import Digests, digests_of, negate
+from support.vllm_engine.parts import ferries, half, worker_half
 from support.vllm_engine.tiers_inside import (  # noqa: F401 - called by name
     abort_at_random,
     ask_for,
     go_on,
-    half,
     hang,
     hanging,
     held,
@@ -42,7 +41,6 @@ from support.vllm_engine.tiers_inside import (  # noqa: F401 - called by name
     stuck,
     tier_stats,
     wait_for_ledgers,
-    worker_half,
 )
 
 
@@ -84,8 +82,8 @@ def start(settings: dict[str, Any]) -> Any:
     _count_drafts(engine)
     if worker is not None:
         engine.witness = Witness(worker, half(engine).admission)
-    if ferries(engine.llm_engine.engine_core.engine_core.scheduler.connector):
-        engine.granted = _grants(half(engine)._producer._tickets)
+    if ferries(parts.scheduler(engine).connector):
+        engine.granted = _grants(parts.tickets(engine))
         _note_parts(engine)
         engine.fold = MetricsListener()
         half(engine).events.subscribe(engine.fold)
@@ -139,7 +137,7 @@ def about(engine: Any) -> dict[str, Any]:
         "num_blocks": core.scheduler.kv_cache_config.num_blocks,
         "layout": worker.layout if worker else None,
         "kernel_tokens": pages.kernel_tokens(worker) if worker else None,
-        "addresses": {region.address for region in worker._geometry.regions} if worker else set(),
+        "addresses": {region.address for region in worker.geometry.regions} if worker else set(),
     }
 
 
@@ -300,7 +298,7 @@ def answers(engine: Any, names: list[str]) -> list[dict[str, Any]]:
 
 def redeemed(engine: Any) -> int:
     """Tickets of requests here whose grants have arrived, and which have not been released."""
-    asked = list(half(engine)._peers._client._redemptions._asked.values())
+    asked = list(parts.client(engine)._redemptions._asked.values())
     return sum(isinstance(one.answer, Redeemed) for one in asked)
 
 
@@ -358,12 +356,12 @@ def _note_parts(engine: Any) -> None:
 
 def waiting_for_kv(engine: Any) -> int:
     """Requests that wait for a load."""
-    return sum(r.status.name == "WAITING_FOR_REMOTE_KVS" for r in _scheduler(engine).requests.values())
+    return sum(r.status.name == "WAITING_FOR_REMOTE_KVS" for r in parts.scheduler(engine).requests.values())
 
 
 def preemptions(engine: Any) -> int:
     """How often requests have been preempted so far; counts from the first call on."""
-    scheduler = _scheduler(engine)
+    scheduler = parts.scheduler(engine)
     if not hasattr(engine, "preempted"):
         engine.preempted = 0
         inner = scheduler._preempt_request
@@ -435,7 +433,7 @@ def reset_prefix_cache(engine: Any) -> bool:
 
 def preempt(engine: Any, name: str) -> None:
     """Preempt a running request, as for want of blocks."""
-    scheduler = _scheduler(engine)
+    scheduler = parts.scheduler(engine)
     request = next(one for one in scheduler.running if one.request_id.split("-")[0] == name)
     scheduler.running.remove(request)
     scheduler._preempt_request(request, time.monotonic())
@@ -457,7 +455,7 @@ def bids(engine: Any) -> list[int]:
     """
     if not hasattr(engine, "bids"):
         engine.bids = []
-        admission = _scheduler(engine).connector.scheduler.half.admission
+        admission = parts.scheduler(engine).connector.scheduler.half.admission
         inner = admission.matched
 
         def matched(request: Any, local_tokens: int) -> int | None:
@@ -475,7 +473,7 @@ def limit_admissions(engine: Any, most: int) -> None:
     """Raise in the engine's step when a request is admitted more often: it is not to go on for ever."""
     if hasattr(engine, "admissions"):
         return
-    connector = _scheduler(engine).connector
+    connector = parts.scheduler(engine).connector
     inner, engine.admissions = connector.update_state_after_alloc, {}
 
     def counted(request: Any, blocks: Any, external: int) -> None:
@@ -503,7 +501,7 @@ def settle_tiers(engine: Any, seconds: float = 120.0, of: int = 0) -> None:
 
 def forget_host_memory(engine: Any, of: int = 0) -> None:
     """What is in the tiers' host memory; what is behind it stays, and is looked at anew."""
-    cache = half(engine, of)._tiering._cache
+    cache = parts.cache(engine, of)
     cache.clear()
     for queue in cache._queues:
         queue.tier.refresh()
@@ -532,7 +530,7 @@ def new_loads(engine: Any) -> list[tuple[str, int, int]]:
 
 def tier_counts(engine: Any) -> dict[str, Any]:
     """What the tiers have done so far."""
-    tiering = half(engine)._tiering
+    tiering = parts.tiering(engine)
     cache = tiering._cache
     return {
         "stored": cache.counts.stored,
@@ -554,17 +552,17 @@ def forget_peers_after(engine: Any, seconds: float) -> None:
 
 def peers(engine: Any) -> int:
     """How many the worker knows."""
-    return len(worker_half(engine)._transfers._lanes[0]._links._links)
+    return len(parts.lanes(engine)[0]._links._links)
 
 
 def requests_left(engine: Any) -> int:
     """Requests the scheduler still knows, finished ones whose blocks are kept included."""
-    return len(_scheduler(engine).requests)
+    return len(parts.scheduler(engine).requests)
 
 
 def busy(engine: Any) -> bool:
     """The connector wants the engine to go on stepping, or the engine does."""
-    return bool(half(engine).busy or _scheduler(engine).has_requests())
+    return bool(half(engine).busy or parts.scheduler(engine).has_requests())
 
 
 def _grants(book: Any) -> dict[str, list[list[int]]]:
@@ -592,14 +590,14 @@ def granted(engine: Any, offer: dict[str, Any]) -> list[list[int]]:
 
 def regrant(engine: Any, offer: dict[str, Any], changes: dict[str, Any]) -> None:
     """Lie to whoever redeems an offer's ticket: its grant says this instead."""
-    found = half(engine)._producer._tickets._open[bytes.fromhex(offer["remote_request_id"])]
+    found = parts.tickets(engine)._open[bytes.fromhex(offer["remote_request_id"])]
     now = {"slot": found.grant.slot, "generation": found.grant.generation, "tables": found.grant.block_ids}
     found.grant = Grant.of(**{**now, **changes})
 
 
 def kept_turns(engine: Any) -> list[tuple[list[list[int]], int]]:
     """(tables, tokens) of the turns that are kept."""
-    turns = half(engine)._producer._turns._turns.values()
+    turns = parts.producer(engine)._turns._turns.values()
     return [([ids.tolist() for ids in turn.kept.grant.block_ids], turn.kept.tokens) for turn in turns]
 
 
@@ -629,7 +627,7 @@ def treat_tenants_alike(engine: Any) -> None:
 
 def ask_for_turns(engine: Any, *, asks: bool) -> None:
     """Whether peers are asked for earlier turns."""
-    half(engine)._peers._turns._keepers = (lambda: half(engine)._server.keepers) if asks else dict
+    parts.turn_finder(engine)._keepers = (lambda: parts.server(engine).keepers) if asks else dict
 
 
 def wait_for_turns(engine: Any, seconds: float) -> None:
@@ -641,7 +639,7 @@ def wait_for_turns(engine: Any, seconds: float) -> None:
     from kvferry.transport.handshake import Pending
 
     turns.ASK_SECONDS = seconds
-    finder = half(engine)._peers._turns
+    finder = parts.turn_finder(engine)
 
     def found(request: Any) -> Any:
         while isinstance(answer := type(finder).found(finder, request), Pending):
@@ -658,7 +656,7 @@ def ask_ranks(engine: Any, method: str, *arguments: Any) -> list[Any]:
 
 def free_blocks(engine: Any) -> int:
     """Blocks free in the pool."""
-    return int(_scheduler(engine).kv_cache_manager.block_pool.get_num_free_blocks())
+    return int(parts.scheduler(engine).kv_cache_manager.block_pool.get_num_free_blocks())
 
 
 def digests_of_offer(engine: Any, offer: dict[str, Any]) -> Digests:
@@ -707,23 +705,23 @@ class Witness:
         self.loaded[order.request_id] = digests_of(self._worker, order.tables, order.span)
         self.left = list(self._left(order))
         if self.spoil_group is not None:
-            ids = self._worker._needed(order.span, order.tables)[self.spoil_group]
-            for layer in self._worker._geometry.groups[self.spoil_group].layers if len(ids) else ():
+            ids = self._worker.needed(order.span, order.tables)[self.spoil_group]
+            for layer in self._worker.geometry.groups[self.spoil_group].layers if len(ids) else ():
                 negate(self._worker, layer, int(ids[-1]))
 
     def _left(self, order: Any) -> Any:
-        blocks = self._worker._geometry.num_blocks
-        each = zip(self._worker._geometry.groups, self._worker._needed(order.span, order.tables), strict=True)
+        blocks = self._worker.geometry.num_blocks
+        each = zip(self._worker.geometry.groups, self._worker.needed(order.span, order.tables), strict=True)
         for group, ids in each:
             for layer in group.layers:
-                cache = self._worker._caches[layer.name]
+                cache = self._worker.caches[layer.name]
                 if layer.draft and len(ids):
                     yield float(cache.view(blocks, -1)[ids.tolist()].abs().max())
 
 
 def _count_drafts(engine: Any) -> None:
     """Count drafts and those of them that are accepted; vLLM does where statistics are logged."""
-    scheduler, engine.drafts, engine.proposals = _scheduler(engine), [0, 0], []
+    scheduler, engine.drafts, engine.proposals = parts.scheduler(engine), [0, 0], []
     update = scheduler.update_draft_token_ids
 
     def count(stats: Any, num_draft_tokens: int, num_accepted_tokens: int, **_: Any) -> Any:
@@ -753,12 +751,12 @@ def proposals(engine: Any) -> list[list[int]]:
 
 def layers(engine: Any) -> list[list[str]]:
     """Identities of each group's layers."""
-    return [[layer.identity for layer in group.layers] for group in worker_half(engine)._geometry.groups]
+    return [[layer.identity for layer in group.layers] for group in worker_half(engine).geometry.groups]
 
 
 def draft_layers(engine: Any) -> list[str]:
     """Identities of the layers that a draft model keeps."""
-    groups = worker_half(engine)._geometry.groups
+    groups = worker_half(engine).geometry.groups
     return [layer.identity for group in groups for layer in group.layers if layer.draft]
 
 
@@ -775,11 +773,11 @@ def of_drafts(engine: Any, tables: list[list[int]], tokens: int) -> Digests:
 def fill_drafts(engine: Any, value: float) -> None:
     """Fill every block but the null block of a draft's layers."""
     worker = worker_half(engine)
-    for group in worker._geometry.groups:
+    for group in worker.geometry.groups:
         for layer in group.layers:
-            cache = worker._caches[layer.name]
+            cache = worker.caches[layer.name]
             if layer.draft:
-                cache[cache.shape[0] // worker._geometry.num_blocks :] = value
+                cache[cache.shape[0] // worker.geometry.num_blocks :] = value
 
 
 def left_in_drafts(engine: Any) -> list[float]:
@@ -789,7 +787,7 @@ def left_in_drafts(engine: Any) -> list[float]:
 
 def release_all(engine: Any) -> None:
     """Take back what is offered."""
-    half(engine)._producer.reset()
+    parts.producer(engine).reset()
     step(engine, 20.0)
 
 
@@ -813,7 +811,7 @@ def spoil(engine: Any, group: int | None) -> None:
 def spoil_cached(engine: Any, group: int) -> int:
     """Spoil all blocks of this group in the engine's own prefix cache; their number."""
     worker, ids = worker_half(engine), _cached(engine, group)
-    for layer in worker._geometry.groups[group].layers:
+    for layer in worker.geometry.groups[group].layers:
         for block in ids:
             negate(worker, layer, block)
     return len(ids)
@@ -821,9 +819,9 @@ def spoil_cached(engine: Any, group: int) -> int:
 
 def evict_states(engine: Any) -> int:
     """Evict all snapshots of recurrent state from the engine's own prefix cache; their number."""
-    groups = enumerate(worker_half(engine)._geometry.groups)
+    groups = enumerate(worker_half(engine).geometry.groups)
     ids = [block for n, group in groups if group.kind == "state" for block in _cached(engine, n)]
-    _scheduler(engine).kv_cache_manager.block_pool.evict_blocks(set(ids))
+    parts.scheduler(engine).kv_cache_manager.block_pool.evict_blocks(set(ids))
     return len(ids)
 
 
@@ -831,7 +829,7 @@ def _cached(engine: Any, group: int) -> list[int]:
     """Blocks of a group in the engine's own prefix cache."""
     from vllm.v1.core.kv_cache_utils import get_group_id
 
-    blocks = _scheduler(engine).kv_cache_manager.block_pool.blocks
+    blocks = parts.scheduler(engine).kv_cache_manager.block_pool.blocks
     return [one.block_id for one in blocks if one.block_hash and get_group_id(one.block_hash) == group]
 
 
@@ -846,13 +844,9 @@ def counters(engine: Any) -> dict[str, Any]:
     }
 
 
-def _scheduler(engine: Any) -> Any:
-    return engine.llm_engine.engine_core.engine_core.scheduler
-
-
 def contents(engine: Any) -> list[tuple[str, str, list[str]]]:
     """(kind, content id, field names) of every layer, group by group."""
-    groups = worker_half(engine)._geometry.groups
+    groups = worker_half(engine).geometry.groups
     return [
         (str(group.kind), layer.page.content, [field.name for field in layer.page.fields])
         for group in groups
@@ -869,14 +863,14 @@ def believed_if_it_were(engine: Any, adapter: str) -> list[str]:
     from kvferry.geometry import GroupKind
 
     config = engine.llm_engine.vllm_config
-    cache = _scheduler(engine).kv_cache_config
+    cache = parts.scheduler(engine).kv_cache_config
     worker = worker_half(engine)
     found = []
-    for group, described in zip(cache.kv_cache_groups, worker._geometry.groups, strict=True):
+    for group, described in zip(cache.kv_cache_groups, worker.geometry.groups, strict=True):
         if described.kind is GroupKind.STATE:
             continue
         name = described.layers[0].name
-        spec, tensor = spec_of_layer(group.kv_cache_spec, name), worker._caches[name]
+        spec, tensor = spec_of_layer(group.kv_cache_spec, name), worker.caches[name]
         s = strides_of(tensor, spec, cache.num_blocks)
         written = getattr(adapters, adapter)(s, Shard(0, 1, 0, s.heads))
         layer = attention_layer(config, name)
@@ -887,8 +881,8 @@ def believed_if_it_were(engine: Any, adapter: str) -> list[str]:
 def registered_is_the_cache(engine: Any) -> bool:
     """The memory that peers read and write is the engine's own cache, not a host buffer."""
     worker = worker_half(engine)
-    own = {t.untyped_storage().data_ptr() for t in worker._caches.values()}
-    return own == {region.address for region in worker._geometry.regions}
+    own = {t.untyped_storage().data_ptr() for t in worker.caches.values()}
+    return own == {region.address for region in worker.geometry.regions}
 
 
 def poison(engine: Any) -> None:
@@ -896,7 +890,7 @@ def poison(engine: Any) -> None:
 
     Where it does not (all groups are attention), NaN never gets into the pool, and would break the engine.
     """
-    scheduler = _scheduler(engine)
+    scheduler = parts.scheduler(engine)
     assert not scheduler.requests
     assert scheduler.kv_cache_manager.reset_prefix_cache()
     clears = scheduler.kv_cache_config.needs_kv_cache_zeroing

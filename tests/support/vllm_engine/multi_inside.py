@@ -5,18 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
-
-def ferries(connector: Any) -> list[Any]:
-    """kvferry's own among a connector's children, or it itself."""
-    from kvferry.engines.vllm.connector import KVFerryConnector
-
-    return [
-        one for one in getattr(connector, "_connectors", [connector]) if isinstance(one, KVFerryConnector)
-    ]
+from support.vllm_engine.parts import ferries, half_of, only_worker, scheduler
 
 
 def _multi(engine: Any) -> Any:
-    return engine.llm_engine.engine_core.engine_core.scheduler.connector
+    return scheduler(engine).connector
 
 
 def chosen(engine: Any) -> list[tuple[str, int]]:
@@ -84,7 +77,6 @@ def spoil_child(engine: Any, name: str | None) -> None:
     """Change signs in every group's first block of what this child loads, as it reports it; None stops."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    from support.vllm_engine.halves import half_of
     from support.vllm_engine.pages import negate
 
     group, scheduler = get_kv_transfer_group(), engine.llm_engine.engine_core.engine_core.scheduler
@@ -97,8 +89,8 @@ def spoil_child(engine: Any, name: str | None) -> None:
             for request in results.finished_recving - results.failed_recving:
                 if group._names[loads[request]] == engine.spoilt_child:
                     tables = scheduler.kv_cache_manager.get_block_ids(request)
-                    worker = half_of(next(iter(ferries(group)[0]._workers.values())))
-                    for ids, described in zip(tables, worker._geometry.groups, strict=True):
+                    worker = half_of(only_worker(ferries(group)[0]))
+                    for ids, described in zip(tables, worker.geometry.groups, strict=True):
                         for layer in described.layers:
                             negate(worker, layer, next(number for number in ids if number))
             return results

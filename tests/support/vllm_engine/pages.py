@@ -22,7 +22,7 @@ heads is head 0."""
 def digests_of(worker: Any, tables: Any, span: LoadSpan) -> Digests:
     """Digests of all that a continuation over `span` needs: equal for equal content in whatever layout."""
     result = {}
-    for group, table in zip(worker._geometry.groups, tables, strict=True):
+    for group, table in zip(worker.geometry.groups, tables, strict=True):
         ids = blocks_needed(
             group.kind, group.attention_span, group.block_tokens, span, np.array(table, np.int64)
         )
@@ -50,8 +50,8 @@ def _by_head(field: Field) -> Iterator[tuple[int, Field]]:
 
 def kernel_tokens(worker: Any) -> set[int]:
     """Tokens in the blocks that attention kernels address, of which vLLM's may be made."""
-    groups = [group for group in worker._geometry.groups if group.kind is not GroupKind.STATE]
-    return {worker._caches[layer.name].shape[2] for group in groups for layer in group.layers}
+    groups = [group for group in worker.geometry.groups if group.kind is not GroupKind.STATE]
+    return {worker.caches[layer.name].shape[2] for group in groups for layer in group.layers}
 
 
 def negate(worker: Any, layer: Layer, block: int) -> None:
@@ -65,15 +65,15 @@ def negate(worker: Any, layer: Layer, block: int) -> None:
 
 def poison(worker: Any, value: float) -> None:
     """Fill every block but the null block of every attention layer."""
-    for cache in worker._caches.values():
+    for cache in worker.caches.values():
         if cache.is_floating_point():
-            cache[cache.shape[0] // worker._geometry.num_blocks :] = value
+            cache[cache.shape[0] // worker.geometry.num_blocks :] = value
 
 
 def _page(worker: Any, layer: Layer, block: int) -> np.ndarray:
     """The bytes from the first to the last of a page, writable; other layers' may lie between."""
-    cache = worker._caches[layer.name]
-    ratio = cache.shape[0] // worker._geometry.num_blocks
+    cache = worker.caches[layer.name]
+    ratio = cache.shape[0] // worker.geometry.num_blocks
     address = cache.data_ptr() + block * ratio * cache.stride(0) * cache.element_size()
     return np.ctypeslib.as_array((ctypes.c_uint8 * layer.page.page_bytes).from_address(address))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from support.vllm_engine.halves import only_half
+from support.vllm_engine.parts import only_half
 
 WITNESS = "support.vllm_engine.ranks.RankWitness"
 ARGUMENTS = (f"--worker-extension-cls={WITNESS}",)
@@ -40,7 +40,7 @@ class RankWitness:
     def witness_loads(self, spoil_rank: str) -> dict[str, Any]:
         """Look at every load when it is believed, and spoil its last blocks on that rank, if on any."""
         half = only_half()
-        half.witnessed, half.spoiled = [], json.loads(spoil_rank) == half._geometry.tp_rank
+        half.witnessed, half.spoiled = [], json.loads(spoil_rank) == half.geometry.tp_rank
         if not hasattr(half, "unwatched"):
             half.unread = {}
             half.unwatched, half.ended = half.ended, lambda: _watched(half)
@@ -92,7 +92,7 @@ def _watched(half: Any) -> Any:
         tables = [ids.tolist() for ids in read.src_tables]
         half.witnessed.append({"span": span, "tables": tables, "digests": digests})
         if half.spoiled:
-            for group, ids in zip(half._geometry.groups, half._needed(load.span, load.tables), strict=True):
+            for group, ids in zip(half.geometry.groups, half.needed(load.span, load.tables), strict=True):
                 for layer in group.layers:
                     negate(half, layer, int(ids[-1]))
     return results

@@ -11,7 +11,7 @@ import torch
 
 from kvferry.geometry import Field, PageFormat
 from support.vllm_engine import inside, process
-from support.vllm_engine.halves import only_half
+from support.vllm_engine.parts import only_half
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _where(tables: list[list[int]], tokens: int) -> Any:
     from kvferry.planning.select import LoadSpan, blocks_needed
 
     half = only_half()
-    for group, table in zip(half._geometry.groups, tables, strict=True):
+    for group, table in zip(half.geometry.groups, tables, strict=True):
         if group.kind is not GroupKind.STATE:
             continue
         span = LoadSpan(0, tokens, tokens + 1)
@@ -86,7 +86,7 @@ def _where(tables: list[list[int]], tokens: int) -> Any:
             group.kind, group.attention_span, group.block_tokens, span, np.array(table, np.int64)
         )
         for layer in group.layers:
-            yield half._geometry.tp_rank, layer, layer.address + int(block) * layer.block_stride
+            yield half.geometry.tp_rank, layer, layer.address + int(block) * layer.block_stride
 
 
 def _pages(worker: Any, tables: list[list[int]], tokens: int) -> list[Page]:

@@ -8,28 +8,13 @@ import time
 from collections import Counter
 from typing import Any
 
-from support.vllm_engine.halves import half_of
-from support.vllm_engine.multi_inside import ferries
-
-
-def half(engine: Any, of: int = 0) -> Any:
-    """The scheduler half of the connector, or of that of kvferry's own among its children."""
-    connector = engine.llm_engine.engine_core.engine_core.scheduler.connector
-    return ferries(connector)[of].scheduler.half
-
-
-def worker_half(engine: Any, of: int = 0) -> Any:
-    """The rank's half of that child."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
-    ours = ferries(get_kv_transfer_group()) if has_kv_transfer_group() else []
-    engine_id = engine.llm_engine.vllm_config.kv_transfer_config.engine_id if ours else None
-    return half_of(ours[of]._workers[engine_id]) if ours else None
+from support.vllm_engine import parts
+from support.vllm_engine.parts import half, worker_half
 
 
 def held(engine: Any, of: int = 0) -> dict[str, int]:
     """What requests, loads and stores hold, and is not nothing; host memory and its book must agree."""
-    tiering, admission = half(engine, of)._tiering, half(engine, of).admission
+    tiering, admission = parts.tiering(engine, of), half(engine, of).admission
     cache, source, stores = tiering._cache, tiering.source, tiering._stores
     worker = worker_half(engine, of)
     cache._host.check_integrity()
@@ -72,7 +57,7 @@ def reset_all(engine: Any) -> bool:
 
 def slow_copies(engine: Any, seconds: float) -> None:
     """Let every order of the rank's mover take so much longer; 0 for as long as it takes."""
-    mover = engine.witness._worker._mover
+    mover = parts.mover(engine)
     inner = type(mover)._copy
 
     def slower(key: str, what: Any) -> Any:
@@ -104,7 +89,7 @@ def learned(engine: Any) -> tuple[float, int]:
 
 def slow_files(engine: Any, seconds: float, of: int = 0) -> None:
     """Let every fetch from a slow tier take so much longer."""
-    for queue in half(engine, of)._tiering._cache._queues:
+    for queue in parts.queues(engine, of):
         inner = queue.tier.get
 
         def slower(*args: Any, inner: Any = inner) -> Any:
@@ -119,14 +104,14 @@ def wait_for_ledgers(engine: Any, seconds: float) -> None:
 
     A thread that holds one, in a process whose engine spins, has the interpreter every few milliseconds only.
     """
-    for queue in half(engine)._tiering._cache._queues:
+    for queue in parts.queues(engine):
         queue.tier._ledger._lock_seconds = seconds
 
 
 def hang(engine: Any, name: str) -> None:
     """Let the file tiers' `name` ("get", "put" or "refresh") hang until `go_on`."""
     engine.gate, engine.hanging = threading.Event(), Counter()
-    for queue in half(engine)._tiering._cache._queues:
+    for queue in parts.queues(engine):
         inner = getattr(queue.tier, name)
 
         def hanging(*args: Any, inner: Any = inner) -> Any:
@@ -145,22 +130,20 @@ def hanging(engine: Any) -> dict[str, int]:
 def go_on(engine: Any) -> None:
     """The mount is there again."""
     engine.gate.set()
-    for queue in half(engine)._tiering._cache._queues:
+    for queue in parts.queues(engine):
         for name in engine.hanging:
             vars(queue.tier).pop(name, None)
 
 
 def stuck(engine: Any) -> list[tuple[bool, bool]]:
     """Of each slow tier, whether it counts as stuck for reading and for writing."""
-    return [
-        (queue.stuck_for_reading, queue.stuck_for_writing) for queue in half(engine)._tiering._cache._queues
-    ]
+    return [(queue.stuck_for_reading, queue.stuck_for_writing) for queue in parts.queues(engine)]
 
 
 def tier_stats(engine: Any) -> list[dict[str, Any]]:
     """Of each slow tier: what became of chunks."""
     found = []
-    for queue in half(engine)._tiering._cache._queues:
+    for queue in parts.queues(engine):
         stats = queue.tier.stats
         found.append(
             {
@@ -182,7 +165,7 @@ def abort_at_random(engine: Any, prompts: list[list[int]], seed: int) -> dict[st
 
     rng = random.Random(seed)
     scheduler = engine.llm_engine.engine_core.engine_core.scheduler
-    stores = half(engine)._tiering._stores
+    stores = parts.stores(engine)
     engine.count = getattr(engine, "count", 1_000_000)
     steps_left: dict[str, int] = {}
     seen: Counter[str] = Counter()
