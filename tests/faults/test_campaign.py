@@ -9,6 +9,7 @@ import pytest
 
 from faults.campaign import KINDS, campaign, drawn
 from faults.plan import possible
+from faults.references import FAMILIES
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -40,3 +41,17 @@ def test_faults_cause_no_wrong_answer_stuck_request_or_leak(
     outcome = asyncio.run(campaign(faults, [FAMILY], tmp_path / "campaign", mutants=False))
     bad = [one for one in outcome.verdicts if not (one.injected and one.detected and one.recovered)]
     assert not outcome.totals.problems, (outcome.totals.problems, bad, outcome.leaks.notes)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in FAMILIES]
+)
+def test_a_fourth_of_500_faults_causes_no_damage_and_each_protection_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory, family: str
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
+    outcome = asyncio.run(campaign(drawn(SEED, 125, [family]), [family], tmp_path / "campaign", mutants=True))
+    assert not outcome.totals.problems, (outcome.totals.problems, outcome.leaks.notes)
+    assert all(outcome.caught.values()), [one for one, found in outcome.caught.items() if not found]

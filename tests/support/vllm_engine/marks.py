@@ -21,8 +21,9 @@ def families(fixture: str, setups: Iterable[Any], *short: str) -> pytest.MarkDec
     """
     named = {str(one): one for one in setups}
     assert named.keys() >= {*short}, f"no set-up is called {set(short) - named.keys()}"
+    long = {name: [] if name in short else [pytest.mark.long] for name in named}
     cases = [
-        pytest.param(one, id=name, marks=[] if name in short else pytest.mark.long)
+        pytest.param(one, id=name, marks=[pytest.mark.xdist_group(name), *long[name]])
         for name, one in named.items()
     ]
     return pytest.mark.parametrize(fixture, cases, indirect=True)
