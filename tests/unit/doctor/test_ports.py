@@ -62,11 +62,13 @@ def listening_process(address, number):
         if (child := os.fork()) == 0:
             os.read(read, 1)
             os._exit(0)
-    yield child
-    os.write(write, b"x")
-    os.waitpid(child, 0)
-    os.close(read)
-    os.close(write)
+    try:
+        yield child
+    finally:
+        os.write(write, b"x")
+        os.waitpid(child, 0)
+        os.close(read)
+        os.close(write)
 
 
 def test_an_engine_is_found_by_its_address_if_another_has_the_same_port(process):
