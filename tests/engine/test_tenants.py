@@ -208,7 +208,9 @@ def test_kv_of_a_replaced_adapter_is_not_used(tenants: Tenants) -> None:
     tenants.forget()
     first = tenants.say(tenants.decode, text, who, tenants.offered(text, who), ANSWER)
     offer = tenants.offered(offered, who)
-    tenants.settle()
+    for engine in (tenants.prefill, tenants.decode):  # without waiting for the end of the offer's lease
+        engine.call("settle_tiers")
+    tenants.decode.call("step", SOON)
     for engine in (tenants.prefill, tenants.decode):
         engine.call("replace_adapter", tenants.each[who]["adapter"], tenants.each[other]["adapter"])
     by_ticket = tenants.say(tenants.decode, offered, who, offer)

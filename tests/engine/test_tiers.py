@@ -150,6 +150,7 @@ def test_loaded_prefix_ends_where_every_group_can_continue(family: Life) -> None
         assert distance(answer, family.long) < 1e-4
 
 
+@pytest.mark.long
 def test_snapshot_completes_attention_blocks_still_in_the_engine(family: Life) -> None:
     """The tiers' prefix ends where these blocks end: the load brings the last of them, and the snapshot."""
     kinds = [name for name, _, _ in family.engine.about["groups"]]
