@@ -158,12 +158,12 @@ check: $(VENV)/.dev ## ruff, mypy --strict, import-linter, hadolint
 
 # Engines need both cores: a pair at a time, and nothing beside it.
 test: $(VENV)/.dev $(VENV)/.triton ## what every change must pass, the same list in every run: under 20 minutes on two cores (WORKERS=)
-	$(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup -m "not long and not alone" $(SHARED)
-	$(PYTHON) -m pytest -m "not long and (engine or transport or alone)" tests
+	$(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup -m "not long" $(SHARED)
+	$(PYTHON) -m pytest -m "not long" tests/transport tests/engine tests/faults
 
 test-fast: export KVFERRY_TEST_EXAMPLES := 0.2
 test-fast: $(VENV)/.dev ## the quick unit tests, without engine, NIXL and tests marked slow: under two minutes on two cores
-	$(PYTHON) -m pytest -q -n $(WORKERS) --dist loadgroup -m "not long and not alone and not slow" tests/unit src
+	$(PYTHON) -m pytest -q -n $(WORKERS) --dist loadgroup -m "not long and not slow" tests/unit src
 
 test-all: $(VENV)/.dev ## all other tests, in parts of at most ten minutes; writes docs/test-record.md (PART=families-3)
 	PYTHONPATH=tests $(PYTHON) -m support.long.run $(PART)

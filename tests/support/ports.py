@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Iterator
+
+OWN_ADDRESS = f"127.{1 + os.getpid() // 250 % 250}.{1 + os.getpid() % 250}.1"
+"""A loopback address of this process alone, so that no other process takes ports of it."""
 
 
 @contextlib.contextmanager

@@ -22,8 +22,8 @@ from support.mutants.draw import SWITCH, Mutant, draw
 
 ROOT = Path(__file__).parents[3]
 FOLDERS = ("planning", "connector", "tiers", "transport", "engines", "serving")
-SHARED = "not long and not engine and not transport and not alone"
-SERIAL = "not long and (engine or transport or alone)"
+SHARED = ("tests/unit", "tests/fuzz", "src/kvferry")
+SERIAL = ("tests/transport", "tests/engine", "tests/faults")
 SECONDS_OF_A_MUTANT = 1200
 """A mutant whose tests take longer than this makes something hang, which a test would report."""
 
@@ -80,8 +80,8 @@ class Copy:
         if not noted.exists():
             self.logs.mkdir(exist_ok=True)
             log = {"KVFERRY_MUTANT_LOG": str(self.logs)}
-            _, one = self.pytest("-n", "2", "--dist=loadgroup", "-m", SHARED, **log)
-            _, two = self.pytest("-m", SERIAL, "tests", **log)
+            _, one = self.pytest("-n", "2", "--dist=loadgroup", "-m", "not long", *SHARED, **log)
+            _, two = self.pytest("-m", "not long", *SERIAL, **log)
             noted.write_text(json.dumps([*_failed(one), *_failed(two)]))
         self.failing = {*json.loads(noted.read_text())}
 

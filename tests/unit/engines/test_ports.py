@@ -12,13 +12,13 @@ from kvferry.connector.messages import WorkerInfo
 from kvferry.engines.vllm import scheduler
 from kvferry.engines.vllm.meta import WorkerCard
 from kvferry.errors import ConfigError
-from kvferry.serving.ports import free_ports
 from kvferry.transport.messages import RankCard
 from support.pages import kv_page, rank_of
+from support.ports import OWN_ADDRESS
 from support.vllm_config import configured
 
-# Tests beside it would take ports that were found free.
-pytestmark = pytest.mark.alone
+PORT = 30_000
+"""Below the ports that the system gives out."""
 
 
 def card(rank, config, read=None):
@@ -33,7 +33,7 @@ def listen():
     def start(port, index=0, **settings):
         vllm_config = configured(f"engine_dp{index}", index)
         cache = SimpleNamespace(kv_cache_groups=[], num_blocks=8, hash_block_size=16)
-        config = ConnectorConfig(port=port, explain_requests=0, **settings)
+        config = ConnectorConfig(host=OWN_ADDRESS, port=port, explain_requests=0, **settings)
         half = scheduler.VLLMScheduler(vllm_config, cache, config)
         halves.append(half)
         rank = rank_of(kv_page())
@@ -46,8 +46,7 @@ def listen():
 
 
 def test_a_data_parallel_rank_listens_as_many_ports_further(listen):
-    [port] = free_ports(1)
-    assert [listen(port, 2), listen(port, 0), listen(port, 1)] == [port + 2, port, port + 1]
+    assert [listen(PORT, 2), listen(PORT, 0), listen(PORT, 1)] == [PORT + 2, PORT, PORT + 1]
 
 
 def test_workers_of_another_connector_of_the_engine_are_refused_in_words():
@@ -78,10 +77,11 @@ def test_any_free_port_is_one_of_its_own_each(listen):
 
 
 def test_a_taken_port_is_named_in_the_error(listen):
-    [port] = free_ports(1)
-    listen(port)
-    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {port}: Address already in use"):
-        listen(port)
+    listen(PORT)
+    with pytest.raises(
+        ConfigError, match=f"cannot listen on {OWN_ADDRESS} port {PORT}: Address already in use"
+    ):
+        listen(PORT)
 
 
 def test_loads_are_logged_only_if_a_file_is_named_and_engines_exchange_kv(listen, tmp_path):

@@ -1,7 +1,6 @@
 """Channels that listen on free ports of a range."""
 
 import errno
-import os
 import re
 import socket
 from contextlib import closing
@@ -14,10 +13,8 @@ from kvferry.transport.control_server import ControlServer, ProducerCard
 from kvferry.transport.network_devices import PORTS_VARIABLE, restrict_ucx_to, ucx_environment
 from kvferry.transport.port_range import PortRange, parse_port_range
 from support.keys import KEYS
+from support.ports import OWN_ADDRESS as HOST
 from transport.cards import cards, facts
-
-# An address of this process alone, so that no other one takes ports of it.
-HOST = f"127.{1 + os.getpid() // 250 % 250}.{1 + os.getpid() % 250}.1"
 
 
 @pytest.mark.parametrize(
