@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from typing import Any
+from unittest import mock
 
 from support.command_line import run_kvferry
 
 
 def explain(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command with these arguments. Every line of what it prints fits a terminal."""
-    done = run_kvferry("explain", *arguments)
+    """Run the command with these arguments, as in a terminal of 80 columns."""
+    with mock.patch.dict(os.environ, {"COLUMNS": "80"}):
+        done = run_kvferry("explain", *arguments)
     if "--json" not in arguments:
         assert all(len(line) <= 80 for line in done.stdout.splitlines())
     return done
