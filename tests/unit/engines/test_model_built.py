@@ -126,7 +126,11 @@ def test_a_family_keeps_what_vllm_builds(name):
 def built(request: pytest.FixtureRequest) -> dict[tuple[str, int], dict[str, Any]]:
     """vLLM's answers for the models of all tests that are selected: one process builds them."""
     name = test_vllm_builds_what_is_recorded.__name__
-    selected = [one.callspec.params for one in request.session.items if getattr(one, "originalname", None) == name]
+    selected = [
+        item.callspec.params
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.originalname == name
+    ]
     return build((one["name"], one["tp"]) for one in selected)
 
 
