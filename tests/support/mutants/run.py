@@ -15,17 +15,40 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from support.mutants.draw import SWITCH, Mutant, draw
 
 ROOT = Path(__file__).parents[3]
 FOLDERS = ("planning", "connector", "tiers", "transport", "engines", "serving")
-SHARED = ("tests/unit", "tests/fuzz", "src/kvferry")
-SERIAL = ("tests/transport", "tests/engine", "tests/faults")
 SECONDS_OF_A_MUTANT = 1200
 """A mutant whose tests take longer than this makes something hang, which a test would report."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Tests that run together: those of `make test` without engines, or with them.
+
+    Attributes:
+        name: name of the stage.
+        paths: folders of the tests.
+        options: further arguments of pytest.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    options: tuple[str, ...] = ()
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return ("-m", "not long", *self.options, *self.paths)
+
+
+STAGES = (
+    Stage("unit", ("tests/unit", "tests/fuzz", "src/kvferry"), ("-n", "2", "--dist=loadgroup")),
+    Stage("engine", ("tests/transport", "tests/engine", "tests/faults")),
+)
 
 
 @dataclass(frozen=True)
@@ -74,31 +97,28 @@ class Copy:
             return 1, "FAILED (did not end)"
         return done.returncode, done.stdout
 
-    def reach(self) -> None:
-        """Run all tests without a mutant, and note what each reaches and which fail."""
-        noted = self.folder / "failing.json"
+    def reach(self, stage: Stage) -> None:
+        """Run the tests of a stage without a mutant, and note what each reaches and which fail."""
+        noted = self.folder / f"failing-{stage.name}.json"
         if not noted.exists():
             self.logs.mkdir(exist_ok=True)
-            log = {"KVFERRY_MUTANT_LOG": str(self.logs)}
-            _, one = self.pytest("-n", "2", "--dist=loadgroup", "-m", "not long", *SHARED, **log)
-            _, two = self.pytest("-m", "not long", *SERIAL, **log)
-            noted.write_text(json.dumps([*_failed(one), *_failed(two)]))
-        self.failing = {*json.loads(noted.read_text())}
+            _, output = self.pytest(*stage.arguments, KVFERRY_MUTANT_LOG=str(self.logs))
+            noted.write_text(json.dumps(_failed(output)))
+        self.failing |= {*json.loads(noted.read_text())}
 
-    def tests_of(self, mutant: Mutant) -> list[str]:
-        """Return the tests that reach a mutant, cheapest first."""
+    def tests_of(self, mutant: Mutant, stage: Stage) -> list[str]:
+        """Return the tests of a stage that reach a mutant, those of its own folder first."""
         path = self.logs / str(mutant.number)
-        found = {*path.read_text().splitlines()} if path.exists() else set()
+        found = {_without_group(test) for test in path.read_text().splitlines()} if path.exists() else set()
         folder = mutant.file.partition("/")[0]
         if "at import" in found:
             found.add(f"tests/unit/{folder}")
-        known = [test for test in found if test.startswith(("tests", "src")) and test not in self.failing]
-        near = f"tests/unit/{folder}"
-        return sorted(known, key=lambda test: (not test.startswith(near), "tests/engine" in test, test))
+        known = (test for test in found if test.startswith(stage.paths) and test not in self.failing)
+        return sorted(known, key=lambda test: (not test.startswith(f"tests/unit/{folder}"), test))
 
-    def judge(self, mutant: Mutant) -> Verdict:
-        """Switch a mutant on, and run the tests that reach it until one fails."""
-        tests = self.tests_of(mutant)
+    def judge(self, mutant: Mutant, stage: Stage) -> Verdict:
+        """Switch a mutant on, and run the tests of a stage that reach it until one fails."""
+        tests = self.tests_of(mutant, stage)
         if not tests:
             return Verdict(mutant, "", 0)
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
@@ -108,6 +128,8 @@ class Copy:
             code, text = self.pytest(
                 "-x", f"@{file.name}", *rest, seconds=SECONDS_OF_A_MUTANT, KVFERRY_MUTANT=str(mutant.number)
             )
+        if "ERROR: not found:" in text:
+            raise RuntimeError(text[-2000:])
         if code in {0, 5}:
             return Verdict(mutant, "", len(tests))
         return Verdict(mutant, (_failed(text) or [text[-300:]])[0], 0)
@@ -115,7 +137,13 @@ class Copy:
 
 def _failed(output: str) -> list[str]:
     lines = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return [line.split(" ", 1)[1].split(" - ")[0] for line in lines]
+    return [_without_group(line.split(" ", 1)[1].split(" - ")[0]) for line in lines]
+
+
+def _without_group(test: str) -> str:
+    """Return the id of a test without the group that pytest-xdist appends."""
+    name, _, group = test.rpartition("@")
+    return name if name and "]" not in group and "::" not in group else test
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -130,30 +158,28 @@ def main(arguments: Sequence[str]) -> int:
         folder = given.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         copied = Copy(folder, given.seed, given.count)
-        copied.reach()
-        results = folder / "results.jsonl"
-        known = {json.loads(line)["mutant"]["number"] for line in _lines(results)}
-        left = [
-            one
-            for one in copied.mutants
-            if (one.number not in known if given.only is None else one.number in given.only)
-        ]
-        with ThreadPoolExecutor(os.cpu_count()) as pool, results.open("a") as file:
-            for verdict in pool.map(copied.judge, left):
-                file.write(json.dumps(asdict(verdict)) + "\n")
-                file.flush()
-                print(_shown(verdict), flush=True)
-        verdicts = {(one := json.loads(line))["mutant"]["number"]: one for line in _lines(results)}
-    survivors = [one for one in verdicts.values() if not one["killed_by"]]
-    print(
-        f"{len(verdicts) - len(survivors)} of {len(verdicts)} killed; survivors: "
-        f"{', '.join(str(one['mutant']['number']) for one in survivors) or 'none'}"
-    )
+        left = [one for one in copied.mutants if not given.only or one.number in given.only]
+        for stage in STAGES:
+            left = _survivors(copied, stage, left)
+    print(f"{len(copied.mutants) - len(left)} of {len(copied.mutants)} killed")
     return 0
 
 
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
+def _survivors(copied: Copy, stage: Stage, mutants: list[Mutant]) -> list[Mutant]:
+    """Judge mutants by the tests of a stage, print each verdict, and return the mutants that survive."""
+    if not mutants:
+        return []
+    copied.reach(stage)
+    survivors: list[Mutant] = []
+    workers = len(os.sched_getaffinity(0)) if stage.options else 1
+    with ThreadPoolExecutor(workers) as pool, (copied.folder / "verdicts.txt").open("a") as file:
+        for verdict in pool.map(lambda mutant: copied.judge(mutant, stage), mutants):
+            print(line := f"{stage.name}: {_shown(verdict)}", flush=True)
+            file.write(f"{line}\n")
+            file.flush()
+            if not verdict.killed_by:
+                survivors.append(verdict.mutant)
+    return survivors
 
 
 def _shown(verdict: Verdict) -> str:
