@@ -182,7 +182,7 @@ def test_chunks_of_one_tenant_are_not_found_by_another(tenants: Tenants, restart
     tenants.forget()
 
 
-# Long: in one run of seven the prefill engine loaded no turn, and it is not known why.
+# Long: in one run of eight the prefill engine loaded no turn, and it is not known why.
 # The short list has turns in test_next_turn.py, and tenants of turns in tests/unit/transport/test_turns.py.
 @pytest.mark.long
 @pytest.mark.parametrize("owner", OWNERS)
