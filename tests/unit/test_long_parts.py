@@ -80,7 +80,7 @@ def test_only_parts_that_did_not_run_on_this_commit_run(tmp_path: Path, monkeypa
     ran = []
     known = {name: run.Part(()) for name in ("one", "two")}
     monkeypatch.setattr(run, "parts", lambda: known)
-    monkeypatch.setattr(run, "commit", lambda: RAN.commit)
+    monkeypatch.setattr(run, "is_unchanged_since", lambda commit: commit == RAN.commit)
     monkeypatch.setattr(run, "run_part", lambda part: (ran.append(part), (record.Counts(1, 0, ()), 1))[1])
     monkeypatch.setattr(run, "read_record", lambda: {"one": RAN})
     written = []
@@ -93,3 +93,11 @@ def test_only_parts_that_did_not_run_on_this_commit_run(tmp_path: Path, monkeypa
 def test_part_whose_tests_do_not_run_is_a_failure() -> None:
     counts, _ = run.run_part(run.Part((sys.executable, "-c", "")))
     assert counts.failures == ("pytest did not run to its end",)
+
+
+def test_tree_is_unchanged_since_its_own_commit_only() -> None:
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if head.returncode:
+        pytest.skip("no git repository here")
+    assert not run.is_unchanged_since(head.stdout.strip() + "+")
+    assert not run.is_unchanged_since("0" * 40)
