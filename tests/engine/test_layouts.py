@@ -88,7 +88,7 @@ def test_engines_use_the_configured_layouts_and_block_sizes(pair: Pair) -> None:
     for setting, about in zip(wanted, (pair.about, pair.about_decode), strict=True):
         usual = {"auto": "BLHNC", "engine": "LBHNC"}.get(setting, setting)
         assert about["layout"] == CHOSEN.get(setting, {}).get(pair.setup.family, usual)
-    if labelled := re.findall(r"\d{2,}", pair.setup.label):
+    if labelled := re.findall(r"\b\d{2,}\b", pair.setup.label):
         assert [str(about["block_size"]) for about in (pair.about, pair.about_decode)] == labelled
 
 
