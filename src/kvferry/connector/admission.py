@@ -63,6 +63,7 @@ class Admission:
 
     Attributes:
         pins: record of the KV blocks that stay allocated because a load may still write to them.
+        admitted: number of times that the engine has allocated blocks to a waiting request.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Admission:
                 state; None if the engine can use its own prefix without a load.
             clock: function that returns monotonic seconds.
         """
-        self.pins, self._prefix_cache = pins, prefix_cache
+        self.pins, self._prefix_cache, self.admitted = pins, prefix_cache, 0
         self._parts, self._clock = parts, clock
         self._phases = RequestPhases(chooser, headroom, clock)
         self._attempts = attempts
@@ -179,6 +180,7 @@ class Admission:
             blocks: all blocks of the request. The loads write into them.
             load_tokens: number of tokens to load, as `matched` returned it last; 0 for no load.
         """
+        self.admitted += 1
         known = self._known.get(request.request_id)
         if known is None:
             self._events.unserved(request)

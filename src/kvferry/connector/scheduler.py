@@ -30,6 +30,7 @@ from kvferry.connector.refusals import Refusals
 from kvferry.connector.source import Source
 from kvferry.connector.speeds import Speeds
 from kvferry.connector.stale_kv import StaleKV
+from kvferry.connector.standstill import Standstill
 from kvferry.connector.step_times import StepTimes
 from kvferry.connector.stream import EventStream
 from kvferry.connector.tier_config import read_tiers
@@ -100,6 +101,7 @@ class SchedulerHalf:
         self._refusals = Refusals(events)
         self._speeds = Speeds(clock)
         self._steps = StepTimes(self._speeds, clock)
+        self._standstill = Standstill(config.patience_seconds, clock)
         self._server: ControlServer | None = None
         self._messages: Sized = ()
         self._client: ControlClient | None = None
@@ -319,6 +321,10 @@ class SchedulerHalf:
         if self._tiering is not None:
             self._tiering.schedule(step, orders)
         self._admission.scheduled(step.tokens)
+        if self._peers is not None and self._standstill.claim_lapses(
+            self._admission.admitted, leases_block=self._producer.leases_block
+        ):
+            self._peers.give_up_oldest_claim(self._standstill.reason)
         self._admission.hand_over(orders)
         if self._config.host_buffer:
             self._save_completed(step, orders)

@@ -147,6 +147,11 @@ class Producer:
         return self._turns is not None and self._turns.holds_blocks
 
     @property
+    def leases_block(self) -> bool:
+        """Whether requests of this engine wait for blocks, while leases on finished prompts keep some."""
+        return self._unclaimed.block_requests
+
+    @property
     def keeps_turns(self) -> Address | None:
         """Address (host, port) at which peers ask for KV of earlier turns of conversations.
 

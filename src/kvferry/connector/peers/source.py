@@ -265,6 +265,7 @@ class PeerSource:
         answer = self._client.look_up(pull.address, pull.incarnation)
         if isinstance(answer, PeerInfo):
             self._connections.use(pull.peer, answer)
+        pull.loading = True
         self._feeds.begin(load, pull, self._connections.part_alignment(answer))
 
     def alignments(self, request_id: str) -> tuple[int, ...]:
@@ -319,6 +320,7 @@ class PeerSource:
     def forget(self, load: Load) -> None:
         """Read nothing more for a load that has ended."""
         self._feeds.forget(load)
+        self._note_end(load)
 
     def dropped(self, load: Load) -> None:
         """Begin no more reads of a load whose request stops waiting for it.
@@ -326,6 +328,7 @@ class PeerSource:
         The workers cannot cancel reads in flight.
         """
         self._feeds.drop(load)
+        self._note_end(load)
 
     def settled(self, request_id: str) -> None:
         """End a request's claim on a peer's lease, because the request will not read from the peer again.
@@ -363,6 +366,19 @@ class PeerSource:
             self._turns.drop(name)
         for name in [name for name, pull in self._pulls.items() if not pull.settled]:
             self._exclude_peer(name, "the cache was reset")
+
+    def give_up_oldest_claim(self, why: str) -> None:
+        """End the claim of the request that has waited longest, and exclude its peer.
+
+        Requests that load are left out: their claims end by themselves. Do nothing if no other has a claim.
+
+        Args:
+            why: reason that is given for the request.
+        """
+        for name, pull in self._pulls.items():
+            if not (pull.settled or pull.loading):
+                self._exclude_peer(name, why)
+                return
 
     def drain(self, why: str) -> None:
         """Accept no offers of peers from now on. Loads under way go on.
@@ -550,6 +566,10 @@ class PeerSource:
                 f"{self._most_held} (late_blocks)"
             )
         return None
+
+    def _note_end(self, load: Load) -> None:
+        if (pull := self._pulls.get(load.request_id)) is not None:
+            pull.loading = False
 
     def _held(self) -> dict[str, int]:
         """Return the number of KV blocks that loads keep allocated, by name of the peer."""

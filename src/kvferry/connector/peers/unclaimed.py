@@ -75,7 +75,15 @@ class UnclaimedLeases:
         """
         unclaimed = self._book.unclaimed(self.seconds)
         held = {name: self._blocks[name] for name in unclaimed if name in self._blocks}
-        if not held or self._pool is None:
-            return []
-        free = self._pool.get_num_free_blocks() + sum(self._leaving.values())
-        return choose_leases_to_end(held, self._wanted.blocks() - free)
+        return choose_leases_to_end(held, self._lacking_blocks()) if held else []
+
+    @property
+    def block_requests(self) -> bool:
+        """Whether requests wait for more blocks than will soon be free, while leases keep blocks."""
+        return bool(self._blocks) and self._lacking_blocks() > 0
+
+    def _lacking_blocks(self) -> int:
+        """Return how many more blocks the largest waiting request needs than are free or will soon be."""
+        if self._pool is None:
+            return 0
+        return self._wanted.blocks() - self._pool.get_num_free_blocks() - sum(self._leaving.values())

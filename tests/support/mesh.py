@@ -1,0 +1,305 @@
+"""Engines that offer KV to each other: vLLM's schedulers over kvferry's scheduler halves, without models.
+
+The control channel passes messages without a network, and played workers end each load a step after its last
+part was ordered. They keep lease words as workers do, so a load whose lease has ended fails.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.v1.request import Request
+
+from kvferry.connector import scheduler
+from kvferry.connector.adapters import Adapters
+from kvferry.connector.config import ConnectorConfig
+from kvferry.connector.events import Event
+from kvferry.connector.load import Load
+from kvferry.connector.messages import Report, StepReports, WorkerInfo
+from kvferry.connector.peers.offer import Offer, write_offer
+from kvferry.connector.stream import EventStream
+from kvferry.engines.vllm.info import engine_info
+from kvferry.engines.vllm.meta import SchedulerMeta
+from kvferry.engines.vllm.requests import VLLMRequests, VLLMStep
+from kvferry.geometry.layout import EngineShape, lay_out
+from kvferry.transport.control_server import LeasesClaimed, LeasesReleased, ProducerCard
+from kvferry.transport.fair_queue import FairQueue
+from kvferry.transport.handshake import Address, PeerInfo, Unusable
+from kvferry.transport.lease import LeaseWord
+from kvferry.transport.messages import AskTurn, Facts, RankCard
+from kvferry.transport.redemptions import Redemptions
+from kvferry.transport.tickets import TicketBook
+from kvferry.transport.turns import TurnIndex, TurnQueries
+from support.clock import Clock
+from support.models import attention, model
+from support.vllm_cache import BLOCK, STEP
+from support.vllm_scheduler import VllmScheduler
+
+HOST = "127.0.0.1"
+HANDSHAKE_SECONDS = 5.0
+
+
+class Network:
+    """The control channels of all engines, by port."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.servers: dict[int, NearServer] = {}
+        self.clients: list[NearClient] = []
+        self.words: dict[int, Counter[int]] = {}
+
+    def server(self, host: str, port: Any, card: ProducerCard, *_: Any) -> NearServer:
+        one = NearServer(len(self.servers) + 1, card)
+        self.servers[one.port] = one
+        return one
+
+    def refusal(self, lease: LeaseWord) -> str | None:
+        """Why what was read under a lease cannot be used; None if the lease's word is still the same."""
+        changed = self.words[lease.incarnation][lease.slot] != lease.generation
+        return "the lease has ended" if changed else None
+
+    def client(self, facts: Facts, *_: Any, **__: Any) -> NearClient:
+        self.clients.append(one := NearClient(self, facts))
+        return one
+
+
+class NearServer:
+    """An engine's end of the control channel that answers others."""
+
+    def __init__(self, port: int, card: ProducerCard) -> None:
+        self.port, self.card = port, card
+        self.events: FairQueue[LeasesClaimed | LeasesReleased] = FairQueue()
+        self.tickets, self.turns = TicketBook(card.facts.incarnation), TurnIndex()
+        self.keepers: dict[Address, int] = {}
+
+    def close(self) -> None: ...
+
+
+class NearClient:
+    """An engine's end of the control channel that asks others. Answers come at once."""
+
+    def __init__(self, network: Network, facts: Facts) -> None:
+        self._network, self._facts, self._me = network, facts, facts.incarnation
+        self._redemptions = Redemptions(self._me, HANDSHAKE_SECONDS, network.clock)
+        self._queries = TurnQueries(network.clock)
+        self._held: dict[Address, set[bytes]] = defaultdict(set)
+
+    def look_up(self, address: Address, incarnation: int | None = None) -> PeerInfo | Unusable:
+        server = self._network.servers.get(address[1])
+        if server is None:
+            return Unusable("no engine is there")
+        if self._facts.keeps_turns is not None:
+            server.keepers[self._facts.keeps_turns] = self._me
+        return PeerInfo(server.card.facts, server.card.ranks)
+
+    def forget(self, address: Address) -> None: ...
+
+    def redeem(self, address: Address, ticket: bytes, tokens: int, content: Any, *, foreseen: bool) -> int:
+        message = self._redemptions.begin(address, ticket, tokens, content, foreseen=foreseen)
+        self._ask(address, message)
+        return message.number
+
+    def redemption(self, number: int, wait_seconds: float = 0.0) -> Any:
+        for address, message in self._redemptions.due():
+            self._ask(address, message)
+        return self._redemptions.answer(number)
+
+    def end_redemption(self, number: int) -> bool:
+        return self._redemptions.end(number)
+
+    def _ask(self, address: Address, message: Any) -> None:
+        server = self._network.servers[address[1]]
+        ticket = self._redemptions.handle_reply(address, server.tickets.redeem(message))
+        if ticket is not None:
+            self.hold(address, ticket)
+
+    def hold(self, address: Address, ticket: bytes) -> None:
+        self._held[address].add(ticket)
+        self._beat(address, [ticket])
+
+    def release(self, address: Address, ticket: bytes) -> None:
+        self._held[address].discard(ticket)
+        server = self._network.servers[address[1]]
+        if leases := server.tickets.release(self._me, [ticket]):
+            server.events.put(b"", LeasesReleased(leases), force=True)
+
+    def beat(self) -> None:
+        """Send the heartbeats of all leases."""
+        for address, tickets in self._held.items():
+            self._beat(address, sorted(tickets))
+
+    def _beat(self, address: Address, tickets: Sequence[bytes]) -> None:
+        server = self._network.servers[address[1]]
+        if leases := server.tickets.claimed(self._me, tickets) + server.turns.leases(tickets):
+            server.events.put(b"", LeasesClaimed(leases))
+
+    def ask_turn(self, peers: dict[Address, int], content: Any) -> int | None:
+        number, asked = self._queries.begin(peers)
+        question = AskTurn(number, content.chunk_tokens, list(content.keys))
+        for address in asked:
+            self._queries.handle_reply(address, self._network.servers[address[1]].turns.find(question))
+        return number if asked else None
+
+    def turns(self, number: int) -> Any:
+        return self._queries.answers(number)
+
+    def drop_question(self, number: int) -> None:
+        self._queries.drop(number)
+
+    def close(self) -> None: ...
+
+
+@contextmanager
+def network(clock: Clock) -> Iterator[Network]:
+    """Connect the engines that are started meanwhile."""
+    found = Network(clock)
+    with (
+        mock.patch.object(scheduler, "ControlServer", found.server),
+        mock.patch.object(scheduler, "ControlClient", found.client),
+    ):
+        yield found
+
+
+class MeshConnector(KVConnectorBase_V1, SupportsHMA):
+    """A scheduler half, called as `KVFerryConnector` calls its own.
+
+    Settings (``kv_connector_extra_config``): `clock`, `name` of the engine, and `config`.
+    """
+
+    sources = ()
+
+    def bind_gpu_block_pool(self, pool: Any) -> None:
+        settings = self._vllm_config.kv_transfer_config.kv_connector_extra_config
+        config: ConnectorConfig = settings["config"]
+        engine = engine_info(self._vllm_config, self._kv_cache_config)
+        self.wrap = VLLMRequests(self._vllm_config, self._kv_cache_config).wrap
+        self.offers: dict[str, dict[str, Any] | None] = {}
+        self.half = scheduler.SchedulerHalf(
+            engine, config, Adapters(), EventStream(settings["listen"]), settings["clock"]
+        )
+        (rank,) = lay_out(model(attention()), EngineShape(1, (1,), BLOCK, "LBHNC", len(pool.blocks)))
+        self.half.start(
+            [WorkerInfo(geometry=rank, card=self.card(rank), settings=config)],
+            pool,
+            facts=Facts(settings["name"], self.half.incarnation, "mesh", {}),
+            namespace=lambda _: None,
+        )
+
+    def card(self, rank: Any) -> RankCard:
+        return RankCard(rank, b"", 4096, 64, self.half.incarnation)
+
+    def on_new_request(self, request: Any) -> None:
+        self.half.on_new_request(self.wrap(request))
+
+    def get_num_new_matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        tokens = self.half.admission.matched(self.wrap(request), local_tokens)
+        return tokens, bool(tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        return tuple(self._kv_cache_config.transfer_group_ids)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, external: int) -> None:
+        self.half.admission.allocated(self.wrap(request), blocks, external)
+
+    def build_connector_meta(self, output: Any) -> SchedulerMeta:
+        return SchedulerMeta("e", self.half.orders(VLLMStep(output)))
+
+    def update_connector_output(self, output: Any) -> None:
+        if output.kv_connector_worker_meta is not None:
+            self.half.take_reports(output.kv_connector_worker_meta.reports)
+        if output.finished_sending:
+            self.half.sent(output.finished_sending)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        held, params = self.half.finished(self.wrap(request), block_ids)
+        self.offers[request.request_id] = params
+        return held, params
+
+    # -- worker half, of which there is none --
+
+    def start_load_kv(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_for_layer_load(self, *_: Any) -> None: ...
+
+    def save_kv_layer(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_for_save(self) -> None: ...
+
+
+class MeshEngine(VllmScheduler):
+    """An engine of a mesh, with a played worker.
+
+    Attributes:
+        name, port: of the engine, in offers.
+        told: events of the connector.
+    """
+
+    def __init__(self, net: Network, name: str, blocks: int, **settings: Any) -> None:
+        self.told: list[Event] = []
+        self._net, self._words = net, Counter[int]()
+        self._loads: dict[str, Load] = {}
+        self._leases: dict[str, LeaseWord] = {}
+        self._whole: list[str] = []
+        config = ConnectorConfig(host=HOST, **settings)
+        super().__init__(
+            blocks=blocks,
+            connector=MeshConnector,
+            settings={"clock": net.clock, "name": name, "config": config, "listen": self.told.append},
+        )
+        self.name, self.port = name, len(net.servers)
+        net.words[self.connector.half.incarnation] = self._words
+
+    def add(self, name: str, tokens: Sequence[int], answer: int, params: dict[str, Any] | None) -> None:
+        """Add a request."""
+        sampling = SamplingParams(
+            max_tokens=answer, ignore_eos=True, extra_args={"kv_transfer_params": params} if params else None
+        )
+        self.scheduler.add_request(
+            Request(name, list(tokens), sampling, None, block_hasher=self.block_hasher)
+        )
+
+    def offer_of(self, name: str) -> dict[str, Any] | None:
+        """The ``kv_transfer_params`` that a request has ended with; None before."""
+        return self.connector.offers.get(name)
+
+    def offer_at_once(self, ticket: str) -> dict[str, Any]:
+        """The offer of a prompt that this engine has yet to compute, as a router makes it."""
+        return write_offer(Offer(self.name, HOST, self.port, ticket, None, STEP))
+
+    def step(self) -> None:
+        """Schedule a step, and let the worker do what it orders."""
+        output = self.scheduler.schedule()
+        orders = output.kv_connector_metadata.orders
+        self._take_output(output, {name for name in output.num_scheduled_tokens if not self._prefills(name)})
+        for slot in (*orders.ended.values(), *orders.raised.values()):
+            self._words[slot] += 1
+        ends: dict[str, str | None] = {}
+        for key in self._whole:
+            ends[key] = self._net.refusal(self._leases[key])
+        self._loads |= {load.key: load for load in orders.loads}
+        self._whole = []
+        for read in orders.reads:
+            if read.order is not None:
+                self._leases[read.load] = read.order.lease
+            if read.last:
+                self._whole.append(read.load)
+            if read.failure is not None:
+                ends[read.load] = read.failure
+        ends |= orders.given_up
+        ended = {key: self._loads.pop(key) for key in ends if key in self._loads}
+        reports = StepReports(
+            reports={key: Report(ends[key]) for key in ended},
+            reported=dict.fromkeys(ended, 1),
+            released=dict.fromkeys(ended, 1),
+            raised=dict.fromkeys(orders.raised, 1),
+        )
+        done = {load.request_id for load in ended.values()}
+        failed = {load.request_id for key, load in ended.items() if ends[key] is not None}
+        self._report(reports, done, failed, set(orders.ended))
+        self.connector.half.step_done()

@@ -1,0 +1,141 @@
+"""Engines that keep KV for each other never wait for each other for ever. Over vLLM's scheduler.
+
+Each engine has a small pool, and offers KV to the others. In every case all requests must end.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+from itertools import count
+
+import pytest
+from hypothesis import given, strategies as st
+
+from kvferry.connector import standstill
+from kvferry.connector.events import SourceRefused
+from kvferry.connector.standstill import Standstill
+from support.clock import Clock
+from support.examples import examples
+from support.mesh import MeshEngine, Network, network
+from support.vllm_cache import BLOCK
+
+pytestmark = pytest.mark.slow
+
+PATIENCE, LEASE, TICK = 10.0, 40.0, 0.5
+BLOCKS = 13
+"""Blocks of a pool, of which vLLM keeps one for itself."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt that one engine computes and another one continues.
+
+    Attributes:
+        tokens: its length.
+        producer, consumer: index of each engine; they may be the same.
+        at_once: whether a router asks both engines at once.
+        answer: tokens of the answer.
+        delay: ticks from the start until the request comes.
+    """
+
+    tokens: int
+    producer: int
+    consumer: int
+    at_once: bool = False
+    answer: int = 2
+    delay: int = 0
+
+
+def ticks_until_all_end(net: Network, engines: list[MeshEngine], prompts: list[Prompt], most: int) -> int:
+    """Serve prompts as a router does. Return the number of ticks; fail if it exceeds `most`."""
+    waiting = dict(enumerate(prompts))
+    for tick in range(most):
+        for number, one in enumerate(prompts):
+            text = range(1000 * number, 1000 * number + one.tokens)
+            producer, consumer = engines[one.producer], engines[one.consumer]
+            if tick == one.delay:
+                ticket = {"remote_request_id": secrets.token_hex(16)} if one.at_once else {}
+                producer.add(f"p{number}", text, 1, {"do_remote_decode": True, **ticket})
+                if one.at_once:
+                    offer = producer.offer_at_once(ticket["remote_request_id"])
+                    consumer.add(f"c{number}", text, one.answer, offer)
+                    waiting.pop(number)
+            elif number in waiting and (offer := producer.offer_of(f"p{number}")) is not None:
+                consumer.add(f"c{number}", text, one.answer, offer)
+                waiting.pop(number)
+        for engine in engines:
+            engine.step()
+        net.clock.now += TICK
+        if tick * TICK % (LEASE / 4) == 0:
+            for client in net.clients:
+                client.beat()
+        if not waiting and all(
+            f"c{number}" in engines[one.consumer].answered for number, one in enumerate(prompts)
+        ):
+            return tick
+    pytest.fail(f"requests wait for ever: {[list(engine.scheduler.requests) for engine in engines]}")
+
+
+def given_up(engines: list[MeshEngine]) -> list[str]:
+    """Reasons of all claims that were given up."""
+    told = [event for engine in engines for event in engine.told if isinstance(event, SourceRefused)]
+    return [event.reason for event in told if "the claim is given up" in event.reason]
+
+
+def circle(engines: int, prompts: int = 4, tokens: int = 4 * BLOCK + 1) -> list[Prompt]:
+    """Prompts that fill every engine's pool for the next engine."""
+    return [Prompt(tokens, one, (one + 1) % engines) for _ in range(prompts) for one in range(engines)]
+
+
+@pytest.mark.parametrize("engines", [1, 2, 3, 4])
+def test_a_circle_of_full_engines_goes_on_after_the_patience(engines):
+    with network(Clock()) as net:
+        mesh = [MeshEngine(net, f"e{number}", BLOCKS, lease_seconds=LEASE) for number in range(engines)]
+        ticks = ticks_until_all_end(net, mesh, circle(engines), 200)
+        assert given_up(mesh)
+        assert ticks * TICK < 4 * PATIENCE
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_without_it_they_wait_for_ever(engines, monkeypatch):
+    monkeypatch.setattr(Standstill, "claim_lapses", lambda *_, **__: False)
+    with network(Clock()) as net:
+        mesh = [MeshEngine(net, f"e{number}", BLOCKS, lease_seconds=LEASE) for number in range(engines)]
+        with pytest.raises(pytest.fail.Exception, match="for ever"):
+            ticks_until_all_end(net, mesh, circle(engines), 2000)
+
+
+def test_a_decode_engine_whose_requests_wait_for_their_turn_gives_up_nothing():
+    with network(Clock()) as net:
+        mesh = [MeshEngine(net, f"e{number}", BLOCKS, lease_seconds=LEASE) for number in range(2)]
+        prompts = [Prompt(4 * BLOCK, 0, 1, answer=120) for _ in range(4)]
+        ticks = ticks_until_all_end(net, mesh, prompts, 2000)
+        assert ticks * TICK > 2 * PATIENCE, "they had to wait"
+        assert not given_up(mesh)
+
+
+@given(
+    pools=st.lists(st.integers(BLOCKS, 2 * BLOCKS), min_size=1, max_size=4),
+    turns=st.sampled_from([0.0, 60.0]),
+    data=st.data(),
+)
+@examples(30)
+def test_all_requests_end_whatever_engines_ask_each_other(pools, turns, data):
+    index = st.integers(0, len(pools) - 1)
+    prompt = st.builds(
+        Prompt,
+        tokens=st.integers(2, 8 * BLOCK),
+        producer=index,
+        consumer=index,
+        at_once=st.booleans(),
+        answer=st.integers(1, 40),
+        delay=st.integers(0, 40),
+    )
+    prompts = data.draw(st.lists(prompt, min_size=1, max_size=16))
+    with network(Clock()) as net:
+        mesh = [
+            MeshEngine(net, f"e{number}", blocks, lease_seconds=LEASE, turn_seconds=turns)
+            for number, blocks in enumerate(pools)
+        ]
+        ticks_until_all_end(net, mesh, prompts, 2000)
