@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from support.explain import explain
 from support.vllm_engine.pair import SOON, Pair, Setup, prompt
 from support.vllm_engine.process import Engine
 from support.waiting import wait_for
@@ -108,17 +109,52 @@ def test_blocks_of_an_expired_lease_are_never_used(pair: Pair) -> None:
         computed_here(pair, text, offer)
 
 
-def test_a_lease_lives_as_long_as_its_request_waits(pair: Pair) -> None:
-    text = prompt(300, 3)
-    offer = offer_of(pair, text)
-    name = pair.decode.call("add", [text], [offer])
-    pair.prefill.call("step", 2 * LEASE)
+def test_a_lease_lives_while_its_request_waits_until_the_engine_has_run_no_step_for_as_long(
+    pair: Pair,
+) -> None:
+    text, other = prompt(300, 3), prompt(300, 4)
+    name = pair.decode.call("add", [text], [offer_of(pair, text)])
+    pair.prefill.call("step", 1.4 * LEASE)
     assert pair.prefill.call("requests_left") == 1
     while name[0] not in pair.decode.call("steps", 5):
         pass
     assert pair.decode.call("loaded")
     pair.prefill.call("step", SOON)
     assert pair.prefill.call("requests_left") == 0
+    name = pair.decode.call("add", [other], [offer_of(pair, other)])
+    pair.prefill.call("step", SOON)
+    assert pair.prefill.call("requests_left") == 0
+    assert pair.decode.call("answers", name)[0]["tokens"]
+    pair.forget()
+
+
+def fill(engine: Engine, first: int) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    """Have an engine keep prompts for others, until no other one fits. Return the prompts and the offers."""
+    texts, offers, used = [], [], 0
+    free = engine.call("free_blocks")
+    while free >= used:
+        texts.append(prompt(300, first + len(texts)))
+        offers.append(engine.call("prefill", texts[-1:])[0]["params"])
+        used, free = free - engine.call("free_blocks"), engine.call("free_blocks")
+    return texts, offers
+
+
+def test_engines_that_are_full_of_prompts_for_each_other_answer_all_the_same(pair: Pair) -> None:
+    acquaint(pair)
+    filled = [fill(pair.prefill, 100), fill(pair.decode, 200)]
+    consumers = [pair.decode, pair.prefill]
+    names = [
+        engine.call("add", texts, offers) for engine, (texts, offers) in zip(consumers, filled, strict=True)
+    ]
+    for engine, of in zip(consumers, names, strict=True):
+        engine.begin("answers", of)
+    answers = [engine.end() for engine in consumers]
+    told = [explain(name, "--json").stdout for of in names for name in of]
+    assert any("no request has got blocks" in text for text in told)
+    pair.forget()
+    for engine, of, (texts, _) in zip(consumers, answers, filled, strict=True):
+        for answer, text in zip(of, texts, strict=True):
+            pair.agree(answer, engine.call("generate", [text])[0])
     pair.forget()
 
 

@@ -174,7 +174,7 @@ def test_chunks_of_one_tenant_are_not_found_by_another(tenants: Tenants, restart
     else:
         tenants.forget()
     for owner, text in texts.items():
-        for who in tenants.others_than(owner) + [owner]:
+        for who in [*tenants.others_than(owner), owner]:
             answer = tenants.say(tenants.prefill, text, who)
             assert answer["hit"] == ([LENGTH] if who == owner else []), who
             if who == owner:
@@ -195,7 +195,7 @@ def test_earlier_turn_of_one_tenant_is_not_found_by_another(tenants: Tenants, ow
     tenants.settle()
     following = text + first["tokens"] + prompt(20, 1)
     tenants.prefill.call("new_loads")
-    for who in tenants.others_than(owner) + [owner]:
+    for who in [*tenants.others_than(owner), owner]:
         tenants.forget_chunks(tenants.prefill)
         answer = tenants.say(tenants.prefill, following, who)
         found = {source for source, _, _ in tenants.prefill.call("new_loads")}

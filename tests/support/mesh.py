@@ -7,7 +7,7 @@ part was ordered. They keep lease words as workers do, so a load whose lease has
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -64,8 +64,8 @@ class Network:
         changed = self.words[lease.incarnation][lease.slot] != lease.generation
         return "the lease has ended" if changed else None
 
-    def client(self, facts: Facts, *_: Any, **__: Any) -> NearClient:
-        self.clients.append(one := NearClient(self, facts))
+    def client(self, facts: Facts, *_: Any, runs: Callable[[], bool], **__: Any) -> NearClient:
+        self.clients.append(one := NearClient(self, facts, runs))
         return one
 
 
@@ -84,7 +84,8 @@ class NearServer:
 class NearClient:
     """An engine's end of the control channel that asks others. Answers come at once."""
 
-    def __init__(self, network: Network, facts: Facts) -> None:
+    def __init__(self, network: Network, facts: Facts, runs: Callable[[], bool]) -> None:
+        self._runs = runs
         self._network, self._facts, self._me = network, facts, facts.incarnation
         self._redemptions = Redemptions(self._me, HANDSHAKE_SECONDS, network.clock)
         self._queries = TurnQueries(network.clock)
@@ -131,7 +132,7 @@ class NearClient:
 
     def beat(self) -> None:
         """Send the heartbeats of all leases."""
-        for address, tickets in self._held.items():
+        for address, tickets in self._held.items() if self._runs() else ():
             self._beat(address, sorted(tickets))
 
     def _beat(self, address: Address, tickets: Sequence[bytes]) -> None:
@@ -172,7 +173,7 @@ class MeshConnector(KVConnectorBase_V1, SupportsHMA):
     Settings (``kv_connector_extra_config``): `clock`, `name` of the engine, and `config`.
     """
 
-    sources = ()
+    sources: tuple[()] = ()
 
     def bind_gpu_block_pool(self, pool: Any) -> None:
         settings = self._vllm_config.kv_transfer_config.kv_connector_extra_config
@@ -240,7 +241,9 @@ class MeshEngine(VllmScheduler):
         told: events of the connector.
     """
 
-    def __init__(self, net: Network, name: str, blocks: int, **settings: Any) -> None:
+    def __init__(
+        self, net: Network, name: str, blocks: int, *, prefix_caching: bool = True, **settings: Any
+    ) -> None:
         self.told: list[Event] = []
         self._net, self._words = net, Counter[int]()
         self._loads: dict[str, Load] = {}
@@ -249,6 +252,7 @@ class MeshEngine(VllmScheduler):
         config = ConnectorConfig(host=HOST, **settings)
         super().__init__(
             blocks=blocks,
+            prefix_caching=prefix_caching,
             connector=MeshConnector,
             settings={"clock": net.clock, "name": name, "config": config, "listen": self.told.append},
         )

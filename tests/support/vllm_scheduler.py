@@ -371,6 +371,7 @@ class VllmScheduler:
         connector: type[KVConnectorBase_V1] = PlayedConnector,
         settings: dict[str, Any] | None = None,
         drafts: int = 0,
+        prefix_caching: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start a scheduler.
@@ -385,6 +386,7 @@ class VllmScheduler:
             connector: class of the connector.
             settings: ``kv_connector_extra_config``.
             drafts: maximum number of draft tokens per step.
+            prefix_caching: whether the engine has a prefix cache.
             clock: of the admission and the producer, monotonic seconds.
         """
         init_none_hash(sha256)
@@ -393,7 +395,7 @@ class VllmScheduler:
         specs = {**KINDS, "state": replace(KINDS["state"], num_speculative_blocks=drafts)}
         groups = [KVCacheGroupSpec([f"layer {n}"], specs[kind]) for n, kind in enumerate(kinds)]
         config = KVCacheConfig(blocks, [], groups)
-        cache_config = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
+        cache_config = CacheConfig(block_size=BLOCK, enable_prefix_caching=prefix_caching)
         cache_config.num_gpu_blocks = blocks
         if "state" in kinds:
             cache_config.mamba_cache_mode = "align"

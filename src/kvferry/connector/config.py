@@ -106,7 +106,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             conversation; 0 to keep none.
         turn_share: maximum share of the block pool, above 0 and at most 1, that these kept blocks may take.
         patience_seconds: maximum seconds that a request waits for free blocks, or for a source that is still
-            looking up its KV.
+            looking up its KV. If no request gets blocks for as long, while leases for other engines keep
+            some, requests begin to give up their claims on other engines' blocks.
         whole_blocks: True to refuse loads that fill a block only in part. Required if the engine has another
             connector, because that connector cannot recognize such a block and would store it.
         name: name of this connector in ``kvferry explain``, if an engine has several connectors.

@@ -114,6 +114,7 @@ class SchedulerHalf:
         self._draining = False
         self._stale: StaleKV | None = None
         self._epoch = 0
+        self._stepped = clock()
         self._scheduled = self._done = 0  # numbers of the last step scheduled, and of the last one done
         self._calm, self._look_again = False, 0.0
         self._quiet_orders = StepOrders(computes=True, quiet=True)
@@ -217,6 +218,7 @@ class SchedulerHalf:
             peers=peers,
             handshake_seconds=config.handshake_seconds,
             heartbeat_seconds=config.lease_seconds / 4,
+            runs=lambda: self._clock() - self._stepped < config.lease_seconds,
         )
         geometries = [card.geometry for card in ranks]
         self._peers = composition.peer_source(
@@ -257,7 +259,7 @@ class SchedulerHalf:
 
         Also prepare to offer the request's KV to other engines, and to store it in the tiers.
         """
-        self._calm = False
+        self._calm, self._stepped = False, self._clock()
         if self._config.transfers:
             self._producer.on_new_request(request)
         self.admission.on_new_request(request)
@@ -306,7 +308,7 @@ class SchedulerHalf:
         if self._calls:
             self._calm = False
             self._calls.run()
-        now = self._steps.scheduled(computed)
+        self._stepped = now = self._steps.scheduled(computed)
         if self._calm and computed and now < self._look_again and not self._messages:
             return self._quiet_orders
         idle = not self._engine.lockstep and not self._steps.computing

@@ -91,6 +91,7 @@ class ControlClient:
         linger_seconds: float = 0.5,
         max_unresolved: int = MAX_UNRESOLVED,
         resolve: ResolveName | None = None,
+        runs: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start the client's thread.
@@ -108,8 +109,11 @@ class ControlClient:
             max_unresolved: maximum number of commands that wait for a peer's name to be resolved.
             linger_seconds: time to send the queued messages of a socket after it is closed.
             resolve: function that resolves the names in `peers`; None for the system's resolver.
+            runs: function that returns whether the engine still runs steps. If it does not, no heartbeats are
+                sent, so that the engine does not keep blocks of others without using them.
             clock: function that returns the current time in seconds.
         """
+        self._runs = runs
         self._max_unresolved = max_unresolved
         self._clock, self._linger_milliseconds = clock, int(linger_seconds * 1000)
         self._keys, self._heartbeat_seconds = keys, heartbeat_seconds
@@ -357,12 +361,16 @@ class ControlClient:
         A peer is unused if it has no status (`look_up`) and this engine holds none of its leases. If sockets
         to unused peers stayed open, their number would grow without bound, because clients' requests can name
         any peer address.
-
         """
         self._handshakes.forget_refusals()
+        runs = self._runs()
+        if not runs and (leases := sum(len(peer.held) for peer in self._peers.values())):
+            self._log.say(
+                "stuck", f"this engine runs no steps: it stops sending heartbeats for {leases} lease(s)"
+            )
         for address, peer in list(self._peers.items()):
             held = sorted(peer.held)
-            for first in range(0, len(held), MAX_TICKETS):
+            for first in range(0, len(held) if runs else 0, MAX_TICKETS):
                 self._send(address, Heartbeat(self._consumer, held[first : first + MAX_TICKETS]))
             if not held and self._handshakes.is_unknown(address):
                 self._close(address)

@@ -6,13 +6,13 @@ Each engine has a small pool, and offers KV to the others. In every case all req
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, replace
-from itertools import count
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.connector import standstill
 from kvferry.connector.events import SourceRefused
 from kvferry.connector.standstill import Standstill
 from support.clock import Clock
@@ -88,27 +88,58 @@ def circle(engines: int, prompts: int = 4, tokens: int = 4 * BLOCK + 1) -> list[
     return [Prompt(tokens, one, (one + 1) % engines) for _ in range(prompts) for one in range(engines)]
 
 
+def meshed(net: Network, pools: Sequence[int], **settings: Any) -> list[MeshEngine]:
+    """Engines with so many blocks each."""
+    return [
+        MeshEngine(net, f"e{number}", blocks, lease_seconds=LEASE, **settings)
+        for number, blocks in enumerate(pools)
+    ]
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False], ids=["prefix cache", "no prefix cache"])
 @pytest.mark.parametrize("engines", [1, 2, 3, 4])
-def test_a_circle_of_full_engines_goes_on_after_the_patience(engines):
+def test_a_circle_of_full_engines_goes_on_after_the_patience(engines, prefix_caching):
     with network(Clock()) as net:
-        mesh = [MeshEngine(net, f"e{number}", BLOCKS, lease_seconds=LEASE) for number in range(engines)]
+        mesh = meshed(net, [BLOCKS] * engines, prefix_caching=prefix_caching)
         ticks = ticks_until_all_end(net, mesh, circle(engines), 200)
         assert given_up(mesh)
         assert ticks * TICK < 4 * PATIENCE
 
 
 @pytest.mark.parametrize("engines", [1, 2])
-def test_without_it_they_wait_for_ever(engines, monkeypatch):
+def test_engines_without_the_rule_wait_for_ever(engines, monkeypatch):
     monkeypatch.setattr(Standstill, "claim_lapses", lambda *_, **__: False)
     with network(Clock()) as net:
-        mesh = [MeshEngine(net, f"e{number}", BLOCKS, lease_seconds=LEASE) for number in range(engines)]
+        mesh = meshed(net, [BLOCKS] * engines)
         with pytest.raises(pytest.fail.Exception, match="for ever"):
-            ticks_until_all_end(net, mesh, circle(engines), 2000)
+            ticks_until_all_end(net, mesh, circle(engines), 400)
+
+
+def test_an_engine_that_runs_no_steps_keeps_no_blocks_of_another():
+    with network(Clock()) as net:
+        producer, consumer = meshed(net, [BLOCKS] * 2)
+        free = producer.pool.get_num_free_blocks()
+        producer.add("p0", range(4 * BLOCK), 1, {"do_remote_decode": True})
+        while (offer := producer.offer_of("p0")) is None:
+            producer.step()
+        consumer.add("c0", range(4 * BLOCK), 1, offer)
+        held = []
+        for tick in range(int(4 * LEASE)):
+            producer.step()
+            net.clock.now += 1.0
+            if tick % (LEASE / 4) == 0:
+                for client in net.clients:
+                    client.beat()
+            held.append(producer.pool.get_num_free_blocks() < free)
+        assert all(held[: int(1.5 * LEASE)])
+        assert not any(held[int(2.5 * LEASE) :])
+        while "c0" not in consumer.answered:
+            consumer.step()
 
 
 def test_a_decode_engine_whose_requests_wait_for_their_turn_gives_up_nothing():
     with network(Clock()) as net:
-        mesh = [MeshEngine(net, f"e{number}", BLOCKS, lease_seconds=LEASE) for number in range(2)]
+        mesh = meshed(net, [BLOCKS] * 2)
         prompts = [Prompt(4 * BLOCK, 0, 1, answer=120) for _ in range(4)]
         ticks = ticks_until_all_end(net, mesh, prompts, 2000)
         assert ticks * TICK > 2 * PATIENCE, "they had to wait"
@@ -134,8 +165,4 @@ def test_all_requests_end_whatever_engines_ask_each_other(pools, turns, data):
     )
     prompts = data.draw(st.lists(prompt, min_size=1, max_size=16))
     with network(Clock()) as net:
-        mesh = [
-            MeshEngine(net, f"e{number}", blocks, lease_seconds=LEASE, turn_seconds=turns)
-            for number, blocks in enumerate(pools)
-        ]
-        ticks_until_all_end(net, mesh, prompts, 2000)
+        ticks_until_all_end(net, meshed(net, pools, turn_seconds=turns), prompts, 1000)

@@ -462,6 +462,23 @@ def test_heartbeats_come_while_a_lease_is_held_and_stop_with_its_release(ends):
     assert all(event == LeasesClaimed(["mark"]) for event in list(server.events))
 
 
+def test_an_engine_that_runs_no_steps_keeps_no_lease_alive(ends):
+    clock, running, server = Clock(), threading.Event(), ends.server()
+    client = ends.client(clock=clock, runs=running.is_set)
+    redeem(client, server, ticket("a"), "a")
+
+    def beats() -> bool:
+        server.events.clear()
+        clock.now += 5.0
+        execute(client, server)
+        execute(client, server)
+        return any("a" in event.leases for event in list(server.events))
+
+    assert not any(beats() for _ in range(5))
+    running.set()
+    wait_for(beats)
+
+
 def test_heartbeats_of_many_leases_travel_in_messages_of_bounded_length(ends):
     clock, at = Clock(), (HOST, ends.fake())
     client = ends.client(clock=clock)
