@@ -185,9 +185,6 @@ def test_chunks_of_one_tenant_are_not_found_by_another(tenants: Tenants, restart
     tenants.forget()
 
 
-# Long: in one run of eight the prefill engine loaded no turn, and it is not known why.
-# The short list has turns in test_next_turn.py, and tenants of turns in tests/unit/transport/test_turns.py.
-@pytest.mark.long
 @pytest.mark.parametrize("owner", OWNERS)
 def test_earlier_turn_of_one_tenant_is_not_found_by_another(tenants: Tenants, owner: str) -> None:
     text = prompt(LENGTH, 10 + len(owner))
@@ -265,7 +262,6 @@ def test_kv_of_every_tenant_is_found_if_the_connector_ignores_tenants(tenants: T
     assert tenants.say(tenants.prefill, text, "nobody")["hit"] == [LENGTH - CHUNK], "in tiers"
 
 
-@pytest.mark.long
 def test_turn_of_every_tenant_is_found_if_the_connector_ignores_tenants(tenants: Tenants) -> None:
     for engine in (tenants.prefill, tenants.decode):
         engine.call("treat_tenants_alike")

@@ -64,10 +64,12 @@ class _Peer:
     Attributes:
         socket: socket that is connected to the control channel.
         held: tickets (random ids) of the peer's leases that this engine keeps alive with heartbeats.
+        used: True if a message was sent since the last heartbeat, so that a reply may still come.
     """
 
     socket: ControlSocket
     held: set[bytes] = field(default_factory=set)
+    used: bool = False
 
 
 class ControlClient:
@@ -358,9 +360,9 @@ class ControlClient:
     def _send_heartbeats(self) -> None:
         """Send a heartbeat for every lease that this engine holds, and close the sockets to unused peers.
 
-        A peer is unused if it has no status (`look_up`) and this engine holds none of its leases. If sockets
-        to unused peers stayed open, their number would grow without bound, because clients' requests can name
-        any peer address.
+        A peer is unused if it has no status (`look_up`), this engine holds none of its leases, and nothing was
+        sent to it since the last heartbeat. If sockets to unused peers stayed open, their number would grow
+        without bound, because clients' requests can name any peer address.
         """
         self._handshakes.forget_refusals()
         runs = self._runs()
@@ -372,8 +374,9 @@ class ControlClient:
             held = sorted(peer.held)
             for first in range(0, len(held) if runs else 0, MAX_TICKETS):
                 self._send(address, Heartbeat(self._consumer, held[first : first + MAX_TICKETS]))
-            if not held and self._handshakes.is_unknown(address):
+            if not (held or peer.used) and self._handshakes.is_unknown(address):
                 self._close(address)
+            peer.used = False
 
     def _try_execute(self, address: Address, message: Request | None) -> None:
         try:
@@ -412,6 +415,7 @@ class ControlClient:
                 self._send(address, question)  # replies on the old socket are lost, because it is closed
             return
         self._send(address, message)
+        peer.used = True
         if isinstance(message, Heartbeat):
             peer.held.update(message.tickets)
         elif isinstance(message, Release):

@@ -462,6 +462,23 @@ def test_heartbeats_come_while_a_lease_is_held_and_stop_with_its_release(ends):
     assert all(event == LeasesClaimed(["mark"]) for event in list(server.events))
 
 
+def test_a_reply_that_comes_after_a_heartbeat_is_heard(ends):
+    clock, server, other, asked = Clock(), ends.server(), ends.server(), threading.Event()
+    client = ends.client(clock=clock, heartbeat_seconds=0.1)
+    find = server.turns.find
+    server.turns.find = lambda question: asked.wait() and find(question)
+    try:
+        number = client.ask_turn({(HOST, server.port): 1}, content(600))
+        execute(client, other)
+        clock.now += 0.2
+        execute(client, other)
+        execute(client, other)
+        assert client.turns(number) is None
+    finally:
+        asked.set()
+    wait_for(lambda: client.turns(number) == [])
+
+
 def test_an_engine_that_runs_no_steps_keeps_no_lease_alive(ends):
     clock, running, server = Clock(), threading.Event(), ends.server()
     client = ends.client(clock=clock, runs=running.is_set)
