@@ -189,6 +189,17 @@ def test_the_probe_disproves_nvfp4_scales_in_another_order():
         )
 
 
+def test_nvfp4_pages_of_several_kernel_blocks_are_proved_unless_the_blocks_overlap():
+    layer, spec, cache = nvfp4()
+    s = strides_of(cache, replace(spec, block_size=32), BLOCKS // 2)
+    adapter = adapters.nvfp4(k_swizzled=False, v_swizzled=True)
+    fields = adapter(s, Shard(0, 1, 0, 2))
+    assert s.kernel_blocks == 2
+    assert fields
+    assert probe.find_mismatch(layer, cache, s, fields, torch.uint8) == ""
+    assert adapter(replace(s, kernel=s.kernel // 2), Shard(0, 1, 0, 2)) == ()
+
+
 def test_bytes_that_are_written_and_that_no_field_has_are_a_disproof():
     layer, spec, cache = per_token_head()
     s = strides_of(cache, spec, BLOCKS)

@@ -286,6 +286,14 @@ def test_the_handshake_of_another_connector_is_refused_in_words() -> None:
         sorted_cards({(0, 0): Said()})
 
 
+@pytest.mark.parametrize("hook", ["has_pending_block_frees", "has_pending_push_work"])
+def test_the_engine_goes_on_while_any_child_has_something_left_to_do(hook: str) -> None:
+    ours = multi(entry(), entry())
+    assert not getattr(ours, hook)()
+    setattr(ours.sub_connectors[1], hook, lambda: True)
+    assert getattr(ours, hook)()
+
+
 # -- the end of a request ---------------------------------------------------------------------------------
 
 
