@@ -240,7 +240,14 @@ def _replay(
             complete = True
         except KeyboardInterrupt:
             pass
-    return outcome(simulation, trace.name, trace.unit_tokens, complete=complete, curve=points)
+    return outcome(
+        simulation,
+        trace.name,
+        trace.unit_tokens,
+        complete=complete,
+        curve=points,
+        tells_prefixes=trace.tells_prefixes,
+    )
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from kvferry.cli import plan_options, replay_options as opt
 from kvferry.cli.options import check_folder, write_file
 from kvferry.cli.progress import progress
 from kvferry.cli.replay import open_for_passes, print_notes, served_model_of
+from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -109,6 +110,10 @@ def size(
         requests: Callable[[str], Iterable[TraceRequest]] = lambda _: workload.requests()  # noqa: E731
     else:
         opened = open_for_passes(trace, unit_tokens, several="kvferry size")
+        if not opened.tells_prefixes:
+            from kvferry.replay.trace.base import ONLY_LENGTHS
+
+            raise ConfigError(f"{opened.name} {ONLY_LENGTHS}, or describe the workload (--users)")
         name, unit, requests = opened.name, opened.unit_tokens, partial(progress, opened)
     header = {} if opened is None else opened.header
     served = served_model_of(

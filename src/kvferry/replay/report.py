@@ -42,6 +42,7 @@ class Outcome:
         complete: False if the replay was interrupted.
         tiers: outcome of each kind of tier, host memory first.
         curve: hit rate of host memory alone by capacity; empty if it was not computed.
+        tells_prefixes: False if the trace has only lengths, so that its hit rate means nothing.
     """
 
     simulation: Simulation
@@ -50,6 +51,7 @@ class Outcome:
     complete: bool
     tiers: tuple[TierOutcome, ...]
     curve: tuple[CurvePoint, ...] = ()
+    tells_prefixes: bool = True
 
 
 def outcome(
@@ -59,6 +61,7 @@ def outcome(
     *,
     complete: bool,
     curve: tuple[CurvePoint, ...] = (),
+    tells_prefixes: bool = True,
 ) -> Outcome:
     """Return the outcome of a replay.
 
@@ -68,6 +71,7 @@ def outcome(
         unit_tokens: number of tokens per unit of the trace.
         complete: False if it was interrupted.
         curve: hit rate of host memory alone by capacity.
+        tells_prefixes: False if the trace has only lengths.
     """
     tiers = []
     for number, setting in enumerate(simulation.settings.tiers):
@@ -93,6 +97,7 @@ def outcome(
         complete=complete,
         tiers=tuple(tiers),
         curve=curve,
+        tells_prefixes=tells_prefixes,
     )
 
 
@@ -108,6 +113,7 @@ def as_json(found: Outcome) -> dict[str, Any]:
         "trace": found.trace,
         "unit_tokens": found.unit_tokens,
         "complete": found.complete,
+        "tells_prefixes": found.tells_prefixes,
         "model": simulation.model.name,
         "chunk_tokens": simulation.model.chunk_tokens,
         "engines": settings.engines,

@@ -32,7 +32,11 @@ def show(found: Outcome, report: Report) -> None:
         f"tokens; {model.name} in chunks of {model.chunk_tokens:,} tokens, {_engines(settings.engines)}"
     )
     report.text()
-    report.heading(f"{results.hit_rate:.1%} of the prompt tokens need not be computed")
+    if found.tells_prefixes:
+        report.heading(f"{results.hit_rate:.1%} of the prompt tokens need not be computed")
+    else:
+        report.heading("The trace cannot tell how many of the prompt tokens need not be computed")
+        report.text("It has only lengths, and every prompt is taken as new.")
     report.note(f"{results.unit_hit_rate:.1%} of the trace's units of {found.unit_tokens:,} tokens.")
     report.table(_PLACES, list(_places(found)), last_is_total=True)
     _show_groups(found, report)

@@ -62,6 +62,20 @@ def test_text_has_a_curve_and_files_have_requests_and_a_picture(folder: Path) ->
     assert [sum(one["tier_tokens"]) for one in found] == [0] * 4 + [1024] * 8
 
 
+def test_a_trace_of_lengths_cannot_tell_what_prompts_share(folder: Path) -> None:
+    Path("lengths.csv").write_text("arrival,prompt_tokens,output_tokens\n" + "1,4096,8\n" * 9)
+    code, output = run("replay", "lengths.csv", "--model", "config.json")
+    assert code == 0, output
+    assert "The trace cannot tell how many of the prompt tokens need not be computed" in output
+    assert "0.0% of the prompt tokens" not in output
+    code, output = run("replay", "lengths.csv", "--model", "config.json", "--json")
+    found = next(json.loads(line) for line in output.splitlines() if line.startswith("{"))
+    assert found["tells_prefixes"] is False
+    code, output = run("size", "--trace", "lengths.csv", "--model", "config.json")
+    assert code == 2
+    assert "lengths.csv has only lengths" in " ".join(output.split())
+
+
 def test_a_recorded_trace_brings_the_settings_of_its_engine(folder: Path) -> None:
     keys = base64.b64encode(np.arange(1, 17, dtype="<u8").tobytes()).decode()
     header = {

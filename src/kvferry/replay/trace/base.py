@@ -15,6 +15,11 @@ from kvferry.terminal import shown
 MAX_TOKENS = 1 << 24
 """Maximum length of a prompt or an output. It bounds the memory that a wrong number in a file can take."""
 
+ONLY_LENGTHS = (
+    "has only lengths, so it cannot tell which prompts share a prefix; give a trace with hash_ids, or a table "
+    "with a column session"
+)
+
 MAX_LATE_SECONDS = 60.0
 MAX_SECONDS = 1e11
 """Maximum absolute value of a time. A larger number of seconds is a time in another unit."""
@@ -41,7 +46,10 @@ class Trace(ABC):
         unit_tokens: number of tokens per unit of all requests.
         size_bytes: size of the file, compressed if it is; None for standard input and pipes.
         header: what the file says about all its requests; empty except for recorded traces.
+        tells_prefixes: False if the file has only lengths, so that no two prompts are known to share a prefix.
     """
+
+    tells_prefixes = True
 
     def __init__(
         self, file: TraceFile, format_name: str, unit_tokens: int, header: Mapping[str, object] | None = None
@@ -66,8 +74,8 @@ class Trace(ABC):
     def notes(self) -> list[str]:
         """Return what the latest iteration changed or assumed, so far, as sentences for the user."""
         late = self._arrivals.late
-        found = f"{late:,} requests were not in order of arrival; they arrive with the request before them"
-        return [found] if late else []
+        unsorted = f"{late:,} requests were not in order of arrival; they arrive with the request before them"
+        return [*[unsorted] * bool(late), *[f"it {ONLY_LENGTHS}"] * (not self.tells_prefixes)]
 
     @abstractmethod
     def _requests(self, arrivals: ArrivalTimes) -> Iterator[TraceRequest]:

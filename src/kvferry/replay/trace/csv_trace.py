@@ -79,6 +79,7 @@ class CsvTrace(Trace):
                 f"no column {' and '.join(missing)} in the header {shown(_decode(line).strip())}",
                 "add the column, or rename it",
             )
+        self.tells_prefixes = _SESSION in self._columns
         super().__init__(file, "csv", unit_tokens or DEFAULT_UNIT_TOKENS)
 
     def _requests(self, arrivals: ArrivalTimes) -> Iterator[TraceRequest]:

@@ -6,6 +6,7 @@ import gzip
 import io
 import sys
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import chain
@@ -48,7 +49,7 @@ class TraceFile:
         self.name = printable(self._path.name) if self._path else "standard input"
         self.size_bytes = None if self._path is None else self._size(self._path)
         self.read_bytes = 0
-        self._is_compressed = False
+        self._is_compressed = self._is_marked = False
         # The rest of what can be read once.
         self._rest: Iterator[tuple[int, bytes]] | None = self._read()
 
@@ -101,12 +102,13 @@ class TraceFile:
         Call this after `first_line`.
 
         Returns:
-            The opened file; None if it is compressed, or is standard input or a pipe.
+            The opened file; None if it is compressed, begins with a byte-order mark, or is standard input or
+            a pipe.
 
         Raises:
             ConfigError: the file cannot be opened.
         """
-        if self._path is None or self.size_bytes is None or self._is_compressed:
+        if self._path is None or self.size_bytes is None or self._is_compressed or self._is_marked:
             return None
         try:
             return self._path.open("rb")
@@ -150,6 +152,8 @@ class TraceFile:
                 self._is_compressed = stream.peek(len(_GZIP)).startswith(_GZIP)
                 if self._is_compressed:
                     stream = io.BufferedReader(gzip.GzipFile(fileobj=stream), _BUFFER_BYTES)  # type: ignore[arg-type]
+                self._is_marked = stream.peek(len(BOM_UTF8)).startswith(BOM_UTF8)
+                stream.read(len(BOM_UTF8) if self._is_marked else 0)
                 yield from self._split(stream)
             except (EOFError, OSError, zlib.error) as error:
                 raise self.unreadable(error) from error

@@ -47,7 +47,9 @@ def test_tables_of_many_sources_are_read(trace, text):
     assert (found.format, found.unit_tokens) == ("csv", 256)
     assert facts(found) == [(0.0, 5, 7, ""), (0.5, 300, 0, "")]
     assert [len(each.prefix_ids) for each in found] == [0, 1]
-    assert found.notes() == []
+    assert found.tells_prefixes == ("session" in text.lower())
+    (note,) = found.notes() or [""]
+    assert ("only lengths" in note) == (not found.tells_prefixes)
 
 
 def test_requests_without_a_session_share_no_prefix(trace):

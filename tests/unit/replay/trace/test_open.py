@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import json
@@ -23,10 +24,11 @@ RECORDED = (
 FORMATS = {"mooncake": MOONCAKE, "bailian": BAILIAN, "blocks": BLOCKS, "csv": CSV, "recorded": RECORDED}
 
 
+@pytest.mark.parametrize("mark", [b"", codecs.BOM_UTF8], ids=["plain", "byte-order mark"])
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_first_line_tells_the_format(tmp_path, monkeypatch, name, pack):
-    content = pack(FORMATS[name])
+def test_the_first_line_tells_the_format(tmp_path, monkeypatch, name, pack, mark):
+    content = pack(mark + FORMATS[name])
     (tmp_path / "trace").write_bytes(content)
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(content)))
     for trace in (open_trace(tmp_path / "trace"), open_trace("-")):
