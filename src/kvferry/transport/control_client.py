@@ -360,9 +360,9 @@ class ControlClient:
     def _send_heartbeats(self) -> None:
         """Send a heartbeat for every lease that this engine holds, and close the sockets to unused peers.
 
-        A peer is unused if it has no status (`look_up`), this engine holds none of its leases, and nothing was
-        sent to it since the last heartbeat. If sockets to unused peers stayed open, their number would grow
-        without bound, because clients' requests can name any peer address.
+        A peer is unused if it has no status (`look_up`), this engine holds none of its leases, and nothing
+        was sent to it since the last heartbeat. If sockets to unused peers stayed open, their number would
+        grow without bound, because clients' requests can name any peer address.
         """
         self._handshakes.forget_refusals()
         runs = self._runs()

@@ -16,8 +16,8 @@ MAX_TOKENS = 1 << 24
 """Maximum length of a prompt or an output. It bounds the memory that a wrong number in a file can take."""
 
 ONLY_LENGTHS = (
-    "has only lengths, so it cannot tell which prompts share a prefix; give a trace with hash_ids, or a table "
-    "with a column session"
+    "has only lengths, so it cannot tell which prompts share a prefix; give a trace with hash_ids, or a "
+    "table with a column session"
 )
 
 MAX_LATE_SECONDS = 60.0
@@ -46,7 +46,7 @@ class Trace(ABC):
         unit_tokens: number of tokens per unit of all requests.
         size_bytes: size of the file, compressed if it is; None for standard input and pipes.
         header: what the file says about all its requests; empty except for recorded traces.
-        tells_prefixes: False if the file has only lengths, so that no two prompts are known to share a prefix.
+        tells_prefixes: False if the file has only lengths, so that no prompts are known to share a prefix.
     """
 
     tells_prefixes = True
