@@ -72,7 +72,7 @@ def test_chunks_pass_a_small_host_tier_without_a_configured_one():
         ([{**FILE, "path": ""}], "tiers[0]: path is ''; name a directory, or leave it out for the default"),
         ([{**FILE, "path": "/a\0"}], "tiers[0]: path is '/a\\x00'; name a directory"),
         ([{**HOST, "capacity": 0}], "tiers[0]: capacity is 0, it must be above 0"),
-        ([{**FILE, "capacity": -1}], "tiers[0]: capacity is -1, it must be above 0"),
+        ([{**FILE, "capacity": -1}], "-1 is not a size; write a number of bytes"),
         ([{**FILE, "capacity": "9" * 20}], "tiers[0]: capacity is larger than 8 EiB, the largest size of a"),
         ([{**FILE, "capacity": "9" * 5000}], "'9999"),
         ([{**FILE, "capacity": "much"}], "'much' is not a size; write a number of bytes"),

@@ -13,11 +13,13 @@ from support.examples import examples
     [
         ("1.5GiB", 3 << 29),
         ("20 MB", 20_000_000),
-        (4096, 4096),
-        ("4096", 4096),
+        (1 << 20, 1 << 20),
+        ("1048576", 1 << 20),
+        ("0", 0),
         (" 7 b ", 7),
         ("2TIB", 2 << 40),
         ("3tb", 3 * 10**12),
+        ("1PiB", 1 << 50),
         ("0.5kib", 512),
         ("1 KB", 1000),
         ("9007199254740993", 9007199254740993),
@@ -30,14 +32,20 @@ def test_a_size_is_exact(text, size):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "-1", "1e3", "1,5 GiB", "5 PiB", "4GiB 2", ".5GiB", "1.GiB", "nan"]
+    "text", ["", "GiB", "-1", "1e3", "1,5 GiB", "5 EiB", "4GiB 2", ".5GiB", "1.GiB", "nan"]
 )
 def test_invalid_size_is_refused(text):
     with pytest.raises(ConfigError) as caught:
         parse_size(text)
     assert str(caught.value) == (
-        f"{text!r} is not a size; write a number of bytes, or one with KiB, MiB, GiB or TiB"
+        f"{text!r} is not a size; write a number of bytes, or one with KiB, MiB, GiB, TiB or PiB"
     )
+
+
+@pytest.mark.parametrize("size", [8, "8", "64", "0.5", (1 << 20) - 1])
+def test_small_numbers_without_a_unit_are_refused(size):
+    with pytest.raises(ConfigError, match=rf"the size {size} has no unit, .* write {size}GiB or {size}B"):
+        parse_size(size)
 
 
 @examples(60)

@@ -26,7 +26,7 @@ def test_host_memory_is_a_tenth_of_available_memory_unless_configured(monkeypatc
 
 def test_memory_that_cannot_be_read_is_an_error_only_if_no_capacity_is_configured(monkeypatch):
     monkeypatch.setattr(memory_check, "available_memory", lambda: None)
-    assert _host_bytes(Tiers(HostSettings(4096), ())) == 4096
+    assert _host_bytes(Tiers(HostSettings("1MiB"), ())) == 1 << 20
     with pytest.raises(ConfigError, match="cannot read the available memory"):
         _host_bytes(Tiers(HostSettings(), ()))
 

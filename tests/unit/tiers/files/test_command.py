@@ -197,7 +197,7 @@ def test_a_directory_that_vanishes_meanwhile_is_told(cache, tmp_path_factory, ac
 def test_gc_evicts_what_was_used_longest_ago(cache):
     os.utime(file_of(cache, 1), (0, 0))
     assert "0 files evicted" in kvferry("gc", cache)
-    done = json.loads(kvferry("gc", cache, "--capacity", 150_000, "--json"))
+    done = json.loads(kvferry("gc", cache, "--capacity", "150000B", "--json"))
     assert done["evicted"] == 1
     assert done["evicted_bytes"] == FILE_BYTES
     assert not file_of(cache, 1).exists()
@@ -228,7 +228,7 @@ def test_clear_removes_what_is_kvferrys_and_nothing_else(cache):
 
 
 def test_clear_leaves_an_empty_folder(cache):
-    kvferry("gc", cache, "--capacity", 100_000)
+    kvferry("gc", cache, "--capacity", "100000B")
     kvferry("clear", cache, "--yes")
     assert not list(cache.iterdir())
 

@@ -110,7 +110,7 @@ def test_gc_removes_what_was_stored_longest_ago(kvferry, store, bucket):
     stored = {
         one.path: one.stored_ns for page in bucket.list() for one in page if "namespace" not in one.path
     }
-    done = json.loads(kvferry("gc", "--capacity", f"{total - 1}", "--json"))
+    done = json.loads(kvferry("gc", "--capacity", f"{total - 1}B", "--json"))
     assert done["evicted"] == 1
     gone = stored.keys() - names(bucket)
     assert len(gone) == 1
@@ -167,7 +167,7 @@ def test_options_are_not_for_paths(kvferry, tmp_path):
 
 @pytest.mark.parametrize("size", ["ten", "10XB", "-1", "1e9"])
 def test_invalid_size_is_refused(kvferry, store, size):
-    assert "; write a number of bytes, or one with KiB, MiB, GiB or TiB" in kvferry(
+    assert "; write a number of bytes, or one with KiB, MiB, GiB, TiB or PiB" in kvferry(
         "gc", "--capacity=" + size, code=2
     )
 
