@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.errors import ConfigError
+from kvferry.whole_file import replace_file
 
 
 def without_none(**options: Any) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def check_folder(path: Path | None) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write text to a file whose path is the value of an option. Overwrites an existing file.
+    """Write text to a file whose path is the value of an option. Replaces an existing file as a whole.
 
     Args:
         path: path of the file.
@@ -59,7 +60,7 @@ def write_file(path: Path, text: str) -> None:
         ConfigError: the file cannot be written.
     """
     try:
-        path.write_text(text, encoding="utf-8")
+        replace_file(path, text)
     except OSError as error:
         raise _cannot_write(path, error.errno) from error
 

@@ -18,6 +18,7 @@ import msgspec
 from kvferry.errors import ConfigError
 from kvferry.planning.strategy import Costs
 from kvferry.user_cache import expanded, user_cache
+from kvferry.whole_file import replace_file
 
 VERSION = 1
 _MAX_BYTES = 1 << 20
@@ -118,11 +119,9 @@ def write_costs(path: Path, costs: Costs, made: str, machine: Mapping[str, Any])
         ConfigError: the file cannot be written.
     """
     held = CostsFile(VERSION, made, dict(machine), {name: getattr(costs, name) for name in Costs.__slots__})
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps(msgspec.to_builtins(held), indent=2) + "\n")
-        beside.replace(path)
+        replace_file(path, json.dumps(msgspec.to_builtins(held), indent=2) + "\n")
     except OSError as error:
         said = os.strerror(error.errno or 0)
         raise ConfigError(f"costs: cannot write {path}: {said}; choose another place with --out") from error

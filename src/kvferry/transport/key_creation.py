@@ -17,6 +17,7 @@ from pathlib import Path
 from kvferry.errors import ConfigError
 from kvferry.operating_system import require_posix
 from kvferry.transport.security import SECRET_BYTES
+from kvferry.whole_file import create_private_file
 
 KEY_NAME = "key"
 """Name of the file with the machine's key: the secret that all engines of a user on a machine share."""
@@ -37,7 +38,7 @@ def write_secret(path: Path) -> None:
     """
     require_posix(f"closing {path} to other users")
     try:
-        _write_new(path, None)
+        create_private_file(path, new_secret())
     except FileExistsError as error:
         raise ConfigError(
             f"{path} exists and is not overwritten, since engines may use it; give another name"
@@ -101,20 +102,21 @@ def make_key(folder: Path, directory: int) -> None:
     """
     name = f".{KEY_NAME}-{secrets.token_hex(8)}"
     try:
-        _write_new(Path(name), directory)
         try:
+            _write_new(name, directory)
             with suppress(FileExistsError):
                 os.link(name, KEY_NAME, src_dir_fd=directory, dst_dir_fd=directory)
         finally:
-            os.unlink(name, dir_fd=directory)
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=directory)
         os.fsync(directory)
     except OSError as error:
         raise _unusable(folder, _why(error)) from error
 
 
-def _write_new(path: Path, directory: int | None) -> None:
+def _write_new(name: str, directory: int) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # O_EXCL also refuses symbolic links
-    with os.fdopen(os.open(path, flags, 0o600, dir_fd=directory), "w", encoding="ascii") as file:
+    with os.fdopen(os.open(name, flags, 0o600, dir_fd=directory), "w", encoding="ascii") as file:
         file.write(new_secret())
         file.flush()
         os.fsync(file.fileno())
