@@ -22,6 +22,7 @@ from kvferry.cli.bench_options import (
 )
 from kvferry.cli.options import without_none
 from kvferry.cli.output import check_output
+from kvferry.cli.usage import CommandGroup
 from kvferry.errors import ConfigError
 from kvferry.extras import BENCH, require
 from kvferry.operating_system import require_linux
@@ -30,7 +31,10 @@ _MAX_DEPTH = 256
 
 
 app = typer.Typer(
-    help="Measure how fast this machine moves and keeps KV.", no_args_is_help=True, callback=check_output
+    cls=CommandGroup,
+    help="Measure how fast this machine moves and keeps KV.",
+    no_args_is_help=True,
+    callback=check_output,
 )
 
 

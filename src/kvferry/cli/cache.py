@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvferry.cli.options import parse_pairs
+from kvferry.cli.usage import CommandGroup
 from kvferry.errors import ConfigError
 from kvferry.terminal import printable, report_width, wrapped
 
@@ -57,6 +58,7 @@ _Tokens = Annotated[
 _Salt = Annotated[str | None, typer.Option("--salt", help="Cache salt of the requests.")]
 
 app = typer.Typer(
+    cls=CommandGroup,
     help="Inspect and clean stored KV, or that of a running engine.",
     no_args_is_help=True,
 )

@@ -34,7 +34,6 @@ app = typer.Typer(
     epilog=examples("kvferry"),
     context_settings=HELP_OPTIONS,
     no_args_is_help=True,
-    add_completion=False,
     # Print usage errors as plain sentences, like kvferry's own errors.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -67,7 +66,9 @@ def _print_versions(requested: bool) -> None:
 def _options(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_versions, is_eager=True, help="Print versions and exit."),
+        typer.Option(
+            "--version", "-V", callback=_print_versions, is_eager=True, help="Print versions and exit."
+        ),
     ] = False,
 ) -> None:
     """Move the KV cache of language models between vLLM engines, and keep it in tiers.

@@ -87,7 +87,8 @@ def _option_hint(path: str, parameters: Sequence[Any], name: str, value: str) ->
         return hint
     takes_vllm = any(place.startswith("-- ") for place in places)
     cutoff = _NEAR_BESIDE_VLLM if takes_vllm else _NEAR
-    near = difflib.get_close_matches(name, [each for each in known if each.startswith("--")], 1, cutoff)
+    long = [each for each in (*known, *HELP_OPTIONS["help_option_names"]) if each.startswith("--")]
+    near = difflib.get_close_matches(name, long, 1, cutoff)
     if near:
         return f"did you mean {near[0]}?"
     if takes_vllm:
@@ -112,7 +113,17 @@ def _find_option(name: str, arguments: Sequence[str]) -> tuple[str, str]:
     return name, name
 
 
-class GroupedCommands(TyperGroup):
+class CommandGroup(TyperGroup):
+    """A command that has other commands. ``help COMMAND`` means ``COMMAND --help``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments."""
+        if args[:1] == ["help"]:
+            args = [*args[1:], "--help"]
+        return super().parse_args(ctx, args)
+
+
+class GroupedCommands(CommandGroup):
     """The `kvferry` command, whose help lists the other commands by purpose."""
 
     purposes: Mapping[str, Sequence[str]] = {

@@ -8,9 +8,10 @@ import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from functools import cache
 from importlib.resources import files
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,18 @@ def lookup(name: str) -> ModelEntry | None:
 
 
 def nearest(name: str) -> list[str]:
-    """Return up to two model names of the built-in table that are similar to `name`, most similar first."""
+    """Return up to two model names of the built-in table that are similar to `name`, most similar first.
+
+    The first words must be similar too: models of different families often have the same size.
+    """
     known = {_plain(each): each for entry in entries() for each in (entry.name, *entry.also)}
-    return [known[each] for each in get_close_matches(_plain(name), known, 2, 0.5)]
+    family = [each for each in known if SequenceMatcher(None, _family(name), _family(each)).ratio() >= 0.6]
+    return [known[each] for each in get_close_matches(_plain(name), family, 2, 0.5)]
+
+
+def _family(name: str) -> str:
+    """Return the letters at the start of a model's name: ``llama`` of ``meta-llama/Llama-3.1-8B``."""
+    return "".join(takewhile(str.isalpha, _plain(name)))
 
 
 def _plain(name: str) -> str:

@@ -66,4 +66,5 @@ def test_a_model_is_found_by_any_of_its_names_in_any_case(name):
 def test_names_nearby_are_suggested():
     assert nearest("lama-3.1-8b")[0] == "Llama-3.1-8B"
     assert nearest("zzzzzz") == []
+    assert nearest("meta-llama/Foo-7B") == [], "a family is not suggested for its size"
     assert lookup("lama-3.1-8b") is None

@@ -36,6 +36,23 @@ def test_h_is_short_for_help(command):
     assert (short.exit_code, short.output) == (0, whole.output)
 
 
+@pytest.mark.parametrize("command", ["", "plan", "cache ls"])
+def test_help_is_a_command_too(command):
+    *groups, last = command.split() or [""]
+    short, whole = (
+        CliRunner().invoke(app, words)
+        for words in ([*groups, "help", *last.split()], [*command.split(), "--help"])
+    )
+    assert (short.exit_code, short.output) == (0, whole.output)
+
+
+def test_a_shell_completes_commands(monkeypatch):
+    monkeypatch.setenv("_KVFERRY_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "kvferry re")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    assert run_kvferry().stdout.split() == ["replay"]
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_fits_80_columns_and_shows_examples_that_have_known_options(command):
     output = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"}).output
@@ -52,6 +69,9 @@ def test_help_fits_80_columns_and_shows_examples_that_have_known_options(command
         ("pln", "no such command 'pln'; did you mean 'plan'"),
         ("cache lss .", "no such command 'lss'; did you mean 'ls'?"),
         ("plan --tokenz 5", "kvferry plan has no option --tokenz; did you mean --tokens?"),
+        ("--hepl", "kvferry has no option --hepl; did you mean --help?"),
+        ("size --hepl", "kvferry size has no option --hepl; did you mean --help?"),
+        ("help nothing", "no such command 'nothing'"),
         ("plan --qqqq", "kvferry plan has no option --qqqq; run kvferry plan --help for its options"),
         ("plan m --tokens x", "invalid value for '--tokens': "),
         ("plan m n", "got unexpected extra argument"),
