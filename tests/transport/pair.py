@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -197,6 +198,7 @@ class Reader:
             name, self.rank, LeaseWords(1, 1), settings, self._make_agent, in_flight, **options
         )
         self._results: dict[str, ReadResult] = {}
+        self._began = time.perf_counter()
 
     def _make_agent(self, name: str, *, progress: bool) -> Agent:
         if progress:
@@ -225,6 +227,7 @@ class Reader:
         """Return how an order ended; None if it has not."""
         for result in self.thread.results():
             assert result.key not in self._results, f"{result.key} has two results"
+            assert 0 <= result.transfer_seconds + result.check_seconds <= time.perf_counter() - self._began
             self._results[result.key] = result
         return self._results.get(key)
 
