@@ -246,11 +246,15 @@ def test_every_rank_loads_its_heads_and_the_answer_equals_a_single_engines(serve
             here |= load["digests"]
         copied = served.ranks.copied if served.ranks.decode > 1 else None
         assert all(count == 1 + bool(copied and copied in name) for name, count in copies.items())
-        there: dict[str, list[str]] = {}
+        there: dict[str, list[list[str]]] = {}
         told = {name: loads[0][0][name] for name in ("span", "tables")}
         for held in ask_ranks(served.prefill, "digests_held", told):
-            there |= held
-        assert here == there
+            for name, digests in held.items():
+                there.setdefault(name, []).append(digests)
+        assert here.keys() == there.keys()
+        # Ranks of the prefill engine with the same head may round differently; one of them was read.
+        others = {name: there[name] for name in here if here[name] not in there[name]}
+        assert not others, {name: (here[name], copies) for name, copies in others.items()}
         for url in (served.prefill, served.decode):
             assert answer.tokens == served.alone(url, text).tokens
 
