@@ -44,6 +44,10 @@ from kvferry.transport.security import Keys, admin_token
 
 logger = logging.getLogger(__name__)
 
+_STUCK_LEASES = 4
+"""Time without a step after which an engine keeps no lease alive, in leases. A step of a slow engine can take
+longer than one lease."""
+
 _LONGEST_CALM_SECONDS = 1.0
 """Maximum seconds between two looks at all parts, for what depends on time alone."""
 
@@ -218,7 +222,7 @@ class SchedulerHalf:
             peers=peers,
             handshake_seconds=config.handshake_seconds,
             heartbeat_seconds=config.lease_seconds / 4,
-            runs=lambda: self._clock() - self._stepped < config.lease_seconds,
+            runs=lambda: self._clock() - self._stepped < _STUCK_LEASES * config.lease_seconds,
         )
         geometries = [card.geometry for card in ranks]
         self._peers = composition.peer_source(
