@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -41,16 +42,33 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def serving(folder: Path, port: int) -> subprocess.Popen[str]:
-    """Start a fleet with its temporary files in a folder, and wait until it serves."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVE, str(folder), str(port)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(folder)},
-    )
-    assert process.stdout.readline().startswith("kvferry: serving on ")
-    return process
+@contextmanager
+def serving(
+    folder: Path, port: int, hang_up: signal.Handlers = signal.SIG_DFL
+) -> Iterator[subprocess.Popen[str]]:
+    """Start a fleet with its temporary files in a folder, and wait until it serves.
+
+    Args:
+        folder: for all that the fleet writes.
+        port: of the engine.
+        hang_up: what the fleet is started to do on SIGHUP: `SIG_IGN` as under ``nohup``.
+    """
+    before = signal.signal(signal.SIGHUP, hang_up)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVE, str(folder), str(port)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(folder)},
+        )
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    with process:
+        try:
+            assert process.stdout.readline().startswith("kvferry: serving on ")
+            yield process
+        finally:
+            process.kill()
 
 
 def test_hang_up_stops_the_engines_and_removes_their_folder(folder, reserved):
@@ -65,12 +83,7 @@ def test_hang_up_stops_the_engines_and_removes_their_folder(folder, reserved):
 
 @pytest.mark.long
 def test_hang_up_under_nohup_is_ignored(folder, reserved):
-    ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        process = serving(folder, reserved())
-    finally:
-        signal.signal(signal.SIGHUP, ignored)
-    with process:
+    with serving(folder, reserved(), signal.SIG_IGN) as process:
         process.send_signal(signal.SIGHUP)
         process.terminate()
         assert process.wait(60) == 0, "the exit code is that of the first signal that it did not ignore"
