@@ -13,6 +13,7 @@ from kvferry.errors import GeometryError
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.counters import HostCounters, HostDropReason, HostMissReason
 from kvferry.tiers.host.slabs import Slabs
+from kvferry.tiers.host.slot_table import SlotTable
 from kvferry.tiers.host.tier import HostTier
 from support.examples import examples
 
@@ -356,6 +357,20 @@ def test_uncounted_reservation_counts_no_drop():
     assert host.counters.dropped.total() == 0
     assert host.reserve(b"more chunks", 0) is None
     assert host.counters.dropped[HostDropReason.NO_ROOM] == host.counters.dropped.total() == 1
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_the_integrity_check_finds_states_that_disagree_with_fills_and_reads(is_ready):
+    key, table = b"%012d" % 0, SlotTable(4 * PAGE, [PAGE])
+    slot = table.reserve(key, 0)
+    if is_ready:
+        table.commit(slot)
+        table.open(key)
+    table.check_integrity()
+    before, after = (table.ready, table.filling) if is_ready else (table.filling, table.ready)
+    after[key] = before.pop(key)
+    with pytest.raises(AssertionError, match="FILLING without a fill or with a read, or READY with a fill"):
+        table.check_integrity()
 
 
 def test_the_integrity_check_finds_policy_and_keys_that_disagree_with_the_slots():
