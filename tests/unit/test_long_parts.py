@@ -95,6 +95,14 @@ def test_part_whose_tests_do_not_run_is_a_failure() -> None:
     assert counts.failures == ("pytest did not run to its end",)
 
 
+@pytest.mark.slow
+def test_part_that_is_stopped_is_a_failure(tmp_path: Path) -> None:
+    path = tmp_path / "test_stopped.py"
+    path.write_text("def test_one(): pass\ndef test_two(): raise KeyboardInterrupt\n")
+    counts, _ = run.run_part(run.Part((sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(path))))
+    assert counts.failures == ("stopped with exit code 2 before its end",)
+
+
 def test_tree_is_unchanged_since_its_own_commit_only() -> None:
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     if head.returncode:

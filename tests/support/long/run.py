@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from pathlib import Path
@@ -106,13 +106,16 @@ def run_part(part: Part) -> tuple[Counts, int]:
         environment = {**os.environ, **part.environment, "PYTEST_ADDOPTS": options.strip()}
         began = time.monotonic()
         try:
-            subprocess.run(part.command, env=environment, check=False, timeout=SECONDS_OF_A_PART)
+            done = subprocess.run(part.command, env=environment, check=False, timeout=SECONDS_OF_A_PART)
         except subprocess.TimeoutExpired:
             return Counts(0, 0, (f"did not end within {SECONDS_OF_A_PART} s",)), SECONDS_OF_A_PART
         seconds = round(time.monotonic() - began)
         if not report.exists():
             return Counts(0, 0, ("pytest did not run to its end",)), seconds
-        return counts_of(report.read_text()), seconds
+        counts = counts_of(report.read_text())
+        if done.returncode and not counts.failures:
+            counts = replace(counts, failures=(f"stopped with exit code {done.returncode} before its end",))
+        return counts, seconds
 
 
 def _git(*arguments: str) -> str:
