@@ -49,7 +49,7 @@ def create_private_file(path: Path, text: str) -> None:
     beside = _write_beside(path, text, 0o600)
     try:
         # An empty file takes the name first, because a rename would replace a file of somebody else.
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         beside.replace(path)
     except OSError:
         beside.unlink()
@@ -59,7 +59,7 @@ def create_private_file(path: Path, text: str) -> None:
 def _write_beside(path: Path, text: str, mode: int) -> Path:
     beside = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()

@@ -285,7 +285,7 @@ def served_engine(
 
     config = parse_config(
         {
-            "tiers": [{"type": "host", "capacity": host_bytes, "eviction_policy": policy}],
+            "tiers": [{"type": "host", "capacity": f"{host_bytes}B", "eviction_policy": policy}],
             "chunk_tokens": model.chunk_tokens,
             "snapshot_tokens": model.form.snapshot_tokens,
             "first_snapshot_tokens": model.form.requested_first,

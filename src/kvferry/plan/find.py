@@ -77,6 +77,9 @@ def _plain(name: str) -> str:
 
 _MAX_BYTES = 16 << 20
 _FILE = "config.json"
+_QUANTIZATION_FILE = "hf_quant_config.json"
+"""File beside ``config.json`` in which older releases of ModelOpt keep what vLLM takes for its
+``quantization_config``, if ``config.json`` has none."""
 
 
 def find_config(model: str) -> tuple[str, Mapping[str, Any]]:
@@ -93,11 +96,11 @@ def find_config(model: str) -> tuple[str, Mapping[str, Any]]:
     path = expanded(model)
     if os.path.exists(path) or _looks_like_a_path(model):  # noqa: PTH110 - Path.exists raises where it may not look
         found = path / _FILE if os.path.isdir(path) else path  # noqa: PTH112 - so does Path.is_dir
-        return (found.parent.name if found.name == _FILE else found.stem) or model, _load(found)
+        return (found.parent.name if found.name == _FILE else found.stem) or model, _with_quantization(found)
     if (entry := lookup(model)) is not None:
         return entry.name, entry.config
     if model.count("/") == 1:
-        return model, _load(_from_hub(model))
+        return model, _with_quantization(_from_hub(model))
     raise ConfigError(
         f"no model is called {model!r}{_hint(model)}; run `kvferry plan --list` for all names, or give a path"
     )
@@ -110,6 +113,14 @@ def _looks_like_a_path(model: str) -> bool:
 def _hint(model: str) -> str:
     close = nearest(model)
     return f"; did you mean {' or '.join(close)}" if close else ""
+
+
+def _with_quantization(path: Path) -> Mapping[str, Any]:
+    """Return the content of a ``config.json``, with the quantization config of a file beside it, if any."""
+    config, beside = _load(path), path.with_name(_QUANTIZATION_FILE)
+    if path.name == _FILE and config.get("quantization_config") is None and beside.is_file():
+        return {**config, "quantization_config": _load(beside)}
+    return config
 
 
 def _load(path: Path) -> Mapping[str, Any]:
@@ -134,6 +145,8 @@ def _load(path: Path) -> Mapping[str, Any]:
 def _from_hub(model: str) -> Path:
     """Return the path of a model's ``config.json`` in the local Hugging Face cache. Download it if needed.
 
+    Also download the file with the quantization config, if the model has one.
+
     Args:
         model: name of the model on the Hugging Face hub, such as ``organisation/model``.
 
@@ -141,12 +154,14 @@ def _from_hub(model: str) -> Path:
         ConfigError: the file is not in the cache, and the download failed.
     """
     import huggingface_hub as hub  # noqa: PLC0415 - slow to import
-    from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415 - the same
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError  # noqa: PLC0415 - the same
 
     try:
         # Without a network this fails at once. The download alone would repeat its request for half a minute.
         hub.get_hf_file_metadata(hub.hf_hub_url(model, _FILE))
-        return Path(hub.hf_hub_download(model, _FILE))
+        found = Path(hub.hf_hub_download(model, _FILE))
+        with suppress(EntryNotFoundError):
+            hub.hf_hub_download(model, _QUANTIZATION_FILE)
     except Exception as error:  # for every failure of network or hub, the remedy is the same
         with suppress(ValueError):  # not the name of a model
             if isinstance(cached := hub.try_to_load_from_cache(model, _FILE), str):
@@ -161,3 +176,4 @@ def _from_hub(model: str) -> Path:
             f"{model!r} is not in the built-in table{_hint(model)}, and the Hugging Face hub {why} "
             f"({type(error).__name__}); give the path of its config.json"
         ) from error
+    return found

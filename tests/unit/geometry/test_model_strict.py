@@ -79,8 +79,9 @@ def test_a_checkpoint_that_quantizes_its_cache_decides_the_element_type():
         "the checkpoint keeps its KV cache in fp8 (quantization_config.kv_cache_scheme)",
     )
     assert read_model(quantized, "bfloat16").cache == read_model(DENSE).cache
-    with pytest.raises(ConfigError, match=r"quantization_config\.kv_cache_quant_algo is 'NVFP4'"):
-        read_model({**DENSE, "quantization_config": {"kv_cache_quant_algo": "NVFP4"}})
+    method = {"quant_method": "modelopt_fp4"}
+    with pytest.raises(ConfigError, match=r"quantization_config\.kv_cache_quant_algo asks for nvfp4"):
+        read_model({**DENSE, "quantization_config": {**method, "kv_cache_quant_algo": "NVFP4"}})
 
 
 def test_blocks_without_attention_keep_nothing_and_others_say_their_heads():

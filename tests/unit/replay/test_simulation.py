@@ -102,7 +102,7 @@ def test_an_engine_without_room_loses_its_oldest_blocks() -> None:
 def test_a_full_host_memory_evicts_and_a_file_tier_keeps() -> None:
     chunk = model().groups[0].chunk_bytes
     requests = [prompt(1024, 1, 2), prompt(1024, 3, 4), prompt(1024, 1, 2)]
-    small = f"host={4 * chunk}"
+    small = f"host={4 * chunk}B"
     assert simulation(small).run(requests).hit_tokens == 0
     replay = simulation(small, "file=unlimited")
     assert replay.run(requests).tier_tokens == [0, 1024]
@@ -181,7 +181,7 @@ def test_the_curve_is_the_hit_rate_of_a_replay_at_each_capacity() -> None:
     replay.run(requests)
     dense = model()
     for point in hit_rate_curve(iter([requests]), replay):
-        alone = simulation(f"host={point.capacity_bytes}", of=dense).run(requests)
+        alone = simulation(f"host={point.capacity_bytes}B", of=dense).run(requests)
         assert alone.hit_rate == pytest.approx(point.hit_rate), point.capacity_bytes
 
 
