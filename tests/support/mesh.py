@@ -13,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 from vllm import SamplingParams
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.v1.request import Request
 
 from kvferry.connector import scheduler
@@ -39,7 +38,7 @@ from kvferry.transport.turns import TurnIndex, TurnQueries
 from support.clock import Clock
 from support.models import attention, model
 from support.vllm_cache import BLOCK, STEP
-from support.vllm_scheduler import VllmScheduler
+from support.vllm_scheduler import VllmScheduler, WithoutWorkers
 
 HOST = "127.0.0.1"
 HANDSHAKE_SECONDS = 5.0
@@ -167,7 +166,7 @@ def network(clock: Clock) -> Iterator[Network]:
         yield found
 
 
-class MeshConnector(KVConnectorBase_V1, SupportsHMA):
+class MeshConnector(WithoutWorkers):
     """A scheduler half, called as `KVFerryConnector` calls its own.
 
     Settings (``kv_connector_extra_config``): `clock`, `name` of the engine, and `config`.
@@ -221,16 +220,6 @@ class MeshConnector(KVConnectorBase_V1, SupportsHMA):
         held, params = self.half.finished(self.wrap(request), block_ids)
         self.offers[request.request_id] = params
         return held, params
-
-    # -- worker half, of which there is none --
-
-    def start_load_kv(self, *_: Any, **__: Any) -> None: ...
-
-    def wait_for_layer_load(self, *_: Any) -> None: ...
-
-    def save_kv_layer(self, *_: Any, **__: Any) -> None: ...
-
-    def wait_for_save(self) -> None: ...
 
 
 class MeshEngine(VllmScheduler):

@@ -181,7 +181,19 @@ class Played:
     def hand_over(self, meta: StepOrders) -> None: ...
 
 
-class PlayedConnector(KVConnectorBase_V1, SupportsHMA):
+class WithoutWorkers(KVConnectorBase_V1, SupportsHMA):
+    """A connector of an engine that has no workers: the hooks of its worker half do nothing."""
+
+    def start_load_kv(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_for_layer_load(self, *_: Any) -> None: ...
+
+    def save_kv_layer(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_for_save(self) -> None: ...
+
+
+class PlayedConnector(WithoutWorkers):
     """kvferry's admission as `KVFerryConnector` calls it, over sources that are played.
 
     Settings (``kv_connector_extra_config``): `clock`, and `defers`: whether vLLM is made to defer frees, as
@@ -270,16 +282,6 @@ class PlayedConnector(KVConnectorBase_V1, SupportsHMA):
         self.admission.finished(request.request_id)
         self.parts.forget(request.request_id)
         return False, None
-
-    # -- worker half, of which there is none --
-
-    def start_load_kv(self, *_: Any, **__: Any) -> None: ...
-
-    def wait_for_layer_load(self, *_: Any) -> None: ...
-
-    def save_kv_layer(self, *_: Any, **__: Any) -> None: ...
-
-    def wait_for_save(self) -> None: ...
 
 
 class OfferingConnector(PlayedConnector):

@@ -328,7 +328,7 @@ class SchedulerHalf:
             self._tiering.schedule(step, orders)
         self._admission.scheduled(step.tokens)
         if self._peers is not None and self._standstill.claim_lapses(
-            self._admission.admitted, leases_block=self._producer.leases_block
+            self._admission.admitted, self._producer.leases_block
         ):
             self._peers.give_up_oldest_claim(self._standstill.reason)
         self._admission.hand_over(orders)

@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 LAPSE_SECONDS = 1.0
-"""Seconds between two claims that an engine gives up during one standstill."""
+"""Seconds between two looks at the engine, and so between two claims that it gives up during one standstill.
+A look takes time in proportion to the number of requests, so it is not taken in every step."""
 
 
 class Standstill:
@@ -36,23 +37,24 @@ class Standstill:
             clock: function that returns monotonic seconds.
         """
         self._patience_seconds, self._clock = patience_seconds, clock
-        self._admitted, self._due = -1, 0.0
+        self._admitted, self._look, self._due = 0, 0.0, 0.0
         self.reason = (
             f"no request has got blocks for {patience_seconds:g} s (patience_seconds), and this engine keeps "
             "blocks for others, so the claim is given up"
         )
 
-    def claim_lapses(self, admitted: int, *, leases_block: bool) -> bool:
+    def claim_lapses(self, admitted: int, leases_block: Callable[[], bool]) -> bool:
         """Return whether one claim must be given up now. Call this once per engine step.
 
         Args:
             admitted: number of times so far that the engine has allocated blocks to a waiting request.
-            leases_block: whether requests wait for blocks that leases for other engines keep.
+            leases_block: function that returns whether requests wait for blocks that leases for other engines
+                keep.
         """
         now = self._clock()
-        if not leases_block or admitted != self._admitted:
-            self._admitted, self._due = admitted, now + self._patience_seconds
-        if now < self._due:
+        if now < self._look:
             return False
-        self._due = now + LAPSE_SECONDS
-        return True
+        self._look = now + LAPSE_SECONDS
+        if admitted != self._admitted or not leases_block():
+            self._admitted, self._due = admitted, now + self._patience_seconds
+        return now >= self._due

@@ -146,10 +146,9 @@ class Producer:
         """
         return self._turns is not None and self._turns.holds_blocks
 
-    @property
     def leases_block(self) -> bool:
-        """Whether requests of this engine wait for blocks, while leases on finished prompts keep some."""
-        return self._unclaimed.block_requests
+        """Return whether requests wait for blocks, while leases on finished prompts keep some."""
+        return self._unclaimed.leases_block()
 
     @property
     def keeps_turns(self) -> Address | None:

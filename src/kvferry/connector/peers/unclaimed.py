@@ -77,9 +77,8 @@ class UnclaimedLeases:
         held = {name: self._blocks[name] for name in unclaimed if name in self._blocks}
         return choose_leases_to_end(held, self._lacking_blocks()) if held else []
 
-    @property
-    def block_requests(self) -> bool:
-        """Whether requests wait for more blocks than will soon be free, while leases keep blocks."""
+    def leases_block(self) -> bool:
+        """Return whether requests wait for more blocks than will soon be free, while any lease keeps some."""
         return bool(self._blocks) and self._lacking_blocks() > 0
 
     def _lacking_blocks(self) -> int:
