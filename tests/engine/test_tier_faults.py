@@ -21,7 +21,7 @@ PATIENCE = 20.0
 SETTINGS = {"chunk_tokens": 64, "load_timeout_seconds": DEADLINE, "patience_seconds": PATIENCE}
 CASES = (
     Case("gemma3", {"num_gpu_blocks_override": 100, "block_size": 64}, SETTINGS),
-    Case("lfm2", {"num_gpu_blocks_override": 50}, SETTINGS, exact=False),
+    Case("lfm2", {"num_gpu_blocks_override": 42}, SETTINGS, exact=False),
 )
 SHARED = prompt(256, 30)
 TEXTS = [SHARED + prompt(n, 30 + n) for n in (60, 130, 200, 300, 400)]
