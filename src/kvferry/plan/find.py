@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.errors import ConfigError
+from kvferry.plan.mistral import from_params
 from kvferry.user_cache import expanded
 
 
@@ -77,6 +78,9 @@ def _plain(name: str) -> str:
 
 _MAX_BYTES = 16 << 20
 _FILE = "config.json"
+_PARAMS_FILE = "params.json"
+"""File of a model in Mistral's format. Beside weights in this format, vLLM takes it for ``config.json``."""
+_MISTRAL_WEIGHTS = "consolidated*.safetensors"
 _QUANTIZATION_FILE = "hf_quant_config.json"
 """File beside ``config.json`` in which older releases of ModelOpt keep what vLLM takes for its
 ``quantization_config``, if ``config.json`` has none."""
@@ -88,19 +92,21 @@ def find_config(model: str) -> tuple[str, Mapping[str, Any]]:
     Looks for an existing path first, then in the built-in table, then on the Hugging Face hub.
 
     Args:
-        model: path of a ``config.json`` or of its folder, name in the built-in table, or name on the hub.
+        model: path of a ``config.json``, a ``params.json`` or their folder, name in the built-in table, or
+            name on the hub.
 
     Raises:
         ConfigError: the model is unknown, or its ``config.json`` cannot be read.
     """
     path = expanded(model)
     if os.path.exists(path) or _looks_like_a_path(model):  # noqa: PTH110 - Path.exists raises where it may not look
-        found = path / _FILE if os.path.isdir(path) else path  # noqa: PTH112 - so does Path.is_dir
-        return (found.parent.name if found.name == _FILE else found.stem) or model, _with_quantization(found)
+        found = _in_folder(path) if os.path.isdir(path) else path  # noqa: PTH112 - so does Path.is_dir
+        named_by_folder = found.name in (_FILE, _PARAMS_FILE)
+        return (found.parent.name if named_by_folder else found.stem) or model, _content(found)
     if (entry := lookup(model)) is not None:
         return entry.name, entry.config
     if model.count("/") == 1:
-        return model, _with_quantization(_from_hub(model))
+        return model, _content(_from_hub(model))
     raise ConfigError(
         f"no model is called {model!r}{_hint(model)}; run `kvferry plan --list` for all names, or give a path"
     )
@@ -115,8 +121,18 @@ def _hint(model: str) -> str:
     return f"; did you mean {' or '.join(close)}" if close else ""
 
 
-def _with_quantization(path: Path) -> Mapping[str, Any]:
-    """Return the content of a ``config.json``, with the quantization config of a file beside it, if any."""
+def _in_folder(folder: Path) -> Path:
+    """Return the path of the file that vLLM takes in a folder: in Mistral's format if the weights are."""
+    own, params = folder / _FILE, folder / _PARAMS_FILE
+    is_mistral = params.exists() and (not own.exists() or any(folder.glob(_MISTRAL_WEIGHTS)))
+    return params if is_mistral else own
+
+
+def _content(path: Path) -> Mapping[str, Any]:
+    """Return the content of a model's file, in the keys of a ``config.json``, with what stands beside it."""
+    if path.name == _PARAMS_FILE:
+        beside = path.with_name(_FILE)
+        return from_params(_load(path), _load(beside) if beside.exists() else {})
     config, beside = _load(path), path.with_name(_QUANTIZATION_FILE)
     if path.name == _FILE and config.get("quantization_config") is None and beside.is_file():
         return {**config, "quantization_config": _load(beside)}

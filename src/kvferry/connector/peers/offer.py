@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import msgspec
+from msgspec.structs import fields
 
 from kvferry.errors import ProtocolError
 from kvferry.transport.handshake import Address
@@ -41,7 +42,8 @@ class Offer(msgspec.Struct, frozen=True):
         remote_num_tokens: number of offered tokens, from the start of the prompt. None for all tokens but
             the last one, if the offering engine is still computing them.
         remote_step_tokens: number of tokens of a prompt that the offering engine computes in one step. Its KV
-            may be read while it computes longer prompts. 0 if KV can only be read after the last step.
+            may be read while it computes longer prompts. 0 if KV can only be read after the last step. Offers
+            of older releases lack the key; whether such an engine can be read from, the handshake decides.
     """
 
     remote_engine_id: _EngineId
@@ -49,7 +51,7 @@ class Offer(msgspec.Struct, frozen=True):
     remote_port: Port
     remote_request_id: _Hex
     remote_num_tokens: _Tokens | None
-    remote_step_tokens: Annotated[int, msgspec.Meta(ge=0)]
+    remote_step_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     @property
     def address(self) -> Address:
@@ -97,7 +99,21 @@ def read_offer(params: Any) -> Offer | None:
     try:
         return msgspec.convert(params, Offer)
     except (msgspec.ValidationError, UnicodeError) as error:
-        raise ProtocolError(f"kv_transfer_params: {error}") from error
+        raise ProtocolError(
+            f"kv_transfer_params: {_fault(params, str(error))}; send what the prefill engine has answered, "
+            "unchanged, and run the same release of kvferry on both engines"
+        ) from error
+
+
+def _fault(params: Any, error: str) -> str:
+    """Return why parameters of a request are no offer, in words that repeat no value of the client's."""
+    if not isinstance(params, dict):
+        return "not an object"
+    missing = [one.name for one in fields(Offer) if one.required and one.name not in params]
+    if missing:
+        return f"{', '.join(missing)} missing"
+    wrong = [one.name for one in fields(Offer) if f"`$.{one.name}`" in error]
+    return f"invalid value of {wrong[0]}" if wrong else "text that is not Unicode"
 
 
 def write_offer(offer: Offer) -> dict[str, Any]:

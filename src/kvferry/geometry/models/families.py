@@ -165,7 +165,7 @@ _ATTENTION_ONLY = (
     "minimax_m2", "ministral", "ministral3", "mixtral", "nemotron", "nemotron-nas", "olmo", "olmo2",
     "olmoe", "opt",
     "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_vl_moe_text", "qwen3_vl_text",
-    "seed_oss", "smollm3", "solar", "solar_open", "stablelm", "starcoder2",
+    "seed_oss", "smollm3", "solar", "solar_open", "stablelm", "starcoder2", "transformer",
 )  # fmt: skip
 
 FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(

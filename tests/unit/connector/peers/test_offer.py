@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, strategies as st
+from msgspec import structs
 
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.peers.offer import Offer, read_offer, wants_prefill, write_nothing, write_offer
@@ -20,6 +21,8 @@ from support.mm import feature
 TICKET = bytes(range(16))
 OFFER = Offer("engine", "127.0.0.1", 5600, TICKET.hex(), 40, 2048)
 OPTIONAL = {"do_remote_prefill", "do_remote_decode"}
+LATER = "remote_step_tokens"
+"""A key that older releases do not write."""
 QUICK = examples(60)
 
 
@@ -87,12 +90,17 @@ def test_a_prefill_is_wanted_only_by_true(params, wants):
     assert wants_prefill(params) is wants
 
 
-@pytest.mark.parametrize("key", [key for key in write_offer(OFFER) if key not in OPTIONAL])
+@pytest.mark.parametrize("key", [key for key in write_offer(OFFER) if key not in OPTIONAL | {LATER}])
 def test_an_offer_without_a_key_is_refused_with_its_name(key):
     params = write_offer(OFFER)
     del params[key]
-    with pytest.raises(ProtocolError, match=rf"kv_transfer_params: .*{key}"):
+    with pytest.raises(ProtocolError, match=rf"kv_transfer_params: {key} missing; send what .* release"):
         read_offer(params)
+
+
+def test_an_offer_of_an_older_release_is_read_and_left_to_the_handshake():
+    older = {key: value for key, value in write_offer(OFFER).items() if key != LATER}
+    assert read_offer(older) == structs.replace(OFFER, remote_step_tokens=0)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +121,7 @@ def test_an_offer_without_a_key_is_refused_with_its_name(key):
     ],
 )  # fmt: skip
 def test_an_invalid_value_is_refused_with_its_name(key, value):
-    with pytest.raises(ProtocolError, match=rf"kv_transfer_params: .*{key}"):
+    with pytest.raises(ProtocolError, match=rf"kv_transfer_params: invalid value of {key};"):
         read_offer({**write_offer(OFFER), key: value})
 
 
