@@ -17,6 +17,7 @@ import pytest
 
 from kvferry.serving.tiny import tiny_checkpoint
 from support.command_line import run_kvferry
+from support.ended import end
 from support.vllm_engine import copied
 from support.vllm_engine.pair import connector, prompt
 from support.vllm_engine.plugins import with_plugins
@@ -84,8 +85,7 @@ class Server:
 
     def close(self) -> None:
         self.client.close()
-        self.process.terminate()
-        self.process.wait(60)
+        end(self.process)
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from kvferry.serving.launch import Fleet, Role
 from kvferry.serving.router.bodies import ASK_FOR_KV
 from kvferry.serving.specs import EngineGroup, group_specs
 from kvferry.serving.tiny import tiny_checkpoint
+from support.ended import end
 from support.namespaces import Host
 from support.vllm_engine import copied
 from support.vllm_engine.pair import prompt
@@ -94,12 +95,7 @@ def second_node(spec: PlacedSpec, log: Path) -> Iterator[subprocess.Popen[bytes]
         try:
             yield node
         finally:
-            node.terminate()
-            try:
-                node.wait(30)
-            except subprocess.TimeoutExpired:
-                node.kill()
-                node.wait()
+            end(node)
 
 
 @dataclass(frozen=True)

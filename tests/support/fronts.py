@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from support.ended import end
 from support.waiting import wait_for
 
 CLIENTS = 4
@@ -53,8 +54,7 @@ def front(command: Sequence[str], url: str, health: str, log: Path) -> Iterator[
         wait_for(is_ready)
         yield url
     finally:
-        process.terminate()
-        process.wait(30)
+        end(process)
 
 
 def bodies(model: str, name: str, count: int) -> list[tuple[str, dict[str, Any]]]:

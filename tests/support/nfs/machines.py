@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from support.ended import end
 from support.namespaces import NotPermitted, host_alone
 
 PACKAGES = {
@@ -148,9 +149,4 @@ def shared_over_nfs(path: Path, folder: Path) -> Iterator[Network]:
             yield network
         finally:
             network.close()
-            server.terminate()
-            try:
-                server.wait(20)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait()
+            end(server)
