@@ -71,6 +71,19 @@ def test_a_file_that_is_replaced_keeps_its_permissions_and_on_a_failure_its_cont
     assert link.is_symlink()
 
 
+@pytest.mark.parametrize("writer", [replace_file, create_private_file])
+def test_a_rename_that_fails_leaves_nothing_beside_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: Callable[[Path, str], None]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(PermissionError):
+        writer(tmp_path / "file", "text")
+    assert {one.name for one in tmp_path.iterdir()} <= {"file"}
+
+
 def test_a_device_is_written_to_and_not_replaced() -> None:
     replace_file(Path(os.devnull), "text")
     assert stat.S_ISCHR(Path(os.devnull).stat().st_mode)
