@@ -84,9 +84,15 @@ def test_a_rename_that_fails_leaves_nothing_beside_the_file(
     assert {one.name for one in tmp_path.iterdir()} <= {"file"}
 
 
-def test_a_device_is_written_to_and_not_replaced() -> None:
-    replace_file(Path(os.devnull), "text")
-    assert stat.S_ISCHR(Path(os.devnull).stat().st_mode)
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        replace_file(pipe, "text")
+        assert os.read(reader, 9) == b"text"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
 
 
 def test_a_new_file_replaces_no_other_and_is_its_owners_alone(tmp_path: Path) -> None:
