@@ -50,6 +50,22 @@ EXPOSED: Mapping[str, Metric] = MappingProxyType(
 )
 """Definitions of kvferry's metrics and of vLLM's metrics that kvferry shows, by name on `/metrics`."""
 
+_ROUTER = (
+    Metric("requests", MetricKind.COUNTER, "Requests that have ended.", ("outcome", "reason")),
+    Metric("active_requests", MetricKind.GAUGE, "Requests under way."),
+    Metric("engine_state", MetricKind.GAUGE, "1 for the state of an engine.", ("role", "url", "state")),
+    Metric("engine_requests", MetricKind.GAUGE, "Requests that an engine works on.", ("role", "url")),
+    Metric("first_byte_seconds", MetricKind.HISTOGRAM, "Time to the first byte of an answer's body."),
+    Metric("request_seconds", MetricKind.HISTOGRAM, "Time to the last byte of an answer."),
+    Metric("prefill_seconds", MetricKind.HISTOGRAM, "Time until a prefill engine has answered."),
+    Metric("received_bytes", MetricKind.COUNTER, "Bytes of bodies from callers."),
+    Metric("sent_bytes", MetricKind.COUNTER, "Bytes of answers' bodies to callers."),
+)
+ROUTER: Mapping[str, Metric] = MappingProxyType(
+    {exposed_name(metric, ROUTER_PREFIX): metric for metric in _ROUTER}
+)
+"""Definitions of the metrics of `kvferry router`, by name on the router's `/metrics`."""
+
 SUFFIXES = ("_bucket", "_sum", "_count")
 """Suffixes of the series of a histogram."""
 

@@ -13,12 +13,15 @@ import pytest
 import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.observe.dashboard import dashboard, rules
 from kvferry.observe.dashboard.alerts import ALERTS
 from kvferry.observe.dashboard.expressions import series
-from kvferry.observe.exposed_names import CONNECTOR, EXPOSED
+from kvferry.observe.exposed_names import CONNECTOR, EXPOSED, ROUTER, ROUTER_PREFIX, SUFFIXES
 from kvferry.observe.metrics import METRICS, MULTI, PREFIX, MetricKind
+from kvferry.serving.router.backends import Backend
+from kvferry.serving.router.metrics import RouterMetrics
 
 BESIDE = {"instance", "job", "model_name", "engine"}
 """Labels that Prometheus and vLLM give every series."""
@@ -44,10 +47,11 @@ def expressions() -> list[str]:
 
 
 def labels() -> dict[str, set[str]]:
-    """By the name of every series that an engine shows, its labels."""
+    """By the name of every series that an engine or the router shows, its labels."""
     found: dict[str, set[str]] = {}
-    for name, metric in EXPOSED.items():
-        own = BESIDE | set(metric.labels) | ({CONNECTOR} if name.startswith(PREFIX) else set())
+    for name, metric in (EXPOSED | ROUTER).items():
+        beside = BESIDE | ({CONNECTOR} if name.startswith(PREFIX) else set())
+        own = set(metric.labels) | ({"instance", "job"} if name in ROUTER else beside)
         if metric.kind is MetricKind.HISTOGRAM:
             found |= {f"{name}_sum": own, f"{name}_count": own, f"{name}_bucket": own | {"le"}}
         else:
@@ -91,7 +95,7 @@ def test_every_expression_queries_existing_metrics_and_labels(expression):
 
 
 def test_an_unknown_metric_or_label_is_refused():
-    with pytest.raises(ValueError, match="kvferry_gone_total is no series of an engine"):
+    with pytest.raises(ValueError, match="kvferry_gone_total is no series of an engine or of the router"):
         series("kvferry_gone_total")
     with pytest.raises(ValueError, match="kvferry_load_seconds is no series"):
         series("kvferry_load_seconds")
@@ -99,12 +103,31 @@ def test_an_unknown_metric_or_label_is_refused():
         series("kvferry_hits_total", tier="file")
 
 
+def test_the_router_shows_the_metrics_that_the_dashboard_queries():
+    backends = [Backend("decode", "http://127.0.0.1:1")]
+    shown = {}
+    for family in text_string_to_metric_families(RouterMetrics(lambda: backends).page().decode()):
+        shown |= {sample.name: family.type for sample in family.samples}
+    wanted = {
+        name + suffix: metric.kind
+        for name, metric in ROUTER.items()
+        for suffix in (SUFFIXES if metric.kind is MetricKind.HISTOGRAM else [""])
+        if metric.labels != ("outcome", "reason")  # no series before a request has ended
+    }
+    own = {
+        name: kind
+        for name, kind in shown.items()
+        if name.startswith(ROUTER_PREFIX) and not name.endswith("_created")
+    }
+    assert own == {name: str(kind) for name, kind in wanted.items()}
+
+
 def test_every_metric_of_kvferry_is_on_the_dashboard():
     asked = {selector.name for expression, _ in queries() for selector in selectors(expression)}
     shown = {re.sub(r"_bucket$", "", name) for name in asked if name.startswith(PREFIX)}
-    missing = sorted({name for name in EXPOSED if name.startswith(PREFIX)} - shown)
+    missing = sorted({name for name in EXPOSED | ROUTER if name.startswith(PREFIX)} - shown)
     assert not missing, "add a panel for these metrics to a module of kvferry/observe/dashboard"
-    assert len(shown) == len(METRICS) + len(MULTI)
+    assert len(shown) == len(METRICS) + len(MULTI) + len(ROUTER)
 
 
 @pytest.mark.parametrize(("expression", "legend"), queries())
@@ -129,7 +152,7 @@ def test_every_query_filters_by_all_variables():
     for expression, _ in queries():
         for selector in selectors(expression):
             values = {matcher.value for matcher in selector.matchers.matchers}
-            assert variables <= values, expression
+            assert variables <= values or selector.name.startswith(ROUTER_PREFIX), expression
 
 
 def test_grafanas_own_types_know_every_field_of_the_dashboard():
@@ -181,7 +204,7 @@ def test_rules_are_the_alerts_as_yaml():
     assert [rule["alert"] for rule in group["rules"]] == [alert.name for alert in ALERTS]
     for rule, alert in zip(group["rules"], ALERTS, strict=True):
         assert (rule["expr"], rule["for"]) == (alert.expression, alert.lasts)
-        assert rule["labels"]["severity"] in {"warning", "info"}
+        assert rule["labels"]["severity"] in {"critical", "warning", "info"}
         assert rule["annotations"] == {"summary": alert.summary, "description": alert.action}
 
 
@@ -189,9 +212,9 @@ def test_rules_are_the_alerts_as_yaml():
 def test_an_alert_names_labels_of_its_expression_and_existing_metrics(alert):
     named = set(re.findall(r"\$labels\.(\w+)", alert.summary + alert.action))
     assert named <= summed_by(alert.expression)[0]
-    assert {"instance", "model_name", "engine"} <= named
+    assert named >= {"instance"} | (set() if ROUTER_PREFIX in alert.expression else {"model_name", "engine"})
     for name in re.findall(rf"{PREFIX}\w+", alert.action):
-        assert name in EXPOSED, name
+        assert name in EXPOSED | ROUTER, name
     assert re.fullmatch(r"\d+m", alert.lasts)
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvferry.observe.dashboard.expressions import ENGINE, increase, minus, per_second, series, total
+from kvferry.observe.dashboard.expressions import ENGINE, INSTANCE, increase, minus, per_second, series, total
 from kvferry.observe.exposed_names import CONNECTOR
 
 
@@ -20,7 +20,8 @@ class Alert:
         lasts: time for which the condition must hold before the alert fires, such as ``10m``.
         summary: description of the problem, as a Prometheus template that refers to labels.
         action: advice to the operator.
-        severity: ``warning`` for a problem to look at today, ``info`` for a possible improvement.
+        severity: ``critical`` if nothing is served, ``warning`` for a problem to look at today, ``info`` for
+            a possible improvement.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Alert:
 
 
 _SOURCE = (*ENGINE, "source")
+_ROUTER = (INSTANCE,)
 _TIER = (*ENGINE, CONNECTOR, "tier")
 _WHO = "{{ $labels.instance }} ({{ $labels.model_name }}, engine {{ $labels.engine }})"
 _WHICH = "Tier {{ $labels.tier }}{{ with $labels.connector }} of {{ . }}{{ end }}"
@@ -44,6 +46,10 @@ def _rate(name: str, by: tuple[str, ...], **where: str) -> str:
 
 def _increase(name: str, by: tuple[str, ...], over: str, **where: str) -> str:
     return total(increase(series(name, None, **where), over), *by)
+
+
+def _in_state(state: str, *by: str, **where: str) -> str:
+    return total(series("kvferry_router_engine_state", None, state=state, **where), *by)
 
 
 _FAILED = _rate("kvferry_loads_total", _SOURCE, outcome="failed")
@@ -61,7 +67,44 @@ _LOOKED = minus(
     _increase("kvferry_misses_total", _SOURCE, "30m", reason="local"),
 )
 
+_SERVED = _rate("kvferry_router_requests_total", _ROUTER, outcome="split|decode")
+
 ALERTS = (
+    Alert(
+        name="KVFerryNoDecodeEngine",
+        expression=f"{_in_state('up|resting', *_ROUTER, role='decode')} == 0",
+        lasts="1m",
+        severity="critical",
+        summary="Router {{ $labels.instance }} finds no decode engine: it answers no request",
+        action="kvferry_router_engine_state has the state of each engine, and /health of the router says why "
+        "it is down.",
+    ),
+    Alert(
+        name="KVFerryEngineDown",
+        expression=f"{_in_state('down', *_ROUTER, 'role', 'url')} > 0",
+        lasts="5m",
+        summary="The {{ $labels.role }} engine {{ $labels.url }} is down for router {{ $labels.instance }}",
+        action="Its requests go to other engines, so the service is degraded. /health of the router says why "
+        "it is down: its process has ended, it does not answer probes, or the network between them.",
+    ),
+    Alert(
+        name="KVFerryRouterFails",
+        expression=f"{_rate('kvferry_router_requests_total', _ROUTER, outcome='failed', reason='5..|broken')}"
+        f" / {_rate('kvferry_router_requests_total', _ROUTER)} > 0.05",
+        lasts="5m",
+        summary=f"{_SHARE} of the requests to router {{{{ $labels.instance }}}} fail",
+        action="kvferry_router_requests_total has the reasons, and the router's log names the engines.",
+    ),
+    Alert(
+        name="KVFerryPrefillGivesNoKV",
+        expression=f"{_rate('kvferry_router_requests_total', _ROUTER, reason='no_kv|engine_failed')}"
+        f" / {_SERVED} > 0.1",
+        lasts="10m",
+        summary=f"{_SHARE} of the requests to router {{{{ $labels.instance }}}} get no KV of a prefill "
+        "engine",
+        action="Decode engines compute these prompts, so answers are correct but slower. Likely causes: "
+        "prefill engines are down, full or drained. Their logs say why they offer nothing.",
+    ),
     Alert(
         name="KVFerryLoadsFail",
         expression=f"{_FAILED} / {_LOADED} > 0.05",

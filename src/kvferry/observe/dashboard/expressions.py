@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvferry.observe.exposed_names import COMMON, CONNECTOR, EXPOSED, SUFFIXES
+from kvferry.observe.exposed_names import COMMON, CONNECTOR, EXPOSED, ROUTER, SUFFIXES
 from kvferry.observe.metrics import PREFIX, MetricKind
 
 INSTANCE = "instance"
@@ -17,8 +17,8 @@ def series(name: str, scope: Mapping[str, str] | None = None, **where: str) -> s
     """Return a PromQL selector of a metric's series, restricted by regular expressions for their labels.
 
     Args:
-        name: name of a metric in `EXPOSED` (metrics that engines expose); for a histogram, followed by one
-            of `SUFFIXES`, such as ``_bucket``.
+        name: name of a metric in `EXPOSED` (metrics that engines expose) or `ROUTER`; for a histogram,
+            followed by one of `SUFFIXES`, such as ``_bucket``.
         scope: regular expression by label name, for restrictions that a dashboard applies to all metrics,
             such as the selected engines. None for no restriction.
         where: regular expression by label name, for further restrictions. If the value begins with ``!``, the
@@ -45,8 +45,8 @@ def labels_of(name: str) -> frozenset[str]:
     """Return the names of all labels of a series, including labels that vLLM and Prometheus add.
 
     Args:
-        name: name of a metric in `EXPOSED` (metrics that engines expose); for a histogram, followed by one
-            of `SUFFIXES`, such as ``_bucket``.
+        name: name of a metric in `EXPOSED` (metrics that engines expose) or `ROUTER`; for a histogram,
+            followed by one of `SUFFIXES`, such as ``_bucket``.
 
     Raises:
         ValueError: the metric is unknown.
@@ -54,10 +54,12 @@ def labels_of(name: str) -> frozenset[str]:
     base, suffix = next(
         ((name.removesuffix(each), each) for each in SUFFIXES if name.endswith(each)), (name, "")
     )
-    metric = EXPOSED.get(base)
+    metric = ROUTER.get(base) or EXPOSED.get(base)
     if metric is None or (metric.kind is MetricKind.HISTOGRAM) != bool(suffix):
-        raise ValueError(f"{name} is no series of an engine")
-    own = {*metric.labels, *ENGINE, "job", *([CONNECTOR] if name.startswith(PREFIX) else [])}
+        raise ValueError(f"{name} is no series of an engine or of the router")
+    own = {*metric.labels, INSTANCE, "job"}
+    if base in EXPOSED:
+        own |= {*COMMON, *([CONNECTOR] if name.startswith(PREFIX) else [])}
     return frozenset(own | {"le"} if suffix == "_bucket" else own)
 
 

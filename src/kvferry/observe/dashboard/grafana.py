@@ -9,9 +9,10 @@ from kvferry.observe.dashboard.expressions import series
 from kvferry.observe.dashboard.loads import FAILURES, LOADS
 from kvferry.observe.dashboard.panels import Panel, PanelRow
 from kvferry.observe.dashboard.requests import ENGINES, HITS
+from kvferry.observe.dashboard.router import ROUTERS
 from kvferry.observe.dashboard.storage import TIERS
 
-_ROWS = (ENGINES, HITS, LOADS, TIERS, FAILURES, CONNECTORS)
+_ROWS = (ROUTERS, ENGINES, HITS, LOADS, TIERS, FAILURES, CONNECTORS)
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _WIDTH, _HEIGHT, _COLUMNS = 8, 8, 3
 _ALWAYS = "vllm:num_requests_running"
@@ -34,7 +35,7 @@ def dashboard() -> dict[str, Any]:
     return {
         "uid": "kvferry",
         "title": "kvferry",
-        "description": "KV cache between engines and tiers: hits and misses, loads, storage, failures.",
+        "description": "KV cache between engines and tiers: requests, hits, loads, storage, failures.",
         "tags": ["kvferry", "vllm"],
         "schemaVersion": 39,
         "editable": True,
