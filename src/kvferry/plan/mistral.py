@@ -75,6 +75,6 @@ def _quantization(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of a checkpoint that llm-compressor quantised; other kinds concern weights."""
     found = params.get("quantization") or {}
     method = str(found.get("quant_method", "")).lower().replace("_", "-")
-    return (
-        {"quantization_config": {**found, "quant_method": method}} if method == "compressed-tensors" else {}
-    )
+    if method != "compressed-tensors":
+        return {}
+    return {"quantization_config": {**found, "quant_method": method}}
