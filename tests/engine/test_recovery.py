@@ -26,6 +26,7 @@ OVER_TCP = Setup(
         "lease_seconds": LEASE,
         "load_timeout_seconds": DEADLINE,
         "handshake_seconds": 2.0,
+        "patience_seconds": 3.0,
         "late_blocks": 1.0,  # so that two loads of so small a pool may be late at once
     },
     environment={"UCX_TLS": "tcp,self"},
@@ -137,10 +138,16 @@ def fill(engine: Engine, first: int) -> tuple[list[list[int]], list[dict[str, An
     return texts, offers
 
 
-def test_engines_that_are_full_of_prompts_for_each_other_answer_all_the_same(pair: Pair) -> None:
+@pytest.mark.parametrize("engines", [1, 2])
+def test_engines_that_keep_all_blocks_for_requests_of_each_other_answer_all_the_same(
+    pair: Pair, engines: int
+) -> None:
     acquaint(pair)
-    filled = [fill(pair.prefill, 100), fill(pair.decode, 200)]
-    consumers = [pair.decode, pair.prefill]
+    producers = [pair.prefill, pair.decode][:engines]
+    filled = [fill(engine, 100 * (engines + number)) for number, engine in enumerate(producers, 1)]
+    consumers = producers[::-1]
+    if engines == 1:
+        pair.prefill.call("evict_prefixes")  # or it would answer with its own blocks, and load nothing
     names = [
         engine.call("add", texts, offers) for engine, (texts, offers) in zip(consumers, filled, strict=True)
     ]

@@ -13,7 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from faults import (  # noqa: F401 - declare kinds
@@ -33,10 +33,13 @@ from faults.report import campaign_part, page_with, write
 from faults.served import Stuck
 from faults.stage import Stage
 from faults.values import Fault, Leaks, Totals, Trial, Verdict, judged, totals
+from support.long.record import short
+from support.long.run import commit
 from support.vllm_engine.process import EngineError
 
 TRIAL_SECONDS = 150.0
 """When a trial that hangs as a whole is given up, and counts as stuck."""
+TRIES = 3
 TRIES_OF_A_MUTANT = 4
 IN_EVERY_FAMILY = ("lease words", "checksum")
 """Protections that are switched off in every family: they show that its tolerance tells right from wrong."""
@@ -66,7 +69,20 @@ class Outcome:
 
 
 async def try_fault(stage: Stage, fault: Fault) -> Verdict:
-    """Inject a fault and judge what becomes of it; whatever a trial raises counts against kvferry."""
+    """Inject a fault and judge what becomes of it.
+
+    A trial that shows nothing, for example because a deadline passed before the fault took effect on a slow
+    machine, is repeated. A trial in which something went wrong is not.
+    """
+    for seed in range(fault.seed, fault.seed + TRIES):
+        verdict = await _try_once(stage, replace(fault, seed=seed))
+        if verdict.bad or (verdict.injected and verdict.detected):
+            break
+    return replace(verdict, fault=fault)
+
+
+async def _try_once(stage: Stage, fault: Fault) -> Verdict:
+    """Inject a fault once; whatever a trial raises counts against kvferry."""
     trial = Trial()
     try:
         trial = await asyncio.wait_for(KINDS[fault.kind].trial(stage, fault), TRIAL_SECONDS)
@@ -174,28 +190,30 @@ def drawn(seed: int, count: int, names: Sequence[str], only: Sequence[str] = ())
     return plan(seed, count, names, kinds)
 
 
-async def campaign(faults: Sequence[Fault], names: Sequence[str], folder: Path, *, mutants: bool) -> Outcome:
+async def campaign(
+    faults: Sequence[Fault], names: Sequence[str], folder: Path, protections: Sequence[str]
+) -> Outcome:
     """Run a whole campaign.
 
     Args:
         faults: the plan.
         names: of families.
         folder: for logs, checkpoints and chunks.
-        mutants: switch protections off in turn as well.
+        protections: those of `MUTANTS` to switch off in turn when the faults have been injected.
     """
     began, outcome = time.monotonic(), Outcome()
     for name in names:
         mine = [fault for fault in faults if fault.family == name]
-        protections = switched_off(name, [one for one, _ in outcome.caught]) if mutants else []
-        await with_family(FAMILIES[name], mine, folder / name, outcome, protections)
+        off = switched_off(name, protections, [one for one, _ in outcome.caught])
+        await with_family(FAMILIES[name], mine, folder / name, outcome, off)
     outcome.seconds = time.monotonic() - began
     return outcome
 
 
-def switched_off(family: str, before: Sequence[str]) -> list[str]:
+def switched_off(family: str, protections: Sequence[str], before: Sequence[str]) -> list[str]:
     """Return the protections to switch off on a family's engines: those that were not before, some always."""
     caught_by = {protection for kind in possible(KINDS, [family]).values() for protection in kind.protections}
-    return [one for one in MUTANTS if one in caught_by and (one not in before or one in IN_EVERY_FAMILY)]
+    return [one for one in protections if one in caught_by and (one not in before or one in IN_EVERY_FAMILY)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -217,7 +235,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="kvferry-", dir="/tmp") as runtime:
             os.environ["XDG_RUNTIME_DIR"] = runtime
             folder = given.folder or Path(runtime) / "campaign"
-            outcome = asyncio.run(campaign(faults, given.families, folder, mutants=not given.no_mutants))
+            outcome = asyncio.run(
+                campaign(faults, given.families, folder, () if given.no_mutants else [*MUTANTS])
+            )
     except KeyboardInterrupt:
         print(
             "the campaign was stopped: its engines have ended, and no figures were written", file=sys.stderr
@@ -234,7 +254,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             given.report,
             "faults",
             campaign_part(
-                command, outcome.tolerances, KINDS, outcome.verdicts, found, outcome.caught, outcome.seconds
+                command,
+                short(commit()),
+                outcome.tolerances,
+                KINDS,
+                outcome.verdicts,
+                found,
+                outcome.caught,
+                outcome.seconds,
             ),
         )
     missed = [f"{name} ({family})" for (name, family), caught in outcome.caught.items() if not caught]

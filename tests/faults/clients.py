@@ -9,7 +9,7 @@ from itertools import permutations
 from typing import Any
 
 from faults.kinds import kind
-from faults.stage import LEASE, Stage
+from faults.stage import LEASE, UNANSWERED, UNKNOWN_TICKET, Stage
 from faults.storage import stored
 from faults.values import Area, Trial
 from kvferry.serving.router.bodies import ASK_FOR_KV
@@ -30,7 +30,7 @@ async def other_prompt(stage: Stage, trial: Trial, draw: random.Random) -> None:
         f"the offer of a prompt of {params['remote_num_tokens'] + 1} tokens came with one of {len(text)}"
     )
     name = await stage.decoded(trial, text, params, salt)
-    trial.detected = await stage.failed(name)
+    trial.detected = await stage.failed(name, "tokens are offered for|hold other tokens")
     again = await stage.decoded(trial, text, None, salt)  # what the first one left in the caches is right
     trial.detected += "" if again else "?"
 
@@ -51,6 +51,12 @@ _ODD: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
+_DECLINED = (
+    "kv_transfer_params: |tokens are offered for|answers at the address|cannot be asked|"
+    f"{UNANSWERED}|{UNKNOWN_TICKET}"
+)
+
+
 @kind("odd offer", CLIENT, "A client sends an offer that it has changed or made up.", share=24)
 async def odd_offer(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salt = stage.text(draw), stage.salt(draw)
@@ -58,13 +64,7 @@ async def odd_offer(stage: Stage, trial: Trial, draw: random.Random) -> None:
     params = _ODD[what](await stage.prefilled(text, salt))
     trial.injected = what
     name = await stage.decoded(trial, text, params, salt)
-    trial.detected = await declined(stage, name)
-
-
-async def declined(stage: Stage, name: str) -> str:
-    """Why kvferry did not use what came with a request."""
-    found = [one["reason"] for one in await stage.told(name, "SourceRefused")]
-    return await stage.failed(name) or "; ".join(found)
+    trial.detected = await stage.failed(name, _DECLINED)
 
 
 @kind(
@@ -80,7 +80,7 @@ async def guessed(stage: Stage, trial: Trial, draw: random.Random) -> None:
     guess = f"{draw.getrandbits(128):032x}"
     trial.injected = f"ticket {guess} in place of {params['remote_request_id']}"
     name = await stage.decoded(trial, text, {**params, "remote_request_id": guess}, salt)
-    trial.detected = await declined(stage, name)
+    trial.detected = await stage.failed(name, UNKNOWN_TICKET)
     if await stage.from_peer(name, "LoadBegan"):
         trial.forbidden.append(f"request {name} loaded KV for a ticket that was never given out")
 
@@ -96,7 +96,7 @@ async def used_up(stage: Stage, trial: Trial, draw: random.Random) -> None:
     count = await stage.prefill.do("overwrite", mine)
     trial.injected = f"the lease was over and {count} of its blocks overwritten"
     name = await stage.decoded(trial, text, params, stage.salt(draw))
-    trial.detected = await stage.failed(name)
+    trial.detected = await stage.failed(name, UNKNOWN_TICKET)
 
 
 @kind("offer used twice at once", CLIENT, "Two requests come with one offer at the same time.")
@@ -227,12 +227,12 @@ async def other_salt(stage: Stage, trial: Trial, draw: random.Random) -> None:
 )  # fmt: skip
 async def other_adapter(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salt = stage.text(draw, 200), stage.salt(draw)
-    params = await stage.prefilled(text, salt)
     async with stage.storage:
         files = await stored(stage, trial, text, salt)
+    params = await stage.prefilled(text, salt)
     trial.injected = f"a ticket and {len(files)} chunks of another adapter" if files else ""
     other = stage.references.other_adapter(text)
     name = await stage.decoded(trial, text, params, salt, adapter=other)
-    trial.detected = await stage.failed(name)
+    trial.detected = await stage.failed(name, "hold other tokens|adapter")
     if await stage.told(name, "LoadBegan"):
         trial.forbidden.append(f"request {name} loaded what another adapter has computed")

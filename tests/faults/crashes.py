@@ -8,7 +8,8 @@ import signal
 
 from faults import other_weights
 from faults.kinds import kind
-from faults.stage import DEADLINE, LEASE, Stage
+from faults.served import Served
+from faults.stage import DEADLINE, LATE, LEASE, UNANSWERED, UNKNOWN_TICKET, Stage
 from faults.values import Area, Trial
 
 ENGINE = Area.ENGINE
@@ -30,7 +31,7 @@ async def producer_stops(stage: Stage, trial: Trial, draw: random.Random) -> Non
         trial.injected = f"stopped for {DEADLINE:g} s and more"
     finally:
         stage.prefill.signal(signal.SIGCONT)
-    trial.detected = await stage.failed(mine)
+    trial.detected = await stage.failed(mine, f"{LATE}|{UNANSWERED}")
     await stage.through(trial, stage.text(draw), stage.salt(draw))
 
 
@@ -56,7 +57,7 @@ async def consumer_stops(stage: Stage, trial: Trial, draw: random.Random) -> Non
     await stage.decode.do("let_go", mine)
     await answer
     trial.injected = f"stopped until the lease was over and {count} blocks overwritten" if held else ""
-    trial.detected = await stage.failed(mine)
+    trial.detected = await stage.failed(mine, LATE)
 
 
 @kind(
@@ -73,7 +74,7 @@ async def producer_killed(stage: Stage, trial: Trial, draw: random.Random) -> No
     await stage.restart("prefill")
     trial.injected = f"SIGKILL; process {pid} became {stage.prefill.pid}"
     await stage.decoded(trial, text, params, salt, mine)
-    trial.detected = await stage.failed(mine)
+    trial.detected = await stage.failed(mine, f"{UNANSWERED}|restarted|another run|the transport")
     await stage.through(trial, stage.text(draw), stage.salt(draw))
 
 
@@ -135,7 +136,9 @@ async def reloaded(stage: Stage, trial: Trial, draw: random.Random) -> None:
         params = await stage.prefilled(text, salt)
         await stage.decoded(trial, text, params, salt, mine)
         offered = params["remote_num_tokens"] > 0
-        trial.detected = await stage.failed(mine) if offered else "the engine offers nothing any more"
+        trial.detected = (
+            await stage.failed(mine, UNKNOWN_TICKET) if offered else "the engine offers nothing any more"
+        )
         if any(one["outcome"] == "ready" for one in await stage.told(mine, "LoadEnded")):
             trial.forbidden.append(f"request {mine} loaded KV of other weights")
     finally:
@@ -171,3 +174,34 @@ async def reset(stage: Stage, trial: Trial, draw: random.Random) -> None:
     trial.detected = (
         f"{len(asked)} answers beside the reset" if trial.answers > len(asked) else str(available)
     )
+
+
+@kind(
+    "engines wait for each other",
+    ENGINE,
+    "Both engines have no blocks but those that they keep for requests of each other.",
+    together=1,
+    share=0.3,
+)
+async def waiting(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    ways = [(stage.prefill, stage.decode), (stage.decode, stage.prefill)]
+    asked: list[tuple[Served, str, asyncio.Task[str]]] = []
+    prompts = [(stage.text(draw, 200), stage.salt(draw), *way) for way in ways * 2]
+    offers = [await stage.prefilled(text, salt, engine=has) for text, salt, has, _ in prompts]
+    try:
+        for engine in (stage.prefill, stage.decode):
+            await engine.do("take_blocks")
+        for (text, salt, _, to), offer in zip(prompts, offers, strict=True):
+            name = stage.name()
+            asked.append((to, name, asyncio.create_task(stage.asked(to, trial, text, offer, salt, name))))
+        for _ in range(200):
+            found = [await stage.failed(name, "no request has got blocks", at) for at, name, _ in asked]
+            trial.detected = next(filter(None, found), "")
+            if trial.detected:
+                break
+            await asyncio.sleep(0.1)
+        trial.injected = f"{len(asked)} requests waited for blocks"
+    finally:
+        for engine in (stage.prefill, stage.decode):
+            await engine.do("give_blocks")
+    await asyncio.gather(*(task for *_, task in asked))

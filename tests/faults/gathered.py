@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from faults.kinds import kind
-from faults.stage import DEADLINE, Stage
+from faults.stage import DEADLINE, LATE, Stage
 from faults.values import Area, Trial
 
 TRANSFER = Area.TRANSFER
@@ -24,11 +24,11 @@ async def _gathered(stage: Stage, trial: Trial, draw: random.Random, fault: str,
     return name
 
 
-def _declare(name: str, says: str, fault: str, times: int, **more: object) -> None:
+def _declare(name: str, says: str, fault: str, times: int, why: str = LATE, **more: object) -> None:
     @kind(name, TRANSFER, says, together=1, share=0.3, families=STAGED, **more)
     async def gathered(stage: Stage, trial: Trial, draw: random.Random) -> None:
         request = await _gathered(stage, trial, draw, fault, times)
-        trial.detected = await stage.failed(request)
+        trial.detected = await stage.failed(request, why)
         await stage.rest()
         await stage.decode.do("forgive")
         await stage.through(trial, stage.text(draw, 129), stage.salt(draw))
@@ -47,5 +47,5 @@ _declare(
 _declare(
     "gathered images reused",
     "The producer gives gathered images to others before they are read.",
-    "reuse images", 1 << 10, protections=("image words",),
+    "reuse images", 1 << 10, "its staging area for others", protections=("image words",),
 )  # fmt: skip

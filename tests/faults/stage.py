@@ -24,6 +24,11 @@ ALLOWED = "127.0.0.1"
 LEASE, DEADLINE, HANDSHAKE = 3.0, 2.0, 1.5
 """Seconds: short, so that what has to run out does so often."""
 CHUNK = 64
+LATE = "its deadline passed"
+UNANSWERED = "it had not answered when the request went on without it"
+UNKNOWN_TICKET = "it does not know the ticket"
+NO_ANSWER = "not an answer of protocol"
+"""What kvferry says of a load or a source, for `Stage.failed`."""
 DECISIVE = ("SourceRefused", "LoadBegan", "LoadEnded", "Scheduled")
 """Events that say why an answer came to be as it did, for a trial that noticed nothing."""
 SHARED_MEMORY = Path("/dev/shm")
@@ -147,11 +152,12 @@ class Stage:
         """One of the prompts."""
         return draw.choice([one for one in self.references.texts if len(one) >= least])
 
-    async def prefilled(self, text: list[int], salt: str, name: str = "") -> dict[str, Any]:
-        """What the prefill engine hands out for a prompt."""
-        name = name or self.name()
-        found = await self.prefill.ask(name, text, ASK_FOR_KV, 1, salt)
-        answer = await self.prefill.answer(name, found)
+    async def prefilled(
+        self, text: list[int], salt: str, name: str = "", engine: Served | None = None
+    ) -> dict[str, Any]:
+        """What an engine, by default that for prefill, hands out for a prompt."""
+        name, engine = name or self.name(), engine or self.prefill
+        answer = await engine.answer(name, await engine.ask(name, text, ASK_FOR_KV, 1, salt))
         params: dict[str, Any] = answer["params"]
         return params
 
@@ -224,12 +230,22 @@ class Stage:
         found: int = await (engine or self.decode).do("tokens_at_hand", text, salt, adapter)
         return found
 
-    async def failed(self, name: str) -> str:
-        """How the loads of a request failed and why sources were refused it; empty if all went well."""
-        ends = await self.told(name, "LoadEnded")
+    async def failed(self, name: str, why: str, engine: Served | None = None) -> str:
+        """How the loads of a request failed and why sources were refused it.
+
+        Args:
+            name: of the request.
+            why: regular expression of what only this fault brings about. A request can fail in other ways
+                too, for example past a deadline because the machine is slow: that shows nothing.
+            engine: that the request is with, by default that for decode.
+
+        Returns:
+            All failures and refusals; empty if none is of that kind.
+        """
+        ends = await self.told(name, "LoadEnded", engine)
         bad = [f"load {one['outcome']}: {one['failure']}" for one in ends if one["outcome"] != "ready"]
-        bad += [f"refused: {one['reason']}" for one in await self.told(name, "SourceRefused")]
-        return "; ".join(bad)
+        bad += [f"refused: {one['reason']}" for one in await self.told(name, "SourceRefused", engine)]
+        return "; ".join(bad) if re.search(why, "\n".join(bad)) else ""
 
     # -- the end ------------------------------------------------------------------------------------------
 

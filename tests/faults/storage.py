@@ -13,13 +13,14 @@ from pathlib import Path
 
 from faults.kinds import kind
 from faults.served import Served
-from faults.stage import DEADLINE, Stage
+from faults.stage import DEADLINE, LATE, Stage
 from faults.values import Area, Trial
 from kvferry.tiers.outcome import PutOutcome
 from support.vllm_engine.tiered import spoil
 
 STORAGE = Area.STORAGE
 LISTED = "the directory had been listed again by then"
+_BAD_CHUNK = "a chunk of the file tier: (corrupt|absent)"
 
 
 async def stored(stage: Stage, trial: Trial, text: list[int], salt: str) -> list[Path]:
@@ -110,7 +111,9 @@ async def _damaged_alone(
     await stage.decoded(trial, text, None, salt, mine)
     now = await stage.decode.do("missed")
     new = {name: count - misses.get(name, 0) for name, count in now.items() if count != misses.get(name, 0)}
-    trial.detected = await stage.failed(mine) or ", ".join(f"{n} {name}" for name, n in new.items())
+    trial.detected = await stage.failed(mine, _BAD_CHUNK) or ", ".join(
+        f"{n} {name}" for name, n in new.items()
+    )
     if gone and not trial.detected and not await stage.told(mine, "LoadBegan"):
         trial.detected = LISTED
     _clear_away(paths)
@@ -161,7 +164,7 @@ async def _swapped_alone(stage: Stage, trial: Trial, draw: random.Random) -> Non
     await _forgotten(stage)
     await stage.decoded(trial, second, None, salt)
     now = await stage.decode.do("missed")
-    trial.detected = await stage.failed(mine) or ("" if now == misses else str(now))
+    trial.detected = await stage.failed(mine, _BAD_CHUNK) or ("" if now == misses else str(now))
     _clear_away([path for pair in pairs for path in pair])
 
 
@@ -183,7 +186,7 @@ async def directory_removed(stage: Stage, trial: Trial, draw: random.Random) -> 
     await _forgotten(stage)
     await stage.decoded(trial, text, None, salt, mine)
     now = await stage.decode.do("missed")
-    trial.detected = await stage.failed(mine) or ("" if now == misses else str(now))
+    trial.detected = await stage.failed(mine, _BAD_CHUNK) or ("" if now == misses else str(now))
     if not trial.detected and not await stage.told(mine, "LoadBegan"):
         trial.detected = LISTED
     other = stage.salt(draw)
@@ -252,7 +255,7 @@ async def read_fails(stage: Stage, trial: Trial, draw: random.Random) -> None:
     count = await stage.decode.do("disarm", "errno _get") - before
     now = await stage.decode.do("missed")
     trial.injected = f"{count} reads failed with EIO" if count else ""
-    trial.detected = await stage.failed(mine) or ("" if now == misses else str(now))
+    trial.detected = await stage.failed(mine, "I/O error") or ("" if now == misses else str(now))
 
 
 @kind(
@@ -272,7 +275,7 @@ async def reads_hang(stage: Stage, trial: Trial, draw: random.Random) -> None:
     finally:
         count = await stage.decode.do("unhang_files", "get")
     trial.injected = f"{count} reads hung for {DEADLINE:g} s and more" if count else ""
-    trial.detected = await stage.failed(mine)
+    trial.detected = await stage.failed(mine, LATE)
     await stage.rest()
 
 
@@ -327,7 +330,7 @@ async def copies_fail(stage: Stage, trial: Trial, draw: random.Random) -> None:
     await stage.decoded(trial, text, None, salt, mine)
     count = await stage.decode.do("disarm", "copy") - before
     trial.injected = f"{count} copies failed" if count else ""
-    trial.detected = await stage.failed(mine)
+    trial.detected = await stage.failed(mine, "injected: the copy failed")
 
 
 @kind(

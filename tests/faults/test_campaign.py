@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from faults.campaign import KINDS, campaign, drawn
+from faults.mutants import MUTANTS
 from faults.plan import possible
 from faults.references import FAMILIES
 
@@ -19,6 +20,8 @@ KINDS_MET = possible(KINDS, [FAMILY])
 BESIDE_OTHERS = [name for name, kind in KINDS_MET.items() if kind.together > 1]
 ALONE = ["ticket lost on its way", "producer killed"]
 """Two of the kinds of a whole engine. Each of these takes seconds, because nothing else happens meanwhile."""
+CONTROLS = ["lease words", "digest", "ticket", "checksum"]
+"""Protections without which the campaign must find something wrong, or it shows nothing with them."""
 
 
 @pytest.mark.parametrize(
@@ -38,9 +41,11 @@ def test_faults_cause_no_wrong_answer_stuck_request_or_leak(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
     faults = drawn(SEED, len(kinds), [FAMILY], kinds)
     assert {fault.kind for fault in faults} == {*kinds}
-    outcome = asyncio.run(campaign(faults, [FAMILY], tmp_path / "campaign", mutants=False))
+    outcome = asyncio.run(campaign(faults, [FAMILY], tmp_path / "campaign", CONTROLS))
     bad = [one for one in outcome.verdicts if not (one.injected and one.detected and one.recovered)]
     assert not outcome.totals.problems, (outcome.totals.problems, bad, outcome.leaks.notes)
+    assert [one for one, _ in outcome.caught] == CONTROLS
+    assert all(outcome.caught.values()), [one for one, found in outcome.caught.items() if not found]
 
 
 @pytest.mark.long
@@ -52,6 +57,6 @@ def test_a_fourth_of_500_faults_causes_no_damage_and_each_protection_is_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory, family: str
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
-    outcome = asyncio.run(campaign(drawn(SEED, 125, [family]), [family], tmp_path / "campaign", mutants=True))
+    outcome = asyncio.run(campaign(drawn(SEED, 125, [family]), [family], tmp_path / "campaign", [*MUTANTS]))
     assert not outcome.totals.problems, (outcome.totals.problems, outcome.leaks.notes)
     assert all(outcome.caught.values()), [one for one, found in outcome.caught.items() if not found]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 
 from faults.kinds import kind
-from faults.stage import Stage
+from faults.stage import LATE, UNANSWERED, Stage
 from faults.values import Area, Trial
 
 ENGINE = Area.ENGINE
 
 
-def _declare(name: str, says: str, role: str, fault: str, families: tuple[str, ...] = ()) -> None:
+def _declare(name: str, says: str, role: str, fault: str, why: str, families: tuple[str, ...] = ()) -> None:
     @kind(name, ENGINE, says, together=1, share=0.3, families=families)
     async def raised(stage: Stage, trial: Trial, draw: random.Random) -> None:
         await stage.decode.do("forgive")
@@ -22,7 +22,7 @@ def _declare(name: str, says: str, role: str, fault: str, families: tuple[str, .
         first = await stage.through(trial, stage.text(draw, 129), stage.salt(draw))
         count = await engine.do("disarm", fault) - before
         trial.injected = f"{count} time(s): {fault}" if count else ""
-        trial.detected = await stage.failed(first)
+        trial.detected = await stage.failed(first, why)
         await stage.rest()
         await stage.decode.do("forgive")
         second = await stage.through(trial, stage.text(draw, 129), stage.salt(draw))
@@ -32,16 +32,18 @@ def _declare(name: str, says: str, role: str, fault: str, families: tuple[str, .
 
 
 _declare(
-    "a reading lane raises", "An unexpected error in a thread that reads from peers.", "decode", "break lane"
-)
+    "a reading lane raises", "An unexpected error in a thread that reads from peers.",
+    "decode", "break lane", "the lane failed",
+)  # fmt: skip
 _declare(
-    "the asking thread raises", "An unexpected error in the thread that asks peers.", "decode", "break client"
-)
+    "the asking thread raises", "An unexpected error in the thread that asks peers.",
+    "decode", "break client", UNANSWERED,
+)  # fmt: skip
 _declare(
     "the answering thread raises", "An unexpected error in the thread that answers peers.",
-    "prefill", "break server",
+    "prefill", "break server", UNANSWERED,
 )  # fmt: skip
 _declare(
     "the gathering thread raises", "An unexpected error in the thread that gathers for peers.",
-    "prefill", "break gather", ("qwen3",),
+    "prefill", "break gather", LATE, ("qwen3",),
 )  # fmt: skip

@@ -7,7 +7,7 @@ import random
 
 from faults.kinds import kind
 from faults.references import LONG_TOKENS
-from faults.stage import DEADLINE, Stage
+from faults.stage import DEADLINE, LATE, UNKNOWN_TICKET, Stage
 from faults.values import Area, Trial
 
 TRANSFER = Area.TRANSFER
@@ -31,7 +31,7 @@ async def reused(stage: Stage, trial: Trial, draw: random.Random) -> None:
     await stage.decode.do("let_go", mine)
     await answer
     await stage.decode.do("disarm", "hold", mine)
-    trial.detected = await stage.failed(mine)
+    trial.detected = await stage.failed(mine, "lease word changed")
 
 
 @kind("transport refuses the read", TRANSFER, "The transport raises when a read is posted.", share=12)
@@ -42,7 +42,7 @@ async def refused(stage: Stage, trial: Trial, draw: random.Random) -> None:
     await stage.decoded(trial, text, params, salt, mine)
     count = await stage.decode.do("disarm", "refuse", mine)
     trial.injected = f"{count} posts raised" if count else ""
-    trial.detected = await stage.failed(mine)
+    trial.detected = await stage.failed(mine, "the transport refused the read")
 
 
 @kind(
@@ -56,7 +56,7 @@ async def late(stage: Stage, trial: Trial, draw: random.Random) -> None:
     trial.injected = "the read was held back" if await stage.decode.do("holds", mine) else ""
     await stage.decode.do("let_go", mine)
     await stage.decode.do("disarm", "hold", mine)
-    trial.detected = await stage.failed(mine)
+    trial.detected = await stage.failed(mine, LATE)
 
 
 @kind(
@@ -85,7 +85,7 @@ async def lands_late(stage: Stage, trial: Trial, draw: random.Random) -> None:
     await asyncio.gather(*others)
     await stage.decode.do("disarm", "hold", mine)
     trial.injected = f"{held} reads posted {DEADLINE:g} s late, with {free} blocks free" if held else ""
-    trial.detected = await stage.failed(mine) if pinned else ""
+    trial.detected = await stage.failed(mine, LATE) if pinned else ""
 
 
 @kind(
@@ -103,7 +103,7 @@ async def withdrawn(stage: Stage, trial: Trial, draw: random.Random) -> None:
         count = await stage.prefill.do("overwrite", theirs)
         trial.injected = f"reset, and {count} blocks overwritten"
     name = await stage.decoded(trial, text, params, salt)
-    trial.detected = await stage.failed(name)
+    trial.detected = await stage.failed(name, UNKNOWN_TICKET)
 
 
 @kind(

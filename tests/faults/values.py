@@ -107,6 +107,11 @@ class Verdict:
     forbidden: int
     note: str
 
+    @property
+    def bad(self) -> bool:
+        """Whether anything went wrong, and not only unnoticed."""
+        return bool(self.wrong or self.stuck or self.forbidden)
+
 
 @dataclass(frozen=True, slots=True)
 class Leaks:

@@ -99,6 +99,15 @@ def counts_of(report: str) -> Counts:
     return Counts(len(cases) - len(failed) - skipped, skipped, tuple(names))
 
 
+def short(commit: str) -> str:
+    """Return the first digits of a commit, with the ``+`` that says that tracked files differed from it.
+
+    >>> short("0123456789abcdef+")
+    '01234567+'
+    """
+    return f"{commit[:8]}{'+' * commit.endswith('+')}"
+
+
 def read_record(path: Path = RECORD) -> dict[str, PartRecord]:
     """Return the record by part; an empty one if there is none."""
     if not path.exists():
@@ -120,7 +129,7 @@ def table_of(record: Mapping[str, PartRecord]) -> str:
         "| part | commit | date | minutes | passed | skipped | failed |",
         "|---|---|---|---|---|---|---|",
         *(
-            f"| {name} | `{one.commit[:8]}{'+' * one.commit.endswith('+')}` | {one.date} "
+            f"| {name} | `{short(one.commit)}` | {one.date} "
             f"| {one.seconds / 60:.1f} | {one.passed:,} | {one.skipped:,} | {one.failed:,} |"
             for name, one in record.items()
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 from kvferry.connector.events import LoadBegan
@@ -820,8 +821,17 @@ def spoil_cached(engine: Any, group: int) -> int:
 def evict_states(engine: Any) -> int:
     """Evict all snapshots of recurrent state from the engine's own prefix cache; their number."""
     groups = enumerate(worker_half(engine).geometry.groups)
-    ids = [block for n, group in groups if group.kind == "state" for block in _cached(engine, n)]
-    parts.scheduler(engine).kv_cache_manager.block_pool.evict_blocks(set(ids))
+    return _evict(engine, [n for n, group in groups if group.kind == "state"])
+
+
+def evict_prefixes(engine: Any) -> int:
+    """Evict all blocks from the engine's own prefix cache, also those in use; their number."""
+    return _evict(engine, range(len(worker_half(engine).geometry.groups)))
+
+
+def _evict(engine: Any, groups: Iterable[int]) -> int:
+    ids = {block for group in groups for block in _cached(engine, group)}
+    parts.scheduler(engine).kv_cache_manager.block_pool.evict_blocks(ids)
     return len(ids)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from faults.campaign import KINDS
+from faults.mutants import MUTANTS
 from faults.report import campaign_part, with_part
 from faults.values import Fault, Leaks, Trial, judged, totals
 
@@ -38,10 +40,31 @@ def test_every_public_report_has_a_test():
     assert all(NAMED.search(row) for row in rows)
 
 
+def test_page_shows_the_kinds_of_faults_and_protections_of_the_present_campaign():
+    """It is older than the campaign otherwise: `make faults SEED=1 FAULTS=510` writes it again."""
+    part = PAGE.split("<!-- faults: ")[1].split("<!-- end of faults -->")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in part.splitlines()]
+    shown = {tuple(row[:3]) for row in rows if len(row) == 6}
+    kinds = {(str(kind.area), kind.name, kind.says) for kind in KINDS.values()}
+    assert shown - {("area", "kind of fault", "what happens"), ("---",) * 3} == kinds
+    assert {row[0] for row in rows if len(row) == 3} >= {*MUTANTS}
+
+
+@pytest.mark.long
+def test_page_was_written_on_the_present_code():
+    """It is older than the code otherwise: `make faults SEED=1 FAULTS=510` writes it again."""
+    (commit,) = re.findall(r"ran on commit `(\w+)`", PAGE)
+    code = ("src", "tests/faults", "tests/support")
+    command = ["git", "log", "--oneline", f"{commit}..HEAD", "--", *code]
+    since = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert not since, f"changes since the campaign:\n{since}"
+
+
 def test_campaigns_part_of_the_page_is_replaced_between_its_marks():
     verdict = judged(Fault(0, "preemption", "qwen3", 1), Trial("2 preemptions", "2 | answers", answers=1))
     body = campaign_part(
         "make faults",
+        "01234567",
         {"qwen3": 1e-4},
         KINDS,
         [verdict],
@@ -50,6 +73,7 @@ def test_campaigns_part_of_the_page_is_replaced_between_its_marks():
         90.0,
     )
     written = with_part(PAGE, "faults", body)
+    assert "on commit `01234567`" in written
     assert "| engines" in written
     assert "| wrong outputs | 0 |" in written
     assert "| pins | qwen3 | a/b |" in written
