@@ -32,12 +32,12 @@ def router(
     port: Annotated[
         int, typer.Option(metavar="PORT", min=0, max=65535, help="Port to listen on; 0 for any.")
     ] = 8000,
-    prefill_timeout_seconds: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.1, help="Timeout of a prefill.")
-    ] = 120.0,
-    decode_idle_seconds: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.1, help="Timeout of a decode engine that sends nothing.")
-    ] = 600.0,
+    silent_seconds: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", min=1.0, help="Time after which an engine that answers nothing is given up."
+        ),
+    ] = 5.0,
     max_body_mib: Annotated[
         int, typer.Option(metavar="MIB", min=1, help="Largest request body, in MiB.")
     ] = 64,
@@ -98,8 +98,7 @@ def router(
         prefill=engines.prefill,
         decode=engines.decode,
         engines_file=engines_file,
-        prefill_seconds=prefill_timeout_seconds,
-        decode_idle_seconds=decode_idle_seconds,
+        silent_seconds=silent_seconds,
         max_body_bytes=max_body_mib * _MIB,
         api_keys=read_keys(api_key_file, "KVFERRY_ROUTER_API_KEY"),
         engine_key=next(iter(read_keys(engine_api_key_file, "KVFERRY_ENGINE_API_KEY")), None),

@@ -76,6 +76,8 @@ class FakeEngine:
     Attributes:
         status: of completions.
         healthy: whether its /health answers 200.
+        frozen: whether it accepts requests and probes, and answers none. A test may end this.
+        asked, probes: number of completions, also those that it did not read, and of probes.
         hands_over: kv_transfer_params of a whole answer.
         delay_seconds: before it answers. A test may change it, and `event_seconds`, to end a wait.
         dies_after: number of events after which its connection breaks; None for a stream that ends well.
@@ -88,6 +90,9 @@ class FakeEngine:
 
     status: int = 200
     healthy: bool = True
+    frozen: bool = False
+    asked: int = 0
+    probes: int = 0
     hands_over: Any = None
     delay_seconds: float = 0.0
     dies_after: int | None = None
@@ -117,10 +122,18 @@ class FakeEngine:
         ]
         return Starlette(routes=routes)
 
+    async def thaw(self) -> None:
+        while self.frozen:  # noqa: ASYNC110 - a thread ends it
+            await asyncio.sleep(_TICK_SECONDS)
+
     async def health(self, _: Request) -> Response:
+        self.probes += 1
+        await self.thaw()
         return Response(status_code=200 if self.healthy else 503)
 
     async def models(self, _: Request) -> Response:
+        self.asked += 1
+        await self.thaw()
         if self.location is not None:
             return Response(status_code=307, headers={"location": self.location})
         return JSONResponse({"data": [{"id": "m"}]}, self.status)
@@ -129,6 +142,8 @@ class FakeEngine:
         return JSONResponse({"tokens": [1, 2], "asked": await request.json()})
 
     async def complete(self, request: Request) -> Response:
+        self.asked += 1
+        await self.thaw()
         self.raw.append(await request.body())
         self.headers.append(dict(request.headers))
         self.ports.append(request.client.port)
@@ -160,6 +175,7 @@ class FakeEngine:
                     # uvicorn cuts the connection when an application raises in its answer.
                     raise ConnectionResetError
                 yield event
+                await self.thaw()
                 began = time.monotonic()
                 await asyncio.sleep(0)
                 while time.monotonic() - began < self.event_seconds:  # noqa: ASYNC110 - a thread ends it

@@ -54,14 +54,15 @@ class Failing:
 @pytest.mark.parametrize(("number", "up"), [(errno.EMFILE, True), (errno.ECONNREFUSED, False)])
 def test_engine_is_not_down_because_the_router_has_too_many_open_files(number, up):
     backend = Backend("decode", "http://127.0.0.1:8000")
-    anyio.run(probe, Failing(number), backend, 60.0)
+    backend.mark_up()
+    anyio.run(probe, Failing(number), backend)
     assert backend.up == up
 
 
 @pytest.mark.parametrize(("status", "up"), [(200, True), (503, False)])
 def test_probe_reads_only_the_status_of_an_answer(status, up):
     answer, backend = Answer(status), Backend("decode", "http://127.0.0.1:8000/")
-    anyio.run(probe, Client(answer), backend, 60.0)
+    anyio.run(probe, Client(answer), backend)
     assert (backend.up, answer.taken) == (up, 0)
 
 
@@ -69,7 +70,7 @@ def test_probe_reads_only_the_status_of_an_answer(status, up):
 def test_health_does_not_wait_for_engines_that_hang(stage, fake):
     with contextlib.ExitStack() as stack:
         silent = [url_of(stack.enter_context(listen("127.0.0.1", 0))) for _ in range(4)]
-        scene = stage([fake(), *silent[:2]], [fake(), *silent[2:]], health_seconds=3600.0)
+        scene = stage([fake(), *silent[:2]], [fake(), *silent[2:]], silent_seconds=3600.0)
         health = scene.client.get("/health")
         assert (health.status_code, health.json()["decode"][0]["up"]) == (200, True)
 

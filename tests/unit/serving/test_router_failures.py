@@ -8,7 +8,6 @@ from urllib.parse import urlsplit
 import anyio
 import pytest
 
-from kvferry.serving.ports import listen, url_of
 from kvferry.serving.router.backends import Backend
 from kvferry.serving.router.bodies import kv_params_of
 from kvferry.serving.router.endpoint import ActiveRequests, RouterEndpoint
@@ -86,12 +85,6 @@ def test_prefill_engine_without_hand_over_is_logged_once_per_change(stage, fake,
     assert ["without kv_transfer_params" in line for line in said] == [True, False, True]
 
 
-def test_prefill_that_takes_too_long_is_aborted(stage, fake):
-    scene = stage([fake(delay_seconds=60)], [fake()], prefill_seconds=0.2)
-    assert scene.complete().status_code == 200
-    wait_for(lambda: scene.prefill[0].aborted == 1)
-
-
 @pytest.mark.parametrize("status", [400, 404, 422])
 def test_client_error_of_a_prefill_engine_is_the_answer(stage, fake, status):
     scene = stage([fake(status=status), fake(status=status)], [fake()])
@@ -108,13 +101,6 @@ def test_prefill_engine_that_is_back_is_asked_again(stage, fake, kv, nobody, ser
     with serve_app(back.app(), urlsplit(nobody).port):
         wait_for(lambda: scene.complete().status_code == 200 and back.raw)
     assert "kv_transfer_params" in scene.decode[0].bodies[-1]
-
-
-def test_prefill_that_takes_too_long_counts_as_a_failure(stage, fake):
-    scene = stage([fake(delay_seconds=60)], [fake(status=500), fake()], prefill_seconds=0.2)
-    answer = scene.complete()
-    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_failed")
-    assert scene.decode[1].raw == []
 
 
 def test_error_names_both_decode_engines_that_failed(stage, fake, kv):
@@ -153,7 +139,6 @@ def test_rest_doubles_until_the_engine_answers():
     backend.back_off()
     clock.now += 0.5
     assert not backend.resting
-    assert backend.up
 
 
 def test_resting_decode_engine_is_asked_if_it_is_the_only_one(stage, fake, kv):
@@ -170,19 +155,15 @@ def test_next_decode_engine_gets_the_kv_if_one_is_dead(stage, fake, kv, nobody):
 
 
 def test_decode_engine_that_is_down_is_asked_if_it_is_the_only_one(stage, fake, nobody, serve_app, caplog):
-    scene = stage([fake()], [nobody], probe_seconds=3600.0)
+    port = urlsplit(nobody).port
+    with serve_app(fake().app(), port):
+        scene = stage([fake()], [nobody], probe_seconds=3600.0)
+        assert scene.complete().status_code == 200
     assert scene.complete().status_code == 503
-    with serve_app(fake().app(), urlsplit(nobody).port):
+    with serve_app(fake().app(), port):
         assert scene.client.get("/v1/models").status_code == 200
         assert scene.complete().status_code == 200
     assert f"decode engine {nobody} is up again" in caplog.messages
-
-
-def test_engine_that_does_not_answer_a_forwarded_request_is_an_error(stage, fake):
-    with listen("127.0.0.1", 0) as silent:
-        answer = stage([fake()], [url_of(silent)], pass_seconds=0.2).client.get("/v1/models")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_failed")
-    assert "no answer in 0.2 s" in answer.json()["error"]["message"]
 
 
 def test_error_of_the_router_itself_has_openais_form(stage, fake):

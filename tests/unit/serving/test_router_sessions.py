@@ -17,6 +17,8 @@ NAMES = [f"session-{number}" for number in range(200)]
 def chosen(urls: list[str], names: list[str] = NAMES) -> dict[str, str]:
     """URL of the engine of each session."""
     pool = Pool("decode", urls)
+    for backend in pool.backends:
+        backend.mark_up()
     return {name: pool.next([], session_of((), {"user": name})).url for name in names}
 
 

@@ -208,8 +208,8 @@ def test_client_gets_one_answer_if_a_prefill_fails_just_as_the_decode_engine_ans
         """The decode engine's answer is on its way when the prefill engine has failed."""
 
         @asynccontextmanager
-        async def opened(self, method, url, headers, body, **_: Any) -> AsyncIterator[Answer]:
-            if url.startswith("http://p"):
+        async def opened(self, method, backend, path, headers, body) -> AsyncIterator[Answer]:
+            if backend.role == "prefill":
                 await anyio.lowlevel.checkpoint()
                 moment.set()
                 yield Answer(500, b"{}")
@@ -224,6 +224,8 @@ def test_client_gets_one_answer_if_a_prefill_fails_just_as_the_decode_engine_ans
 
     settings = RouterSettings(prefill=("http://p",), decode=("http://d",))
     prefill, decode = Pool("prefill", settings.prefill), Pool("decode", settings.decode)
+    for backend in (*prefill.backends, *decode.backends):
+        backend.mark_up()
     for _ in range(2):
         prefill.backends[0].note_hand_over(OFFER)
     flow = CompletionFlow(settings, prefill, decode, Client())  # type: ignore[arg-type]

@@ -140,7 +140,9 @@ class _Router:
         """
         async with EngineClient(self._settings, self.hop) as self._client:
             self._flow = CompletionFlow(self._settings, self._prefill, self._decode, self._client)
-            self._prober = Prober(self._client, self._all_backends, self._settings)
+            self._prober = Prober(
+                self._client, lambda: (*self._all_backends(), *self._draining()), self._settings
+            )
             tasks = {asyncio.create_task(self._prober.run())}
             if (path := self._settings.engines_file) is not None:
                 pools = {"prefill": self._prefill, "decode": self._decode}
@@ -176,6 +178,8 @@ class _Router:
             completion = Completion(
                 call.path, body, call.headers, call.reply_headers, raw, session, call.record
             )
+            for pool in (self._prefill, self._decode):
+                await self._prober.until_up(pool)
             await self._flow.complete(completion, send)
         except MalformedBody as error:
             await bad_request(str(error), "invalid_json").send(send, call.reply_headers)
@@ -183,28 +187,27 @@ class _Router:
     async def pass_through(self, call: Call, send: Send) -> None:
         """Forward a request to a decode engine, and send the engine's answer to the client.
 
-        If the engine is unreachable, closes the connection or answers too late, another engine is tried. The
+        If the engine is unreachable, closes the connection or is silent, another engine is tried. The
         client gets an error if two engines accepted the request but failed, or if no engine is left to try.
 
         Args:
             call: request of the client.
             send: ASGI function that sends to the client.
         """
+        await self._prober.until_up(self._decode)
         failures, tried = Failures(), list[Backend]()
         while not failures.exhausted and (backend := self._decode.next(tried, last_resort=True)):
             tried.append(backend)
             try:
-                async with asyncio.timeout(self._settings.pass_seconds):
-                    url = backend.url + call.path
-                    async with self._client.opened(call.method, url, call.headers, call.body) as response:
-                        reply = await read_whole(response)
+                async with self._client.opened(
+                    call.method, backend, call.path, call.headers, call.body
+                ) as response:
+                    reply = await read_whole(response)
             except NOT_CONNECTED as error:
                 note_unreachable(backend, error)
             except BROKEN as error:
                 note_unreachable(backend, error)
                 failures.add(backend, describe_error(error))
-            except TimeoutError:
-                failures.add(backend, f"no answer in {self._settings.pass_seconds:g} s")
             else:
                 await reply.send(send, call.reply_headers)
                 return

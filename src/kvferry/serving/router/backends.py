@@ -11,6 +11,7 @@ from typing import Any
 
 from kvferry.serving.router.sessions import score
 from kvferry.serving.router.streaming import StreamSource
+from kvferry.serving.router.waits import Waits
 
 _log = logging.getLogger("kvferry.router")
 
@@ -36,10 +37,10 @@ class Backend:
     Attributes:
         role: ``prefill`` or ``decode``.
         url: base URL without a trailing slash.
-        up: True while the router may send requests to the engine; initially True.
-        reason: reason why the engine is down; None while it is up.
+        proven: True once the engine has been up.
         draining: True if the engine was removed from its pool.
         probed: True once a probe of the engine has ended.
+        waits: waits of requests and of the probe for the engine.
         outstanding: number of this router's requests that the engine is working on.
         losses: number of times that the engine was marked as down. What it had in its cache may be lost.
         last_used: number of the last request to the engine; 0 if there was none. The `Pool` numbers the
@@ -50,17 +51,28 @@ class Backend:
         self.role = role
         self._clock = clock
         self.url = url.rstrip("/")
-        self.up = True
-        self.reason: str | None = None
+        self.proven = False
         self.draining = False
         self.probed = False
+        self.waits = Waits()
         self.outstanding = 0
         self.losses = 0
         self.last_used = 0
+        self._fault: str | None = None
         self._rests, self._rests_until = 0, 0.0
         self._hands_over = True
         self._source: StreamSource | None = None
         self._same, self._varies = 0, False
+
+    @property
+    def up(self) -> bool:
+        """Whether the router may send requests to the engine. An engine is not up before a good probe."""
+        return self.proven and self._fault is None
+
+    @property
+    def reason(self) -> str | None:
+        """Reason why the engine is not up; None if it is up."""
+        return self._fault or (None if self.proven else "it has not answered /health yet")
 
     @property
     def stream_source(self) -> StreamSource | None:
@@ -105,17 +117,18 @@ class Backend:
         Args:
             reason: reason why the engine is down, as text.
         """
-        if self.up:
+        if self._fault is None:
             _log.warning("%s engine %s is down: %s", self.role, self.url, reason)
             self.losses += 1
-        self.up, self.reason = False, reason
+        self._fault = reason
         self._source, self._same, self._varies = None, 0, False  # it may return as another engine
 
     def mark_up(self) -> None:
-        """Resume sending requests to the engine."""
-        if not self.up:
-            _log.warning("%s engine %s is up again", self.role, self.url)
-        self.up, self.reason = True, None
+        """Send requests to the engine, which has answered."""
+        if self._fault is not None:
+            _log.warning("%s engine %s is up%s", self.role, self.url, " again" if self.proven else "")
+        self.proven, self._fault = True, None
+        self.waits.note_alive()
 
     def note_hand_over(self, params: dict[str, Any] | None) -> bool:
         """Record whether this prefill engine's last answer offered the KV of the prompt to a decode engine.
@@ -202,9 +215,9 @@ class Pool:
             tried: engines to skip, because this request was already sent to them.
             session: session of the request, as `session_of` returns it; None if it has none.
             last_resort: True to choose from the engines that rest, and then from those that are down, if no
-                other engine is left.
+                other engine is left. An engine that has never been up gets no requests.
         """
-        left = [backend for backend in self.backends if backend not in tried]
+        left = [backend for backend in self.backends if backend.proven and backend not in tried]
         up = [backend for backend in left if backend.up]
         choice = [backend for backend in up if not backend.resting] or ((up or left) if last_resort else [])
         if session is not None:

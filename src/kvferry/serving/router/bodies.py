@@ -7,11 +7,11 @@ from typing import Any
 
 from kvferry.errors import KVFerryError
 from kvferry.serving.router.metrics import AloneReason
-from kvferry.serving.router.replies import Headers
+from kvferry.serving.router.replies import RESPONSES, Headers
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-DECODE_ONLY = ("/v1/responses", "/v1/embeddings", "/v1/messages/count_tokens")
+DECODE_ONLY = (RESPONSES, "/v1/embeddings", "/v1/messages/count_tokens")
 """Endpoints whose requests go to a decode engine alone.
 
 A response may continue one that the decode engine keeps, and may run tools, so that it takes several prompts.

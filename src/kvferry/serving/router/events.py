@@ -7,7 +7,7 @@ import asyncio
 from starlette.types import Send
 
 from kvferry.serving.router.replies import Headers, error_event
-from kvferry.serving.router.upstream import BROKEN, EngineAnswer, describe_error, relayed
+from kvferry.serving.router.upstream import BROKEN, BrokenBeforeFirst, EngineAnswer, describe_error, relayed
 
 _ENDS = (b"\n\n", b"\r\n\r\n")
 _DONE = (
@@ -22,10 +22,6 @@ _DONE = (
 
 JSON has no line feed inside a text, so no text looks like one of these lines.
 """
-
-
-class BrokenBeforeFirst(Exception):
-    """Raised if an engine's stream ends before its first event. Another engine can then serve the request."""
 
 
 def is_events(answer: EngineAnswer) -> bool:
@@ -105,7 +101,7 @@ async def relay_events(answer: EngineAnswer, send: Send, extra: Headers, path: s
             # Relaying events that have already arrived never waits. Let a cancellation take effect here.
             await asyncio.sleep(0)
         if not received.done:
-            fault = "the stream ended without its last event"
+            fault = "its stream ended without the last event"
     except BROKEN as error:
         fault = None if received.done else describe_error(error)
     if not begun:

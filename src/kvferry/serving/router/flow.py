@@ -1,8 +1,8 @@
 """Serve one completion: prefill on one engine, decode on another, and retries after failures.
 
     prefill engine ── kv_transfer_params ──→ decode engine ──→ client
-         │ dead, busy, or no kv_transfer_params
-         └→ the next prefill engine; without one, or after a timeout, the decode engine computes the prompt
+         │ dead, silent, busy, or no kv_transfer_params
+         └→ the next prefill engine; without one, the decode engine computes the prompt
 
 If a long prompt finds an idle prefill engine that can hand over KV while it computes, both engines are asked
 at once (`streaming`). If the prefill engine then fails before the client got any data, the decode engine's
@@ -16,7 +16,6 @@ Cancelling the task that runs `complete` closes the connection to the engine, wh
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +33,7 @@ from kvferry.serving.router.bodies import (
     prefill_headers,
     wants_stream,
 )
-from kvferry.serving.router.events import BrokenBeforeFirst, is_events, relay_events
+from kvferry.serving.router.events import is_events, relay_events
 from kvferry.serving.router.failures import Failures, failure_of, is_busy, is_failure
 from kvferry.serving.router.hop import LOOP_DETECTED, LOOP_REASON
 from kvferry.serving.router.metrics import AloneReason, RequestRecord
@@ -46,6 +45,7 @@ from kvferry.serving.router.turns import Turns
 from kvferry.serving.router.upstream import (
     BROKEN,
     NOT_CONNECTED,
+    BrokenBeforeFirst,
     EngineClient,
     describe_error,
     note_unreachable,
@@ -194,10 +194,7 @@ class CompletionFlow:
 
         async def prefill() -> None:
             nonlocal over, failed, rejection
-            try:
-                reply = await self._prefilled(backend, completion, sent, failures)
-            except TimeoutError:
-                return  # the decode engine computes what it has not read
+            reply = await self._prefilled(backend, completion, sent, failures)
             answered = reply is not None and reply.status == 200
             if reply is not None and answered and backend.note_hand_over(kv_params_of(reply.body)):
                 return
@@ -226,8 +223,7 @@ class CompletionFlow:
         """Have a prefill engine compute the prompt, and return the ``kv_transfer_params`` of its KV.
 
         Return a `Reply` for the client if an engine rejects the request or too many engines failed.
-        Return None if no prefill engine offers KV, or if one takes too long. The decode engine then computes
-        the prompt.
+        Return None if no prefill engine offers KV. The decode engine then computes the prompt.
 
         Args:
             completion: request to serve.
@@ -239,10 +235,7 @@ class CompletionFlow:
         sent = prefill_body(completion.body)
         while backend := self._prefill.next(tried, completion.session):
             tried.append(backend)
-            try:
-                reply = await self._prefilled(backend, completion, sent, failures)
-            except TimeoutError:
-                return None  # the client must not wait as long for another prefill engine
+            reply = await self._prefilled(backend, completion, sent, failures)
             if failures.exhausted:
                 return failures.reply(completion.reply_headers)
             if reply is None:
@@ -264,7 +257,8 @@ class CompletionFlow:
 
         - The engine is unreachable. It is marked as down.
         - The engine is busy. It rests for a while.
-        - The connection breaks later. The engine is marked as down, and the failure is added to `failures`.
+        - The connection breaks later, or the engine is silent. The engine is marked as down, and the failure
+          is added to `failures`.
         - The engine answers with a server error. This is added to `failures`, and the engine rests.
 
         Args:
@@ -272,29 +266,17 @@ class CompletionFlow:
             completion: request of the client.
             body: body for the prefill engine, as `prefill_body` returns it.
             failures: failures of engines during this request.
-
-        Raises:
-            TimeoutError: the engine takes too long. It is marked as down, and the failure is added to
-                `failures`.
         """
-        url, headers = backend.url + completion.path, prefill_headers(completion.headers)
-        begun = time.monotonic()
+        headers, begun = prefill_headers(completion.headers), time.monotonic()
         try:
             with self._prefill.count_request(backend):
-                async with (
-                    asyncio.timeout(self._settings.prefill_seconds),
-                    self._client.opened("POST", url, headers, body, may_be_silent=True) as response,
-                ):
+                async with self._client.opened("POST", backend, completion.path, headers, body) as response:
                     reply = await read_whole(response)
         except BROKEN as error:
             note_unreachable(backend, error)
             if not isinstance(error, NOT_CONNECTED):
                 failures.add(backend, describe_error(error))
             return None
-        except TimeoutError:
-            backend.mark_down(reason := f"no answer in {self._settings.prefill_seconds:g} s")
-            failures.add(backend, reason)
-            raise
         if is_busy(reply.status) or is_failure(reply.status):
             backend.back_off()
             if is_failure(reply.status):
@@ -324,10 +306,11 @@ class CompletionFlow:
             tried.append(backend)
             raw = completion.raw if params is None else None
             body = raw or decode_body(completion.body, params)
-            url = backend.url + completion.path
             try:
                 with self._decode.count_request(backend):
-                    async with self._client.opened("POST", url, completion.headers, body) as response:
+                    async with self._client.opened(
+                        "POST", backend, completion.path, completion.headers, body
+                    ) as response:
                         self._note_answer(completion, backend, response.status)
                         if wants_stream(completion.body) and is_events(response):
                             if fault := await relay_events(
@@ -340,7 +323,7 @@ class CompletionFlow:
             except NOT_CONNECTED as error:
                 note_unreachable(backend, error)
                 continue
-            except (BROKEN, BrokenBeforeFirst) as error:
+            except (*BROKEN, BrokenBeforeFirst) as error:
                 note_unreachable(backend, error)
                 failures.add(backend, describe_error(error))
                 last = None

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from kvferry.serving.router.backends import Backend
+from kvferry.serving.router.backends import Backend, Pool
 from kvferry.serving.router.hop import LOOP_DETECTED, LOOP_REASON
 from kvferry.serving.router.settings import RouterSettings
-from kvferry.serving.router.upstream import BROKEN, EngineClient, note_unreachable
+from kvferry.serving.router.upstream import BROKEN, EngineClient, is_own_fault, note_unreachable
 
 _FIRST_PROBES_SECONDS = 0.5
 
 
-async def probe(client: EngineClient, backend: Backend, seconds: float) -> None:
+async def probe(client: EngineClient, backend: Backend) -> None:
     """Query an engine's ``/health``, and mark the engine as up or down by the status of the answer.
 
     An engine that does not answer is marked as down.
@@ -22,18 +24,15 @@ async def probe(client: EngineClient, backend: Backend, seconds: float) -> None:
     Args:
         client: HTTP client for all engines.
         backend: engine to query.
-        seconds: longest time to wait for the answer.
     """
     try:
-        async with (
-            asyncio.timeout(seconds),
-            client.opened("GET", f"{backend.url}/health") as answer,
-        ):
+        async with client.opened("GET", backend, "/health") as answer:
             status = answer.status
     except BROKEN as error:
         note_unreachable(backend, error)
-    except TimeoutError:
-        backend.mark_down(f"/health does not answer in {seconds:g} s")
+        # A server that stops refuses connections while it completes its answers; if it dies, they break.
+        if is_own_fault(error) or getattr(error, "errno", None) == errno.ECONNREFUSED:
+            backend.waits.note_alive()
     else:
         if status == 200:
             backend.mark_up()
@@ -54,27 +53,30 @@ class Prober:
 
         Args:
             client: HTTP client for all engines.
-            backends: function that returns the engines to probe.
+            backends: function that returns the engines to probe, with those that are draining.
             settings: settings of the router, with the times of probes.
         """
         self._client, self._backends, self._settings = client, backends, settings
+        self._silent_ticks = math.ceil(settings.silent_seconds / settings.probe_seconds)
         self._running: dict[Backend, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         """Probe every engine at once and then periodically, until this coroutine is cancelled."""
         try:
             while True:
-                for backend in self._backends():
-                    if backend not in self._running:
-                        task = asyncio.create_task(
-                            probe(self._client, backend, self._settings.health_seconds)
-                        )
-                        self._running[backend] = task
-                        task.add_done_callback(partial(self._ended, backend))
+                self.tick()
                 await asyncio.sleep(self._settings.probe_seconds)
         finally:
             for task in self._running.values():
                 task.cancel()
+
+    def tick(self) -> None:
+        """Begin the next probe of every engine, and end the waits for engines that are silent."""
+        for backend in self._backends():
+            backend.waits.tick(self._silent_ticks)
+            if backend not in self._running:
+                self._running[backend] = task = asyncio.create_task(probe(self._client, backend))
+                task.add_done_callback(partial(self._ended, backend))
 
     def _ended(self, backend: Backend, _: asyncio.Task[None]) -> None:
         del self._running[backend]
@@ -84,3 +86,12 @@ class Prober:
         new = [task for backend, task in self._running.items() if not backend.probed]
         if new:
             await asyncio.wait(new, timeout=_FIRST_PROBES_SECONDS)
+
+    async def until_up(self, pool: Pool) -> None:
+        """Wait until an engine of a pool is up, or until each has been probed."""
+        while not any(backend.up for backend in pool.backends):
+            first = [self._running.get(backend) for backend in pool.backends if not backend.probed]
+            pending = [task for task in first if task is not None]
+            if not pending:
+                return
+            await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)

@@ -12,6 +12,8 @@ if TYPE_CHECKING:  # `kvferry doctor` builds requests as the router does, and wo
 Headers = tuple[tuple[bytes, bytes], ...]
 MESSAGES = "/v1/messages"
 """Path of Anthropic's endpoint."""
+RESPONSES = "/v1/responses"
+"""Path of OpenAI's endpoint for responses."""
 JSON_TYPE = (b"content-type", b"application/json")
 NO_RETRY = (b"x-should-retry", b"false")
 """Header that tells OpenAI's clients not to repeat the request, as they would do after a 5xx status."""
@@ -87,7 +89,8 @@ def unavailable(message: str, code: str = "engine_unavailable", status: int = 50
 def error_event(message: str, code: str, path: str) -> bytes:
     """Return an error as a server-sent event, for the end of a stream that cannot be completed.
 
-    Anthropic's clients ignore events without a name, so the event has their form for ``/v1/messages``.
+    The event has the form of the endpoint's API: clients of Anthropic's messages and of OpenAI's responses
+    ignore events without a name.
 
     Args:
         message: text of the error.
@@ -97,4 +100,8 @@ def error_event(message: str, code: str, path: str) -> bytes:
     if path == MESSAGES:
         error = {"type": "error", "error": {"type": "api_error", "message": message}}
         return b"event: error\ndata: " + json.dumps(error).encode() + b"\n\n"
+    if path == RESPONSES:
+        # Clients require a number. The router does not count events, so it gives one that no event has.
+        numbered = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": -1}
+        return b"event: error\ndata: " + json.dumps(numbered).encode() + b"\n\n"
     return b"data: " + error_body(message, "server_error", code) + b"\n\n"

@@ -18,16 +18,13 @@ class RouterSettings:
     Attributes:
         prefill: base URLs of the prefill engines; empty if those of `decode` compute prompts.
         decode: base URLs of the other engines, at least one.
-        connect_seconds: longest time to connect to an engine, in seconds. An engine that takes longer is
-            marked down.
-        prefill_seconds: longest time to wait for the answer of a prefill engine, in seconds.
-        decode_idle_seconds: longest time to wait for the next data from a decode engine, in seconds.
-        pass_seconds: longest time to wait for the answer to a request that is only forwarded, in seconds.
+        silent_seconds: time without a good probe after which an engine is silent, in seconds. It is then
+            down, and each request that has got nothing from it for as long ends or is sent to another engine.
+            Also the longest time to connect.
         keep_connection_seconds: longest time that an idle connection to an engine is used again, in seconds.
             It is shorter than the 5 seconds after which vLLM's server closes an idle connection, so that a
             request is hardly ever sent on a connection that the engine is just closing.
         probe_seconds: time between two probes of an engine, in seconds.
-        health_seconds: longest time to wait for the answer to a probe, in seconds.
         max_body_bytes: size of the largest accepted request body, in bytes.
         api_keys: keys of which clients must send one; none to serve everybody.
         engine_key: key to send to engines instead of the client's; None to send no other.
@@ -41,13 +38,9 @@ class RouterSettings:
 
     prefill: tuple[str, ...]
     decode: tuple[str, ...]
-    connect_seconds: float = 3.0
-    prefill_seconds: float = 120.0
-    decode_idle_seconds: float = 600.0
-    pass_seconds: float = 30.0
+    silent_seconds: float = 5.0
     keep_connection_seconds: float = 2.0
     probe_seconds: float = 1.0
-    health_seconds: float = 3.0
     max_body_bytes: int = 64 << 20
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     engine_key: str | None = field(default=None, repr=False)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,12 +19,18 @@ from kvferry.serving.router.backends import Backend
 from kvferry.serving.router.hop import Hop
 from kvferry.serving.router.replies import Headers, Reply
 from kvferry.serving.router.settings import RouterSettings
+from kvferry.serving.router.waits import SilentEngine, Waits
 
 NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 """Exceptions that mean that the engine has not received the request."""
 
-BROKEN = aiohttp.ClientError
-"""Exception that means that no answer arrived, or only a part of it. Includes `NOT_CONNECTED`."""
+BROKEN = (aiohttp.ClientError, SilentEngine)
+"""Exceptions that mean that no answer arrived, or only a part of it. Includes `NOT_CONNECTED`."""
+
+
+class BrokenBeforeFirst(Exception):
+    """Raised if an engine's stream ends before its first event. Another engine can then serve the request."""
+
 
 # Time after which the kernel gives up a machine that does not acknowledge anything, or a server that reads
 # nothing of a body that does not fit into its buffers.
@@ -96,7 +104,8 @@ class EngineAnswer(Protocol):
         """Yield the body in pieces, each as soon as it has arrived.
 
         Raises:
-            aiohttp.ClientError: the connection broke, or the engine paused for too long.
+            aiohttp.ClientError: the connection broke.
+            SilentEngine: the engine is silent.
         """
         ...
 
@@ -106,6 +115,7 @@ class _Received:
     """An `EngineAnswer` of the HTTP client."""
 
     response: aiohttp.ClientResponse
+    waits: Waits
 
     @property
     def status(self) -> int:
@@ -115,8 +125,13 @@ class _Received:
     def headers(self) -> Headers:
         return self.response.raw_headers
 
-    def chunks(self) -> AsyncIterator[bytes]:
-        return aiter(self.response.content.iter_any())
+    async def chunks(self) -> AsyncIterator[bytes]:
+        while True:
+            async with self.waits.wait():
+                chunk = await self.response.content.readany()
+            if not chunk:
+                return
+            yield chunk
 
 
 class EngineClient:
@@ -134,10 +149,7 @@ class EngineClient:
             settings: settings of the router, with the timeouts.
             hop: this router's entry in Via headers, for requests that have none.
         """
-        self._timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=settings.connect_seconds, sock_read=settings.decode_idle_seconds
-        )
-        self._silent = aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_seconds)
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=settings.silent_seconds)
         self._keep_seconds = settings.keep_connection_seconds
         self._via = hop.passed_on()
         self._session: aiohttp.ClientSession
@@ -163,7 +175,7 @@ class EngineClient:
 
     @asynccontextmanager
     async def opened(
-        self, method: str, url: str, headers: Headers = (), body: bytes = b"", *, may_be_silent: bool = False
+        self, method: str, backend: Backend, path: str, headers: Headers = (), body: bytes = b""
     ) -> AsyncIterator[EngineAnswer]:
         """Send a request, and yield the answer before its body is read.
 
@@ -172,29 +184,29 @@ class EngineClient:
 
         Args:
             method: HTTP method.
-            url: URL of the endpoint at the engine.
+            backend: engine.
+            path: path of the endpoint.
             headers: headers of the request; those of `Hop` if there are none.
             body: complete body of the request.
-            may_be_silent: True if the caller limits the time of the whole request, so that the engine may
-                send nothing for any time.
 
         Raises:
             aiohttp.ClientError: no answer arrived.
+            SilentEngine: the engine is silent.
         """
         sent = [(name.decode(), value.decode("utf-8", "replace")) for name, value in headers or self._via]
         # Ask for an uncompressed answer, because its bytes are relayed unchanged.
         sent.append(("accept-encoding", "identity"))
         data = None if not body else body if len(body) <= _MAX_PLAIN_BYTES else BytesIO(body)
-        response = await self._session.request(
-            method,
-            yarl.URL(url, encoded=True),
-            headers=sent,
-            data=data,
-            allow_redirects=False,
-            timeout=self._silent if may_be_silent else self._timeout,
-        )
+        async with backend.waits.wait():
+            response = await self._session.request(
+                method,
+                yarl.URL(backend.url + path, encoded=True),
+                headers=sent,
+                data=data,
+                allow_redirects=False,
+            )
         try:
-            yield _Received(response)
+            yield _Received(response, backend.waits)
         finally:
             response.close()
 
@@ -225,6 +237,7 @@ async def read_whole(answer: EngineAnswer) -> Reply:
 
     Raises:
         aiohttp.ClientError: the connection broke.
+        SilentEngine: the engine is silent.
     """
     body = b"".join([chunk async for chunk in answer.chunks()])
     return Reply(answer.status, relayed(answer.headers), body)
@@ -237,10 +250,36 @@ def note_unreachable(backend: Backend, error: BaseException) -> None:
         backend: engine that was asked.
         error: exception of `EngineClient`.
     """
-    if getattr(error, "errno", None) not in _OWN_FAULTS:
+    if not is_own_fault(error):
         backend.mark_down(describe_error(error))
 
 
+def is_own_fault(error: BaseException) -> bool:
+    """Return whether a transport error means that the router itself lacks a descriptor or a port."""
+    return getattr(error, "errno", None) in _OWN_FAULTS
+
+
+_DESCRIPTIONS: tuple[tuple[type[BaseException], str], ...] = (
+    (BrokenBeforeFirst, "{error}"),
+    (SilentEngine, "it answers nothing, not even /health"),
+    (aiohttp.ConnectionTimeoutError, "it does not answer when the router connects"),
+    (aiohttp.ClientConnectorDNSError, "its host name cannot be resolved"),
+    (aiohttp.ClientSSLError, "the router cannot connect to it over https: {cause}"),
+    (aiohttp.ClientConnectorError, "the router cannot connect to it: {cause}"),
+    (aiohttp.ServerDisconnectedError, "it closed the connection without an answer"),
+    (aiohttp.ClientPayloadError, "it closed the connection in the middle of its answer"),
+    (aiohttp.ClientResponseError, "its answer is not HTTP/1.1"),
+    (BaseException, "the connection to it broke: {cause}"),
+)
+"""Texts about exceptions, those of subclasses first."""
+
+
 def describe_error(error: BaseException) -> str:
-    """Return a transport error as text: its class and, if it has one, its message."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    """Return a transport error as a sentence about the engine."""
+    text = next(text for kind, text in _DESCRIPTIONS if isinstance(error, kind))
+    cause = getattr(error, "os_error", error)
+    if isinstance(cause, ssl.SSLError):
+        why = str(cause.reason).replace("_", " ").lower()
+    else:
+        why = os.strerror(number) if (number := getattr(cause, "errno", None)) else "no cause is known"
+    return text.format(error=error, cause=why)
