@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import socket
+import threading
 
 import aiohttp
 import anyio
@@ -64,6 +66,40 @@ def test_probe_reads_only_the_status_of_an_answer(status, up):
     answer, backend = Answer(status), Backend("decode", "http://127.0.0.1:8000/")
     anyio.run(probe, Client(answer), backend)
     assert (backend.up, answer.taken) == (up, 0)
+
+
+@contextlib.contextmanager
+def answering(answer: bytes):
+    """A server that answers every connection with these bytes, and closes it; yields its address."""
+    with listen("127.0.0.1", 0) as sock:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = sock.accept()
+                    with connection:
+                        connection.recv(65536)
+                        connection.sendall(answer)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield url_of(sock).removeprefix("http://")
+        sock.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+@pytest.mark.slow
+def test_health_says_in_words_why_an_engine_is_down(stage, fake, nobody):
+    with answering(b"") as closing, answering(b"hello\r\n") as greeting:
+        urls = [nobody, f"http://{closing}", f"http://{greeting}", f"https://{greeting}", "http://a.invalid"]
+        engines = stage(urls, [fake()]).client.get("/health").json()["prefill"]
+    assert [engine["reason"] for engine in engines] == [
+        "the router cannot connect to it: Connection refused",
+        "it closed the connection without an answer",
+        "its answer is not HTTP/1.1",
+        "the router cannot connect to it over https: wrong version number",
+        "its host name cannot be resolved",
+    ]
 
 
 @pytest.mark.slow

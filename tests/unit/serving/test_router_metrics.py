@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from support.clock import Clock
 from support.waiting import wait_for
 
 pytestmark = pytest.mark.slow
+
+NOTHING = {"do_remote_prefill": False, "do_remote_decode": False, "remote_num_tokens": 0}
 
 
 def samples(scene) -> dict[tuple[str, ...], float]:
@@ -66,6 +69,28 @@ def test_a_retry_after_a_failure_has_no_ticket(stage, fake, kv):
     scene = stage([fake(hands_over=kv)], [fake(status=500), fake()])
     assert scene.complete().status_code == 200
     wait_for(lambda: outcomes(scene) == {("decode", "engine_failed"): 1})
+
+
+def test_a_prefill_engine_that_is_drained_rests_and_its_requests_are_no_split(stage, fake, kv):
+    drained = fake(hands_over={**NOTHING, "remote_stopped": True})
+    scene = stage([drained, other := fake(hands_over=kv)], [fake()], clock=(clock := Clock()))
+    for _ in range(8):
+        assert scene.complete().status_code == 200
+    assert (drained.asked, other.asked) == (1, 8)
+    wait_for(lambda: outcomes(scene) == {("split", ""): 8})
+    drained.hands_over = kv
+    clock.now += 16
+    assert [scene.complete().status_code for _ in range(2)] == [200] * 2
+    assert (drained.asked, other.asked) == (2, 9), "it is asked again from time to time"
+
+
+def test_an_engine_that_offers_no_kv_of_a_prompt_is_counted_as_such_and_is_asked_again(stage, fake):
+    scene = stage([engine := fake(hands_over=NOTHING), fake(hands_over=NOTHING)], [fake()], clock=Clock())
+    for _ in range(4):
+        assert scene.complete().status_code == 200
+    assert engine.asked == 2
+    assert not any("kv_transfer_params" in body for body in scene.decode[0].bodies)
+    wait_for(lambda: outcomes(scene) == {("decode", "no_kv"): 4})
 
 
 def test_requests_under_way_and_the_states_of_engines_are_those_of_the_moment(stage, fake, kv, nobody):

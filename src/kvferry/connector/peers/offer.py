@@ -122,9 +122,13 @@ def write_offer(offer: Offer) -> dict[str, Any]:
     return {"do_remote_prefill": True, "do_remote_decode": False, **params}
 
 
-def write_nothing() -> dict[str, Any]:
+def write_nothing(*, stopped: bool = False) -> dict[str, Any]:
     """Return the ``kv_transfer_params`` of a response that offers no KV blocks.
 
     The decode engine then computes the prompt itself.
+
+    Args:
+        stopped: True if this engine offers no KV of later prompts either, so that a router need not ask it.
     """
-    return {"do_remote_prefill": False, "do_remote_decode": False, "remote_num_tokens": 0}
+    nothing = {"do_remote_prefill": False, "do_remote_decode": False, "remote_num_tokens": 0}
+    return {**nothing, "remote_stopped": True} if stopped else nothing

@@ -240,7 +240,7 @@ class Producer:
         tokens = request.num_prompt_tokens - self._unsettled
         over = stream is not None and stream.over  # its readers have failed or left, and no other has a claim
         if tokens < 1 or self._stopped or over:
-            return False, write_nothing()
+            return False, write_nothing(stopped=self._stopped)
         tables = self._engine.tables(block_ids, tokens)
         if stream is not None and stream.word is not None:
             ticket = stream.ticket

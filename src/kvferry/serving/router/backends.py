@@ -133,7 +133,8 @@ class Backend:
     def note_hand_over(self, params: dict[str, Any] | None) -> bool:
         """Record whether this prefill engine's last answer offered the KV of the prompt to a decode engine.
 
-        A warning is logged when the engine stops offering KV, and when it starts again.
+        A warning is logged when the engine stops offering KV, and when it starts again. An engine that says
+        that it has stopped, because an operator drains it, rests for 16 s.
 
         Args:
             params: ``kv_transfer_params`` of the answer; None if it had none.
@@ -149,6 +150,8 @@ class Backend:
             self._source, self._same = source, self._same + 1
         else:
             self._source, self._same = None, 0
+        if params is not None and params.get("remote_stopped"):
+            self._rests_until = self._clock() + _LONGEST_REST_SECONDS
         if done != self._hands_over:
             if done:
                 _log.warning("prefill engine %s hands over KV again", self.url)

@@ -198,9 +198,11 @@ class CompletionFlow:
             answered = reply is not None and reply.status == 200
             if reply is not None and answered and backend.note_hand_over(kv_params_of(reply.body)):
                 return
-            if not begun:
-                over, failed, rejection = True, not answered, None if answered else reply
-                group.cancel_scope.cancel()
+            if begun:
+                completion.record.note_decode(AloneReason.NO_KV)
+                return
+            over, failed, rejection = True, not answered, None if answered else reply
+            group.cancel_scope.cancel()
 
         try:
             async with anyio.create_task_group() as group:
@@ -243,9 +245,10 @@ class CompletionFlow:
             if reply.status != 200:
                 return reply
             params = kv_params_of(reply.body)
-            backend.note_hand_over(params)
-            if params is not None:
+            if backend.note_hand_over(params):
                 return params
+            if params is not None and not params.get("remote_stopped"):
+                return None  # it offers no KV of this prompt, and no other engine will
         return None
 
     async def _prefilled(

@@ -285,7 +285,7 @@ def test_an_engine_that_stopped_offering_keeps_no_turn_and_offers_no_prompt() ->
     engine = start(turn_seconds=LEASE_SECONDS)
     offer(engine, "a")
     engine.producer.stop_offering()
-    assert end(engine, "b") == (False, write_nothing())
+    assert end(engine, "b") == (False, write_nothing(stopped=True))
     assert ended(engine) == {"a"}
     assert keep_turn(engine, "c") == (False, None)
     assert not engine.producer.busy
@@ -296,7 +296,7 @@ def test_a_drained_engine_offers_nothing_more_and_keeps_the_leases_that_are_held
     engine = start(turn_seconds=LEASE_SECONDS)
     offer(engine, "a")
     engine.producer.drain()
-    assert end(engine, "b") == (False, write_nothing())
+    assert end(engine, "b") == (False, write_nothing(stopped=True))
     assert ended(engine) == set()
     assert engine.producer.leases == 1
     assert ended(engine, LeasesReleased(["a"])) == {"a"}
