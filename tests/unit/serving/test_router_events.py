@@ -106,6 +106,30 @@ def test_a_broken_answer_to_messages_ends_with_an_event_that_anthropics_clients_
     assert (error["type"], error["error"]["type"]) == ("error", "api_error")
 
 
+class Endless(Answer):
+    """An event, and another one that is very long; counts what is taken of it."""
+
+    taken = 0
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        yield b"data: 1\n\n"
+        for _ in range(100):
+            self.taken += 1
+            yield bytes(1 << 20)
+
+
+def test_an_event_without_an_end_is_given_up_before_it_fills_the_memory() -> None:
+    sent: list[bytes] = []
+
+    async def send(message) -> None:
+        sent.append(message.get("body", b""))
+
+    fault = anyio.run(relay_events, answer := Endless(), send, (), "/v1/completions")
+    assert (fault, answer.taken) == ("it sent an event of more than 16 MiB", 17)
+    assert sent[1] == b"data: 1\n\n"
+    assert b"engine_failed" in sent[2]
+
+
 @pytest.mark.parametrize("size", range(1, 8))
 def test_end_of_an_event_is_found_at_any_cut_of_the_bytes(size) -> None:
     whole, received = b"a\n\nb\n\nc\r\n\r\nd\r\n\r\ne", ReceivedEvents()

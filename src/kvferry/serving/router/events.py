@@ -23,6 +23,9 @@ _DONE = (
 JSON has no line feed inside a text, so no text looks like one of these lines.
 """
 
+_MAX_EVENT_MIB = 16
+"""Largest event that the router holds until it is complete, in MiB."""
+
 
 def is_events(answer: EngineAnswer) -> bool:
     """Return whether an answer is a successful stream of server-sent events."""
@@ -42,6 +45,7 @@ class ReceivedEvents:
     def __init__(self) -> None:
         self.done = False
         self._held: list[bytes] = []
+        self._held_bytes = 0
         self._tail = b""
 
     def add(self, chunk: bytes) -> bytes:
@@ -56,14 +60,20 @@ class ReceivedEvents:
         cut = max(at + len(end) if (at := seen.rfind(end)) >= 0 else 0 for end in _ENDS)
         if not cut:
             self._held.append(chunk)
+            self._held_bytes += len(chunk)
             self._tail = seen[-3:]
             return b""
         cut -= len(self._tail)
         ready, rest = b"".join((*self._held, chunk[:cut])), chunk[cut:]
-        self._held, self._tail = [rest], rest[-3:]
+        self._held, self._held_bytes, self._tail = [rest], len(rest), rest[-3:]
         lines = b"\n" + ready
         self.done = self.done or any(line in lines for line in _DONE)
         return ready
+
+    @property
+    def too_long(self) -> bool:
+        """Whether the event that is not complete yet is longer than the router may hold."""
+        return self._held_bytes > _MAX_EVENT_MIB << 20
 
     @property
     def rest(self) -> bytes:
@@ -74,7 +84,8 @@ class ReceivedEvents:
 async def relay_events(answer: EngineAnswer, send: Send, extra: Headers, path: str) -> str | None:
     """Relay an engine's server-sent events to the client, each as soon as it has arrived as a whole.
 
-    If the engine's stream breaks after the first event, the client gets an error event as the last event.
+    If the engine's stream breaks after the first event, or an event is too long, the client gets an error
+    event as the last event.
 
     Args:
         answer: answer of the engine, whose body was not read yet.
@@ -92,6 +103,8 @@ async def relay_events(answer: EngineAnswer, send: Send, extra: Headers, path: s
     try:
         async for chunk in answer.chunks():
             if not (ready := received.add(chunk)):
+                if received.too_long:
+                    break
                 continue
             if not begun:
                 headers = [*relayed(answer.headers), *extra]
@@ -100,7 +113,9 @@ async def relay_events(answer: EngineAnswer, send: Send, extra: Headers, path: s
             await send({"type": "http.response.body", "body": ready, "more_body": True})
             # Relaying events that have already arrived never waits. Let a cancellation take effect here.
             await asyncio.sleep(0)
-        if not received.done:
+        if received.too_long:
+            fault = f"it sent an event of more than {_MAX_EVENT_MIB} MiB"
+        elif not received.done:
             fault = "its stream ended without the last event"
     except BROKEN as error:
         fault = None if received.done else describe_error(error)
