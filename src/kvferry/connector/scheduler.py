@@ -399,6 +399,10 @@ class SchedulerHalf:
             "loads": self.admission.loads,
         }
 
+    def on_pause(self, *, paused: bool) -> None:
+        """Record that the engine was paused or resumed."""
+        self._producer.on_pause(paused=paused)
+
     def reset(self) -> None:
         """Invalidate all KV that was kept, offered or stored so far, because the engine's cache is reset."""
         self._calm = False

@@ -247,6 +247,10 @@ class LeaseBook:
             self._unclaimed.pop(name, None)
         return known
 
+    def is_unclaimed(self, name: str) -> bool:
+        """Return whether a lease has not ended, and no consumer has claimed it."""
+        return name in self._unclaimed
+
     def unclaimed(self, seconds: float) -> list[str]:
         """Return the names of the leases that have not ended and that no consumer has claimed, oldest first.
 

@@ -8,8 +8,9 @@ from urllib.parse import urlsplit
 import anyio
 import pytest
 
+from kvferry.connector.peers.offer import MAX_UNWANTED, read_wanted
 from kvferry.serving.router.backends import Backend
-from kvferry.serving.router.bodies import kv_params_of
+from kvferry.serving.router.bodies import kv_params_of, prefill_body
 from kvferry.serving.router.endpoint import ActiveRequests, RouterEndpoint
 from kvferry.serving.router.failures import failure_of
 from kvferry.serving.router.hop import Hop
@@ -311,6 +312,40 @@ def test_caller_who_leaves_before_the_answer_aborts_the_decode(stage, fake, kv, 
     scene = stage([fake(hands_over=kv)], [fake(delay_seconds=60)])
     leave_during(scene, {**STREAM, "stream": stream}, lambda: wait_for(lambda: scene.decode[0].raw))
     wait_for(lambda: scene.decode[0].aborted == 1)
+
+
+def names(engine) -> list[tuple[str, list[str]]]:
+    """The router's name for the KV of each prompt, and the names that it no longer wants."""
+    given = [body["kv_transfer_params"] for body in engine.bodies]
+    return [(one["remote_name"], one["remote_unwanted"]) for one in given]
+
+
+def test_prefill_engine_learns_with_its_next_prompt_that_a_caller_has_left(stage, fake, kv):
+    scene = stage([prefill := fake(hands_over=kv)], [decode := fake(delay_seconds=60)])
+    for count in (1, 2):
+        leave_during(scene, STREAM, lambda: wait_for(lambda: len(decode.raw) == count))  # noqa: B023
+        wait_for(lambda: decode.aborted == count)  # noqa: B023
+    decode.delay_seconds = 0.0
+    for _ in range(2):
+        assert scene.complete().status_code == 200
+    (first, none), (second, one), (_, two), (_, after) = names(prefill)
+    assert (none, one, two, after) == ([], [first], [second], [])
+
+
+def test_engine_accepts_as_many_names_as_the_router_keeps():
+    backend = Backend("prefill", "http://p")
+    backend.unwanted.extend(f"{number:032x}" for number in range(1000))
+    body = json.loads(prefill_body({"prompt": "x"}, None, "0" * 32, backend.take_unwanted()))
+    assert len(read_wanted(body["kv_transfer_params"]).remote_unwanted) == MAX_UNWANTED
+
+
+def test_prefill_engine_learns_that_the_decode_engines_failed(stage, fake, kv):
+    scene = stage([prefill := fake(hands_over=kv)], [decode := fake(status=500)])
+    assert scene.complete().status_code == 500
+    decode.status = 200
+    assert scene.complete().status_code == 200
+    (first, _), (_, unwanted) = names(prefill)
+    assert unwanted == [first]
 
 
 def test_caller_who_leaves_during_a_stream_aborts_the_decode(stage, fake, kv):

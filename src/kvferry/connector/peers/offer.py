@@ -26,6 +26,9 @@ from kvferry.transport.redeem import MAX_TOKENS
 
 _EngineId = Annotated[str, msgspec.Meta(pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]{1,256}\Z")]
 _Hex = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+MAX_UNWANTED = 256
+"""Maximum number of names of unwanted KV in a request."""
+
 _Tokens = Annotated[int, msgspec.Meta(ge=1, lt=MAX_TOKENS)]
 
 
@@ -83,6 +86,32 @@ def ticket_of(params: Any) -> bytes | None:
         return bytes.fromhex(msgspec.convert(params["remote_request_id"], _Hex))
     except (KeyError, TypeError, msgspec.ValidationError, UnicodeError):
         return None
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """The part of a router's request for a prefill that says which KV no decode engine will read.
+
+    Attributes:
+        remote_name: random name that the router gives to the KV of this prompt. Only the router and this
+            engine know it, so nobody else can end the lease with it.
+        remote_unwanted: names of earlier prompts' KV that no decode engine will read, because the client has
+            left or the request has failed.
+    """
+
+    remote_name: _Hex | None = None
+    remote_unwanted: Annotated[tuple[_Hex, ...], msgspec.Meta(max_length=MAX_UNWANTED)] = ()
+
+
+def read_wanted(params: Any) -> Wanted:
+    """Return what a router says about KV in a request's ``kv_transfer_params``; nothing if it is malformed.
+
+    Args:
+        params: the request's ``kv_transfer_params``, as the client sent them.
+    """
+    try:
+        return msgspec.convert(params, Wanted)
+    except (msgspec.ValidationError, UnicodeError):
+        return Wanted()
 
 
 def read_offer(params: Any) -> Offer | None:

@@ -24,7 +24,7 @@ from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request, Step
 from kvferry.connector.events import LeaseEnded, LeaseExtended, LeaseGranted
 from kvferry.connector.messages import StepOrders
-from kvferry.connector.peers.offer import Offer, wants_prefill, write_nothing, write_offer
+from kvferry.connector.peers.offer import Offer, read_wanted, wants_prefill, write_nothing, write_offer
 from kvferry.connector.peers.siblings import Siblings
 from kvferry.connector.peers.streams import Streams, steps_readable
 from kvferry.connector.peers.turn_keeper import TurnKeeper
@@ -164,6 +164,7 @@ class Producer:
         The other engine computes the last token itself. Mutates `request`.
         """
         self._wanted.add(request)
+        self._unclaimed.on_new_request(request)
         if wants_prefill(request.kv_transfer_params) and request.trim_prompt():
             self._prompts[request.request_id] = request
             if self._step_tokens and not self._stopped:
@@ -266,7 +267,8 @@ class Producer:
             )
         )
         self._siblings.offered(request.request_id, params)
-        self._unclaimed.granted(request.request_id, block_ids)
+        name = read_wanted(request.kv_transfer_params).remote_name
+        self._unclaimed.granted(request.request_id, block_ids, name)
         return True, params
 
     def _grant(self, request: Request, ticket: bytes, tokens: int, tables: BlockIds) -> None:
@@ -299,8 +301,8 @@ class Producer:
     def take_events(self, events: FairQueue[LeasesClaimed | LeasesReleased], orders: StepOrders) -> None:
         """Process the messages of other engines, and tell the workers which leases to end.
 
-        A lease ends if its readers have released it, if it has expired or was withdrawn, or if no engine has
-        claimed it and requests wait for blocks. Mutates `events` and `orders`.
+        A lease ends if its readers have released it, or if it has expired or was withdrawn. A lease that no
+        engine has claimed may end early (`unclaimed`). Mutates `events` and `orders`.
 
         Args:
             events: queue of messages from engines that read from this engine. The queue is emptied.
@@ -317,6 +319,7 @@ class Producer:
                 self._end(self._book.end(event.leases), expired=False)
         withdrawn, self._withdrawn = self._withdrawn, []
         withdrawn += self._streams.preempted()
+        withdrawn += self._unclaimed.leases_given_up()
         self._end(self._book.end(withdrawn), expired=False, withdrawn=True)
         for name in self._end(self._book.end(self._unclaimed.leases_to_end()), expired=True):
             self._log.say(
@@ -363,6 +366,10 @@ class Producer:
                 self._turns.ended(name)
             self._events.emit(LeaseEnded(name, self._clock(), expired, withdrawn))
         return list(leases)
+
+    def on_pause(self, *, paused: bool) -> None:
+        """Record that the engine was paused or resumed. While it is paused, unclaimed leases end soon."""
+        self._unclaimed.paused = paused
 
     def reset(self) -> None:
         """Withdraw all offers of KV, and all KV kept for next turns, because this KV is no longer valid.

@@ -21,6 +21,7 @@ from kvferry.engines.vllm.compat.contract import (
 )
 from kvferry.engines.vllm.compat.frees import defer_frees
 from kvferry.engines.vllm.compat.hit_sources import Label, hit_source
+from kvferry.engines.vllm.compat.pauses import tell_of_pauses
 from kvferry.engines.vllm.compat.process import share_logging, sleep_between_polls
 from kvferry.engines.vllm.config import read_settings
 from kvferry.engines.vllm.fixed_memory import check_fixed_memory
@@ -79,6 +80,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = VLLMScheduler(vllm_config, kv_cache_config, config)
             defer_frees(vllm_config)
             guard_arrivals()
+            tell_of_pauses()
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -150,6 +152,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_block_frees(self) -> bool:
         return self.scheduler.half.holds_blocks
+
+    def on_pause(self, paused: bool) -> None:
+        """Tell the scheduler half that the engine was paused or resumed (`tell_of_pauses`)."""
+        self.scheduler.half.on_pause(paused=paused)
 
     def reset_cache(self) -> bool | None:
         self.scheduler.half.reset()

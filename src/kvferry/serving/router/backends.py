@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
@@ -17,6 +18,8 @@ _log = logging.getLogger("kvferry.router")
 
 _FIRST_REST_SECONDS = 0.5
 _LONGEST_REST_SECONDS = 16.0
+_MAX_UNWANTED = 256
+"""Largest number of names of unwanted KV that an engine accepts in one request."""
 
 
 class BackendState(StrEnum):
@@ -40,6 +43,8 @@ class Backend:
         proven: True once the engine has been up.
         draining: True if the engine was removed from its pool.
         probed: True once a probe of the engine has ended.
+        unwanted: names of KV in this prefill engine that no decode engine will read. The next request to the
+            engine takes them along.
         waits: waits of requests and of the probe for the engine.
         outstanding: number of this router's requests that the engine is working on.
         losses: number of times that the engine was marked as down. What it had in its cache may be lost.
@@ -54,6 +59,7 @@ class Backend:
         self.proven = False
         self.draining = False
         self.probed = False
+        self.unwanted: deque[str] = deque(maxlen=_MAX_UNWANTED)
         self.waits = Waits()
         self.outstanding = 0
         self.losses = 0
@@ -106,6 +112,12 @@ class Backend:
         seconds = min(_FIRST_REST_SECONDS * 2**self._rests, _LONGEST_REST_SECONDS)
         self._rests += 1
         self._rests_until = self._clock() + seconds
+
+    def take_unwanted(self) -> tuple[str, ...]:
+        """Return and forget the names of unwanted KV."""
+        names = tuple(self.unwanted)
+        self.unwanted.clear()
+        return names
 
     def note_success(self) -> None:
         """Record that the engine has answered a request, so that it need not rest."""

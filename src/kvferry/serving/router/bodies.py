@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from kvferry.errors import KVFerryError
@@ -118,7 +119,9 @@ def encoded(body: Any) -> bytes:
         raise MalformedBody("the request body is nested too deeply") from error
 
 
-def prefill_body(body: dict[str, Any], ticket: str | None = None) -> bytes:
+def prefill_body(
+    body: dict[str, Any], ticket: str | None = None, name: str | None = None, unwanted: Sequence[str] = ()
+) -> bytes:
     """Return the body of the request to a prefill engine.
 
     The body makes the engine compute the prompt, generate one token and keep the KV for another engine. It
@@ -128,9 +131,15 @@ def prefill_body(body: dict[str, Any], ticket: str | None = None) -> bytes:
         body: parsed body of the client's request.
         ticket: random id under which the decode engine asks for the KV while the prompt is computed, 32 hex
             digits; None if the prefill engine draws it and answers with it.
+        name: random name of the KV, 32 hex digits, under which a later request may call it unwanted.
+        unwanted: names of KV that no decode engine will read.
     """
     kept = {key: value for key, value in body.items() if key not in _ANSWER_ONLY}
-    params = ASK_FOR_KV if ticket is None else {**ASK_FOR_KV, "remote_request_id": ticket}
+    params: dict[str, Any] = dict(ASK_FOR_KV)
+    if ticket is not None:
+        params["remote_request_id"] = ticket
+    if name is not None:
+        params |= {"remote_name": name, "remote_unwanted": list(unwanted)}
     kept |= {"max_tokens": 1, "stream": False, "ignore_eos": True, KV_PARAMS: params}
     if "max_completion_tokens" in body:
         kept["max_completion_tokens"] = 1

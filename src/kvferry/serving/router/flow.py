@@ -67,6 +67,7 @@ class Completion:
         raw: body as the client sent it, for a decode engine that gets nothing beside; None to encode `body`.
         session: session of the request, as `session_of` returns it; None if it has none.
         record: facts about the request for the metrics.
+        held: prefill engines that may hold KV for this request, each with the name of that KV.
     """
 
     path: str
@@ -76,6 +77,7 @@ class Completion:
     raw: bytes | None = None
     session: int | None = None
     record: RequestRecord = field(default_factory=RequestRecord)
+    held: list[tuple[Backend, str]] = field(default_factory=list)
 
 
 class CompletionFlow:
@@ -99,10 +101,20 @@ class CompletionFlow:
     async def complete(self, completion: Completion, send: Send) -> None:
         """Serve a completion, and send the client an answer or an error.
 
+        If the client leaves or the request fails before a decode engine has answered, the prefill engines
+        learn with their next request that nobody will read the KV.
+
         Args:
             completion: request to serve.
             send: ASGI function that sends to the client.
         """
+        try:
+            await self._complete(completion, send)
+        finally:
+            for backend, name in completion.held:
+                backend.unwanted.append(name)
+
+    async def _complete(self, completion: Completion, send: Send) -> None:
         failures, tried = Failures(), list[Backend]()
         params = None
         alone = decodes_alone(completion.path, completion.body) or self._adds_little(completion)
@@ -141,18 +153,21 @@ class CompletionFlow:
     def _remembers(self, completion: Completion) -> bool:
         return bool(self._settings.min_prefill_tokens) and completion.path not in DECODE_ONLY
 
-    def _note_answer(self, completion: Completion, backend: Backend, status: int) -> None:
+    def _note_answer(self, completion: Completion, backend: Backend, status: int, *, with_kv: bool) -> None:
         """Record that a decode engine has begun to answer a request.
 
         Args:
             completion: request that the engine got.
             backend: decode engine.
             status: HTTP status of its answer.
+            with_kv: whether it got KV of a prefill engine, and so has ended the lease by itself.
         """
         if status == LOOP_DETECTED:
             backend.mark_down(LOOP_REASON)
             return
         backend.mark_up()
+        if status == 200 and with_kv:
+            completion.held.clear()
         if status == 200 and completion.session is not None and self._remembers(completion):
             self._turns.remember(completion.session, backend, completion.path, completion.body)
 
@@ -181,7 +196,6 @@ class CompletionFlow:
             data.
         """
         ticket = new_ticket()
-        sent = prefill_body(completion.body, ticket)
         begun, over = False, False
         failed, rejection = False, None
 
@@ -194,7 +208,7 @@ class CompletionFlow:
 
         async def prefill() -> None:
             nonlocal over, failed, rejection
-            reply = await self._prefilled(backend, completion, sent, failures)
+            reply = await self._prefilled(backend, completion, ticket, failures)
             answered = reply is not None and reply.status == 200
             if reply is not None and answered and backend.note_hand_over(kv_params_of(reply.body)):
                 return
@@ -234,10 +248,9 @@ class CompletionFlow:
         """
         if failures.exhausted:
             return failures.reply(completion.reply_headers)
-        sent = prefill_body(completion.body)
         while backend := self._prefill.next(tried, completion.session):
             tried.append(backend)
-            reply = await self._prefilled(backend, completion, sent, failures)
+            reply = await self._prefilled(backend, completion, None, failures)
             if failures.exhausted:
                 return failures.reply(completion.reply_headers)
             if reply is None:
@@ -252,7 +265,7 @@ class CompletionFlow:
         return None
 
     async def _prefilled(
-        self, backend: Backend, completion: Completion, body: bytes, failures: Failures
+        self, backend: Backend, completion: Completion, ticket: str | None, failures: Failures
     ) -> Reply | None:
         """Send a request to a prefill engine, and return the engine's answer.
 
@@ -267,10 +280,12 @@ class CompletionFlow:
         Args:
             backend: prefill engine.
             completion: request of the client.
-            body: body for the prefill engine, as `prefill_body` returns it.
+            ticket: ticket for the KV; None if the engine draws it.
             failures: failures of engines during this request.
         """
         headers, begun = prefill_headers(completion.headers), time.monotonic()
+        completion.held.append((backend, name := new_ticket()))
+        body = prefill_body(completion.body, ticket, name, backend.take_unwanted())
         try:
             with self._prefill.count_request(backend):
                 async with self._client.opened("POST", backend, completion.path, headers, body) as response:
@@ -314,7 +329,7 @@ class CompletionFlow:
                     async with self._client.opened(
                         "POST", backend, completion.path, completion.headers, body
                     ) as response:
-                        self._note_answer(completion, backend, response.status)
+                        self._note_answer(completion, backend, response.status, with_kv=params is not None)
                         if wants_stream(completion.body) and is_events(response):
                             if fault := await relay_events(
                                 response, send, completion.reply_headers, completion.path

@@ -117,6 +117,47 @@ def test_unclaimed_leases_end_early_when_a_request_waits_for_blocks() -> None:
     assert ended(engine) == set()
 
 
+def named(number: int, *unwanted: int) -> dict:
+    """What a router says: its name for the KV of this prompt, and the names that it no longer wants."""
+    name, *others = (f"{one:032x}" for one in (number, *unwanted))
+    return {**ASKS, "remote_name": name, "remote_unwanted": others}
+
+
+def test_an_unclaimed_lease_ends_when_the_router_no_longer_wants_it() -> None:
+    engine = start()
+    for number, name in enumerate("abc"):
+        assert end(engine, name, kv_transfer_params=named(number))[0]
+    ended(engine, LeasesClaimed(["b"]))
+    assert end(engine, "d", kv_transfer_params=named(3, 0, 1, 99))[0]
+    assert ended(engine) == {"a"}, "an engine reads b, which it releases by itself"
+    assert engine.told[-1] == LeaseEnded("a", engine.clock.now, expired=False, withdrawn=True)
+    assert end(engine, "e", kv_transfer_params={**named(4, 2), "remote_unwanted": ["c"]})[0]
+    assert ended(engine) == set(), "nobody guesses a name"
+
+
+def test_kv_that_is_no_longer_wanted_before_it_is_computed_is_kept_for_nobody() -> None:
+    engine = start()
+    offer(engine, "a")
+    assert end(engine, "b", kv_transfer_params=named(2, 3))[0]
+    assert end(engine, "c", kv_transfer_params=named(3))[0]
+    assert ended(engine) == {"c"}
+
+
+def test_unclaimed_leases_end_soon_while_the_engine_is_paused() -> None:
+    engine = start()
+    for name in "ab":
+        offer(engine, name)
+    ended(engine, LeasesClaimed(["b"]))
+    engine.producer.on_pause(paused=True)
+    assert ended(engine) == set(), "a decode engine may just be asking for it"
+    engine.clock.now += 1
+    assert ended(engine) == {"a"}
+    engine.producer.on_pause(paused=False)
+    offer(engine, "c")
+    engine.clock.now += 1
+    assert ended(engine) == set()
+
+
 def test_a_prompt_of_one_token_is_offered() -> None:
     assert end(start(), "a", tokens=1)[1]["remote_num_tokens"] == 1
 

@@ -21,6 +21,7 @@ from the module that defines it.
 - `requests`, `request_ids`: a request in the scheduler, and its id
 - `frees`: deferred freeing of blocks
 - `arrivals`: requests as they enter the scheduler
+- `pauses`: pauses of the scheduler
 - `spans`: vLLM's own tracing
 
 Three modules hide differences between the supported releases:

@@ -25,6 +25,7 @@ from kvferry.engines.vllm.compat.connectors import class_of_transfer, register_c
 from kvferry.engines.vllm.compat.contract import KVConnectorRole, SupportsHMA
 from kvferry.engines.vllm.compat.frees import defer_frees
 from kvferry.engines.vllm.compat.hit_sources import Label
+from kvferry.engines.vllm.compat.pauses import tell_of_pauses
 from kvferry.engines.vllm.compat.prefix_cache import VLLMPrefixCache
 from kvferry.engines.vllm.compat.process import share_logging
 from kvferry.engines.vllm.connector import KVFerryConnector
@@ -79,6 +80,7 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             defer_frees(vllm_config)
             guard_arrivals()
+            tell_of_pauses()
         self._speeds = Speeds()
         self._steps = StepTimes(self._speeds)
         weights = {child.name: child.load_weight for child in children}
@@ -236,6 +238,12 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         return any(child.has_pending_push_work() for child in self._connectors)
+
+    def on_pause(self, paused: bool) -> None:
+        """Tell the children that know this hook that the engine was paused or resumed (`tell_of_pauses`)."""
+        for child in self._connectors:
+            if (on_pause := getattr(child, "on_pause", None)) is not None:
+                on_pause(paused)
 
     def reset_cache(self) -> bool | None:
         answers = [child.reset_cache() for child in self._connectors]
