@@ -112,6 +112,18 @@ def test_error_names_both_decode_engines_that_failed(stage, fake, kv):
     assert scene.decode[2].raw == []
 
 
+@pytest.mark.parametrize(("healthy", "status"), [(True, 500), (False, 503)])
+def test_server_error_of_the_only_decode_engine_is_relayed_unless_it_is_being_stopped(
+    stage, fake, kv, healthy, status
+):
+    scene = stage([fake(hands_over=kv)], [engine := fake(status=500)], probe_seconds=3600.0)
+    scene.client.get("/health")
+    engine.healthy = healthy
+    answer = scene.complete()
+    assert answer.status_code == status
+    assert answer.headers.get("retry-after") == (None if healthy else "10")
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("status", [500, 503, 429])
 def test_engine_that_refuses_rests_and_no_engine_is_down(stage, fake, kv, status, role):

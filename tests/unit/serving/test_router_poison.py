@@ -115,13 +115,14 @@ def test_other_requests_of_an_engine_that_died_are_tried_again(stage, fake, mort
     assert all("kv_transfer_params" in body for body in scene.decode[0].bodies)
 
 
-def test_error_names_the_last_decode_engine_that_died_and_forbids_a_retry(stage, fake, kv, mortals):
+def test_error_names_the_only_decode_engine_that_died_and_asks_for_a_later_retry(stage, fake, kv, mortals):
     scene = stage([fake(hands_over=kv)], mortals("decode", 1))
     answer = scene.complete(prompt=POISON["decode"])
-    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_failed")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_failed")
     assert "one engine failed while working on this request" in answer.json()["error"]["message"]
     assert scene.decode[0] in answer.json()["error"]["message"]
-    assert answer.headers["x-should-retry"] == "false"
+    assert answer.headers["retry-after"] == "10"
+    assert "x-should-retry" not in answer.headers
     assert scene.complete(prompt="well").status_code == 503, "it cannot be reached now, which is no failure"
 
 

@@ -9,7 +9,7 @@ import json
 import logging
 
 from kvferry.serving.router.backends import Backend
-from kvferry.serving.router.replies import NO_RETRY, Headers, Reply, unavailable
+from kvferry.serving.router.replies import NO_RETRY, RETRY_LATER, Headers, Reply, unavailable
 
 _log = logging.getLogger("kvferry.router")
 
@@ -50,7 +50,8 @@ class Failures:
     def reply(self, reply_headers: Headers) -> Reply:
         """Return the error reply that lists the failures, and log that the request is not tried again.
 
-        A header of the reply tells the client not to send the request again.
+        After two failures a header of the reply tells the client not to send the request again. One engine
+        may fail for other reasons than the request, such as being stopped, so the client may try again.
 
         Args:
             reply_headers: headers that the caller adds when it sends the reply. The method only reads the
@@ -62,9 +63,14 @@ class Failures:
             "request %s is not tried again: %s failed while working on it (%s)",
             reply_headers[0][1].decode(errors="replace"), count, engines,
         )  # fmt: skip
-        message = f"{count} failed while working on this request, which is not tried again ({engines})"
-        reply = unavailable(message, "engine_failed", 500)
-        return Reply(reply.status, (*reply.headers, NO_RETRY), reply.body)
+        if self.exhausted:
+            message = f"{count} failed while working on this request, which is not tried again ({engines})"
+            status, header = 500, NO_RETRY
+        else:
+            message = f"{count} failed while working on this request, and no other is left ({engines})"
+            status, header = 503, RETRY_LATER
+        reply = unavailable(message, "engine_failed", status)
+        return Reply(reply.status, (*reply.headers, header), reply.body)
 
 
 def is_busy(status: int) -> bool:

@@ -37,6 +37,7 @@ from kvferry.serving.router.events import is_events, relay_events
 from kvferry.serving.router.failures import Failures, failure_of, is_busy, is_failure
 from kvferry.serving.router.hop import LOOP_DETECTED, LOOP_REASON
 from kvferry.serving.router.metrics import AloneReason, RequestRecord
+from kvferry.serving.router.probe import probe
 from kvferry.serving.router.prompts import estimated_tokens, has_media
 from kvferry.serving.router.replies import Headers, Reply, unavailable
 from kvferry.serving.router.settings import RouterSettings
@@ -304,6 +305,14 @@ class CompletionFlow:
         completion.record.prefill_seconds = time.monotonic() - begun
         return reply
 
+    async def _if_up(self, backend: Backend, reply: Reply) -> Reply | None:
+        """Return an engine's server error; None if the engine is dying or being stopped.
+
+        Its answer then says nothing about the request.
+        """
+        await probe(self._client, backend)
+        return reply if backend.up else None
+
     async def _answer(
         self, completion: Completion, params: dict[str, Any] | None, failures: Failures, send: Send
     ) -> None:
@@ -354,6 +363,7 @@ class CompletionFlow:
                 backend.back_off()
                 if is_failure(reply.status):
                     failures.add(backend, failure_of(reply))
+                    last = await self._if_up(backend, reply)
                 else:
                     continue  # it did not take the request, so the prefill engine still has the KV
             # The failed engine may have read the KV, and then the prefill engine has freed it.

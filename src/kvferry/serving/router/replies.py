@@ -18,6 +18,9 @@ JSON_TYPE = (b"content-type", b"application/json")
 NO_RETRY = (b"x-should-retry", b"false")
 """Header that tells OpenAI's clients not to repeat the request, as they would do after a 5xx status."""
 
+RETRY_LATER = (b"retry-after", b"10")
+"""Header that asks the client to repeat the request when an engine may have been started again."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reply:
