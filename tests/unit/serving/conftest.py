@@ -80,6 +80,7 @@ class FakeEngine:
         asked, probes: number of completions, also those that it did not read, and of probes.
         hands_over: kv_transfer_params of a whole answer.
         delay_seconds: before it answers. A test may change it, and `event_seconds`, to end a wait.
+        dies_of: text in a body of which its core dies: it answers 500, and its /health 503.
         dies_after: number of events after which its connection breaks; None for a stream that ends well.
         event_seconds: between two events.
         chunks: bytes of a stream, instead of the usual events.
@@ -95,6 +96,7 @@ class FakeEngine:
     probes: int = 0
     hands_over: Any = None
     delay_seconds: float = 0.0
+    dies_of: str = ""
     dies_after: int | None = None
     event_seconds: float = 0.0
     chunks: list[bytes] | None = None
@@ -148,6 +150,8 @@ class FakeEngine:
         self.headers.append(dict(request.headers))
         self.ports.append(request.client.port)
         body = json.loads(self.raw[-1])
+        if self.dies_of and self.dies_of in str(body):
+            self.status, self.healthy = 500, False
         began = time.monotonic()
         left = await request.is_disconnected()
         while not left and time.monotonic() - began < self.delay_seconds:

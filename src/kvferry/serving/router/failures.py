@@ -1,12 +1,14 @@
 """Count the failures of engines during one request.
 
-The request itself may make engines fail, so it is retried on only one further engine.
+The request itself may make engines fail, so it is retried on only one further engine. `suspects` remembers
+engines that died during it.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 
 from kvferry.serving.router.backends import Backend
 from kvferry.serving.router.replies import NO_RETRY, RETRY_LATER, Headers, Reply, unavailable
@@ -24,10 +26,21 @@ class Failures:
     An engine that refuses the connection or is busy is not recorded, because it never worked on the request.
     After two failures the router does not send the request again, because the request itself may be what
     makes the engines fail.
+
+    Attributes:
+        answered: True once an engine has answered the request to its end, so that it makes no engine fail.
     """
 
-    def __init__(self) -> None:
-        self._seen: list[str] = []
+    def __init__(self, earlier: Sequence[str] = ()) -> None:
+        """Begin to count.
+
+        Args:
+            earlier: descriptions of engines that died lately during equal requests.
+        """
+        self.answered = False
+        self._seen = [*earlier]
+        self._earlier = len(earlier)
+        self._engines: list[Backend] = []
 
     def __len__(self) -> int:
         """Return the number of times that an engine failed during the request."""
@@ -46,6 +59,12 @@ class Failures:
             reason: description of the failure.
         """
         self._seen.append(f"{backend.role} engine {backend.url}: {reason}")
+        self._engines.append(backend)
+
+    def deaths(self) -> dict[tuple[str, int], str]:
+        """Return descriptions of the engines that failed and are down now, by (URL, times it was lost)."""
+        failed = zip(self._engines, self._seen[self._earlier :], strict=True)
+        return {(backend.url, backend.losses): text for backend, text in failed if not backend.up}
 
     def reply(self, reply_headers: Headers) -> Reply:
         """Return the error reply that lists the failures, and log that the request is not tried again.
@@ -64,7 +83,10 @@ class Failures:
             reply_headers[0][1].decode(errors="replace"), count, engines,
         )  # fmt: skip
         if self.exhausted:
-            message = f"{count} failed while working on this request, which is not tried again ({engines})"
+            equal = " or an equal one" if self._earlier else ""
+            message = (
+                f"{count} failed while working on this request{equal}, which is not tried again ({engines})"
+            )
             status, header = 500, NO_RETRY
         else:
             message = f"{count} failed while working on this request, and no other is left ({engines})"

@@ -42,6 +42,7 @@ from kvferry.serving.router.prompts import estimated_tokens, has_media
 from kvferry.serving.router.replies import Headers, Reply, unavailable
 from kvferry.serving.router.settings import RouterSettings
 from kvferry.serving.router.streaming import StreamSource, new_ticket
+from kvferry.serving.router.suspects import Suspects
 from kvferry.serving.router.turns import Turns
 from kvferry.serving.router.upstream import (
     BROKEN,
@@ -97,6 +98,7 @@ class CompletionFlow:
         self._prefill = prefill
         self._decode = decode
         self._client = client
+        self._suspects = Suspects(settings.clock)
         self._turns = Turns()
 
     async def complete(self, completion: Completion, send: Send) -> None:
@@ -109,15 +111,19 @@ class CompletionFlow:
             completion: request to serve.
             send: ASGI function that sends to the client.
         """
+        failures = self._suspects.begin(completion.path, completion.body)
         try:
-            await self._complete(completion, send)
+            if failures.exhausted:
+                await failures.reply(completion.reply_headers).send(send, completion.reply_headers)
+            else:
+                await self._complete(completion, failures, send)
         finally:
+            self._suspects.end(completion.path, completion.body, failures)
             for backend, name in completion.held:
                 backend.unwanted.append(name)
 
-    async def _complete(self, completion: Completion, send: Send) -> None:
-        failures, tried = Failures(), list[Backend]()
-        params = None
+    async def _complete(self, completion: Completion, failures: Failures, send: Send) -> None:
+        tried, params = list[Backend](), None
         alone = decodes_alone(completion.path, completion.body) or self._adds_little(completion)
         if alone is None:
             backend = self._prefill.next(tried, completion.session)
@@ -300,6 +306,7 @@ class CompletionFlow:
             backend.back_off()
             if is_failure(reply.status):
                 failures.add(backend, failure_of(reply))
+                await self._if_up(backend, reply)
             return None
         backend.note_success()
         completion.record.prefill_seconds = time.monotonic() - begun
@@ -344,7 +351,10 @@ class CompletionFlow:
                                 response, send, completion.reply_headers, completion.path
                             ):
                                 backend.mark_down(fault)
+                                failures.add(backend, fault)
                                 completion.record.broken = True
+                            else:
+                                failures.answered = True
                             return
                         reply = await read_whole(response)
             except NOT_CONNECTED as error:
@@ -357,6 +367,7 @@ class CompletionFlow:
             else:
                 if not is_busy(reply.status) and not is_failure(reply.status):
                     backend.note_success()
+                    failures.answered = True
                     await reply.send(send, completion.reply_headers)
                     return
                 last = reply
