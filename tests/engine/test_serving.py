@@ -23,6 +23,8 @@ import httpx
 import pytest
 
 from kvferry.observe.exposed_names import COMMON, CONNECTOR, EXPOSED
+from kvferry.serving.router.bodies import prefill_body
+from kvferry.serving.router.streaming import StreamSource, new_ticket
 from kvferry.serving.tiny import tiny_checkpoint
 from kvferry.units import format_bytes
 from support.explain import explain
@@ -40,6 +42,8 @@ ENGINE = ["--enforce-eager", "--dtype=float32", "--max-model-len=1024", f"--kv-c
 TEXT = "The quick brown fox jumps over the lazy dog, and then it does it once more because it can. "
 
 _COMPLETED = "vllm:request_success_total"
+REPORTED = "vllm:prompt_tokens_cached_total"
+TRANSFERRED = r'vllm:prompt_tokens_by_source_total\{.*source="external_kv_transfer".*\}'
 
 
 def environment() -> dict[str, str]:
@@ -80,6 +84,7 @@ class Served:
         self.collector = Collector()
         command = [*KVFERRY, "serve", self.model, "--port", "0", "--log-dir", str(folder)]
         command += ["--turn-seconds", "600", "--", *ENGINE, "--otlp-traces-endpoint", self.collector.url]
+        command += ["--enable-prompt-tokens-details"]
         soon = environment() | with_plugins(folder / "plugins", copied) | {"OTEL_BSP_SCHEDULE_DELAY": "100"}
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
@@ -259,9 +264,57 @@ def streamed(answer: httpx.Response) -> tuple[str, dict]:
 
 def test_stream_adds_up_to_a_single_engines_answer(served):
     body = {"prompt": TEXT * 15 + "Now", "stream": True, "stream_options": {"include_usage": True}}
-    answer = streamed(served.post(served.url, "/v1/completions", **body))
+    answer = streamed(served.post(served.url, "/v1/completions", **body, cache_salt="b"))
     assert answer == streamed(served.post(served.prefill, "/v1/completions", **body, cache_salt="c"))
     assert answer[1]["completion_tokens"] == 12
+    assert answer[1]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/v1/completions", lambda text: {"prompt": text}),
+        ("/v1/chat/completions", lambda text: {"messages": [{"role": "user", "content": text}]}),
+        ("/v1/messages", lambda text: {"messages": [{"role": "user", "content": text}]}),
+        ("/v1/responses", lambda text: {"input": text}),
+    ],
+    ids=["completions", "chat", "messages", "responses"],
+)
+def test_usage_of_a_prompt_that_nobody_has_seen_is_a_single_engines(served, path, prompt):
+    usage, alone = (
+        served.post(url, path, **prompt(f"{letter}{path}: {TEXT * 18}")).json()["usage"]
+        for url, letter in ((served.url, "P"), (served.prefill, "Q"))
+    )
+    assert usage == alone
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("at_once", [False, True], ids=["one after the other", "both at once"])
+def test_usage_is_what_the_prefill_engine_had_in_its_caches(served, at_once, samples):
+    path, known = "/v1/completions", f"{at_once} {samples}: " + TEXT * 10
+
+    def ask(prompt: str, ticket: str | None = None) -> dict:
+        body = json.loads(prefill_body({"model": served.model, "prompt": prompt}, ticket))
+        return served.post(served.prefill, path, **body).json()
+
+    def answer(prompt: str, offer: dict, **more) -> dict:
+        return served.post(served.decode, path, prompt=prompt, kv_transfer_params=offer, **more).json()
+
+    def counts() -> list[float]:
+        return [served.metric(served.decode, name) for name in (TRANSFERRED, REPORTED)]
+
+    served.post(served.prefill, path, prompt=known)
+    answer("Hello", earlier := ask("Hello")["kv_transfer_params"])
+    before, text, ticket = counts(), known + TEXT * 8, new_ticket()
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(ask, text, ticket if at_once else None)
+        offer = StreamSource.of(earlier).offer(ticket) if at_once else asked.result()["kv_transfer_params"]
+        usage = answer(text, offer, n=samples)["usage"]
+        cached = asked.result()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert 0 < cached == usage["prompt_tokens_details"]["cached_tokens"]
+    transferred, reported = (now - was for now, was in zip(counts(), before, strict=True))
+    assert reported == samples * cached
+    assert transferred >= usage["prompt_tokens"] - 1 > cached
 
 
 @pytest.mark.parametrize(

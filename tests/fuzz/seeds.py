@@ -76,6 +76,7 @@ def replies() -> list[bytes]:
         Ranks(list(cards(2))),
         Turns(1, [turn]),
         Redeemed(1, 1, GRANT, 4),
+        Redeemed(1, 1, GRANT, 4, 3),
         Unchanged(1, 1),
         NotRedeemed(1, 1, "no such ticket", unknown=True),
     ]

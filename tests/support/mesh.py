@@ -169,7 +169,7 @@ def network(clock: Clock) -> Iterator[Network]:
 class MeshConnector(WithoutWorkers):
     """A scheduler half, called as `KVFerryConnector` calls its own.
 
-    Settings (``kv_connector_extra_config``): `clock`, `name` of the engine, and `config`.
+    Settings (``kv_connector_extra_config``): `clock`, `config`, and `listen`, which gets all events.
     """
 
     sources: tuple[()] = ()
@@ -187,7 +187,7 @@ class MeshConnector(WithoutWorkers):
         self.half.start(
             [WorkerInfo(geometry=rank, card=self.card(rank), settings=config)],
             pool,
-            facts=Facts(settings["name"], self.half.incarnation, "mesh", {}),
+            facts=Facts(engine.engine_id, self.half.incarnation, "mesh", {}),
             namespace=lambda _: None,
         )
 
@@ -243,7 +243,8 @@ class MeshEngine(VllmScheduler):
             blocks=blocks,
             prefix_caching=prefix_caching,
             connector=MeshConnector,
-            settings={"clock": net.clock, "name": name, "config": config, "listen": self.told.append},
+            settings={"clock": net.clock, "config": config, "listen": self.told.append},
+            engine_id=name,
         )
         self.name, self.port = name, len(net.servers)
         net.words[self.connector.half.incarnation] = self._words

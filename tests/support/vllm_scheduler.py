@@ -38,6 +38,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     MambaSpec,
 )
+from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
@@ -355,6 +356,7 @@ class VllmScheduler:
         scheduler: vLLM's.
         connector: its `PlayedConnector`.
         answered: requests that have ended by themselves.
+        usage: what vLLM reports about the prompt of each request with its first token.
         torn: blocks that a load was given while a step in flight still writes them.
         misplaced: (state's block of a load, block where the first step after it looks), where they differ.
         continued: number of first steps after loads that went on from a loaded state.
@@ -375,6 +377,7 @@ class VllmScheduler:
         drafts: int = 0,
         prefix_caching: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        engine_id: str = "engine",
     ) -> None:
         """Start a scheduler.
 
@@ -390,6 +393,7 @@ class VllmScheduler:
             drafts: maximum number of draft tokens per step.
             prefix_caching: whether the engine has a prefix cache.
             clock: of the admission and the producer, monotonic seconds.
+            engine_id: id of the engine.
         """
         init_none_hash(sha256)
         self._drafts = drafts
@@ -417,7 +421,7 @@ class VllmScheduler:
             kv_connector_extra_config={**played, **(settings or {})},
             kv_role=role,
             kv_load_failure_policy="recompute",
-            engine_id="engine",
+            engine_id=engine_id,
         )
         model = _model()
         vllm_config = VllmConfig(
@@ -448,6 +452,7 @@ class VllmScheduler:
         self._late: list[Load] = []
         self._ended: dict[str, str | None] = {}
         self.answered: set[str] = set()
+        self.usage: dict[str, PrefillStats] = {}
         self.torn: list[int] = []
         self._landed: dict[str, Load] = {}
         self.misplaced: list[tuple[int, int]] = []
@@ -579,6 +584,8 @@ class VllmScheduler:
         ran = ModelRunnerOutput(names, {name: n for n, name in enumerate(names)}, sampled)
         for outputs in self.scheduler.update_from_output(output, ran).values():
             self.answered |= {one.request_id for one in outputs.outputs if one.finished}
+            reported = {one.request_id: one.prefill_stats for one in outputs.outputs}
+            self.usage |= {name: stats for name, stats in reported.items() if stats is not None}
         if self._drafts and self._depth == 1:  # asynchronously, workers keep drafts to themselves
             self.scheduler.update_draft_token_ids(DraftTokenIds(names, [self._drafted() for _ in names]))
 

@@ -191,6 +191,8 @@ class Request(Protocol):
         trace_headers: W3C trace context of the client, unchecked.
         own_hit: number of the request's tokens that the engine's prefix cache had when the request was first
             admitted; None after a preemption.
+        cached_tokens: number of prompt tokens that the engine's answer reports as cached: those that its
+            prefix cache and loads brought at the first admission. None once the answer has begun.
         is_complete: True if the request ended normally, so that all its tokens have been computed. Valid once
             it has ended.
         needs_blocks: True if the request waits and has no blocks.
@@ -230,6 +232,8 @@ class Request(Protocol):
     @property
     def own_hit(self) -> int | None: ...
     @property
+    def cached_tokens(self) -> int | None: ...
+    @property
     def is_complete(self) -> bool: ...
     @property
     def needs_blocks(self) -> bool: ...
@@ -239,6 +243,16 @@ class Request(Protocol):
     def snapshot_at(self) -> int: ...
     @property
     def cache_refusal(self) -> str | None: ...
+
+    def report_cached_tokens(self, tokens: int) -> None:
+        """Set `cached_tokens`, because another engine has computed the prompt. Mutates the engine's request.
+
+        An engine that reports no cached tokens, or whose answer has begun, ignores the call.
+
+        Args:
+            tokens: number of prompt tokens that the caches of the other engine had. The engine reports at
+                most the length of the prompt.
+        """
 
     def take_snapshot_at(self, tokens: int) -> None:
         """Have the engine end a step at a position and keep the recurrent state there. Mutates its request.

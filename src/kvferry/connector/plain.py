@@ -30,6 +30,7 @@ class PlainRequest:
     kv_transfer_params: Any = None
     trace_headers: Mapping[str, str] = field(default_factory=dict)
     own_hit: int | None = None
+    cached_tokens: int | None = None
     is_complete: bool = False
     needs_blocks: bool = False
     was_rejected: bool = False
@@ -50,6 +51,10 @@ class PlainRequest:
     def num_tokens(self) -> int:
         """Number of tokens of prompt and answer."""
         return self.num_prompt_tokens + len(self.answer_token_ids)
+
+    def report_cached_tokens(self, tokens: int) -> None:
+        """Set `cached_tokens`."""
+        self.cached_tokens = min(tokens, self.num_prompt_tokens)
 
     def take_snapshot_at(self, tokens: int) -> None:
         """Set `snapshot_at`."""

@@ -37,7 +37,7 @@ from kvferry.transport.check_ranks import check_ranks
 from kvferry.transport.decode_errors import as_protocol_error
 from kvferry.transport.redeem import Grant, Incarnation, NotRedeemed, Redeem, Redeemed, Ticket, Unchanged
 
-PROTOCOL = 7
+PROTOCOL = 8
 MAX_REQUEST_BYTES = 4 << 20
 """Maximum size in bytes of a message to a producer."""
 MAX_REPLY_BYTES = 64 << 20

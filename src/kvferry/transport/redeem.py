@@ -185,12 +185,15 @@ class Redeemed(msgspec.Struct, frozen=True, tag="redeemed"):
             valid. While the producer computes the prompt, the tables of groups that do not attend to all
             tokens are empty.
         tokens: number of tokens whose KV the blocks hold, from the start of the prompt.
+        cached_tokens: number of prompt tokens that the producer's caches had. None if the producer does not
+            know it, or if its offer says it.
     """
 
     number: Number
     incarnation: Incarnation
     grant: Grant
     tokens: Annotated[int, msgspec.Meta(ge=1, lt=MAX_TOKENS)]
+    cached_tokens: Annotated[int, msgspec.Meta(ge=0, lt=MAX_TOKENS)] | None = None
 
 
 class Unchanged(msgspec.Struct, frozen=True, tag="unchanged"):

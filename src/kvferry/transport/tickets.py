@@ -47,6 +47,8 @@ class _OpenTicket:
         grant: block tables and lease word (integer that shows whether the lease is valid), given to
             consumers.
         ready: number of tokens whose KV the blocks hold already.
+        cached_tokens: number of prompt tokens that this engine's caches had, for consumers; None if the
+            offer says it.
         claimed: incarnations (random numbers of their runs) of the consumers that have redeemed the ticket
             and have not released it.
         released: incarnations of the consumers that have released the ticket.
@@ -57,6 +59,7 @@ class _OpenTicket:
     content: PromptContent
     grant: Grant
     ready: int
+    cached_tokens: int | None = None
     claimed: set[int] = field(default_factory=set)
     released: set[int] = field(default_factory=set)
 
@@ -116,6 +119,7 @@ class TicketBook:
         grant: Grant,
         *,
         ready: int | None = None,
+        cached_tokens: int | None = None,
     ) -> None:
         """Add a ticket (random id that names a lease), which consumers can redeem from now on.
 
@@ -127,6 +131,7 @@ class TicketBook:
             grant: block tables and lease word (integer that shows whether the lease is valid), given to
                 consumers.
             ready: number of tokens whose KV the blocks hold already; None for all. `advance` raises it.
+            cached_tokens: number of prompt tokens that this engine's caches had; None if the offer says it.
 
         Raises:
             ValueError: the book has a ticket with this id already.
@@ -135,7 +140,7 @@ class TicketBook:
             if ticket in self._open:
                 raise ValueError("the ticket names another lease already")
             self._open[ticket] = _OpenTicket(
-                lease, tokens, content, grant, tokens if ready is None else ready
+                lease, tokens, content, grant, tokens if ready is None else ready, cached_tokens
             )
             self._tickets[lease] = ticket
 
@@ -183,7 +188,7 @@ class TicketBook:
             found.claimed.add(asked.consumer)
             if found.ready <= asked.known_tokens:
                 return Unchanged(asked.number, self._incarnation)
-            return Redeemed(asked.number, self._incarnation, found.grant, found.ready)
+            return Redeemed(asked.number, self._incarnation, found.grant, found.ready, found.cached_tokens)
 
     def claimed(self, consumer: int, tickets: Iterable[bytes]) -> list[str]:
         """Return the names of the given leases that a consumer has claimed and not released.

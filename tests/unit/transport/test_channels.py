@@ -51,7 +51,7 @@ REPLIES = [
     Sample(control, control.Accepted(facts())),
     Sample(control, control.Refused(["one", "two"])),
     Sample(control, control.Ranks(list(cards(2)))),
-    Sample(control, redeem.Redeemed(7, 9, GRANT, 4)),
+    Sample(control, redeem.Redeemed(7, 9, GRANT, 4, 3)),
     Sample(control, redeem.Unchanged(7, 9)),
     Sample(control, redeem.NotRedeemed(7, 9, "other tokens")),
     Sample(control, control.Turns(7, [control.KeptTurn("D", 3, bytes(16), GRANT, 9, 1, 2, [5])])),

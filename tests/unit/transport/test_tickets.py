@@ -51,6 +51,12 @@ def test_a_ticket_is_exchanged_for_its_grant_as_often_as_its_consumer_asks():
     assert made.claimed(2, [ticket("a")]) == []
 
 
+def test_the_answer_to_a_ticket_says_what_the_caches_of_the_producer_had():
+    made = TicketBook(RUN)
+    made.publish(ticket("a"), "a", 4, CONTENT, GRANT, cached_tokens=3)
+    assert redeem(made, "a") == Redeemed(8, RUN, GRANT, 4, 3)
+
+
 def test_a_prompt_that_is_being_computed_is_granted_as_far_as_it_is():
     made = TicketBook(RUN)
     made.publish(ticket("a"), "a", 4, CONTENT, GRANT, ready=2)

@@ -47,6 +47,8 @@ class Offer(msgspec.Struct, frozen=True):
         remote_step_tokens: number of tokens of a prompt that the offering engine computes in one step. Its KV
             may be read while it computes longer prompts. 0 if KV can only be read after the last step. Offers
             of older releases lack the key; whether such an engine can be read from, the handshake decides.
+        remote_prefill_cached_tokens: number of prompt tokens that the offering engine's caches had. vLLM adds
+            it to the response. None if the offering engine is still computing the prompt.
     """
 
     remote_engine_id: _EngineId
@@ -55,6 +57,7 @@ class Offer(msgspec.Struct, frozen=True):
     remote_request_id: _Hex
     remote_num_tokens: _Tokens | None
     remote_step_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    remote_prefill_cached_tokens: Annotated[int, msgspec.Meta(ge=0, lt=MAX_TOKENS)] | None = None
 
     @property
     def address(self) -> Address:
@@ -148,6 +151,7 @@ def _fault(params: Any, error: str) -> str:
 def write_offer(offer: Offer) -> dict[str, Any]:
     """Return the ``kv_transfer_params`` of a response that offers the KV blocks of its prompt."""
     params: dict[str, Any] = msgspec.to_builtins(offer)
+    del params["remote_prefill_cached_tokens"]  # vLLM adds it
     return {"do_remote_prefill": True, "do_remote_decode": False, **params}
 
 

@@ -252,7 +252,7 @@ class Producer:
             drawn = stream is not None and stream.ticket not in self._tickets
             ticket = stream.ticket if stream is not None and drawn else new_ticket()
             try:
-                self._grant(request, ticket, tokens, tables)
+                self._grant(request, ticket, tokens, tables, None if stream is None else stream.cached_tokens)
             except (TransferError, Unnameable) as error:
                 self._log.say(str(error), f"request {shown(request.request_id)}: not offered: {error}")
                 return False, write_nothing()
@@ -271,7 +271,9 @@ class Producer:
         self._unclaimed.granted(request.request_id, block_ids, name)
         return True, params
 
-    def _grant(self, request: Request, ticket: bytes, tokens: int, tables: BlockIds) -> None:
+    def _grant(
+        self, request: Request, ticket: bytes, tokens: int, tables: BlockIds, cached_tokens: int | None
+    ) -> None:
         """Grant a lease on the blocks of a finished request, and publish its ticket.
 
         Args:
@@ -279,6 +281,8 @@ class Producer:
             ticket: random id that claims the lease.
             tokens: number of offered tokens, from the start of the prompt.
             tables: block ids to transfer for each KV cache group.
+            cached_tokens: number of prompt tokens that the engine's caches had; None if the engine adds it
+                to the offer.
 
         Raises:
             TransferError: all lease slots are in use.
@@ -288,7 +292,7 @@ class Producer:
         word = self._book.grant(request.request_id)
         self._events.emit(LeaseGranted(request.request_id, self._clock(), tokens, self._book.seconds))
         grant = Grant.of(word.slot, word.generation, tables)
-        self._tickets.publish(ticket, request.request_id, tokens, content, grant)
+        self._tickets.publish(ticket, request.request_id, tokens, content, grant, cached_tokens=cached_tokens)
 
     @property
     def calm(self) -> bool:

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvferry.connector.bids import Bid, Bidding
+from kvferry.connector.engine import Request
 from kvferry.connector.peers.claims import Claim
 from kvferry.geometry import RankGeometry
 from kvferry.planning.select import attends_to_all
-from kvferry.transport.handshake import Address, PeerInfo
+from kvferry.transport.handshake import Address, PeerInfo, Pending, Unusable
 from kvferry.transport.redeem import Grant, Redeemed
 
 
@@ -18,11 +19,14 @@ class Pull:
     """The KV at one peer that one request may read, and the state of the exchange with this peer.
 
     Attributes:
+        request: the request.
         address: address (host, port) of the peer's control channel.
         engine_id: id of the peer's engine.
         ticket: random id that claims a lease on the KV blocks at the peer.
         tokens: number of offered tokens, from the start of the prompt.
         bidding: excluded sources of the request, and its remaining attempts to load KV.
+        cached_tokens: number of prompt tokens that the peer's caches had when it computed the prompt; None
+            until that is known, and for an earlier turn of the conversation.
         until: deadline for sending the ticket to the peer, monotonic seconds.
         claim: the request's claim on the lease; None before the ticket has been sent, and if the peer offered
             the KV of an earlier turn of the conversation, which needs no claim.
@@ -37,12 +41,14 @@ class Pull:
         bid: last offer for the request to load KV from this peer; None if there was none.
     """
 
+    request: Request
     address: Address
     engine_id: str
     ticket: bytes
     tokens: int
     bidding: Bidding
     until: float
+    cached_tokens: int | None = None
     claim: Claim | None = None
     foreseen: bool = False
     grant: Grant | None = None
@@ -72,7 +78,13 @@ class Pull:
             return "the peer has replaced the lease while its blocks were read"
         self.grant, self.incarnation = answer.grant, answer.incarnation
         self.ready = max(self.ready, answer.tokens)
+        self.note_cached_tokens(answer)
         return None
+
+    def note_cached_tokens(self, answer: Redeemed | Unusable | Pending) -> None:
+        """Store the number of prompt tokens that the peer's caches had, if an answer of the peer says it."""
+        if isinstance(answer, Redeemed) and answer.cached_tokens is not None:
+            self.cached_tokens = answer.cached_tokens
 
     @property
     def peer(self) -> str:

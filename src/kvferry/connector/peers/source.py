@@ -147,12 +147,14 @@ class PeerSource:
             return False
         until = self._clock() + self._timeout
         pull = self._pulls[name] = Pull(
+            request=request,
             address=offer.address,
             engine_id=offer.remote_engine_id,
             ticket=offer.ticket,
             tokens=tokens,
             bidding=bidding,
             until=until,
+            cached_tokens=offer.remote_prefill_cached_tokens,
             foreseen=offer.remote_num_tokens is None,
         )
         self._redeem(pull, request)
@@ -334,22 +336,19 @@ class PeerSource:
         """End a request's claim on a peer's lease, because the request will not read from the peer again.
 
         If the lease is on an earlier turn of the conversation, which needs no claim, release the lease.
+        The request's answer then reports as cached what the caches of the peer had, if that is known.
         Called when the request's loads have succeeded, when the engine computes the prompt itself, when the
         peer is excluded, or when the request has ended.
         """
         self._turns.drop(request_id)
         pull = self._pulls.get(request_id)
-        if pull is None or pull.settled:
+        if pull is None:
             return
-        pull.settled = True
-        if pull.bid is not None and pull.bid.looking:
-            self._refusals.say(
-                request_id, pull.peer, "it had not answered when the request went on without it"
-            )
-        if pull.claim is not None:
-            self._claims.end(pull.claim)
-        elif pull.grant is not None:
-            self._client.release(pull.address, pull.ticket)  # a kept turn has a grant, but no claim
+        if not pull.settled:
+            self._end_claim(pull)
+        # The engine sets its own number at each admission, so this is repeated after each of them.
+        if pull.cached_tokens is not None:
+            pull.request.report_cached_tokens(pull.cached_tokens)
 
     def finished(self, request_id: str) -> None:
         """Forget a request that has ended. Ignore answers about it that peers have not sent yet."""
@@ -508,6 +507,7 @@ class PeerSource:
         if found is not None:
             kept = found.kept
             self._pulls[name] = Pull(
+                request=request,
                 address=found.address,
                 engine_id=kept.engine_id,
                 ticket=kept.ticket,
@@ -566,6 +566,19 @@ class PeerSource:
                 f"{self._most_held} (late_blocks)"
             )
         return None
+
+    def _end_claim(self, pull: Pull) -> None:
+        pull.settled = True
+        if pull.bid is not None and pull.bid.looking:
+            self._refusals.say(
+                pull.request.request_id, pull.peer, "it had not answered when the request went on without it"
+            )
+        if pull.claim is not None:
+            if pull.foreseen:  # the answer may have come while another source loaded the KV
+                pull.note_cached_tokens(self._claims.answer(pull.claim))
+            self._claims.end(pull.claim)
+        elif pull.grant is not None:
+            self._client.release(pull.address, pull.ticket)  # a kept turn has a grant, but no claim
 
     def _note_end(self, load: Load) -> None:
         if (pull := self._pulls.get(load.request_id)) is not None:

@@ -54,6 +54,7 @@ class Stream:
         request: request of the prompt.
         ticket: random id, drawn by the router, that claims the lease on the blocks.
         preemptions: number of the request's preemptions when its last step was scheduled.
+        cached_tokens: number of prompt tokens that the engine's caches had; None before the first step.
         word: lease word of the blocks; None before the first tokens were published.
         over: True once the lease has ended.
     """
@@ -61,6 +62,7 @@ class Stream:
     request: Request
     ticket: bytes
     preemptions: int = 0
+    cached_tokens: int | None = None
     word: LeaseWord | None = None
     over: bool = False
 
@@ -160,6 +162,7 @@ class Streams:
         for name, one in self._streams.items():
             if name in step.tokens and not one.over:
                 one.preemptions = one.request.num_preemptions
+                one.cached_tokens = one.request.cached_tokens
                 tokens = one.request.num_computed_tokens + step.tokens[name]
                 computed.append(_Computed(one, one.preemptions, tokens, block_ids(name)))
         if computed:
@@ -239,4 +242,12 @@ class Streams:
         except (TransferError, Unnameable):
             return  # tried again after the next step
         grant = Grant.of(word.slot, word.generation, tables)
-        self._tickets.publish(stream.ticket, name, total, content, grant, ready=one.tokens)
+        self._tickets.publish(
+            stream.ticket,
+            name,
+            total,
+            content,
+            grant,
+            ready=one.tokens,
+            cached_tokens=stream.cached_tokens,
+        )

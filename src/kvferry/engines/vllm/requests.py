@@ -13,8 +13,10 @@ from kvferry.engines.vllm.compat.drafts import reads_ahead
 from kvferry.engines.vllm.compat.models import vocabulary_size
 from kvferry.engines.vllm.compat.requests import (
     cache_refusal,
+    cached_tokens,
     ended_normally,
     own_hit,
+    report_cached_tokens,
     snapshot_at,
     take_snapshot_at,
     trim_prompt,
@@ -154,6 +156,11 @@ class VLLMRequest:
         return own_hit(self.raw)
 
     @property
+    def cached_tokens(self) -> int | None:
+        """Number of prompt tokens that vLLM's answer reports as cached; None once the answer has begun."""
+        return cached_tokens(self.raw)
+
+    @property
     def is_complete(self) -> bool:
         """True if the request stopped or reached its maximum length, and was not aborted.
 
@@ -180,6 +187,14 @@ class VLLMRequest:
     def snapshot_at(self) -> int:
         """Position at which vLLM will end a step and keep the recurrent state for others; 0 for none."""
         return snapshot_at(self.raw)
+
+    def report_cached_tokens(self, tokens: int) -> None:
+        """Have vLLM's answer report so many prompt tokens as cached, unless the answer has begun.
+
+        Args:
+            tokens: number of prompt tokens that the caches of the engine had that computed the prompt.
+        """
+        report_cached_tokens(self.raw, tokens)
 
     def take_snapshot_at(self, tokens: int) -> None:
         """Have vLLM end a step at a position and keep the recurrent state there, for other prompts.

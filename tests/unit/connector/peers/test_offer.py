@@ -107,6 +107,8 @@ def test_an_offer_of_an_older_release_is_read_and_left_to_the_handshake():
     ("key", "value"),
     [
         ("remote_port", 0), ("remote_port", 65536), ("remote_port", "5600"), ("remote_port", None),
+        ("remote_prefill_cached_tokens", -1), ("remote_prefill_cached_tokens", "4"),
+        ("remote_prefill_cached_tokens", True), ("remote_prefill_cached_tokens", 2**31),
         ("remote_num_tokens", -1), ("remote_num_tokens", 2**70), ("remote_num_tokens", True),
         ("remote_num_tokens", 0), ("remote_num_tokens", "40"), ("remote_num_tokens", 4.5),
         ("remote_engine_id", None), ("remote_engine_id", ""), ("remote_engine_id", "x" * 257),

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from msgspec import structs
+from vllm.v1.metrics.stats import PrefillStats
 
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.bids import Bid, Bidding, PlaceTokens
@@ -754,3 +755,57 @@ def test_after_a_reset_a_load_is_not_read_on():
     (told,) = engine.step().reads
     assert (told.load, told.order, told.failure) == (load.key, None, "the cache was reset")
     assert engine.step().reads == []
+
+
+def admit(one, own=0):
+    """vLLM admits a request, of which its own caches have so many tokens."""
+    one.prefill_stats = PrefillStats()
+    one.prefill_stats.set(one.num_prompt_tokens, own, 0)
+
+
+def test_the_answer_reports_what_the_caches_of_the_prefill_engine_had():
+    engine = with_peer(redeemed=structs.replace(some_of_it(16), cached_tokens=12))
+    one = engine.arrive(offered(remote_num_tokens=None))
+    engine.begin_load(one)
+    admit(one)
+    engine.source.settled("a")
+    assert one.cached_tokens == 12
+
+
+def test_a_number_that_comes_while_another_source_loads_is_reported():
+    engine = with_peer(redeemed=Pending())
+    one = engine.arrive(offered(remote_num_tokens=None))
+    admit(one, own=32)
+    engine.client.redeemed = structs.replace(some_of_it(16), cached_tokens=12)
+    engine.source.settled("a")
+    assert one.cached_tokens == 12
+    assert engine.client.released == ["theirs"]
+
+
+def test_the_number_of_an_offer_is_reported_at_every_admission():
+    engine = with_peer()
+    one = engine.arrive(offered(remote_prefill_cached_tokens=12))
+    load = engine.begin_load(one)
+    admit(one)
+    engine.source.ended(load, Report("its lease has ended"))
+    assert one.cached_tokens == 12
+    admit(one, own=32)
+    engine.source.settled("a")
+    assert one.cached_tokens == 12
+
+
+@pytest.mark.parametrize("redeemed", [Pending(), NOBODY, some_of_it(16)])
+def test_without_a_number_the_engine_reports_its_own_caches(redeemed):
+    engine = with_peer(redeemed=redeemed)
+    one = engine.arrive(offered(remote_num_tokens=None))
+    admit(one, own=32)
+    engine.source.settled("a")
+    assert one.cached_tokens == 32
+
+
+def test_nothing_is_reported_once_the_answer_has_begun():
+    engine = with_peer()
+    one = engine.arrive(offered(remote_prefill_cached_tokens=12))
+    one.prefill_stats = None
+    engine.source.settled("a")
+    assert one.cached_tokens is None

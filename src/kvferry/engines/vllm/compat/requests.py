@@ -36,6 +36,29 @@ def own_hit(request: Any) -> int | None:
     return None if stats is None else int(stats.num_local_cached_tokens)
 
 
+def cached_tokens(request: Any) -> int | None:
+    """Return the number of prompt tokens that vLLM will report as cached; None once the answer has begun.
+
+    vLLM sets it at the first admission, to the tokens of its own prefix cache and of the connector's load.
+    """
+    stats = request.prefill_stats
+    return None if stats is None else int(stats.num_cached_tokens)
+
+
+def report_cached_tokens(request: Any, tokens: int) -> None:
+    """Have vLLM report so many prompt tokens as cached; mutates `request`. Ignored once the answer has begun.
+
+    vLLM derives from it the cached tokens of the answer, the tokens written to the cache (``finalize``) and
+    ``vllm:prompt_tokens_cached``. Its counts by source stay as they are: the load did bring these tokens.
+
+    Args:
+        request: vLLM's request, after the admission that begins to compute it.
+        tokens: number of prompt tokens; the length of the prompt at most.
+    """
+    if request.prefill_stats is not None:
+        request.prefill_stats.num_cached_tokens = min(tokens, request.num_prompt_tokens)
+
+
 def cache_refusal(request: Any) -> str | None:
     """Return the reason why a request must not use cached KV; None if it may.
 
