@@ -276,14 +276,14 @@ def test_stream_adds_up_to_a_single_engines_answer(served):
         ("/v1/completions", lambda text: {"prompt": text}),
         ("/v1/chat/completions", lambda text: {"messages": [{"role": "user", "content": text}]}),
         ("/v1/messages", lambda text: {"messages": [{"role": "user", "content": text}]}),
-        ("/v1/responses", lambda text: {"input": text}),
+        ("/v1/responses", lambda text: {"input": text, "max_output_tokens": 12}),
     ],
     ids=["completions", "chat", "messages", "responses"],
 )
 def test_usage_of_a_prompt_that_nobody_has_seen_is_a_single_engines(served, path, prompt):
     usage, alone = (
-        served.post(url, path, **prompt(f"{letter}{path}: {TEXT * 18}")).json()["usage"]
-        for url, letter in ((served.url, "P"), (served.prefill, "Q"))
+        served.post(url, path, **prompt(f"{number} of {path}: {TEXT * 18}")).json()["usage"]
+        for url, number in ((served.url, 1), (served.prefill, 2))
     )
     assert usage == alone
 
@@ -309,7 +309,7 @@ def test_usage_is_what_the_prefill_engine_had_in_its_caches(served, at_once, sam
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(ask, text, ticket if at_once else None)
         offer = StreamSource.of(earlier).offer(ticket) if at_once else asked.result()["kv_transfer_params"]
-        usage = answer(text, offer, n=samples)["usage"]
+        usage = answer(text, offer, n=samples, temperature=1.0)["usage"]
         cached = asked.result()["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert 0 < cached == usage["prompt_tokens_details"]["cached_tokens"]
     transferred, reported = (now - was for now, was in zip(counts(), before, strict=True))
