@@ -79,16 +79,19 @@ def test_requests_report_hits_of_the_engines_own_prefix_cache() -> None:
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
-    from kvferry.engines.vllm.compat.requests import own_hit
+    from kvferry.engines.vllm.compat.requests import cached_tokens, own_hit, report_cached_tokens
 
     request = Request("r", [1, 2, 3], SamplingParams(max_tokens=8), None)
     request.prefill_stats.set(3, 2, 1)
-    assert own_hit(request) == 2
+    assert (own_hit(request), cached_tokens(request)) == (2, 3)
+    report_cached_tokens(request, 1)
+    assert (own_hit(request), cached_tokens(request)) == (2, 1)
     request.num_preemptions = 1
     assert own_hit(request) is None
     request.num_preemptions = 0
     request.take_prefill_stats()
-    assert own_hit(request) is None
+    report_cached_tokens(request, 1)
+    assert own_hit(request) is cached_tokens(request) is None
 
 
 def test_requests_report_features_that_leave_their_content_without_a_certain_name() -> None:
