@@ -42,7 +42,12 @@ def entries() -> tuple[ModelEntry, ...]:
     """Return all models of the built-in table."""
     raw = tomllib.loads((files("kvferry.plan") / "models.toml").read_text())
     return tuple(
-        ModelEntry(name, fields["source"], tuple(fields.get("also", ())), fields["config"])
+        ModelEntry(
+            name,
+            fields["source"],
+            tuple(fields.get("also", ())),
+            {**fields["config"], **dict.fromkeys(fields.get("null", ()))},
+        )
         for name, fields in raw.items()
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from copy import deepcopy
 from math import prod
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from kvferry.plan.find import entries
 pytestmark = pytest.mark.slow
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
+pytest.importorskip("vllm.config")
 
 STATE_MODELS = {
     "falcon_h1": ("vllm.model_executor.models.falcon_h1", "FalconH1ForCausalLM"),
@@ -156,3 +157,33 @@ def test_a_token_has_as_many_bytes_as_vllms(name, cache_dtype):
         layer for layer in tokens if not layer.attention_span and layer.fields[0].name != "indexer"
     ] or tokens
     assert {layer.whole_bytes for layer in plain} == {vllm_token_bytes(config, cache_dtype)}
+
+
+def seeing(heads: int, hidden: int, latent: int | None, rope: int) -> dict:
+    """A file of DeepSeek-VL2, with the keys of its language model that a reader has to judge."""
+    language = {
+        "model_type": "deepseek_v2", "num_hidden_layers": 3, "hidden_size": hidden,
+        "num_attention_heads": heads, "num_key_value_heads": heads, "kv_lora_rank": latent,
+        "qk_nope_head_dim": 2 * rope, "qk_rope_head_dim": rope, "v_head_dim": 2 * rope, "q_lora_rank": None,
+        "use_mla": latent is not None, "lm_head": True, "rm_head": False, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    return {"model_type": "deepseek_vl_v2", "torch_dtype": "bfloat16", "language_config": language}
+
+
+@pytest.mark.parametrize(
+    "config", [seeing(32, 2560, 512, 64), seeing(10, 1280, None, 0)], ids=["latents", "K and V"]
+)
+def test_deepseek_vl2_keeps_what_vllm_resolves(config):
+    from vllm.transformers_utils.configs.deepseek_vl2 import DeepseekVLV2Config
+    from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+
+    theirs = DeepseekVLV2Config(**deepcopy(config))
+    resolved = ModelArchConfigConvertorBase(theirs, theirs.text_config).convert()
+    entry = (
+        resolved.head_size
+        if resolved.is_deepseek_mla
+        else 2 * resolved.total_num_kv_heads * resolved.head_size
+    )
+    layers = read_model(config).cache.layers
+    assert [layer.whole_bytes for layer in layers] == [2 * entry] * resolved.total_num_hidden_layers
+    assert {layer.kind is GroupKind.MLA for layer in layers} == {resolved.is_deepseek_mla}

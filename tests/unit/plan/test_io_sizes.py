@@ -1,4 +1,4 @@
-"""The public table of I/O sizes (vLLM pull request 30207) comes out of the models' configurations.
+"""The public table of I/O sizes (vLLM's post on offloading) comes out of the models' configurations.
 
 Its first column is from before K and V were packed per head and token; its second is a cross-layer cache.
 """
@@ -23,8 +23,13 @@ TABLE = [
     ("Llama-3.2-1B-Instruct", 1, 16, 16 * KIB, 0.5 * MIB, 1),
     ("Llama-3.1-70B-Instruct", 4, 16, 8 * KIB, 1.25 * MIB, 2),
     ("Mistral-7B-Instruct-v0.2", 1, 16, 32 * KIB, 2 * MIB, 0),
+    ("Mistral-Small-24B-Instruct-2501", 1, 16, 32 * KIB, 2.5 * MIB, 1),
+    ("Qwen2.5-1.5B-Instruct", 1, 16, 8 * KIB, 0.44 * MIB, 2),
     ("Qwen2.5-3B-Instruct", 1, 16, 8 * KIB, 0.56 * MIB, 2),
+    ("Qwen2.5-7B-Instruct", 1, 16, 16 * KIB, 0.875 * MIB, 3),  # the table cuts it to 0.87
     ("Qwen3-0.6B", 1, 16, 32 * KIB, 1.75 * MIB, 2),
+    ("Qwen3-1.7B", 1, 16, 32 * KIB, 1.75 * MIB, 2),
+    ("Qwen3-4B-Instruct-2507", 1, 16, 32 * KIB, 2.25 * MIB, 2),
     ("Qwen3-32B", 2, 16, 16 * KIB, 2 * MIB, 0),
 ]
 

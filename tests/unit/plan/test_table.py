@@ -45,6 +45,11 @@ def test_every_entry_can_be_planned_and_names_its_source(entry):
     assert "github.com/" in entry.source or " on PyPI, " in entry.source
 
 
+@pytest.mark.parametrize("name", ["Mistral-7B-Instruct-v0.2", "Mistral-Small-24B-Instruct-2501"])
+def test_a_mistral_whose_file_says_that_it_has_no_window_has_none(name):
+    assert {layer.attention_span for layer in read_model(lookup(name).config).cache.layers} == {0}
+
+
 def test_the_sizes_that_were_computed_are_of_models_in_the_table():
     names = {entry.name for entry in entries()}
     assert len(names) >= 20

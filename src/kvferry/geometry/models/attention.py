@@ -95,6 +95,8 @@ class AttentionReader:
             self.config.mark_read("kv_lora_rank", "head_dim", "v_head_dim", *_KV_HEADS)
             width = self.config.number("qk_nope_head_dim") + self.config.number("qk_rope_head_dim")
             return self.config.number(*_QUERY_HEADS), width, width
+        if self.config.get("qk_rope_head_dim") == 0:
+            self.config.mark_read("qk_rope_head_dim")  # DeepSeek-VL2-tiny: its class has latents, it has none
         heads, k_width = self._layer_heads(layer), _head_width(self.config)
         v_width = self.config.optional_int("v_head_dim") or k_width
         if self.config.get("per_layer_config") is not None:

@@ -66,7 +66,7 @@ _HARMLESS = frozenset((
     "tie_encoder_decoder", "encoder_no_repeat_ngram_size", "num_return_sequences", "layer_types_full",
     "vision_soft_tokens_per_image", "head_bias_init", "tied_layers", "has_lm_head_bias", "lm_head_bias",
     "scale_embedding", "block_name", "num_layers_per_stack", "use_lm_head_norm", "embd_layer_norm",
-    "layer_name",
+    "layer_name", "rm_head",
     # Draft layers, which are planned only with --mtp.
     "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_layers_block_type",
     "mtp_hybrid_override_pattern", "mtp_use_dedicated_embeddings", "num_mtp_layers", "mtp_layer_types",
