@@ -18,6 +18,7 @@ from kvferry.plan.find import find_config
 from kvferry.plan.kept import KeptSettings
 from kvferry.plan.side import EngineSide, resolve_layout
 from kvferry.replay.model import ServedModel, served_model
+from kvferry.replay.pool import BlockPool
 from kvferry.replay.settings import ReplaySettings, parse_tier
 from kvferry.replay.simulation import Simulation
 from kvferry.replay.trace.open import open_trace
@@ -57,7 +58,7 @@ def _read(path: Path) -> tuple[int, float | None]:
 
 def _replay(model: str, tiers: tuple[str, ...], engine_blocks: int, path: Path) -> tuple[int, float | None]:
     trace = open_trace(str(path))
-    settings = ReplaySettings(tiers=tuple(map(parse_tier, tiers)), engine_blocks=engine_blocks)
+    settings = ReplaySettings(tiers=tuple(map(parse_tier, tiers)), pool=BlockPool(engine_blocks))
     found = Simulation(_served(model), settings, trace.unit_tokens).run(trace)
     return found.requests, found.hit_rate
 

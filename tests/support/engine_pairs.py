@@ -53,7 +53,7 @@ def small_model(
         requested_first=first_snapshot_tokens,
     )
     groups = (BlockGroup(one.kind, one.attention_span, block_tokens, 1) for one in canonical.groups)
-    return ServedModel("small", form, tuple(groups)), rank
+    return ServedModel("small", form, tuple(groups), rank.regions[0].length // BLOCKS), rank
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from kvferry.plan.kept import KeptSettings
 from kvferry.plan.side import EngineSide
 from kvferry.replay.engine_cache import EngineCache
 from kvferry.replay.model import ServedModel, served_model
+from kvferry.replay.pool import BlockPool
 from kvferry.replay.recorded_engine import recorded_engine, with_blocks
 from kvferry.replay.settings import ReplaySettings, parse_tier
 from kvferry.replay.simulation import Simulation
@@ -48,7 +49,7 @@ def model_of_engine(checkpoint: Path, trace: Trace, retention: int | None, dtype
 def replay_of(model: ServedModel, trace: Trace, tiers: Sequence[str], *, prefix_caching: bool) -> Simulation:
     """Return a replay for one engine, which has seen no request."""
     blocks = (recorded_engine(trace.name, trace.header).num_blocks or 0) if prefix_caching else 0
-    settings = ReplaySettings(tiers=tuple(map(parse_tier, tiers)), engine_blocks=blocks)
+    settings = ReplaySettings(tiers=tuple(map(parse_tier, tiers)), pool=BlockPool(blocks))
     return Simulation(model, settings, trace.unit_tokens)
 
 
@@ -64,8 +65,8 @@ def found_in_replay(
     """
     found, (engine,), settings = [], replay.engines, replay.settings
     for number, request in enumerate(requests):
-        if number in forgotten and settings.engine_blocks:
-            engine.cache = EngineCache(replay.model, settings.engine_blocks, request.unit_tokens)
+        if number in forgotten and settings.pool.blocks:
+            engine.cache = EngineCache(replay.model, settings.pool.blocks, request.unit_tokens)
         (arrived,) = engine.arrive([request])
         running = engine.admit(arrived)
         engine.finish(running)

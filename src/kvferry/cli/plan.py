@@ -53,6 +53,7 @@ def plan(
     first_snapshot_tokens: opt.FirstSnapshot = None,
     kept_tokens: opt.KeptTokens = _PROMPT_TOKENS,
     trace: opt.TraceFile = None,
+    kv_cache_memory: opt.KVCacheMemory = None,
     unit_tokens: opt.UnitTokens = None,
     as_json: opt.Json = False,
     html: opt.Html = None,
@@ -69,6 +70,9 @@ def plan(
     reading = _read(model, dtype, mtp=mtp)
     separate = _check_options(tokens, kv)
     check_folder(html)
+    without_trace = {"--unit-tokens": unit_tokens, "--kv-cache-memory": kv_cache_memory}
+    if trace is None and (given := [name for name, value in without_trace.items() if value is not None]):
+        raise ConfigError(f"{given[0]} is for the curve of a trace; add --trace FILE, or leave it out")
     opened = _open(trace, unit_tokens, shown=as_json or html is not None)
     from kvferry.plan.cost import Pricing, limit_bandwidth, parse_strategy
     from kvferry.plan.forecast import RefusedTransfer, forecast, refusal
@@ -97,7 +101,7 @@ def plan(
         first_snapshot_tokens,
     )
     kept = forecast_tiers(reading, source, settings)
-    curve = _Curve() if opened is None else _curve(opened, reading, source, settings)
+    curve = _Curve() if opened is None else _curve(opened, reading, source, settings, kv_cache_memory)
     refused = isinstance(transfer, RefusedTransfer)
     if html is not None and not isinstance(transfer, RefusedTransfer):
         _write_html(html, transfer, reading, _sections(curve), separate=separate)
@@ -166,17 +170,21 @@ def _open(path: str | None, unit_tokens: int | None, *, shown: bool) -> Trace | 
         ConfigError: the file is no trace, or can be read only once, or an option is missing.
     """
     if path is None:
-        if unit_tokens is not None:
-            raise ConfigError("--unit-tokens describes a trace; add --trace FILE, or leave it out")
         return None
     if not shown:
         raise ConfigError("--trace adds a curve to a page or to JSON; add --html FILE or --json")
-    from kvferry.cli.replay import open_for_passes
+    from kvferry.cli.replay import open_for_curve
 
-    return open_for_passes(path, unit_tokens, several="--trace")
+    return open_for_curve(path, unit_tokens, "--trace")
 
 
-def _curve(trace: Trace, reading: ModelReading, side: EngineSide, settings: KeptSettings) -> _Curve:
+def _curve(
+    trace: Trace,
+    reading: ModelReading,
+    side: EngineSide,
+    settings: KeptSettings,
+    kv_cache_memory: str | None,
+) -> _Curve:
     """Return the hit rate by capacity of host memory, from several passes over a trace.
 
     Args:
@@ -184,13 +192,14 @@ def _curve(trace: Trace, reading: ModelReading, side: EngineSide, settings: Kept
         reading: description of the model's KV cache.
         side: settings of the source engine that decide its memory layout.
         settings: settings of the source engine and its tiers.
+        kv_cache_memory: memory of each of its ranks for KV cache; None for a default.
     """
     from kvferry.cli.curves import curve_of_model
     from kvferry.cli.replay import print_notes
     from kvferry.replay.model import served_model
 
     try:
-        points, about = curve_of_model(trace, served_model(reading, side, settings))
+        points, about = curve_of_model(trace, served_model(reading, side, settings), kv_cache_memory)
     except KeyboardInterrupt:
         print_error("interrupted; the hit-rate curve is left out")
         return _Curve(complete=False)

@@ -124,6 +124,10 @@ TraceFile: TypeAlias = Annotated[
         help="Trace as for `kvferry replay`: adds the hit rate by host memory to --html and --json.",
     ),
 ]
+KVCacheMemory: TypeAlias = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="For --trace: memory of a rank for KV cache; by default 40GiB."),
+]
 UnitTokens: TypeAlias = Annotated[
     int | None,
     typer.Option(metavar="COUNT", help="Tokens per unit of the trace, where the trace does not say it."),

@@ -43,6 +43,7 @@ def replay(
     model: opt.Model,
     tier: opt.Tiers = None,
     engine_blocks: opt.EngineBlocks = None,
+    kv_cache_memory: opt.KVCacheMemory = None,
     policy: opt.Policy = "lru",
     prefill_tokens_per_second: opt.PrefillSpeed = 0.0,
     bandwidth: opt.Bandwidth = None,
@@ -69,11 +70,14 @@ def replay(
     Simulates engines and their tiers with the code that looks chunks up, chooses what to store and evicts in
     a real engine. Nothing is run, and no weights are read.
     """
+    from kvferry.replay.pool import block_pool
     from kvferry.replay.recorded_engine import recorded_engine
     from kvferry.replay.settings import ReplaySettings, parse_tier
 
     check_folder(html)
-    found = open_for_passes(trace, unit_tokens, several="--curve" if curve else "")
+    from kvferry.replay.trace.open import open_trace
+
+    found = open_for_curve(trace, unit_tokens, "--curve") if curve else open_trace(trace, unit_tokens)
     recorded = recorded_engine(found.name, found.header)
     served = served_model_of(
         model,
@@ -91,7 +95,7 @@ def replay(
     settings = ReplaySettings(
         tiers=tuple(tiers),
         engines=engines,
-        engine_blocks=(recorded.num_blocks or 0) if engine_blocks is None else engine_blocks,
+        pool=block_pool(served, engine_blocks, recorded.num_blocks, kv_cache_memory),
         policy=policy,
         route=route,  # type: ignore[arg-type]  # checked by the class
         prefill_tokens_per_second=prefill_tokens_per_second,
@@ -192,22 +196,26 @@ def with_bandwidth(tiers: list[TierSetting], texts: list[str] | None) -> list[Ti
     return tiers
 
 
-def open_for_passes(path: str, unit_tokens: int | None, *, several: str = "") -> Trace:
-    """Open a trace.
+def open_for_curve(path: str, unit_tokens: int | None, asked_by: str) -> Trace:
+    """Open a trace from which a hit-rate curve is computed, in several passes.
 
     Args:
         path: path of the trace, or ``-`` for standard input.
         unit_tokens: number of tokens per unit, where the trace does not say it.
-        several: what needs several passes over the trace, for the error message; empty if one pass is enough.
+        asked_by: command or option that computes the curve, for the error message.
 
     Raises:
-        ConfigError: the file is no trace, or several passes are needed and it can be read only once.
+        ConfigError: the file is no trace, it can be read only once, or it has only lengths.
     """
+    from kvferry.replay.trace.base import ONLY_LENGTHS
     from kvferry.replay.trace.open import open_trace
 
     opened = open_trace(path, unit_tokens)
-    if several and opened.size_bytes is None:
-        raise ConfigError(f"{several} needs several passes, but {path} can be read only once; name a file")
+    if opened.size_bytes is None:
+        raise ConfigError(f"{asked_by} needs several passes, but {path} can be read only once; name a file")
+    if not opened.tells_prefixes:
+        instead = "or describe a workload to `kvferry size` (--users)"
+        raise ConfigError(f"{asked_by}: {opened.name} {ONLY_LENGTHS}, {instead}")
     return opened
 
 

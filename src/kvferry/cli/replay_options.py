@@ -17,7 +17,14 @@ EngineBlocks: TypeAlias = Annotated[
     int | None,
     typer.Option(
         metavar="COUNT",
-        help="Blocks in an engine's pool; by default the recorded engine's, else no prefix cache.",
+        help="Blocks in an engine's pool, 0 for no prefix cache; by default the recorded engine's.",
+    ),
+]
+KVCacheMemory: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Memory of a rank for KV cache; by default as in the recorded engine, else 40GiB.",
     ),
 ]
 Tiers: TypeAlias = Annotated[
@@ -86,7 +93,7 @@ Skip: TypeAlias = Annotated[
 ]
 Seed: TypeAlias = Annotated[int, typer.Option(metavar="NUMBER", help="Seed of random choices.")]
 Curve: TypeAlias = Annotated[
-    bool, typer.Option("--curve", help="Also compute the hit rate of host memory alone by capacity.")
+    bool, typer.Option("--curve", help="Also compute the hit rate by capacity of host memory.")
 ]
 Requests: TypeAlias = Annotated[
     Path | None, typer.Option(metavar="FILE", help="File to write, with what was found for each request.")

@@ -10,9 +10,8 @@ import typer
 
 from kvferry.cli import plan_options, replay_options as opt
 from kvferry.cli.options import check_folder, write_file
-from kvferry.cli.progress import progress
-from kvferry.cli.replay import open_for_passes, print_notes, served_model_of
-from kvferry.errors import ConfigError
+from kvferry.cli.progress import progress, workload_progress
+from kvferry.cli.replay import open_for_curve, print_notes, served_model_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -65,6 +64,8 @@ def size(
     disk_writes_per_day: DiskWrites = 1.0,
     tp: opt.Tp = 1,
     block_size: opt.BlockSize = None,
+    engine_blocks: opt.EngineBlocks = None,
+    kv_cache_memory: opt.KVCacheMemory = None,
     dtype: opt.Dtype = "auto",
     step_tokens: opt.StepTokens = None,
     retention: opt.Retention = "0",
@@ -82,6 +83,7 @@ def size(
     read.
     """
     check_folder(html)
+    from kvferry.replay.pool import block_pool
     from kvferry.replay.recorded_engine import recorded_engine
     from kvferry.replay.sizing import SizeQuestion, size as answer
     from kvferry.tiers.sizes import parse_size
@@ -107,18 +109,14 @@ def size(
             seed=seed,
         )
         name, unit = "a described workload", workload.unit_tokens
-        requests: Callable[[str], Iterable[TraceRequest]] = lambda _: workload.requests()  # noqa: E731
+        requests: Callable[[str], Iterable[TraceRequest]] = partial(workload_progress, workload)
     else:
-        opened = open_for_passes(trace, unit_tokens, several="kvferry size")
-        if not opened.tells_prefixes:
-            from kvferry.replay.trace.base import ONLY_LENGTHS
-
-            raise ConfigError(f"{opened.name} {ONLY_LENGTHS}, or describe the workload (--users)")
+        opened = open_for_curve(trace, unit_tokens, "kvferry size")
         name, unit, requests = opened.name, opened.unit_tokens, partial(progress, opened)
-    header = {} if opened is None else opened.header
+    recorded = recorded_engine(name, {} if opened is None else opened.header)
     served = served_model_of(
         model,
-        recorded_engine(name, header),
+        recorded,
         dtype=dtype,
         tp=tp,
         block_size=block_size,
@@ -128,7 +126,8 @@ def size(
         snapshot_tokens=snapshot_tokens,
         first_snapshot_tokens=first_snapshot_tokens,
     )
-    found = answer(requests, served, question, unit)
+    pool = block_pool(served, engine_blocks, recorded.num_blocks, kv_cache_memory)
+    found = answer(requests, served, pool, question, unit)
     if opened is not None:
         print_notes(opened)
     if html is not None:

@@ -1,4 +1,4 @@
-"""The hit rate of host memory for many capacities, in as few passes over a trace as the policy allows."""
+"""The hit rate for many capacities of host memory, in as few passes over a trace as the policy allows."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import ceil, log2
 
-from kvferry.replay.content import in_batches, keys_of_each
+from kvferry.replay.content import RequestKeys, in_batches, keys_of_each
 from kvferry.replay.curve import CurvePoint, StackDistances
+from kvferry.replay.engine_cache import EngineCache, engine_cache
+from kvferry.replay.model import ServedModel
+from kvferry.replay.pool import BlockPool
 from kvferry.replay.simulation import Simulation
 from kvferry.replay.tier import UNLIMITED
 from kvferry.replay.trace.request import TraceRequest
@@ -18,10 +21,11 @@ _PASSES = 8
 
 
 def hit_rate_curve(passes: Iterator[Iterable[TraceRequest]], replayed: Simulation) -> list[CurvePoint]:
-    """Return the hit rate of one engine by the capacity of its host memory, without other caches.
+    """Return the hit rate of one engine by the capacity of its host memory, without slower tiers.
 
-    One pass is enough for the policy `lru` and a model with one KV cache group. Otherwise the trace is
-    replayed for each of `_PASSES` capacities.
+    The engine has the pools of all engines of the replay. One pass is enough for the policy `lru` and a model
+    with one KV cache group, which attends to all tokens. Otherwise the trace is replayed for each of
+    `_PASSES` capacities.
 
     Args:
         passes: yields the requests of the trace, once for each pass.
@@ -31,22 +35,41 @@ def hit_rate_curve(passes: Iterator[Iterable[TraceRequest]], replayed: Simulatio
     least = _LEAST_CHUNKS * max(group.chunk_bytes for group in model.groups)
     stored = sum(counts.stored_bytes for tier in replayed.tiers[0] for counts in tier.counts)
     largest = max(stored, 2 * least)
-    if settings.policy == "lru" and len(model.groups) == 1:
+    pool = BlockPool(settings.pool.blocks * settings.engines)
+    if settings.policy == "lru" and model.has_one_row:
         capacities = capacities_up_to(largest, least)
         distances = StackDistances(model.groups[0].chunk_bytes, model.chunk_tokens, capacities)
-        seen = 0
-        for batch in in_batches(next(passes)):
-            for request, keys in zip(batch, keys_of_each(batch, model.chunk_tokens, 1), strict=True):
-                distances.add(request, keys, counted=seen >= settings.skip)
-                seen += 1
+        cache = engine_cache(model, pool.blocks, replayed.unit_tokens)
+        for number, looked_up in enumerate(_looked_up(model, cache, next(passes))):
+            distances.add(*looked_up, counted=number >= settings.skip)
         return distances.points()
     found = []
     for capacity in capacities_up_to(largest, least, _PASSES):
         host = replace(settings.tiers[0], capacity_bytes=min(capacity, UNLIMITED))
-        alone = replace(settings, tiers=(host,), engines=1, engine_blocks=0, prefill_tokens_per_second=0.0)
-        simulation = Simulation(model, alone, 1)
+        alone = replace(settings, tiers=(host,), engines=1, pool=pool, prefill_tokens_per_second=0.0)
+        simulation = Simulation(model, alone, replayed.unit_tokens)
         found.append(CurvePoint(capacity, simulation.run(next(passes)).hit_rate))
     return found
+
+
+def _looked_up(
+    model: ServedModel, cache: EngineCache | None, requests: Iterable[TraceRequest]
+) -> Iterator[tuple[TraceRequest, RequestKeys, int]]:
+    """Yield (request, keys of its chunks, number of tokens of its prompt that the engine has).
+
+    Args:
+        model: model with one KV cache group, which attends to all tokens.
+        cache: prefix cache of the engine, which keeps every request; None for an engine without one.
+        requests: requests that the engine serves one after the other.
+    """
+    for batch in in_batches(requests):
+        if cache is None:
+            for request, keys in zip(batch, keys_of_each(batch, model.chunk_tokens, 1), strict=True):
+                yield request, keys, 0
+            continue
+        for request, keys, runs in zip(batch, *cache.keys_of_each(batch), strict=True):
+            yield request, keys, cache.look_up(request.prompt_tokens, runs).tokens
+            cache.keep(request, runs, (), 0)
 
 
 def capacities_up_to(largest: int, least: int, most: int = 0) -> list[int]:

@@ -1,4 +1,4 @@
-"""The hit rate of host memory for every capacity, from one pass over a trace.
+"""The hit rate for every capacity of host memory, from one pass over a trace.
 
 Least recently used chunks form a stack: with any capacity, host memory holds the chunks at its top. So the
 smallest capacity at which a chunk is a hit is the bytes above it, its *stack distance* (R. L. Mattson, J.
@@ -7,8 +7,12 @@ Gecsei, D. R. Slutz, I. L. Traiger, "Evaluation techniques for storage hierarchi
 those of its answer. Each of the two is a *run* of the stack, and a later request takes a first part of it
 away. A Fenwick tree over runs sums those above a chunk.
 
-Limits: all chunks must have one size, so the model has one KV cache group. The pass knows neither the
-engine's own prefix cache nor slower tiers.
+The chunks of every prompt are stored and used in this way, whatever the engine has of it. So the engine's own
+prefix cache changes nothing in the stack: its tokens are hits at every capacity, and host memory adds those
+after them.
+
+Limits: all chunks must have one size and be needed from the first on, so the model has one KV cache group,
+which attends to all tokens. The pass knows no slower tiers.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ class CurvePoint:
 
     Attributes:
         capacity_bytes: capacity of host memory in bytes.
-        hit_rate: share of the prompt tokens that host memory provides.
+        hit_rate: share of the prompt tokens that the engine's prefix cache and host memory provide.
     """
 
     capacity_bytes: int
@@ -78,7 +82,7 @@ class _Sums:
 
 
 class StackDistances:
-    """The tokens that host memory provides at each capacity, added up while requests pass."""
+    """The tokens that need not be computed at each capacity, added up while requests pass."""
 
     def __init__(self, chunk_bytes: int, chunk_tokens: int, capacities: Sequence[int]) -> None:
         """Begin with an empty stack.
@@ -93,18 +97,21 @@ class StackDistances:
         self._depths = np.asarray(capacities, np.int64) // chunk_bytes
         self._chunk_tokens = chunk_tokens
         self._hits = np.zeros(len(self._depths) + 1, np.int64)
-        self._tokens = 0
+        self._tokens = self._local_tokens = 0
         self._users: dict[bytes, int] = {}  # number of the run that each chunk is in
         self._runs: deque[tuple[int, list[bytes]]] = deque()  # runs of the stack, the oldest first
         self._left: dict[int, int] = {}  # number of chunks left in each run
         self._sums, self._count = _Sums(), 0
 
-    def add(self, request: TraceRequest, names: RequestKeys, *, counted: bool = True) -> None:
+    def add(
+        self, request: TraceRequest, names: RequestKeys, local_tokens: int = 0, *, counted: bool = True
+    ) -> None:
         """Pass a request: count its hits at each capacity, and put its chunks on top of the stack.
 
         Args:
             request: the request.
             names: keys of its chunks, in one group.
+            local_tokens: number of tokens of its prompt that the engine itself has.
             counted: False to move its chunks only.
         """
         prompt, size = request.prompt_tokens, self._chunk_tokens
@@ -113,12 +120,14 @@ class StackDistances:
         if prompt % size:
             keys.append(names.tail(prompt)[0])
         self._tokens += prompt * counted
+        self._local_tokens += local_tokens * counted
         runs = self._hit_runs(keys)
-        if counted and runs and prompt > 1:  # the last token is always computed
+        if counted and runs and prompt - local_tokens > 1:  # the last token is always computed
             depths = [self._sums.after(user) + np.arange(1, last - first + 1) for user, first, last in runs]
             at = self._depths.searchsorted(np.concatenate(depths))
-            self._hits += np.bincount(at, minlength=len(self._hits)) * size
-            self._hits[at[-1]] -= max(runs[-1][2] * size - prompt, 0)
+            ends = np.minimum(np.arange(1, len(at) + 1) * size, prompt)
+            added = np.diff(np.maximum(ends, local_tokens), prepend=local_tokens)
+            np.add.at(self._hits, at, added)
         for user, first, last in (*runs, *self._hit_runs(generated)):
             self._left[user] -= last - first
             self._sums.add(user, first - last)
@@ -128,7 +137,7 @@ class StackDistances:
 
     def points(self) -> list[CurvePoint]:
         """Return the hit rate at each capacity."""
-        sums = self._hits[:-1].cumsum().tolist()
+        sums = (self._local_tokens + self._hits[:-1].cumsum()).tolist()
         each = zip(self._capacities, sums, strict=True)
         return [CurvePoint(capacity, hits / max(self._tokens, 1)) for capacity, hits in each]
 

@@ -29,6 +29,11 @@ NO_PREFIX = LocalPrefix(0, 0)
 """Prefix of a prompt of which the engine has nothing."""
 
 
+def engine_cache(model: ServedModel, num_blocks: int, unit_tokens: int) -> EngineCache | None:
+    """Return an empty prefix cache; None for an engine without prefix caching, which has 0 blocks."""
+    return EngineCache(model, num_blocks, unit_tokens) if num_blocks else None
+
+
 class EngineCache:
     """The prefix cache of one engine."""
 

@@ -8,6 +8,7 @@ from math import lcm
 
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalGroup
+from kvferry.geometry.layout import lay_out_rank
 from kvferry.geometry.models import ModelReading
 from kvferry.plan.kept import KeptSettings, StoredForm, stored_form
 from kvferry.plan.side import EngineSide, shape
@@ -41,11 +42,13 @@ class ServedModel:
         name: name of the model.
         form: form in which the tiers store the model's KV, and what they store.
         block_groups: the engine's block tables, in the order of the KV cache groups in `form`.
+        block_bytes: bytes of a block of the engine's pool on one rank.
     """
 
     name: str
     form: StoredForm
     block_groups: tuple[BlockGroup, ...]
+    block_bytes: int
 
     @cached_property
     def groups(self) -> tuple[CanonicalGroup, ...]:
@@ -116,11 +119,13 @@ def served_model(reading: ModelReading, side: EngineSide, settings: KeptSettings
     form = stored_form(reading, side, settings)
     layers = reading.cache.layers
     tables: dict[tuple[GroupKind, int], list[int]] = {}
-    for group in shape(reading, side, num_blocks=1).groups:
+    engine = shape(reading, side, num_blocks=1)
+    for group in engine.groups:
         cache = layers[group.layers[0]]
         tables.setdefault((cache.kind, cache.attention_span), []).append(group.block_tokens)
     block_groups = []
     for one in form.canonical.groups:
         sizes = tables[one.kind, one.attention_span]
         block_groups.append(BlockGroup(one.kind, one.attention_span, lcm(*sizes), len(sizes)))
-    return ServedModel(reading.cache.name, form, tuple(block_groups))
+    (pool,) = lay_out_rank(reading.cache, engine, 0, 0).geometry.regions
+    return ServedModel(reading.cache.name, form, tuple(block_groups), pool.length)

@@ -65,7 +65,7 @@ def curve_section(points: Sequence[CurvePoint], about: str = "") -> Iterator[str
         return
     yield "<section><h2>Hit rate by capacity of host memory</h2>"
     yield (
-        "<p>Share of the prompt tokens that host memory alone provides. The capacity doubles from line to "
+        "<p>Share of the prompt tokens that need not be computed. The capacity doubles from line to "
         f"line. At {format_bytes(points[-1].capacity_bytes)} it is {points[-1].hit_rate:.1%}.</p>"
     )
     if about:

@@ -41,7 +41,7 @@ class Outcome:
         unit_tokens: number of tokens per unit of the trace.
         complete: False if the replay was interrupted.
         tiers: outcome of each kind of tier, host memory first.
-        curve: hit rate of host memory alone by capacity; empty if it was not computed.
+        curve: hit rate by capacity of host memory; empty if it was not computed.
         tells_prefixes: False if the trace has only lengths, so that its hit rate means nothing.
     """
 
@@ -70,7 +70,7 @@ def outcome(
         trace: name of the trace.
         unit_tokens: number of tokens per unit of the trace.
         complete: False if it was interrupted.
-        curve: hit rate of host memory alone by capacity.
+        curve: hit rate by capacity of host memory.
         tells_prefixes: False if the trace has only lengths.
     """
     tiers = []
@@ -117,7 +117,8 @@ def as_json(found: Outcome) -> dict[str, Any]:
         "model": simulation.model.name,
         "chunk_tokens": simulation.model.chunk_tokens,
         "engines": settings.engines,
-        "engine_blocks": settings.engine_blocks,
+        "engine_blocks": settings.pool.blocks,
+        "engine_blocks_source": settings.pool.source,
         "policy": settings.policy,
         "route": settings.route,
         "requests": results.requests,

@@ -53,7 +53,17 @@ class Results:
     @property
     def hit_rate(self) -> float:
         """Share of the prompt tokens that were not computed; 0 without requests."""
-        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+        return self.hit_tokens / max(self.prompt_tokens, 1)
+
+    @property
+    def local_hit_rate(self) -> float:
+        """Share of the prompt tokens that engines had in their own prefix caches; 0 without requests."""
+        return self.local_tokens / max(self.prompt_tokens, 1)
+
+    @property
+    def tier_hit_rate(self) -> float:
+        """Share of the prompt tokens that tiers provided; 0 without requests."""
+        return sum(self.tier_tokens) / max(self.prompt_tokens, 1)
 
     @property
     def unit_hit_rate(self) -> float:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Literal, TypeAlias, get_args
 
 from kvferry.errors import ConfigError
+from kvferry.replay.pool import NO_PREFIX_CACHE, BlockPool
 from kvferry.replay.tier import UNLIMITED
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.names import HOST
@@ -76,7 +77,7 @@ class ReplaySettings:
     Attributes:
         tiers: tiers of each engine, host memory first.
         engines: number of engines.
-        engine_blocks: number of blocks in the pool of each engine; 0 for engines without prefix caching.
+        pool: block pool of each engine.
         policy: name of the eviction policy of host memory. Storage evicts the least recently used chunks.
         route: how an engine is chosen for a request.
         prefill_tokens_per_second: tokens that an engine computes per second; 0 to assume that a request has
@@ -87,7 +88,7 @@ class ReplaySettings:
 
     tiers: tuple[TierSetting, ...]
     engines: int = 1
-    engine_blocks: int = 0
+    pool: BlockPool = NO_PREFIX_CACHE
     policy: str = "lru"
     route: RouteName = "prefix"
     prefill_tokens_per_second: float = 0.0
@@ -109,7 +110,7 @@ class ReplaySettings:
             raise ConfigError(f"--route {self.route!r} is not known; choose one of {known}")
         for name, value, least in (
             ("engines", self.engines, 1),
-            ("engine-blocks", self.engine_blocks, 0),
+            ("engine-blocks", self.pool.blocks, 0),
             ("prefill-tokens-per-second", self.prefill_tokens_per_second, 0),
             ("skip", self.skip, 0),
         ):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from kvferry.replay.curve import CurvePoint
 from kvferry.replay.report import Outcome, TierOutcome
+from kvferry.replay.settings import ReplaySettings
 from kvferry.replay.times import Times
 from kvferry.report import Report
 from kvferry.table import Column
@@ -29,17 +30,14 @@ def show(found: Outcome, report: Report) -> None:
     span = results.last_arrival - results.first_arrival
     report.text(
         f"{results.requests:,} requests in {format_age(span)}, {format_count(results.prompt_tokens)} prompt "
-        f"tokens; {model.name} in chunks of {model.chunk_tokens:,} tokens, {_engines(settings.engines)}"
+        f"tokens; {model.name} in chunks of {model.chunk_tokens:,} tokens, {engines(settings)}"
     )
     report.text()
     if found.tells_prefixes:
-        report.heading(f"{results.hit_rate:.1%} of the prompt tokens need not be computed")
+        _show_hits(found, report)
     else:
         report.heading("The trace cannot tell how many of the prompt tokens need not be computed")
         report.text("It has only lengths, and every prompt is taken as new.")
-    report.note(f"{results.unit_hit_rate:.1%} of the trace's units of {found.unit_tokens:,} tokens.")
-    report.table(_PLACES, list(_places(found)), last_is_total=True)
-    _show_groups(found, report)
     report.text()
     report.heading("Chunks")
     report.table(_CHUNKS, list(_chunks(found)))
@@ -52,13 +50,30 @@ def show(found: Outcome, report: Report) -> None:
         ]
         report.table(_WAITS, rows)
     if found.curve:
-        report.text()
-        report.heading("Hit rate by capacity of host memory alone")
-        report.table(CURVE_COLUMNS, [curve_row(point) for point in thinned(found.curve, 16)])
+        show_curve(found.curve, settings, report)
 
 
-def _engines(count: int) -> str:
-    return "1 engine" if count == 1 else f"{count:,} engines"
+def engines(settings: ReplaySettings) -> str:
+    """Return the number of engines and the prefix cache of each, as words."""
+    pool = settings.pool.text
+    return f"1 engine {pool}" if settings.engines == 1 else f"{settings.engines:,} engines, each {pool}"
+
+
+def _show_hits(found: Outcome, report: Report) -> None:
+    """Print the share of the prompt tokens that need not be computed, and where they come from."""
+    results = found.simulation.results
+    report.heading(
+        f"Tiers save {results.tier_hit_rate:.1%} of the prompt tokens from being computed, the engine's own "
+        f"prefix cache {results.local_hit_rate:.1%}"
+        if found.simulation.settings.pool.blocks
+        else f"Tiers save {results.tier_hit_rate:.1%} of the prompt tokens from being computed"
+    )
+    report.note(
+        f"Together {results.hit_rate:.1%}, or {results.unit_hit_rate:.1%} of the trace's units of "
+        f"{found.unit_tokens:,} tokens."
+    )
+    report.table(_PLACES, list(_places(found)), last_is_total=True)
+    _show_groups(found, report)
 
 
 _PLACES = Column("tokens from", left=True), Column("share"), Column("tokens", rank=1)
@@ -67,7 +82,7 @@ _PLACES = Column("tokens from", left=True), Column("share"), Column("tokens", ra
 def _places(found: Outcome) -> Iterator[tuple[str, str, str]]:
     results = found.simulation.results
     rows = [(tier.name, tier.hit_tokens) for tier in found.tiers]
-    if found.simulation.settings.engine_blocks:
+    if found.simulation.settings.pool.blocks:
         rows.insert(0, ("the engine's prefix cache", results.local_tokens))
     rows.append(("computed", results.prompt_tokens - results.hit_tokens))
     for name, tokens in rows:
@@ -140,12 +155,24 @@ def _wait(name: str, times: Times) -> tuple[str, ...]:
     )
 
 
-CURVE_COLUMNS = Column("capacity", left=True), Column("hit rate"), Column("as a bar", rank=1, left=True)
-"""Columns of the table of a hit-rate curve."""
+_CURVE = Column("capacity", left=True), Column("hit rate"), Column("as a bar", rank=1, left=True)
 
 
-def curve_row(point: CurvePoint) -> tuple[str, str, str]:
-    """Return the cells of a point of the curve, for `CURVE_COLUMNS`."""
+def show_curve(points: Sequence[CurvePoint], settings: ReplaySettings, report: Report) -> None:
+    """Print the hit rate by capacity of host memory.
+
+    Args:
+        points: points of the curve.
+        settings: settings of the replay with unlimited memory.
+        report: report to print to.
+    """
+    beside = ", with the engine's prefix cache" if settings.pool.blocks else " alone"
+    report.text()
+    report.heading(f"Hit rate by capacity of host memory{beside}")
+    report.table(_CURVE, [_curve_row(point) for point in thinned(points, 16)])
+
+
+def _curve_row(point: CurvePoint) -> tuple[str, str, str]:
     bar = "#" * round(point.hit_rate * _BAR)
     return format_bytes(point.capacity_bytes), f"{point.hit_rate:.1%}", bar
 

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvferry.replay.curve import curve_as_json
-from kvferry.replay.show import CURVE_COLUMNS, curve_row, thinned
+from kvferry.replay.show import show_curve
 from kvferry.replay.sizing import EngineChoice, Sizing
 from kvferry.report import Report
 from kvferry.table import Column
 from kvferry.units import format_bytes, format_count
 
 _LITTLE = 0.05
-"""Hit rate with unlimited memory below which tiers are not worth it."""
+"""Share of the prompt tokens below which tiers are not worth it."""
 _SHORT_LIVED_YEARS = 3.0
 
 
@@ -31,29 +31,35 @@ def show_size(found: Sizing, report: Report) -> None:
         report.text()
         report.heading("Engine settings, with unlimited memory")
         report.table(_CHOICES, [_choice(one) for one in found.choices])
-    report.text()
-    report.heading("Hit rate by capacity of host memory alone")
-    report.table(CURVE_COLUMNS, [curve_row(point) for point in thinned(found.curve, 16)])
+    show_curve(found.curve, found.ceiling.settings, report)
 
 
 def answer(found: Sizing) -> str:
     """Return the answer in one sentence with a number."""
     target, best = found.question.target, found.ceiling.results.hit_rate
+    if found.enough == 0:
+        return (
+            f"No tier is needed for {target:.0%}: the engine's own prefix cache reaches "
+            f"{found.ceiling.results.local_hit_rate:.1%}; unlimited memory reaches {best:.1%}."
+        )
     if found.enough is None:
         return (
             f"No capacity reaches {target:.0%}: with unlimited memory, {best:.1%} of the prompt tokens need "
             "not be computed."
         )
+    too_little = f" ({format_bytes(found.too_little)} do not)" if found.too_little else ""
     return (
-        f"{format_bytes(found.enough)} of host memory, or as much disk, reach {target:.0%} "
-        f"({format_bytes(found.too_little)} do not); unlimited memory reaches {best:.1%}."
+        f"{format_bytes(found.enough)} of host memory, or as much disk, reach {target:.0%}{too_little}; "
+        f"unlimited memory reaches {best:.1%}."
     )
 
 
 def sentences(found: Sizing) -> Iterator[str]:
-    """Yield further sentences: the disk, its wear, and whether tiers are worth it."""
-    results = found.ceiling.results
-    if found.with_disk is not None and found.enough is not None:
+    """Yield further sentences: the engine, the disk, its wear, and whether tiers are worth it."""
+    results, pool = found.ceiling.results, found.ceiling.settings.pool
+    alone = f", which has {results.local_hit_rate:.1%} of the prompt tokens" if pool.blocks else ""
+    yield f"This is for one engine {pool.text}{alone}."
+    if found.with_disk is not None:
         host = found.with_disk.settings.tiers[0].capacity_bytes
         rate = found.with_disk.results.hit_rate
         yield f"With {format_bytes(host)} of host memory in front of such a disk, the hit rate is {rate:.1%}."
@@ -67,9 +73,14 @@ def sentences(found: Sizing) -> Iterator[str]:
             f"Loading is faster than computing from tiers that deliver more than {speed / 1e9:.1f} GB/s "
             f"({format_bytes(found.bytes_per_token)} per token)."
         )
-    saved, prompt = format_count(results.hit_tokens), format_count(results.prompt_tokens)
+    saved, prompt = format_count(sum(results.tier_tokens)), format_count(results.prompt_tokens)
     if results.hit_rate < _LITTLE:
         yield "Tiers are not worth it on this trace: few prompts share a prefix with an earlier one."
+    elif results.tier_hit_rate < _LITTLE:
+        yield (
+            f"Tiers are not worth it on this trace: at best they add {results.tier_hit_rate:.1%} of the "
+            "prompt tokens to those that the engine has."
+        )
     else:
         yield f"At best, tiers save the computation of {saved} of {prompt} tokens."
     if results.lost_tokens > results.prompt_tokens * _LITTLE:
@@ -109,6 +120,9 @@ def size_as_json(found: Sizing) -> dict[str, Any]:
         "model": found.model.name,
         "requests": found.ceiling.results.requests,
         "prompt_tokens": found.ceiling.results.prompt_tokens,
+        "engine_blocks": found.ceiling.settings.pool.blocks,
+        "engine_blocks_source": found.ceiling.settings.pool.source,
+        "engine_hit_rate": found.ceiling.results.local_hit_rate,
         "unlimited_hit_rate": found.ceiling.results.hit_rate,
         "lost_tokens": found.ceiling.results.lost_tokens,
         "capacity_bytes": found.enough,

@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 
 from kvferry.replay.content import in_batches
 from kvferry.replay.engine import Arrived, Hit, Running, SimulatedEngine
-from kvferry.replay.engine_cache import EngineCache
+from kvferry.replay.engine_cache import engine_cache
 from kvferry.replay.model import ServedModel
 from kvferry.replay.results import Results
 from kvferry.replay.routes import route_named
@@ -32,6 +32,7 @@ class Simulation:
     Attributes:
         model: model and settings of the engines.
         settings: settings of the replay.
+        unit_tokens: number of tokens per unit of the trace.
         tiers: all tiers of each kind, in the order of `ReplaySettings.tiers`. A shared tier appears once.
         engines: simulated engines.
         results: sums over the requests so far.
@@ -54,9 +55,9 @@ class Simulation:
                 it; None for no call.
         """
         self._on_hit = on_hit
-        self.model, self.settings = model, settings
+        self.model, self.settings, self.unit_tokens = model, settings, unit_tokens
         self.tiers: list[list[SimulatedTier]] = [[] for _ in settings.tiers]
-        self.engines = [self._engine(unit_tokens) for _ in range(settings.engines)]
+        self.engines = [self._engine() for _ in range(settings.engines)]
         count = len(settings.tiers)
         self.results = Results(
             tier_tokens=[0] * count, tier_bytes=[0] * count, group_tokens=[0] * len(model.groups)
@@ -167,11 +168,10 @@ class Simulation:
             self.results.waits.add(end - request.arrival)
             self.results.waits_without_tiers.add(free - request.arrival)
 
-    def _engine(self, unit_tokens: int) -> SimulatedEngine:
+    def _engine(self) -> SimulatedEngine:
         """Return a new engine with its own tiers and the shared ones."""
-        blocks = self.settings.engine_blocks
         tiers = [self._tier(number, one) for number, one in enumerate(self.settings.tiers)]
-        cache = EngineCache(self.model, blocks, unit_tokens) if blocks else None
+        cache = engine_cache(self.model, self.settings.pool.blocks, self.unit_tokens)
         return SimulatedEngine(self.model, SimulatedTiers(self.model, tiers), cache)
 
     def _tier(self, number: int, setting: TierSetting) -> SimulatedTier:

@@ -12,6 +12,7 @@ from kvferry.plan.choices import settings_with_more_snapshots
 from kvferry.replay.capacities import hit_rate_curve
 from kvferry.replay.curve import CurvePoint
 from kvferry.replay.model import ServedModel
+from kvferry.replay.pool import BlockPool
 from kvferry.replay.settings import ReplaySettings, TierSetting
 from kvferry.replay.simulation import Simulation
 from kvferry.replay.tier import UNLIMITED
@@ -84,10 +85,11 @@ class Sizing:
         question: the question.
         model: model and settings of the engine.
         ceiling: replay with unlimited host memory.
-        curve: hit rate of host memory alone by capacity.
-        enough: smallest capacity that is known to reach the target; None if no capacity does.
+        curve: hit rate of host memory and the engine's prefix cache by capacity.
+        enough: smallest capacity that is known to reach the target; None if no capacity does, 0 if the
+            engine's prefix cache reaches it alone.
         too_little: largest capacity that is known to miss it; 0 if every capacity reaches it.
-        with_disk: replay with a disk of `enough` bytes behind host memory; None without `enough`.
+        with_disk: replay with a disk of `enough` bytes behind host memory; None if `enough` is None or 0.
         choices: alternative settings of an engine with recurrent state, the present ones first; else empty.
     """
 
@@ -116,7 +118,7 @@ class Sizing:
     @property
     def disk_years(self) -> float | None:
         """Years that the disk lasts under these writes; None if nothing is written."""
-        if self.enough is None or not self.written_per_second:
+        if not self.enough or not self.written_per_second:
             return None
         endured = _YEARS_OF_ENDURANCE * self.question.disk_writes_per_day * self.enough
         return endured / (self.written_per_second * _SECONDS_PER_DAY)
@@ -127,19 +129,23 @@ class Sizing:
         return self.question.prefill_tokens_per_second * self.bytes_per_token or None
 
 
-def size(requests: Requests, model: ServedModel, question: SizeQuestion, unit_tokens: int) -> Sizing:
+def size(
+    requests: Requests, model: ServedModel, pool: BlockPool, question: SizeQuestion, unit_tokens: int
+) -> Sizing:
     """Find the smallest host memory or disk that reaches a hit rate on a trace.
 
     Args:
         requests: function that returns the requests of the trace, once for each pass.
         model: model and settings of the engine.
+        pool: block pool of the engine.
         question: hit rate to reach.
         unit_tokens: number of tokens per unit of the trace.
     """
 
     def replayed(of: ServedModel, name: str, *capacities: int) -> Simulation:
         kinds = zip(("host", "file"), capacities, strict=False)
-        simulation = Simulation(of, ReplaySettings(tiers=tuple(_tier(*one) for one in kinds)), unit_tokens)
+        settings = ReplaySettings(tiers=tuple(_tier(*one) for one in kinds), pool=pool)
+        simulation = Simulation(of, settings, unit_tokens)
         simulation.run(requests(name))
         return simulation
 
@@ -147,9 +153,10 @@ def size(requests: Requests, model: ServedModel, question: SizeQuestion, unit_to
     passes = (requests("capacities") for _ in repeat(None))
     curve = hit_rate_curve(passes, ceiling)
     reaching = [point.capacity_bytes for point in curve if point.hit_rate >= question.target]
-    enough = min(reaching, default=None)
+    alone = ceiling.results.local_hit_rate >= question.target
+    enough = 0 if alone else min(reaching, default=None)
     too_little, with_disk = 0, None
-    if enough is not None:
+    if enough:
         too_little = max((p.capacity_bytes for p in curve if p.capacity_bytes < enough), default=0)
         while too_little and enough > _CLOSE * too_little:
             middle = round(sqrt(enough * too_little))

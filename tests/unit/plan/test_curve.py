@@ -18,6 +18,7 @@ from kvferry.plan.find import find_config
 from kvferry.plan.kept import KeptSettings
 from kvferry.plan.side import EngineSide
 from kvferry.replay.model import served_model
+from kvferry.replay.pool import NO_PREFIX_CACHE
 from kvferry.replay.simulation import Simulation
 from support.configs import DENSE
 
@@ -51,6 +52,7 @@ def printed(*arguments: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("settings", [(), ("--chunk-tokens", "128", "--dtype", "fp8"), ("--tp", "2")])
 def test_the_curve_equals_that_of_a_replay_with_the_same_settings(settings: tuple[str, ...]) -> None:
+    settings = (*settings, "--kv-cache-memory", "64KiB")
     replayed = printed("replay", "trace.jsonl", "--model", "config.json", "--curve", *settings)
     found = printed(*PLAN, *settings)["curve"]
     assert found == replayed["curve"]
@@ -67,6 +69,8 @@ def test_the_page_has_the_curve_and_says_what_it_shows() -> None:
     assert "<polyline" in page
     assert "200 requests of trace.jsonl." in page
     assert "stores chunks of 256 tokens" in page
+    assert "blocks (40 GiB of KV cache per rank, assumed)" in page
+    assert "Without host memory, the hit rate is 40.0%" in page
     assert "retention" not in page
     run("plan", "config.json", "--html", "page.html")
     assert "<polyline" not in Path("page.html").read_text()
@@ -76,7 +80,7 @@ def test_settings_of_windows_and_snapshots_are_named_for_models_that_have_some()
     name, config = find_config("Qwen3-Next-80B-A3B")
     reading = read_model(config, name=name)
     side, settings = EngineSide(layout="BLHNC"), KeptSettings(2048, None, snapshot_tokens=544)
-    assert described(served_model(reading, side, settings)).endswith(
+    assert described(served_model(reading, side, settings), NO_PREFIX_CACHE).endswith(
         "kept at least 544 tokens apart, with a retention of None and 2,048 tokens per step."
     )
 
@@ -103,7 +107,8 @@ def test_ctrl_c_leaves_the_curve_out(monkeypatch: pytest.MonkeyPatch) -> None:
         (("plan", "config.json", "--trace", "config.json", "--json"), "no trace in a known format"),
         (("plan", "config.json", "--trace", "missing.jsonl", "--json"), "missing.jsonl"),
         (("plan", "config.json", "--trace", "-", "--json"), "--trace needs several passes"),
-        (("plan", "config.json", "--unit-tokens", "16"), "add --trace FILE"),
+        (("plan", "config.json", "--unit-tokens", "16"), "--unit-tokens is for the curve of a trace"),
+        (("plan", "config.json", "--kv-cache-memory", "1GiB"), "add --trace FILE"),
         ((*PLAN, "--json", "--unit-tokens", "0"), "--unit-tokens is 0"),
     ],
 )

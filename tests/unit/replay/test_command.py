@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 from kvferry.cli.main import app
+from kvferry.replay.pool import ASSUMED_KV_CACHE
+from support.command_line import run_command_in_terminal
 from support.configs import DENSE
+from support.terminal import Terminal
+
+TOKEN_BYTES = 2 * 2 * 2 * 16 * 2
+"""Bytes of a token of the model: K and V of 2 heads of 16 elements of 2 bytes, in 2 layers."""
 
 
 @pytest.fixture
@@ -51,9 +58,10 @@ def test_json_has_the_hit_rate_and_the_tiers(folder: Path) -> None:
 def test_text_has_a_curve_and_files_have_requests_and_a_picture(folder: Path) -> None:
     options = ["--tier", "host=1MiB", "--tier", "file=unlimited", "--prefill-tokens-per-second", "5000"]
     more = ["--curve", "--html", "page.html", "--requests", "requests.jsonl", "--bandwidth", "file=1"]
+    more += ["--engine-blocks", "0"]
     code, output = run("replay", "trace.jsonl", "--model", "config.json", *options, *more)
     assert code == 0, output
-    assert "66.7% of the prompt tokens need not be computed" in output
+    assert "Tiers save 66.7% of the prompt tokens from being computed" in output
     assert "Time to the first token" in output
     assert "Hit rate by capacity" in output
     assert max(map(len, output.splitlines())) <= 80
@@ -71,9 +79,69 @@ def test_a_trace_of_lengths_cannot_tell_what_prompts_share(folder: Path) -> None
     code, output = run("replay", "lengths.csv", "--model", "config.json", "--json")
     found = next(json.loads(line) for line in output.splitlines() if line.startswith("{"))
     assert found["tells_prefixes"] is False
-    code, output = run("size", "--trace", "lengths.csv", "--model", "config.json")
-    assert code == 1
+    code, output = run("replay", "lengths.csv", "--model", "config.json", "--html", "page.html")
+    assert "The trace cannot tell" in Path("page.html").read_text()
+    assert "%" not in Path("page.html").read_text().partition("<pre>")[2]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("size", "--trace", "lengths.csv", "--model", "config.json"),
+        ("replay", "lengths.csv", "--model", "config.json", "--curve"),
+        ("plan", "config.json", "--trace", "lengths.csv", "--json"),
+    ],
+)
+def test_a_curve_of_a_trace_of_lengths_is_refused(folder: Path, arguments: tuple[str, ...]) -> None:
+    Path("lengths.csv").write_text("arrival,prompt_tokens,output_tokens\n" + "1,4096,8\n" * 9)
+    code, output = run(*arguments)
+    assert code != 0
     assert "lengths.csv has only lengths" in " ".join(output.split()), output
+
+
+def test_the_gain_of_tiers_is_what_they_add_to_the_engines_own_prefix_cache(folder: Path) -> None:
+    found = replay("--block-size", "16")
+    assert found["engine_blocks"] == (40 << 30) // (16 * TOKEN_BYTES)
+    assert found["local_tokens"] == 8 * (1024 - 16), "the last token is computed, and a block is whole"
+    assert found["tiers"][0]["hit_tokens"] == 8 * 16
+    first, gain, *_ = run("replay", "trace.jsonl", "--model", "config.json")[1].split("\n\n")
+    assert "1 engine with a prefix cache of 10,485,760 blocks" in first
+    assert "(40 GiB of KV cache per rank, assumed)" in " ".join(first.split())
+    assert " ".join(gain.split()).startswith(
+        "Tiers save 1.0% of the prompt tokens from being computed, the engine's own prefix cache 65.6%"
+    )
+    small = replay("--kv-cache-memory", "300KiB")
+    assert small["engine_blocks_source"] == "300 KiB of KV cache per rank"
+    assert small["local_tokens"] == 0
+    assert small["hit_rate"] == found["hit_rate"]
+
+
+def test_size_says_what_the_engine_has_without_tiers(folder: Path) -> None:
+    size = ("size", "--trace", "trace.jsonl", "--model", "config.json", "--target-hit", "0.5")
+    output = run(*size)[1]
+    found = " ".join(output.split())
+    assert "No tier is needed for 50%: the engine's own prefix cache reaches 65.6%" in found, output
+    assert "(40 GiB of KV cache per rank, assumed), which has 65.6% of the prompt tokens." in found
+    assert "Tiers are not worth it on this trace: at best they add 1.0%" in found
+    numbers = json.loads(run(*size, "--json")[1])
+    assert numbers["engine_hit_rate"] == pytest.approx(8 * 1008 / 12 / 1024)
+    assert numbers["capacity_bytes"] == 0
+
+
+def test_a_terminal_shows_how_far_each_pass_over_a_described_workload_is(folder: Path) -> None:
+    workload = ["--users", "20", "--requests-per-second", "2", "--hours", "0.3", "--engine-blocks", "0"]
+    command = partial(run_command_in_terminal, "size", "--model", "config.json", *workload)
+    with Terminal(command, 80, 24) as terminal:
+        assert terminal.end() == 0
+    said = terminal.said.decode()
+    assert "unlimited memory" in said
+    assert "capacities" in said
+    assert "2,048 requests" in said
+
+
+@pytest.mark.parametrize("command", ["replay", "size", "plan"])
+def test_the_help_names_the_assumed_memory(command: str) -> None:
+    assert ASSUMED_KV_CACHE in run(command, "--help")[1]
 
 
 def test_a_recorded_trace_brings_the_settings_of_its_engine(folder: Path) -> None:
@@ -124,7 +192,8 @@ def test_ctrl_c_prints_what_was_found_so_far(folder: Path, monkeypatch: pytest.M
 
 def test_size_answers_with_a_number_and_a_range(folder: Path) -> None:
     code, output = run(
-        "size", "--trace", "trace.jsonl", "--model", "config.json", "--target-hit", "0.5", "--json"
+        *("size", "--trace", "trace.jsonl", "--model", "config.json", "--target-hit", "0.5", "--json"),
+        *("--engine-blocks", "0"),
     )
     assert code == 0, output
     found = json.loads(output)
@@ -140,11 +209,12 @@ def test_size_answers_with_a_number_and_a_range(folder: Path) -> None:
 def test_size_counts_the_bytes_of_a_token_that_is_loaded_and_not_those_of_answers(folder: Path) -> None:
     workload = ["--users", "20", "--requests-per-second", "2", "--hours", "0.05", "--turns", "4"]
     options = ["--prompt-tokens", "500", "--output-tokens", "1500", "--prefill-tokens-per-second", "1000"]
-    code, output = run("size", "--model", "config.json", *workload, *options, "--json")
+    code, output = run(
+        "size", "--model", "config.json", *workload, *options, "--engine-blocks", "0", "--json"
+    )
     assert code == 0, output
     found = json.loads(output)
-    kept = 2 * 2 * 2 * 16 * 2  # K and V of 2 heads of 16 elements of 2 bytes, in 2 layers
-    assert found["bytes_per_token"] == pytest.approx(kept, rel=0.02)
+    assert found["bytes_per_token"] == pytest.approx(TOKEN_BYTES, rel=0.02)
     assert found["break_even_bytes_per_second"] == pytest.approx(1000 * found["bytes_per_token"])
 
 
@@ -160,6 +230,7 @@ def test_size_shows_each_combination_of_engine_settings_once(folder: Path) -> No
 def test_size_takes_a_described_workload(folder: Path) -> None:
     workload = ["--users", "20", "--requests-per-second", "2", "--hours", "0.02", "--turns", "3"]
     options = ["--prefill-tokens-per-second", "10000", "--html", "size.html", "--target-hit", "0.4"]
+    options += ["--kv-cache-memory", "64KiB"]
     code, output = run("size", "--model", "config.json", *workload, *options)
     assert code == 0, output
     assert "of host memory, or as much disk, reach 40%" in output
@@ -195,6 +266,11 @@ def test_size_takes_a_described_workload(folder: Path) -> None:
         (("size", "--model", "config.json", "--host", "0"), "--host is 0 bytes"),
         (("size", "--model", "config.json", "--disk-writes-per-day", "0"), "--disk-writes-per-day is 0.0"),
         (("replay", "-", "--model", "config.json", "--curve"), "--curve needs several passes"),
+        (("size", "--model", "config.json", "--kv-cache-memory", "1KiB"), "has no room for a block of 4 KiB"),
+        (
+            ("size", "--model", "config.json", "--kv-cache-memory", "1GiB", "--engine-blocks", "9"),
+            "both give the size of the pool",
+        ),
         (("size", "--trace", "-", "--model", "config.json"), "kvferry size needs several passes"),
         (("replay", "trace.jsonl", "--model", "config.json", "--requests", "/dev/full"), "No space left"),
     ],

@@ -18,6 +18,7 @@ from kvferry.plan.side import EngineSide
 from kvferry.replay.capacities import hit_rate_curve
 from kvferry.replay.model import ServedModel, served_model
 from kvferry.replay.page import page
+from kvferry.replay.pool import BlockPool
 from kvferry.replay.report import as_json, outcome
 from kvferry.replay.routes import route_named
 from kvferry.replay.settings import ReplaySettings, parse_tier
@@ -85,7 +86,7 @@ def test_a_second_prompt_finds_the_chunks_of_the_prefix_that_it_shares() -> None
 
 
 def test_the_engines_own_prefix_comes_before_the_tiers() -> None:
-    replay = simulation(engine_blocks=1000)
+    replay = simulation(pool=BlockPool(1000))
     results = replay.run([prompt(1400, 1, 2, 3), prompt(1300, 1, 2, 4)])
     assert (results.local_tokens, results.tier_tokens) == (1024, [0])
 
@@ -93,10 +94,10 @@ def test_the_engines_own_prefix_comes_before_the_tiers() -> None:
 def test_an_engine_without_room_loses_its_oldest_blocks() -> None:
     # Two prompts of 64 and 82 blocks do not fit into 100 blocks together.
     requests = [prompt(1024, 1, 2), prompt(1300, 5, 6, 7), prompt(1024, 1, 2)]
-    found = simulation("host=unlimited", engine_blocks=100).run(requests)
+    found = simulation("host=unlimited", pool=BlockPool(100)).run(requests)
     assert found.local_tokens < 1000
     assert found.hit_tokens == 1024, "host memory still has them"
-    assert simulation("host=unlimited", engine_blocks=200).run(requests).local_tokens == 1008
+    assert simulation("host=unlimited", pool=BlockPool(200)).run(requests).local_tokens == 1008
 
 
 def test_a_full_host_memory_evicts_and_a_file_tier_keeps() -> None:
