@@ -1,7 +1,11 @@
-"""Format bytes, counts and times as short text for people, with three or four digits."""
+"""Format bytes, counts and times as short text for people, with three or four digits, and read counts."""
 
 from __future__ import annotations
 
+import re
+from fractions import Fraction
+
+_COUNT = re.compile(r"(\d{1,18})((?:\.\d{1,18})?)([kKmMgGtT]?)")
 _BINARY = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 _AGES = (("days", 86_400, 0), ("h", 3600, 1), ("min", 60, 0))
 _LARGEST_EXACT = 100_000
@@ -32,6 +36,32 @@ def format_count(number: int) -> str:
     if number < _LARGEST_EXACT:
         return f"{number:,}"
     return f"{number / 1e3:.0f} k" if number < 1e6 else f"{number / 1e6:.2f} M"
+
+
+def parse_count(text: str) -> int:
+    """Return the count that a text names, as vLLM reads its ``--max-model-len``: ``32k`` and ``32K`` too.
+
+    >>> parse_count("32768"), parse_count("32k"), parse_count("32K"), parse_count("1.5m")
+    (32768, 32000, 32768, 1500000)
+
+    Raises:
+        ValueError: the text is no count. The message says what to give.
+    """
+    found = _COUNT.fullmatch(text.strip())
+    if found is None or (found[2] and not found[3].islower()):
+        raise ValueError("give a whole number, such as 32768, 32k (32,000) or 32K (32,768)")
+    base = 1024 if found[3].isupper() else 1000
+    power = "kmgt".index(found[3].lower()) + 1 if found[3] else 0
+    return int(Fraction(found[1] + found[2]) * base**power)
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless the number is 1.
+
+    >>> counted(1, "chunk"), counted(2048, "chunk")
+    ('1 chunk', '2,048 chunks')
+    """
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def format_seconds(seconds: float) -> str:

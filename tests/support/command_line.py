@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
 from typing import Any, TextIO
 from unittest.mock import patch
 
@@ -38,6 +39,11 @@ def run_kvferry(*arguments: str, stdout: TextIO | None = None) -> subprocess.Com
     return subprocess.CompletedProcess(arguments, code, output.getvalue(), errors.getvalue())
 
 
+@cache
+def _command() -> Any:
+    return typer.main.get_command(app)
+
+
 def parse_command_line(arguments: Sequence[str]) -> None:
     """Parse and convert the arguments as `kvferry` does.
 
@@ -48,7 +54,7 @@ def parse_command_line(arguments: Sequence[str]) -> None:
         Exception: kvferry refuses the arguments; its ``message`` says why. Or an option such as ``--help``
             ends the command.
     """
-    command: Any = typer.main.get_command(app)
+    command: Any = _command()
     context, name, rest = None, "kvferry", list(arguments)
     while True:
         context = command.make_context(name, rest, parent=context)

@@ -20,7 +20,7 @@ from kvferry.cli.bench_options import (
     progress_line,
     work_folder,
 )
-from kvferry.cli.options import without_none
+from kvferry.cli.options import count_option, without_none
 from kvferry.cli.output import check_output
 from kvferry.cli.usage import CommandGroup
 from kvferry.errors import ConfigError
@@ -43,7 +43,7 @@ def transfer(
     geometry: Annotated[
         str, typer.Option(help="Model whose KV cache to move, as `kvferry plan` takes it.")
     ] = "Llama-3.1-8B",
-    tokens: Annotated[int, typer.Option(min=1, help="Length of the moved request, in tokens.")] = 4096,
+    tokens: Annotated[int, count_option("Length of the moved request, in tokens.", least=1)] = 4096,
     layers: Layers = None,
     kv_heads: KvHeads = None,
     head_dim: HeadDim = None,

@@ -10,6 +10,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
+from kvferry.cli.options import count_option
 from kvferry.errors import ConfigError
 
 Layers: TypeAlias = Annotated[
@@ -21,7 +22,7 @@ KvHeads: TypeAlias = Annotated[
 HeadDim: TypeAlias = Annotated[
     int | None, typer.Option(min=1, help="Elements per head; by default the model's.")
 ]
-BlockSize: TypeAlias = Annotated[int | None, typer.Option(min=1, help="Tokens per block; by default 16.")]
+BlockSize: TypeAlias = Annotated[int | None, count_option("Tokens per block; by default 16.", least=1)]
 Dtype: TypeAlias = Annotated[str, typer.Option(help="Element type: auto, float32, bfloat16, fp8, ...")]
 Transports: TypeAlias = Annotated[
     str | None, typer.Option(help="UCX_TLS for both processes, e.g. tcp,self; by default unchanged.")

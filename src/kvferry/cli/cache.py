@@ -14,6 +14,7 @@ from kvferry.cli.options import parse_pairs
 from kvferry.cli.usage import CommandGroup
 from kvferry.errors import ConfigError
 from kvferry.terminal import printable, report_width, wrapped
+from kvferry.units import counted
 
 if TYPE_CHECKING:
     from kvferry.tiers.admin import CacheAdmin
@@ -79,7 +80,9 @@ def ls(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
         print("\n".join(wrapped(f"{one.namespace[:16]}  {one.name or 'no model named'}", hanging=2)))
         for line in _join_lines(_fact_texts(one.facts), report_width()):
             print("\n".join(wrapped(line, 2, 2)))
-        summary = f"{one.chunks} chunks, {one.tokens} tokens, {format_bytes(one.total_bytes)}"
+        summary = (
+            f"{counted(one.chunks, 'chunk')}, {counted(one.tokens, 'token')}, {format_bytes(one.total_bytes)}"
+        )
         if one.oldest is not None and one.newest is not None:
             verb = "last used" if cache.records_use else "stored"
             summary += (
@@ -103,11 +106,12 @@ def stat(where: _Where, option: _Options = None, as_json: _Json = False) -> None
     if as_json:
         print(json.dumps(asdict(found)))
         return
+    namespaces = counted(found.namespaces, "namespace")
     rows = [
         ("capacity", cache.no_capacity if found.capacity is None else format_bytes(found.capacity)),
         ("in use", format_bytes(found.total_bytes)),
         ("free on disk", "" if found.free is None else format_bytes(found.free)),
-        ("chunks", f"{found.chunks} of {found.namespaces} namespaces, {format_bytes(found.chunk_bytes)}"),
+        ("chunks", f"{found.chunks:,} of {namespaces}, {format_bytes(found.chunk_bytes)}"),
         ("being written", f"{found.temporary}, {format_bytes(found.temporary_bytes)}"),
         ("quarantined", f"{found.quarantined}, {format_bytes(found.quarantined_bytes)}"),
     ]
@@ -137,7 +141,7 @@ def verify(
         for one in found.bad:
             print(printable(str(one.path)))
             print("\n".join(wrapped(f"{one.why}{'; moved to quarantine' if one.moved else ''}", 2)))
-        print(f"{found.chunks} chunks, {format_bytes(found.total_bytes)}: {len(found.bad)} bad")
+        print(f"{counted(found.chunks, 'chunk')}, {format_bytes(found.total_bytes)}: {len(found.bad)} bad")
         if found.other_versions:
             print(f"{found.other_versions} of other format versions; run the release that wrote them")
     if found.bad:
@@ -169,7 +173,10 @@ def gc(
     if as_json:
         print(json.dumps(asdict(done)))
         return
-    print(f"{done.swept} leftovers removed; {done.evicted} files evicted, {format_bytes(done.evicted_bytes)}")
+    print(
+        f"{counted(done.swept, 'leftover')} removed; {counted(done.evicted, 'file')} evicted, "
+        f"{format_bytes(done.evicted_bytes)}"
+    )
     print(f"{format_bytes(done.charged)} in use, evicted to {format_bytes(done.capacity)}")
 
 
@@ -187,7 +194,9 @@ def clear(
     cache = _cache(where, option)
     if not yes:
         found = cache_totals(cache)
-        question = f"Remove {found.chunks} chunks, {format_bytes(found.total_bytes)}, from {cache.where}?"
+        question = (
+            f"Remove {counted(found.chunks, 'chunk')}, {format_bytes(found.total_bytes)}, from {cache.where}?"
+        )
         try:
             sure = typer.confirm(question)
         except typer.Abort as error:
@@ -201,7 +210,7 @@ def clear(
     if as_json:
         print(json.dumps({"files": files, "total_bytes": total_bytes}))
     else:
-        print(f"{files} files removed, {format_bytes(total_bytes)}")
+        print(f"{counted(files, 'file')} removed, {format_bytes(total_bytes)}")
 
 
 @app.command()
@@ -216,7 +225,7 @@ def lookup(
         print(json.dumps(found))
         return
     for tier, count in found["tiers"].items():
-        print(f"{printable(tier):<14} {count} of {found['tokens']} tokens")
+        print(f"{printable(tier):<14} {count:,} of {counted(found['tokens'], 'token')}")
 
 
 @app.command()
@@ -244,7 +253,7 @@ def pin(
     if tokens is None:
         found = ask(engine, secret_file, "unpin", {"name": name})
         done = found["unpinned_chunks"]
-        text = f"{done} chunks are no longer pinned" if done else f"no pin is named {printable(name)}"
+        text = f"no longer pinned: {counted(done, 'chunk')}" if done else f"no pin is named {printable(name)}"
     else:
         body = {"tokens": read_tokens(tokens), "salt": salt, "name": name}
         found = ask(engine, secret_file, "pin", body)
@@ -257,10 +266,13 @@ def pin(
 
 def _pinned_text(pinned: int, in_host: int, of_prompt: int) -> str:
     if not in_host:
-        return f"host memory has none of the prompt's {of_prompt} chunks; send the engine the prompt first"
+        chunks = counted(of_prompt, "chunk")
+        return f"host memory has none of the prompt's {chunks}; send the engine the prompt first"
     if pinned < in_host:
-        return f"{pinned} of {in_host} chunks in host memory are pinned; pins hold at most half of it"
-    return f"{pinned} chunks are pinned: those of the prompt's {of_prompt} that are in host memory"
+        return (
+            f"pinned: {pinned:,} of {counted(in_host, 'chunk')} in host memory; pins hold at most half of it"
+        )
+    return f"pinned: {counted(pinned, 'chunk')}, those of the prompt's {of_prompt:,} that are in host memory"
 
 
 @app.command()
@@ -272,7 +284,7 @@ def drop(engine: _Engine, salt: _Salt = None, secret_file: _Secret = None, as_js
     if as_json:
         print(json.dumps(found))
     elif salt is None:
-        print(f"{found['dropped_chunks']} chunks are dropped from host memory")
+        print(f"dropped from host memory: {counted(found['dropped_chunks'], 'chunk')}")
     else:
         print("The engine finds no chunks of this salt any more.")
 
@@ -292,7 +304,8 @@ def drain(engine: _Engine, secret_file: _Secret = None, as_json: _Json = False) 
         print("drained: no lease is held, and no load or write is under way")
     else:
         print(
-            f"left: {found['leases']} leases, {found['loads']} loads, {found['owed_chunks']} chunks to write"
+            f"left: {counted(found['leases'], 'lease')}, {counted(found['loads'], 'load')}, "
+            f"{counted(found['owed_chunks'], 'chunk')} to write"
         )
     if not found["drained"]:
         raise typer.Exit(_BAD)

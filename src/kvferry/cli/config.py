@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from kvferry.cli.options import count_option, without_none
+from kvferry.cli.settings_file import SettingsFile, read_settings
 from kvferry.errors import ConfigError
 from kvferry.serving.role import Role
 
@@ -85,7 +87,12 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
             name,
             inspect.Parameter.KEYWORD_ONLY,
             default=None,
-            annotation=Annotated[kind | None, typer.Option(metavar=metavar, help=text)],
+            annotation=Annotated[
+                kind | None,
+                count_option(text)
+                if (kind, metavar) == (int, "COUNT")
+                else typer.Option(metavar=metavar, help=text),
+            ],
         )
         for name, (kind, metavar, text) in SETTINGS.items()
     )
@@ -104,6 +111,7 @@ def config(
             help='Other connectors in the engine, as JSON: [{"kv_connector": "NixlConnector"}, ...].',
         ),
     ] = None,
+    settings_file: SettingsFile = None,
     show_defaults: Annotated[
         bool,
         typer.Option("--show-defaults", help="Print every setting in a line, and mark the defaults."),
@@ -126,6 +134,7 @@ def config(
         raise ConfigError("--show-defaults prints kvferry's own settings only; leave --other-connectors out")
     settings["tiers"] = kv_config.parse_tiers(settings["tiers"])
     settings["admin"] = kv_config.parse_admin(settings["admin"])
+    settings = {**read_settings(settings_file), **without_none(**settings)}
     whole = kv_config.kv_transfer_config(
         role, settings, alone=other_connectors is None, machine=machine and is_linux()
     )

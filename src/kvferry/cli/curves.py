@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import count
 from typing import TYPE_CHECKING
 
+from kvferry.units import counted
+
 if TYPE_CHECKING:
     from kvferry.replay.curve import CurvePoint
     from kvferry.replay.model import ServedModel
@@ -50,7 +52,7 @@ def curve_of_model(
     simulation = Simulation(model, settings, trace.unit_tokens)
     results = simulation.run(progress(trace, "unlimited memory"))
     about = (
-        f"Replayed: {results.requests:,} requests of {trace.name}. {described(model, pool)} "
+        f"Replayed: {counted(results.requests, 'request')} of {trace.name}. {described(model, pool)} "
         f"Without host memory, the hit rate is {results.local_hit_rate:.1%}."
     )
     return curve_after(trace, simulation), about

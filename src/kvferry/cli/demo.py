@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvferry.cli.options import count_option
 from kvferry.cli.output import INTERRUPTED, check_output
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.extras import VLLM, require
@@ -36,9 +37,7 @@ def demo(
         str, typer.Option(metavar="NAMES", help="Tiny models to run, separated by commas.")
     ] = _FAMILIES,
     prompts: Annotated[int, typer.Option(metavar="COUNT", min=1, max=64, help="Requests per model.")] = 4,
-    answer_tokens: Annotated[
-        int, typer.Option(metavar="COUNT", min=1, max=1024, help="Tokens per answer.")
-    ] = 24,
+    answer_tokens: Annotated[int, count_option("Tokens per answer.", least=1, most=1024)] = 24,
     log_dir: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Keep the engines' logs there; by default only after a failure."),

@@ -44,6 +44,7 @@ _EXAMPLES: Mapping[str, Sequence[str]] = {
         'vllm serve MODEL --kv-transfer-config "$(kvferry config --role decode)"',
         "kvferry config --tiers default",
     ),
+    "init": ("kvferry init", "kvferry serve Qwen/Qwen3-0.6B --settings kvferry.toml"),
     "router": ("kvferry router --prefill http://first:8100 --decode http://second:8200",),
     "keygen": ("kvferry keygen secret.txt",),
     "top": (

@@ -14,6 +14,7 @@ from kvferry.cli.demo import demo
 from kvferry.cli.doctor import doctor
 from kvferry.cli.examples import examples
 from kvferry.cli.explain import explain
+from kvferry.cli.init import init
 from kvferry.cli.keygen import keygen
 from kvferry.cli.output import INTERRUPTED, flushed_output, print_error
 from kvferry.cli.plan import plan
@@ -38,7 +39,21 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _command in (plan, replay, size, serve, doctor, demo, config, router, keygen, top, explain, dashboard):
+for _command in (
+    plan,
+    replay,
+    size,
+    serve,
+    doctor,
+    demo,
+    config,
+    init,
+    router,
+    keygen,
+    top,
+    explain,
+    dashboard,
+):
     app.command(epilog=examples(_command.__name__))(_command)
 app.add_typer(cache.app, name="cache")
 app.add_typer(bench.app, name="bench")

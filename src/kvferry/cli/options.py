@@ -7,13 +7,35 @@ import os
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from kvferry.errors import ConfigError
+from kvferry.units import parse_count
 from kvferry.whole_file import replace_file
 
 
 def without_none(**options: Any) -> dict[str, Any]:
     """Return the given options, without those whose value is None."""
     return {name: value for name, value in options.items() if value is not None}
+
+
+def count_option(help_text: str, least: int | None = None, most: int | None = None) -> Any:
+    """Return an option for a count, such as a number of tokens, which may be written as ``32k``.
+
+    Args:
+        help_text: help of the option.
+        least, most: bounds of the count; None for none.
+    """
+
+    def parse(value: str | int) -> int:
+        count = parse_count(str(value))  # Typer passes defaults too
+        if least is not None and count < least:
+            raise ValueError(f"give at least {least:,}")
+        if most is not None and count > most:
+            raise ValueError(f"give at most {most:,}")
+        return count
+
+    return typer.Option(metavar="COUNT", parser=parse, help=help_text)
 
 
 def parse_pairs(texts: list[str] | None) -> dict[str, str]:

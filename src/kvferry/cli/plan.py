@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,7 +14,7 @@ from kvferry.cli.output import INTERRUPTED, print_error
 from kvferry.errors import ConfigError, Incompatible
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from kvferry.geometry.models import ModelReading
     from kvferry.plan.forecast import Forecast, RefusedTransfer
@@ -65,7 +66,7 @@ def plan(
     the storage that it takes in the tiers. Nothing is run, and no weights are read.
     """
     if listed:
-        _print_models()
+        _print_models(as_json=as_json)
         return
     reading = _read(model, dtype, mtp=mtp)
     separate = _check_options(tokens, kv)
@@ -104,7 +105,7 @@ def plan(
     curve = _Curve() if opened is None else _curve(opened, reading, source, settings, kv_cache_memory)
     refused = isinstance(transfer, RefusedTransfer)
     if html is not None and not isinstance(transfer, RefusedTransfer):
-        _write_html(html, transfer, reading, _sections(curve), separate=separate)
+        _write_html(html, transfer, reading, _sections(kept, curve), separate=separate)
     if as_json:
         _print_json(transfer, kept, curve)
     else:
@@ -207,16 +208,26 @@ def _curve(
     return _Curve(points, about)
 
 
-def _sections(curve: _Curve) -> Iterable[str]:
-    """Return the HTML of a hit-rate curve; nothing without points."""
-    if not curve.points:
-        return ()
-    from kvferry.replay.page import curve_section
+def _sections(kept: TierForecast, curve: _Curve) -> Iterator[str]:
+    """Yield the HTML of the storage in tiers, and of a hit-rate curve if there is one."""
+    from kvferry.plan.page.document import text_block
+    from kvferry.plan.show_kept import show_kept
 
-    return curve_section(curve.points, curve.about)
+    yield "<section><h2>Storage in the tiers</h2>"
+    yield text_block(partial(show_kept, kept))
+    yield "</section>"
+    if curve.points:
+        from kvferry.replay.page import curve_section
+
+        yield from curve_section(curve.points, curve.about)
 
 
-def _print_models() -> None:
+def _print_models(*, as_json: bool) -> None:
+    if as_json:
+        from kvferry.plan.numbers import models_as_json
+
+        print(json.dumps(models_as_json()))
+        return
     from kvferry.plan.show import show_models
     from kvferry.report import Report
 

@@ -7,13 +7,15 @@ from typing import Annotated, TypeAlias
 
 import typer
 
+from kvferry.cli.options import count_option
+
 Model: TypeAlias = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL", help="A config.json, its folder, a name that --list prints, or a Hugging Face id."
     ),
 ]
-Tokens: TypeAlias = Annotated[int, typer.Option(metavar="COUNT", help="Tokens of the prompt to transfer.")]
+Tokens: TypeAlias = Annotated[int, count_option("Tokens of the prompt to transfer.")]
 Tp: TypeAlias = Annotated[
     int, typer.Option(metavar="RANKS", help="Tensor-parallel ranks of the sending engine.")
 ]
@@ -32,13 +34,11 @@ ToPp: TypeAlias = Annotated[
 ]
 BlockSize: TypeAlias = Annotated[
     int | None,
-    typer.Option(metavar="COUNT", help="Tokens per block of the sending engine; by default vLLM's choice."),
+    count_option("Tokens per block of the sending engine; by default vLLM's choice."),
 ]
 ToBlockSize: TypeAlias = Annotated[
     int | None,
-    typer.Option(
-        metavar="COUNT", help="Tokens per block of the receiving engine; by default as --block-size."
-    ),
+    count_option("Tokens per block of the receiving engine; by default as --block-size."),
 ]
 Layout: TypeAlias = Annotated[
     str,
@@ -86,9 +86,7 @@ CostsFile: TypeAlias = Annotated[
         help="File that `kvferry bench calibrate` wrote; by default this machine's, else built-in costs.",
     ),
 ]
-StepTokens: TypeAlias = Annotated[
-    int, typer.Option(metavar="COUNT", help="For the tiers: the engine's --max-num-batched-tokens.")
-]
+StepTokens: TypeAlias = Annotated[int, count_option("For the tiers: the engine's --max-num-batched-tokens.")]
 Retention: TypeAlias = Annotated[
     str,
     typer.Option(
@@ -98,25 +96,19 @@ Retention: TypeAlias = Annotated[
 ]
 ChunkTokens: TypeAlias = Annotated[
     int | None,
-    typer.Option(metavar="COUNT", help="For the tiers: tokens per chunk; by default the connector's choice."),
+    count_option("For the tiers: tokens per chunk; by default the connector's choice."),
 ]
 SnapshotTokens: TypeAlias = Annotated[
     int | None,
-    typer.Option(
-        metavar="COUNT", help="For the tiers: tokens between snapshots; by default as many as in a chunk."
-    ),
+    count_option("For the tiers: tokens between snapshots; by default as many as in a chunk."),
 ]
 FirstSnapshot: TypeAlias = Annotated[
     int | None,
-    typer.Option(
-        "--first-snapshot-tokens",
-        metavar="COUNT",
-        help="First position of a snapshot for shared prefixes, 0 for none; by default the connector's.",
+    count_option(
+        "First position of a snapshot for shared prefixes, 0 for none; by default the connector's.",
     ),
 ]
-KeptTokens: TypeAlias = Annotated[
-    int, typer.Option(metavar="COUNT", help="For the tiers: tokens of the prompt to store.")
-]
+KeptTokens: TypeAlias = Annotated[int, count_option("For the tiers: tokens of the prompt to store.")]
 TraceFile: TypeAlias = Annotated[
     str | None,
     typer.Option(
@@ -130,7 +122,7 @@ KVCacheMemory: TypeAlias = Annotated[
 ]
 UnitTokens: TypeAlias = Annotated[
     int | None,
-    typer.Option(metavar="COUNT", help="Tokens per unit of the trace, where the trace does not say it."),
+    count_option("Tokens per unit of the trace, where the trace does not say it."),
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")]
 Html: TypeAlias = Annotated[

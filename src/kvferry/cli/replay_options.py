@@ -7,6 +7,8 @@ from typing import Annotated, TypeAlias
 
 import typer
 
+from kvferry.cli.options import count_option
+
 Model: TypeAlias = Annotated[
     str,
     typer.Option(
@@ -15,10 +17,7 @@ Model: TypeAlias = Annotated[
 ]
 EngineBlocks: TypeAlias = Annotated[
     int | None,
-    typer.Option(
-        metavar="COUNT",
-        help="Blocks in an engine's pool, 0 for no prefix cache; by default the recorded engine's.",
-    ),
+    count_option("Blocks in an engine's pool, 0 for no prefix cache; by default the recorded engine's."),
 ]
 KVCacheMemory: TypeAlias = Annotated[
     str | None,
@@ -51,24 +50,19 @@ Bandwidth: TypeAlias = Annotated[
         metavar="KIND=GB/S", help="Speed of loads from a kind of tier in GB/s, as in file=6. Repeatable."
     ),
 ]
-Engines: TypeAlias = Annotated[int, typer.Option(metavar="COUNT", help="Number of engines.")]
+Engines: TypeAlias = Annotated[int, count_option("Number of engines.")]
 RouteOption: TypeAlias = Annotated[
     str,
     typer.Option(metavar="NAME", help="Choice of the engine for a request: prefix, random or session."),
 ]
 Tp: TypeAlias = Annotated[int, typer.Option(metavar="RANKS", help="Tensor-parallel ranks of an engine.")]
-BlockSize: TypeAlias = Annotated[
-    int | None, typer.Option(metavar="COUNT", help="Tokens per block; by default vLLM's choice.")
-]
+BlockSize: TypeAlias = Annotated[int | None, count_option("Tokens per block; by default vLLM's choice.")]
 Dtype: TypeAlias = Annotated[
     str, typer.Option(metavar="NAME", help="Element type of the KV cache: auto, float32, bfloat16, fp8, ...")
 ]
 StepTokens: TypeAlias = Annotated[
     int | None,
-    typer.Option(
-        metavar="COUNT",
-        help="The engine's --max-num-batched-tokens; by default the recorded one's, else 8192.",
-    ),
+    count_option("The engine's --max-num-batched-tokens; by default the recorded one's, else 8192."),
 ]
 Retention: TypeAlias = Annotated[
     str,
@@ -78,19 +72,17 @@ Retention: TypeAlias = Annotated[
     ),
 ]
 ChunkTokens: TypeAlias = Annotated[
-    int | None, typer.Option(metavar="COUNT", help="Tokens per chunk; by default the connector's choice.")
+    int | None, count_option("Tokens per chunk; by default the connector's choice.")
 ]
 SnapshotTokens: TypeAlias = Annotated[
     int | None,
-    typer.Option(metavar="COUNT", help="Tokens between snapshots; by default as many as in a chunk."),
+    count_option("Tokens between snapshots; by default as many as in a chunk."),
 ]
 UnitTokens: TypeAlias = Annotated[
     int | None,
-    typer.Option(metavar="COUNT", help="Tokens per unit of the trace, where the trace does not say it."),
+    count_option("Tokens per unit of the trace, where the trace does not say it."),
 ]
-Skip: TypeAlias = Annotated[
-    int, typer.Option(metavar="COUNT", help="Requests at the start that are replayed but not counted.")
-]
+Skip: TypeAlias = Annotated[int, count_option("Requests at the start that are replayed but not counted.")]
 Seed: TypeAlias = Annotated[int, typer.Option(metavar="NUMBER", help="Seed of random choices.")]
 Curve: TypeAlias = Annotated[
     bool, typer.Option("--curve", help="Also compute the hit rate by capacity of host memory.")

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from kvferry.cli.options import count_option
 from kvferry.extras import ROUTER, require
 
 _MIB = 1 << 20
@@ -42,10 +43,7 @@ def router(
         int, typer.Option(metavar="MIB", min=1, help="Largest request body, in MiB.")
     ] = 64,
     min_prefill_tokens: Annotated[
-        int,
-        typer.Option(
-            metavar="N", min=0, help="Decode engines compute fewer new tokens themselves; 0 for none."
-        ),
+        int, count_option("Decode engines compute fewer new tokens themselves; 0 for none.")
     ] = 128,
     drain_seconds: Annotated[
         float,

@@ -6,12 +6,14 @@ import contextlib
 import logging
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from kvferry.cli import serve_options as opt
+from kvferry.cli.options import without_none
 from kvferry.cli.output import check_output
+from kvferry.cli.settings_file import SettingsFile, read_settings
 from kvferry.errors import ConfigError
 from kvferry.extras import VLLM, require
 from kvferry.operating_system import require_linux
@@ -33,6 +35,7 @@ def serve(
     decode_tp: opt.DecodeTp = None,
     prefill_args: opt.PrefillArgs = "",
     decode_args: opt.DecodeArgs = "",
+    settings: SettingsFile = None,
     tiers: opt.Tiers = None,
     host: opt.Host = "127.0.0.1",
     port: opt.Port = 8000,
@@ -61,30 +64,31 @@ def serve(
     from kvferry.serving.temporary import temporary_folder
 
     check_release(vllm_version())
-    parsed = parse_tiers(tiers)
+    common = {**read_settings(settings), **without_none(tiers=parse_tiers(tiers))}
     if role is Role.BOTH:
         groups = _both(
             {"--prefill": prefill, "--decode": decode, "--prefill-tp": prefill_tp, "--decode-tp": decode_tp,
              "--prefill-args": prefill_args, "--decode-args": decode_args, "--turn-seconds": turn_seconds},
             EngineGroup(role=Role.BOTH, count=1 if engines is None else engines, tensor_parallel=tp,
-                        settings={"tiers": parsed}, arguments=vllm_args or ()),
+                        settings=common, arguments=vllm_args or ()),
         )  # fmt: skip
     else:
         _check_pair(role, engines)
         sides = (
             (Role.PREFILL, prefill, prefill_tp, prefill_args, None),
-            (Role.DECODE, decode, decode_tp, decode_args, turn_seconds or None),
+            (Role.DECODE, decode, decode_tp, decode_args, turn_seconds or common.get("turn_seconds")),
         )
         groups = tuple(
             EngineGroup(
                 role=side,
                 count=1 if count is None else count,
                 tensor_parallel=tp if ranks is None else ranks,
-                settings={"tiers": parsed, "turn_seconds": turn},
+                settings={**common, "turn_seconds": turn},
                 arguments=(*(vllm_args or ()), *split_arguments(f"--{side}-args", text)),
             )
             for side, count, ranks, text, turn in sides
         )
+    _check_ports(settings, common, sum(group.count for group in groups))
     specs = group_specs(model, groups)
     check_shared_memory([group.parallel.workers for group in groups for _ in range(group.count)])
     check_output()
@@ -123,6 +127,21 @@ def _both(of_pairs: Mapping[str, object], group: EngineGroup) -> tuple[EngineGro
                 "--engines, --tp and arguments after --, or leave --role out"
             )
     return (group,)
+
+
+def _check_ports(file: str | None, settings: Mapping[str, Any], engines: int) -> None:
+    """Check that no settings give the same port to several engines.
+
+    Raises:
+        ConfigError: they do.
+    """
+    admin = settings.get("admin")
+    ports = {"port": settings.get("port"), "admin.port": admin.get("port") if isinstance(admin, dict) else 0}
+    if engines > 1 and (same := [name for name, port in ports.items() if port]):
+        raise ConfigError(
+            f"{same[0]} is {ports[same[0]]} in {file}, and kvferry serve starts {engines} engines on this "
+            "machine; set it to 0 for any free port"
+        )
 
 
 def _check_pair(role: Role | None, engines: int | None) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
+from kvferry.cli.options import count_option
 from kvferry.serving.role import Role
 
 Model: TypeAlias = Annotated[
@@ -19,22 +20,12 @@ RoleName: TypeAlias = Annotated[
     Role | None,
     typer.Option(help="both for engines that serve alone; by default prefill and decode engines."),
 ]
-Engines: TypeAlias = Annotated[
-    int | None, typer.Option(metavar="COUNT", help="Number of engines, with --role both; by default 1.")
-]
-Prefill: TypeAlias = Annotated[
-    int | None, typer.Option(metavar="COUNT", help="Number of prefill engines; by default 1.")
-]
-Decode: TypeAlias = Annotated[
-    int | None, typer.Option(metavar="COUNT", help="Number of decode engines; by default 1.")
-]
-Tp: TypeAlias = Annotated[int, typer.Option(metavar="COUNT", help="Tensor-parallel ranks of each engine.")]
-PrefillTp: TypeAlias = Annotated[
-    int | None, typer.Option(metavar="COUNT", help="The same for prefill engines; by default --tp.")
-]
-DecodeTp: TypeAlias = Annotated[
-    int | None, typer.Option(metavar="COUNT", help="The same for decode engines; by default --tp.")
-]
+Engines: TypeAlias = Annotated[int | None, count_option("Number of engines, with --role both; by default 1.")]
+Prefill: TypeAlias = Annotated[int | None, count_option("Number of prefill engines; by default 1.")]
+Decode: TypeAlias = Annotated[int | None, count_option("Number of decode engines; by default 1.")]
+Tp: TypeAlias = Annotated[int, count_option("Tensor-parallel ranks of each engine.")]
+PrefillTp: TypeAlias = Annotated[int | None, count_option("The same for prefill engines; by default --tp.")]
+DecodeTp: TypeAlias = Annotated[int | None, count_option("The same for decode engines; by default --tp.")]
 PrefillArgs: TypeAlias = Annotated[
     str, typer.Option(metavar="TEXT", help="More arguments for prefill engines, as in a shell.")
 ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvferry.cli import plan_options, replay_options as opt
-from kvferry.cli.options import check_folder, write_file
+from kvferry.cli.options import check_folder, count_option, write_file
 from kvferry.cli.progress import progress, workload_progress
 from kvferry.cli.replay import open_for_curve, print_notes, served_model_of
 
@@ -25,16 +25,14 @@ TraceOption = Annotated[
 TargetHit = Annotated[
     float, typer.Option(metavar="SHARE", help="Share of the prompt tokens that need not be computed.")
 ]
-Users = Annotated[int, typer.Option(metavar="COUNT", help="Workload: users who hold conversations.")]
+Users = Annotated[int, count_option("Workload: users who hold conversations.")]
 PerSecond = Annotated[
     float, typer.Option(metavar="COUNT", help="Workload: requests of all users per second.")
 ]
-SharedTokens = Annotated[
-    int, typer.Option(metavar="COUNT", help="Workload: tokens that every prompt begins with.")
-]
-Turns = Annotated[int, typer.Option(metavar="COUNT", help="Workload: requests of a conversation.")]
-PromptTokens = Annotated[int, typer.Option(metavar="COUNT", help="Workload: mean new tokens of a prompt.")]
-OutputTokens = Annotated[int, typer.Option(metavar="COUNT", help="Workload: mean generated tokens.")]
+SharedTokens = Annotated[int, count_option("Workload: tokens that every prompt begins with.")]
+Turns = Annotated[int, count_option("Workload: requests of a conversation.")]
+PromptTokens = Annotated[int, count_option("Workload: mean new tokens of a prompt.")]
+OutputTokens = Annotated[int, count_option("Workload: mean generated tokens.")]
 Hours = Annotated[float, typer.Option(metavar="COUNT", help="Workload: hours of requests to simulate.")]
 HostMemory = Annotated[
     str | None,

@@ -18,12 +18,16 @@ HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 _NEAR, _NEAR_BESIDE_VLLM = 0.6, 0.8
 """Least similarity of a name to suggest. vLLM has many options that are a bit like kvferry's."""
+_WHOLE_SENTENCE = 1000
+"""Characters of a command's first sentence in a list of commands: more than any has."""
 _VLLM_NAMES = {
     "--tensor-parallel-size": ("--tp", "use --tp"),
     "-tp": ("--tp", "use --tp"),
     "--model": ("MODEL", "give MODEL without an option"),
 }
 """Options of vLLM that kvferry names differently: its name, which a command must have, and what to do."""
+_EXPECTED = {"int": "a whole number", "float": "a number", "finite": "a finite number"}
+"""What to give for a value that cannot be converted, by the first word of pydantic's name of the error."""
 _EXAMPLES = {"MODEL": "give a path or a Hugging Face id, such as Qwen/Qwen3-0.6B"}
 """What to give for a missing argument, by its placeholder."""
 
@@ -45,6 +49,8 @@ def usage_sentence(error: Any, application: Any, name: str, arguments: Sequence[
         name, value = _find_option(error.option_name, arguments[path.count(" ") :])
         hint = _option_hint(path, parameters, name, value)
         return f"{path} has no option {name}; {hint or f'run {path} --help for its options'}"
+    if reason := _conversion_reason(error):
+        return reason
     missing = error.param.metavar if type(error).__name__ == "MissingParameter" and error.param else None
     if missing in _EXAMPLES:
         return f"{missing} is missing; {_EXAMPLES[missing]}"
@@ -52,6 +58,36 @@ def usage_sentence(error: Any, application: Any, name: str, arguments: Sequence[
     message = message.replace(". Did you mean", "; did you mean").replace("Value error, ", "").rstrip(".")
     sentence = message[:1].lower() + message[1:]
     return sentence if sentence.endswith("?") else f"{sentence}; run {path} --help for its arguments"
+
+
+def _conversion_reason(error: Any) -> str | None:
+    """Return why the value of an option or argument cannot be converted, in kvferry's own words.
+
+    Typer converts values with pydantic, whose messages are about its types.
+
+    Args:
+        error: `UsageError` that Typer raised.
+
+    Returns:
+        None for another error.
+    """
+    details = getattr(error.__cause__, "errors", None)
+    if details is None or error.param is None:
+        return None
+    first = details()[0]
+    bounds = first.get("ctx", {})
+    named = next((each for each in error.param.opts if each.startswith("--")), error.param.metavar)
+    if "error" in bounds:  # raised by kvferry's own converter, or by Typer for a choice
+        expected = str(bounds["error"]).rstrip(".")
+        if not expected.startswith("give "):
+            return f"{named}: {expected}"
+    elif bounds:
+        limits = {"ge": "at least", "le": "at most", "gt": "above", "lt": "below"}
+        given = [f"{limits[name]} {bound}" for name, bound in bounds.items() if name in limits]
+        expected = f"give {' and '.join(given)}"
+    else:
+        expected = f"give {_EXPECTED.get(first['type'].partition('_')[0], 'another value')}"
+    return f"{named} is {first['input']!r}; {expected}"
 
 
 def _command_path(application: Any, name: str, arguments: Sequence[str]) -> str:
@@ -122,13 +158,30 @@ class CommandGroup(TyperGroup):
             args = [*args[1:], "--help"]
         return super().parse_args(ctx, args)
 
+    def sections(self, ctx: Any) -> Mapping[str, Sequence[str]]:
+        """Return the names of the commands by the headings under which the help lists them."""
+        return {"Commands": self.list_commands(ctx)}
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the list of commands to the help, with whole sentences.
+
+        Args:
+            ctx: context of the call.
+            formatter: writer of the help.
+        """
+        for heading, names in self.sections(ctx).items():
+            with formatter.section(heading):
+                formatter.write_dl(
+                    [(name, self.commands[name].get_short_help_str(_WHOLE_SENTENCE)) for name in names]
+                )
+
 
 class GroupedCommands(CommandGroup):
     """The `kvferry` command, whose help lists the other commands by purpose."""
 
     purposes: Mapping[str, Sequence[str]] = {
         "Start here": ("plan", "serve", "doctor", "demo"),
-        "Run engines": ("config", "router", "keygen"),
+        "Run engines": ("config", "init", "router", "keygen"),
         "Look at running engines": ("top", "explain", "dashboard"),
         "Size": ("replay", "size"),
         "Keep and measure": ("cache", "bench"),
@@ -139,13 +192,6 @@ class GroupedCommands(CommandGroup):
         """Return the names of all commands in the order of the help."""
         return [name for names in self.purposes.values() for name in names]
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - Typer passes it
-        """Write the list of commands to the help.
-
-        Args:
-            ctx: context of the call.
-            formatter: writer of the help.
-        """
-        for purpose, names in self.purposes.items():
-            with formatter.section(purpose):
-                formatter.write_dl([(name, self.commands[name].get_short_help_str(100)) for name in names])
+    def sections(self, ctx: Any) -> Mapping[str, Sequence[str]]:  # noqa: ARG002 - the base class needs it
+        """Return the names of the commands by purpose."""
+        return self.purposes

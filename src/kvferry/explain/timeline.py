@@ -13,7 +13,7 @@ from kvferry.connector.load_results import LoadOutcome
 from kvferry.observe.metrics_listener import trim_parts
 from kvferry.observe.traces import FIRST_EVENTS, RequestTrace, StoredChunks
 from kvferry.tiers.names import TIERS
-from kvferry.units import format_bytes, format_count, format_seconds
+from kvferry.units import counted, format_bytes, format_count, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,8 @@ def _arrived(event: events.Arrived) -> Iterator[str]:
 
 
 def _stored(stored: StoredChunks) -> str:
-    text = f"Stored {stored.done} of {stored.ordered} chunks of {stored.group}, {format_bytes(stored.size)}"
+    chunks = counted(stored.ordered, "chunk")
+    text = f"Stored {stored.done} of {chunks} of {stored.group}, {format_bytes(stored.size)}"
     if stored.done + stored.failed == stored.ordered:
         text += f", until {format_seconds(stored.last - stored.first)} later"
     else:

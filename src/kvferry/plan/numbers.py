@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
+from kvferry.geometry.models import read_model
 from kvferry.plan.choices import StorageChoice
+from kvferry.plan.find import entries
 from kvferry.plan.forecast import Forecast, LayerForecast, RefusedTransfer
 from kvferry.plan.kept import KeptGroup, TierForecast
 from kvferry.plan.shared_prefix import SharedPrefix
+from kvferry.plan.show import describe
 from kvferry.plan.side import EngineSide
 from kvferry.plan.totals import TransferEstimate
+
+
+def models_as_json() -> list[dict[str, Any]]:
+    """Return the built-in table of models as values that can be written as JSON."""
+    found = []
+    for entry in entries():
+        layers = Counter(read_model(entry.config).cache.layers)
+        kinds = [{"count": count, "kind": describe(cache)} for cache, count in layers.items()]
+        found.append({"name": entry.name, "also": entry.also, "source": entry.source, "layers": kinds})
+    return found
 
 
 def kept_as_json(kept: TierForecast) -> dict[str, Any]:

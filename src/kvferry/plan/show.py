@@ -14,7 +14,7 @@ from kvferry.plan.side import EngineSide
 from kvferry.plan.totals import TransferEstimate
 from kvferry.report import Report
 from kvferry.table import Column
-from kvferry.units import format_bytes, format_count, format_seconds
+from kvferry.units import counted, format_bytes, format_count, format_seconds
 
 _ALL = "all"
 _NAMES = {
@@ -55,7 +55,7 @@ def show(forecast: Forecast, report: Report) -> None:
 
 def show_refused(refused: RefusedTransfer, report: Report) -> None:
     """Print a handover that kvferry's connector refuses: both engines, the reasons, and notes."""
-    report.heading(f"{refused.model}, a prompt of {refused.tokens:,} tokens")
+    report.heading(f"{refused.model}, a prompt of {counted(refused.tokens, 'token')}")
     report.text("refused: the destination computes the prompt itself")
     for line in _engines(refused):
         report.text(line)
@@ -90,7 +90,7 @@ def named(kind: GroupKind, attention_span: int, instead: str = "") -> str:
 
 def heading(forecast: Forecast) -> Iterator[str]:
     """Yield lines about a forecast: the model, the result, both engines, and the size of the KV cache."""
-    yield f"{forecast.model}, a prompt of {forecast.tokens:,} tokens"
+    yield f"{forecast.model}, a prompt of {counted(forecast.tokens, 'token')}"
     yield result(forecast)
     yield from _engines(forecast)
     kept = [f"{format_bytes(forecast.token_bytes)} per token"] if forecast.token_bytes else []
@@ -121,7 +121,7 @@ def engine(side: EngineSide, block_tokens: int) -> str:
         side: settings of the engine.
         block_tokens: number of tokens per block.
     """
-    return f"{side.label}, blocks of {block_tokens:,} tokens"
+    return f"{side.label}, blocks of {counted(block_tokens, 'token')}"
 
 
 def table_cells(forecast: Forecast) -> Iterator[tuple[str, ...]]:

@@ -10,7 +10,7 @@ from kvferry.plan.shared_prefix import SharedPrefix
 from kvferry.plan.show import named
 from kvferry.report import Report
 from kvferry.table import Column
-from kvferry.units import format_bytes
+from kvferry.units import counted, format_bytes
 
 PER_TOKENS = 1024
 """Number of tokens for which the table shows the size of attention layers."""
@@ -31,7 +31,7 @@ def show_kept(kept: TierForecast, report: Report) -> None:
     report.heading(f"Tiers: chunks of {kept.chunk_tokens:,} tokens{_first(kept)}")
     report.table(_GROUP_COLUMNS, [[*_group(group, kept.chunk_tokens)] for group in kept.groups])
     report.text()
-    report.heading(f"Storage for a prompt of {kept.prompt:,} tokens, by settings")
+    report.heading(f"Storage for a prompt of {counted(kept.prompt, 'token')}, by settings")
     report.table(*_choices(kept))
     if kept.shared:
         report.text()

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from kvferry.errors import ConfigError
+from kvferry.units import parse_count
 
 STEP_TOKENS = 8192
 """Default of ``max_num_batched_tokens`` of an API server on a GPU with at least 70 GiB of memory. vLLM takes
@@ -135,6 +136,9 @@ def parse_retention(text: str) -> int | None:
     """
     if text.lower() in _EVERY:
         return None
-    if not text.isdecimal():
-        raise ConfigError(f"--retention is {text!r}; give a number of tokens, 0 for the last only, or None")
-    return int(text)
+    try:
+        return parse_count(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"--retention is {text!r}; give a number of tokens, 0 for the last only, or None"
+        ) from error

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from html import escape
-from io import StringIO
 from math import ceil, floor, log2
 
-from rich.console import Console
-
-from kvferry.plan.page.document import html_page
+from kvferry.plan.page.document import html_page, text_block
 from kvferry.replay.curve import CurvePoint
 from kvferry.replay.report import Outcome
 from kvferry.replay.show import show
@@ -20,7 +17,6 @@ from kvferry.report import Report
 from kvferry.units import format_bytes
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 300, 52, 28
-_TEXT_COLUMNS = 76
 _LABELS = 6
 
 
@@ -48,10 +44,7 @@ def _page(name: str, points: Sequence[CurvePoint], print_text: Callable[[Report]
         points: hit rate by capacity; fewer than two for no curve.
         print_text: prints the text to a report.
     """
-    text = StringIO()
-    print_text(Report(Console(file=text, width=_TEXT_COLUMNS), _TEXT_COLUMNS))
-    body = [f"<h1>{escape(name)}</h1>", *curve_section(points), f"<pre>{escape(text.getvalue())}</pre>"]
-    return html_page(name, body)
+    return html_page(name, [f"<h1>{escape(name)}</h1>", *curve_section(points), text_block(print_text)])
 
 
 def curve_section(points: Sequence[CurvePoint], about: str = "") -> Iterator[str]:

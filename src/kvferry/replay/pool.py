@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kvferry.errors import ConfigError
 from kvferry.replay.model import ServedModel
 from kvferry.tiers.sizes import parse_size
-from kvferry.units import format_bytes
+from kvferry.units import counted, format_bytes
 
 ASSUMED_KV_CACHE = "40GiB"
 """Memory of a rank for KV cache, if nothing says it: half of a GPU with 80 GB. Weights take the rest."""
@@ -29,7 +29,7 @@ class BlockPool(NamedTuple):
         """The prefix cache that an engine with this pool has, as words after "an engine"."""
         if not self.blocks:
             return "without a prefix cache"
-        return f"with a prefix cache of {self.blocks:,} blocks{self.source and f' ({self.source})'}"
+        return f"with a prefix cache of {counted(self.blocks, 'block')}{self.source and f' ({self.source})'}"
 
 
 NO_PREFIX_CACHE = BlockPool()

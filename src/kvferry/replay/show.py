@@ -10,7 +10,7 @@ from kvferry.replay.settings import ReplaySettings
 from kvferry.replay.times import Times
 from kvferry.report import Report
 from kvferry.table import Column
-from kvferry.units import format_age, format_bytes, format_count, format_seconds
+from kvferry.units import counted, format_age, format_bytes, format_count, format_seconds
 
 _BAR = 40
 """Length in characters of the bar for a hit rate of 100 %."""
@@ -29,8 +29,9 @@ def show(found: Outcome, report: Report) -> None:
         report.text("Interrupted: these are the numbers of the requests so far.")
     span = results.last_arrival - results.first_arrival
     report.text(
-        f"{results.requests:,} requests in {format_age(span)}, {format_count(results.prompt_tokens)} prompt "
-        f"tokens; {model.name} in chunks of {model.chunk_tokens:,} tokens, {engines(settings)}"
+        f"{counted(results.requests, 'request')} in {format_age(span)}, "
+        f"{format_count(results.prompt_tokens)} prompt tokens; {model.name} in chunks of "
+        f"{model.chunk_tokens:,} tokens, {engines(settings)}"
     )
     report.text()
     if found.tells_prefixes:
@@ -56,7 +57,7 @@ def show(found: Outcome, report: Report) -> None:
 def engines(settings: ReplaySettings) -> str:
     """Return the number of engines and the prefix cache of each, as words."""
     pool = settings.pool.text
-    return f"1 engine {pool}" if settings.engines == 1 else f"{settings.engines:,} engines, each {pool}"
+    return f"{counted(settings.engines, 'engine')}{', each' * (settings.engines > 1)} {pool}"
 
 
 def _show_hits(found: Outcome, report: Report) -> None:

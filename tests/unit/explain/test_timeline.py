@@ -237,7 +237,7 @@ def test_a_timeline_counts_failed_and_pending_stores() -> None:
     )
     assert told(stored=stored)[1:] == [
         "0.5 Stored 2 of 5 chunks of full, 2 KiB, 2 under way; 1 failed: no room",
-        "1.0 Stored 0 of 1 chunks of state, 0 B, 1 under way.",
+        "1.0 Stored 0 of 1 chunk of state, 0 B, 1 under way.",
     ]
 
 

@@ -220,6 +220,12 @@ def test_the_table_is_listed_with_sources(capsys):
     out = " ".join(printed(capsys, "--list").split())
     assert "gpt-oss-20b: 12 window 128, 12 full attention" in out
     assert "github.com/ai-dynamo/aiconfigurator" in out
+    models = {one["name"]: one for one in json.loads(printed(capsys, "--list", "--json"))}
+    assert models["gpt-oss-20b"]["layers"] == [
+        {"count": 12, "kind": "window 128"},
+        {"count": 12, "kind": "full attention"},
+    ]
+    assert "Qwen2.5-3B-Instruct" in models["Qwen2.5-3B"]["also"]
 
 
 @pytest.mark.parametrize(
@@ -230,7 +236,7 @@ def test_the_table_is_listed_with_sources(capsys):
         (("zzzzzz",), "no model is called 'zzzzzz'; run `kvferry plan --list`"),
         (("./nowhere/config.json",), "cannot read nowhere/config.json: No such file or directory; give"),
         (("Llama-3.1-8B", "--tokens", "0"), "--tokens is 0; a prompt has at least 1"),
-        (("Llama-3.1-8B", "--tokens", "-3"), "--tokens is -3"),
+        (("Llama-3.1-8B", "--tokens", "0"), "--tokens is 0"),
         (("Llama-3.1-8B", "--layout", "BNLHC"), "layout 'BNLHC' is not known; choose one of auto, LBNHC"),
         (("Llama-3.1-8B", "--to-layout", "x"), "layout 'x' is not known"),
         (("Llama-3.1-8B", "--tp", "3"), "8 heads on 3 tensor-parallel ranks: choose a size that divides 8"),
@@ -309,3 +315,15 @@ def test_importing_the_command_is_light():
     code = "import sys, kvferry.cli.plan; print(*(m for m in sys.modules if m in ('numpy', 'rich.table')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+def test_the_page_has_the_tables_of_the_storage(tmp_path, capsys):
+    shown = printed(capsys, "Qwen3-Next-80B-A3B", "--html", str(tmp_path / "page.html"))
+    page = (tmp_path / "page.html").read_text().partition("Storage in the tiers")[2]
+    for table in (
+        "Tiers: chunks of",
+        "Storage for a prompt of 131,072 tokens",
+        "Tokens that prompts load of",
+    ):
+        assert table in shown
+        assert table in page

@@ -8,10 +8,11 @@ from typer.testing import CliRunner
 
 from kvferry import extras
 from kvferry.cli.main import app
-from kvferry.cli.usage import GroupedCommands
-from support.command_line import run_kvferry
+from kvferry.cli.usage import GroupedCommands, UsageError, usage_sentence
+from support.command_line import parse_command_line, run_kvferry
 
-COMMANDS = sorted(typer.main.get_command(app).commands)
+KVFERRY = typer.main.get_command(app)
+COMMANDS = sorted(KVFERRY.commands)
 
 
 @pytest.mark.parametrize("group", ["", "bench", "cache"])
@@ -73,7 +74,7 @@ def test_help_fits_80_columns_and_shows_examples_that_have_known_options(command
         ("size --hepl", "kvferry size has no option --hepl; did you mean --help?"),
         ("help nothing", "no such command 'nothing'"),
         ("plan --qqqq", "kvferry plan has no option --qqqq; run kvferry plan --help for its options"),
-        ("plan m --tokens x", "invalid value for '--tokens': "),
+        ("plan m --tokens x", "--tokens is 'x'; give a whole number, such as 32768, 32k (32,000) or"),
         ("plan m n", "got unexpected extra argument"),
         ("serve", "MODEL is missing; give a path or a Hugging Face id, such as Qwen/Qwen3-0.6B"),
         ("keygen", "missing argument 'FILE'; run kvferry keygen --help for its arguments"),
@@ -105,7 +106,11 @@ def test_help_fits_80_columns_and_shows_examples_that_have_known_options(command
         ("plan m -tp=2", "kvferry plan has no option -tp; use --tp\n"),
         ("config -tp 2", "kvferry config has no option -tp; run kvferry config --help for its options\n"),
         ("serve --model m", "kvferry serve has no option --model; give MODEL without an option\n"),
-        ("config --role x", "invalid value for '--role': 'x' is not one of 'prefill', 'decode', 'both'"),
+        ("config --role x", "--role: 'x' is not one of 'prefill', 'decode', 'both'\n"),
+        ("plan m --bandwidth fast", "--bandwidth is 'fast'; give a number\n"),
+        ("config --port http", "--port is 'http'; give a whole number\n"),
+        ("serve m --port 99999", "--port is '99999'; give at most 65535\n"),
+        ("bench transfer --tokens 0", "--tokens is '0'; give at least 1\n"),
         ("cache ls -o", "option '-o' requires an argument; run kvferry cache ls --help for its arguments\n"),
     ],
 )
@@ -113,6 +118,52 @@ def test_usage_error_is_one_sentence_with_the_nearest_option(arguments, message)
     done = run_kvferry(*arguments.split())
     assert done.stderr.startswith(f"kvferry: {message}")
     assert (done.stderr.count("\n"), done.returncode) == (1, 2)
+
+
+def options_with_a_value(command, path=()):
+    """Yield (words of a command, option) for every option and command that takes a value."""
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from options_with_a_value(inner, (*path, name))
+    for option in command.params:
+        if option.opts[0].startswith("-") and not option.is_flag and option.param_type_name == "option":
+            yield path, option.opts[0]
+
+
+def refusal_of(*arguments):
+    """Return what a command says about its arguments; empty if it takes them. The command is not run."""
+    try:
+        parse_command_line(arguments)
+    except UsageError as error:
+        return usage_sentence(error, KVFERRY, "kvferry", arguments)
+    return ""
+
+
+def test_no_option_answers_in_the_words_of_a_library():
+    refused = 0
+    for path, option in options_with_a_value(KVFERRY):
+        said = refusal_of(*path, option, "\N{SNOWMAN}")
+        assert not re.search("[Ii]nput|pars|pydantic|validat|[Vv]alue error|invalid", said), said
+        refused += "\N{SNOWMAN}" in said
+    assert refused > 50
+
+
+@pytest.mark.parametrize(
+    ("option", "tokens"), [("32k", "32,000"), ("32K", "32,768"), ("1.5m", "1,500,000"), ("1", "1")]
+)
+def test_a_count_of_tokens_may_have_a_suffix_as_in_vllm(option, tokens):
+    done = run_kvferry("plan", "Llama-3.1-8B", "--tokens", option)
+    noun = "token" if tokens == "1" else "tokens"
+    assert done.stdout.startswith(f"Llama-3.1-8B, a prompt of {tokens} {noun}\n")
+
+
+def test_every_option_for_tokens_takes_a_suffix():
+    found = 0
+    for path, option in options_with_a_value(KVFERRY):
+        if path[0] != "cache" and option.endswith(("tokens", "block-size")):
+            assert "1k" not in refusal_of(*path, option, "1k")
+            assert refusal_of(*path, option, "1.5").startswith(f"{option} is '1.5'; give a whole number")
+            found += 1
+    assert found > 20
 
 
 @pytest.mark.parametrize(

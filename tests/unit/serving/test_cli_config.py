@@ -1,14 +1,19 @@
 """`kvferry config` and `kvferry keygen`."""
 
 import json
+import re
 import subprocess
+import tomllib
 
 import pytest
 
 from kvferry.cli.config import SETTINGS
 from kvferry.connector.config import ConnectorConfig
+from kvferry.errors import ConfigError
+from kvferry.serving import specs
 from kvferry.transport.key_file import read_keys
 from support.command_line import KVFERRY, run_kvferry
+from support.setting_examples import EXAMPLES
 
 
 def configured(*options: str) -> dict:
@@ -164,3 +169,87 @@ def test_config_refuses_wrong_settings_in_one_sentence(options, message):
     done = run_kvferry("config", *options)
     assert done.stderr.startswith(f"kvferry: {message}")
     assert (done.stderr.count("\n"), done.returncode) == (1, 2)
+
+
+def test_init_writes_every_setting_in_a_comment_with_its_default(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_kvferry("init").stdout == f"kvferry.toml: {len(SETTINGS)} settings, all with their defaults\n"
+    assert configured("--settings", "kvferry.toml") == {}
+    lines = (tmp_path / "kvferry.toml").read_text().splitlines()
+    assert all(line.startswith("#") or not line for line in lines)
+    given = tomllib.loads("\n".join(line[1:] for line in lines if re.match(r"#[a-z_]+ = [^A-Z]*$", line)))
+    defaults = {name: value for name in SETTINGS if (value := getattr(ConnectorConfig(), name)) is not None}
+    assert given == defaults
+    again = run_kvferry("init")
+    assert (again.returncode, "exists and is not overwritten" in again.stderr) == (2, True)
+    assert run_kvferry("init", "-").stdout.splitlines() == lines
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_config_reads_a_setting_from_the_file_of_init(name, tmp_path):
+    example = EXAMPLES[ConnectorConfig][name]
+    value = f"'{json.dumps(example)}'" if name in ("tiers", "admin") else json.dumps(example)
+    text = re.sub(
+        rf"^#{name} = .*$", f"{name} = {value}", run_kvferry("init", "-").stdout, flags=re.MULTILINE
+    )
+    (tmp_path / "settings.toml").write_text(text)
+    found = configured("--settings", str(tmp_path / "settings.toml"), "--no-machine")
+    assert found[name] == example
+
+
+def test_tiers_in_a_settings_file_may_be_toml_too(tmp_path):
+    (tmp_path / "settings.toml").write_text('[[tiers]]\ntype = "host"\ncapacity = "8MiB"\n')
+    found = configured("--settings", str(tmp_path / "settings.toml"), "--no-machine")
+    assert found == {"tiers": [{"type": "host", "capacity": "8MiB"}]}
+
+
+def test_options_go_before_the_settings_of_a_file(tmp_path):
+    (tmp_path / "settings.toml").write_text("lanes = 3\nattempts = 4\n")
+    assert configured("--settings", str(tmp_path / "settings.toml"), "--lanes", "5") == {
+        "lanes": 5,
+        "attempts": 4,
+    }
+
+
+def test_serve_gives_the_settings_of_a_file_to_its_engines(tmp_path, monkeypatch):
+    pytest.importorskip("vllm")
+    groups = []
+
+    def noted(model, given):
+        groups.extend(given)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(specs, "group_specs", noted)
+    file = tmp_path / "settings.toml"
+    file.write_text('lanes = 3\nturn_seconds = 60\ntiers = "default"\n')
+    assert run_kvferry("serve", "m", "--settings", str(file)).stderr == "kvferry: enough\n"
+    shared = {"lanes": 3, "tiers": "default"}
+    assert [group.settings for group in groups] == [
+        {**shared, "turn_seconds": None},
+        {**shared, "turn_seconds": 60},
+    ]
+    file.write_text("port = 5600\n")
+    refused = run_kvferry("serve", "m", "--settings", str(file))
+    assert refused.stderr.startswith(f"kvferry: port is 5600 in {file}, and kvferry serve starts 2 engines")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lanes = many", "line 1 of settings.toml is no TOML; write a setting as in port = 5600"),
+        ("lnes = 3", "has no key 'lnes'; did you mean 'lanes'?"),
+        ("\xff", "settings.toml is no TOML"),
+        (
+            None,
+            "cannot read settings.toml: No such file or directory; `kvferry init FILE` writes such a file",
+        ),
+    ],
+)
+def test_a_settings_file_that_cannot_be_used_gets_one_sentence(text, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        (tmp_path / "settings.toml").write_bytes(text.encode("latin-1"))
+    done = run_kvferry("config", "--settings", "settings.toml")
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1

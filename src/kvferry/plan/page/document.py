@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
+from io import StringIO
+
+from rich.console import Console
 
 from kvferry.geometry.models import ModelReading
 from kvferry.plan.forecast import Forecast, LayerForecast
@@ -11,6 +14,10 @@ from kvferry.plan.page.draw import COLOURS, drawing
 from kvferry.plan.page.scene import MAX_RANKS, Scene, scene
 from kvferry.plan.setting import PlannedTransfer, set_up
 from kvferry.plan.show import COLUMNS, describe, engine, result, table_cells
+from kvferry.report import Report
+from kvferry.units import counted
+
+_TEXT_COLUMNS = 76
 
 STYLE = """
 :root{color-scheme:light dark;--bg:#fff;--fg:#1d2327;--dim:#5c666f;--line:#d5dbe0;
@@ -87,6 +94,17 @@ def html_page(title: str, body: Sequence[str]) -> str:
     )
 
 
+def text_block(print_text: Callable[[Report], None]) -> str:
+    """Return the HTML of what a function prints to a report, as it stands in a terminal.
+
+    Args:
+        print_text: function that prints to a report.
+    """
+    text = StringIO()
+    print_text(Report(Console(file=text, width=_TEXT_COLUMNS), _TEXT_COLUMNS))
+    return f"<pre>{escape(text.getvalue().strip(chr(10)))}</pre>"
+
+
 def _heading(forecast: Forecast) -> Iterator[str]:
     yield f"<h1>{escape(forecast.model)}</h1>"
     here, there = (
@@ -94,7 +112,8 @@ def _heading(forecast: Forecast) -> Iterator[str]:
         for side, tokens in zip((forecast.source, forecast.destination), forecast.blocks, strict=True)
     )
     yield (
-        f"<p>A prompt of {forecast.tokens:,} tokens, from {here} to {there}. Planned; nothing was run.</p>"
+        f"<p>A prompt of {counted(forecast.tokens, 'token')}, from {here} to {there}. Planned; nothing "
+        "was run.</p>"
         f"<p><b>{escape('M' + result(forecast)[1:])}.</b></p>"
     )
 
@@ -157,7 +176,8 @@ def _title(found: Scene, *, one_layer: bool) -> str:
 
 
 def _caption(setting: PlannedTransfer, row: LayerForecast, found: Scene) -> str:
-    parts = [f"{_blocks(found.src_blocks)} above, {_blocks(found.dst_blocks)} below: {found.runs:,} runs"]
+    above, below = counted(found.src_blocks, "block"), counted(found.dst_blocks, "block")
+    parts = [f"{above} above, {below} below: {counted(found.runs, 'run')}"]
     if found.joined:
         parts.append("runs between the same two stretches are drawn as one")
     if row.tables > 1:
@@ -165,7 +185,3 @@ def _caption(setting: PlannedTransfer, row: LayerForecast, found: Scene) -> str:
     if max(len(setting.srcs), len(setting.dsts)) > MAX_RANKS:
         parts.append(f"the first {MAX_RANKS} ranks of a side")
     return "; ".join(parts) + "."
-
-
-def _blocks(count: int) -> str:
-    return "1 block" if count == 1 else f"{count} blocks"

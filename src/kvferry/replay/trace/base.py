@@ -11,6 +11,7 @@ import msgspec
 from kvferry.replay.trace.request import TraceRequest
 from kvferry.replay.trace.trace_file import TraceFile
 from kvferry.terminal import shown
+from kvferry.units import counted
 
 MAX_TOKENS = 1 << 24
 """Maximum length of a prompt or an output. It bounds the memory that a wrong number in a file can take."""
@@ -74,7 +75,9 @@ class Trace(ABC):
     def notes(self) -> list[str]:
         """Return what the latest iteration changed or assumed, so far, as sentences for the user."""
         late = self._arrivals.late
-        unsorted = f"{late:,} requests were not in order of arrival; they arrive with the request before them"
+        unsorted = (
+            f"not in order of arrival: {counted(late, 'request')}, which arrive with the request before"
+        )
         return [*[unsorted] * bool(late), *[f"it {ONLY_LENGTHS}"] * (not self.tells_prefixes)]
 
     @abstractmethod

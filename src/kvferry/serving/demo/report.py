@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvferry.serving.demo.transfers import Transfer
 from kvferry.serving.demo.verdict import AnswerVerdict
 from kvferry.table import Column
-from kvferry.units import format_bytes, format_seconds
+from kvferry.units import counted, format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def story(rows: Sequence[RequestRow]) -> str:
     loads = [row.transfer for row in rows if row.transfer and row.transfer.outcome == "ready"]
     moved, full = sum(load.bytes for load in loads), sum(load.full_attention_bytes for load in loads)
     tokens = sum(row.prompt_tokens for row in rows)
-    computed = f"The prefill engine computed {_prompts(len(rows))} of {tokens:,} tokens in all"
+    computed = f"The prefill engine computed {counted(len(rows), 'prompt')} of {tokens:,} tokens in all"
     if not loads:
         return f"{computed}; the decode engine read nothing of it and {_wrote(rows)}."
     which = "their KV" if len(loads) == len(rows) else f"the KV of {len(loads)} of them"
@@ -81,16 +81,12 @@ def story(rows: Sequence[RequestRow]) -> str:
     )
 
 
-def _prompts(count: int) -> str:
-    return "1 prompt" if count == 1 else f"{count} prompts"
-
-
 def _wrote(rows: Sequence[RequestRow]) -> str:
     verdicts = Counter(row.verdict for row in rows)
     same, close = verdicts[AnswerVerdict.YES], verdicts[AnswerVerdict.OWN_GAP]
     if same == len(rows):
         return "wrote the same text as one engine alone"
-    text = f"wrote the same text as one engine alone for {same} of {_prompts(len(rows))}"
+    text = f"wrote the same text as one engine alone for {same} of {counted(len(rows), 'prompt')}"
     if close:
         text += (
             f" ({close} differ no more than that engine differs from itself when it prefills what "

@@ -293,8 +293,8 @@ def run_cache(*arguments):
 @pytest.mark.parametrize(
     ("pinned", "code", "text"),
     [
-        ((10, 6, 6), 0, "6 chunks are pinned: those of the prompt's 10 that are in host memory"),
-        ((10, 6, 4), 0, "4 of 6 chunks in host memory are pinned; pins hold at most half of it"),
+        ((10, 6, 6), 0, "pinned: 6 chunks, those of the prompt's 10 that are in host memory"),
+        ((10, 6, 4), 0, "pinned: 4 of 6 chunks in host memory; pins hold at most half of it"),
         (
             (10, 0, 0),
             1,
@@ -314,7 +314,7 @@ def test_a_pin_says_why_chunks_of_the_prompt_are_not_pinned(secret, tmp_path, pi
 def test_an_unknown_pin_is_an_error(secret):
     with serving(secret, Tiers()) as (url, _, _):
         at = ["pin", "--engine", url, "--secret-file", secret, "--name"]
-        assert run_cache(*at, "p") == (0, "2 chunks are no longer pinned")
+        assert run_cache(*at, "p") == (0, "no longer pinned: 2 chunks")
         assert run_cache(*at, "q") == (1, "no pin is named q")
 
 

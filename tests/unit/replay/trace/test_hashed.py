@@ -89,9 +89,7 @@ def test_late_requests_are_counted_anew_in_each_reading(trace):
     found = trace(*(MOONCAKE[0] | {"timestamp": time} for time in (1000, 500, 700, 2000)))
     for _ in range(2):
         assert [each.arrival for each in found] == [0.0, 0.0, 0.0, 1.0]
-        assert found.notes() == [
-            "2 requests were not in order of arrival; they arrive with the request before them"
-        ]
+        assert found.notes() == ["not in order of arrival: 2 requests, which arrive with the request before"]
 
 
 def test_a_prompts_incomplete_unit_without_id_is_equal_to_no_other(trace):

@@ -62,7 +62,7 @@ def test_ls_shows_namespaces_by_the_facts_of_their_models(cache):
     assert "weights 0123abcd, chunks of 64 tokens\n" in said
     assert re.search(r"3 chunks, 192 tokens, 180 KiB; last used \d+ s ago", said)
     assert " days ago" in said
-    assert "1 chunks, 16 tokens, 8 KiB" in said
+    assert "1 chunk, 16 tokens, 8 KiB" in said
     assert max(map(len, said.splitlines())) <= 80
     with pytest.MonkeyPatch.context() as narrow:
         narrow.setenv("COLUMNS", "44")
@@ -117,7 +117,7 @@ def test_verify_names_what_is_bad_and_moves_it_only_when_told_to(cache):
     found = json.loads(kvferry("verify", cache, "--quarantine", "--json", code=1))
     assert [bad["moved"] for bad in found["bad"]] == [True, True]
     assert len(list((cache / "quarantine").iterdir())) == 2
-    assert "1 chunks" in kvferry("verify", cache)
+    assert "1 chunk" in kvferry("verify", cache)
 
 
 def of_other_version(path):

@@ -69,7 +69,7 @@ def test_ls_shows_namespaces_with_when_they_were_stored(kvferry, store):
     said = kvferry("ls")
     assert f"{NAMESPACE.digest.hex()[:16]}  tests/small" in said
     assert "3 chunks, 192 tokens, 180 KiB; stored " in said
-    assert "1 chunks, 16 tokens, 8 KiB" in said
+    assert "1 chunk, 16 tokens, 8 KiB" in said
     assert max(map(len, said.splitlines())) <= 80
     found = {one["namespace"]: one for one in json.loads(kvferry("ls", "--json"))}
     first = found[NAMESPACE.digest.hex()]
@@ -99,7 +99,7 @@ def test_verify_names_what_is_bad_and_moves_it_only_when_told_to(kvferry, store,
     found = json.loads(kvferry("verify", "--quarantine", "--json", code=1))
     assert [bad["moved"] for bad in found["bad"]] == [True] * 3
     assert sum(each.startswith("quarantine/") for each in names(bucket)) == 3
-    assert "1 chunks" in kvferry("verify")
+    assert "1 chunk" in kvferry("verify")
     assert "3, " in next(line for line in kvferry("stat").splitlines() if line.startswith("quarantined"))
 
 
@@ -146,7 +146,7 @@ def test_an_engine_goes_on_after_a_clear(kvferry, store):
     assert get(store, 0) is GetOutcome.ABSENT
     assert put(store, 0) is PutOutcome.STORED
     store.refresh()
-    assert "1 chunks, 64 tokens" in kvferry("ls")
+    assert "1 chunk, 64 tokens" in kvferry("ls")
 
 
 def test_options_of_the_client_can_be_given(kvferry, store, place):

@@ -1,0 +1,52 @@
+"""The file of settings that `kvferry init` writes, and that `kvferry config` and `kvferry serve` read."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+import typer
+
+from kvferry.errors import ConfigError
+
+SettingsFile: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--settings",
+        metavar="FILE",
+        help="Settings to read, as `kvferry init` writes them; options go first.",
+    ),
+]
+
+
+def read_settings(path: str | None) -> dict[str, Any]:
+    """Return the connector's settings from a file, by their names in `ConnectorConfig`. They are not checked.
+
+    Args:
+        path: path of a TOML file; None for no settings.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no TOML.
+    """
+    from kvferry.serving.kv_config import parse_admin, parse_tiers
+
+    if path is None:
+        return {}
+    try:
+        found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise ConfigError(f"cannot read {path}: {reason}; `kvferry init FILE` writes such a file") from error
+    except ValueError as error:  # not TOML, or not UTF-8
+        at = re.search(r"at line (\d+)", str(error))
+        where = f"line {at[1]} of {path}" if at else path
+        raise ConfigError(
+            f"{where} is no TOML; write a setting as in port = 5600, and text in quotation marks"
+        ) from error
+    for key, parse in (("tiers", parse_tiers), ("admin", parse_admin)):
+        if isinstance(found.get(key), str):
+            found[key] = parse(found[key])
+    return found
