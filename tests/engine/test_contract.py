@@ -234,7 +234,7 @@ def test_entries_of_connectors_have_the_keys_of_vllms_own_setting() -> None:
 
     from vllm.config import KVTransferConfig
 
-    from kvferry.engines.vllm.multi.settings import TRANSFER_KEYS
+    from kvferry.engines.vllm.config import TRANSFER_KEYS
 
     installed = {field.name for field in dataclasses.fields(KVTransferConfig)}
     assert installed - GONE_SINCE_0_32 == set(TRANSFER_KEYS)

@@ -120,7 +120,7 @@ def config(
         bool,
         typer.Option(
             "--machine/--no-machine",
-            help="Check the files, directories and memory of this machine too, on which the engine will run.",
+            help="Check this machine too, on which the engine will run: its addresses, files and memory.",
         ),
     ] = True,
     **settings: Any,

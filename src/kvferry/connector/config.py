@@ -11,10 +11,9 @@ from kvferry.connector.choices import check_text, parse_settings
 from kvferry.connector.policies import PolicyName
 from kvferry.connector.tier_config import check_weight, read_tiers
 from kvferry.errors import ConfigError
+from kvferry.transport.address import check_host, is_every_address
 from kvferry.transport.allowed_peers import parse_allowed_peers
 from kvferry.transport.port_range import parse_port_range
-
-_EVERYWHERE = ("0.0.0.0", "::", "*")  # noqa: S104 - names what is refused
 
 NODE = "node"
 
@@ -185,6 +184,8 @@ def parse_config(extra: Mapping[str, Any], kv_role: str | None = None) -> Connec
                 "set kv_role to kv_both (kvferry config --role both), or leave transfer out"
             )
         config = msgspec.structs.replace(config, transfer=True)
+    _check_hosts(config)
+    _check_paths(config)
     _check_ranges(config)
     if config.chunk_tokens and config.snapshot_tokens:
         check_snapshot_tokens(config.snapshot_tokens, config.chunk_tokens)
@@ -194,6 +195,26 @@ def parse_config(extra: Mapping[str, Any], kv_role: str | None = None) -> Connec
     parse_port_range(config.ports)
     _check_turns(config)
     return config
+
+
+def _check_hosts(config: ConnectorConfig) -> None:
+    admin = {} if config.admin is None else {"admin.host": config.admin.host}
+    for name, host in {"host": config.host, **admin}.items():
+        if not is_every_address(host):
+            check_host(name, host)
+    if config.advertise_host is not None:
+        check_host("advertise_host", config.advertise_host)
+        if is_every_address(config.advertise_host):
+            raise ConfigError(
+                f"advertise_host is {config.advertise_host}, every address of this machine; set it to the "
+                "one that peers use"
+            )
+
+
+def _check_paths(config: ConnectorConfig) -> None:
+    for name in ("secret_file", "transfer_log", "record", "costs"):
+        if getattr(config, name) == "":
+            raise ConfigError(f"{name} is '', which names no file; give the path of a file, or leave it out")
 
 
 _RANGES = {
@@ -223,7 +244,7 @@ def _check_ranges(config: ConnectorConfig) -> None:
     for name in ("late_blocks", "turn_share"):
         if not 0 < getattr(config, name) <= 1:
             raise ConfigError(f"{name} is {getattr(config, name)}, it must be above 0 and at most 1")
-    if config.host in _EVERYWHERE and not config.advertise_host:
+    if is_every_address(config.host) and not config.advertise_host:
         raise ConfigError(
             f"host is {config.host}, every address of this machine; set advertise_host to the one that "
             "peers use"

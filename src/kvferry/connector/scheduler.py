@@ -35,6 +35,7 @@ from kvferry.connector.step_times import StepTimes
 from kvferry.connector.stream import EventStream
 from kvferry.connector.tier_config import read_tiers
 from kvferry.connector.tiers.tiering import NamespaceOf, Tiering
+from kvferry.errors import ConfigError
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, ProducerCard
 from kvferry.transport.lease import new_incarnation
@@ -47,6 +48,11 @@ logger = logging.getLogger(__name__)
 _STUCK_LEASES = 4
 """Time without a step after which an engine keeps no lease alive, in leases. A step of a slow engine can take
 longer than one lease."""
+
+_NOT_STARTED = (
+    "the scheduler got no handshake of the engine's workers, so kvferry has not started; if the connector is "
+    "inside another one, such as vLLM's MultiConnector, use FerryMultiConnector instead"
+)
 
 _LONGEST_CALM_SECONDS = 1.0
 """Maximum seconds between two looks at all parts, for what depends on time alone."""
@@ -233,7 +239,8 @@ class SchedulerHalf:
     @property
     def admission(self) -> Admission:
         """The admission (object that chooses a source of KV for each request); available after `start`."""
-        assert self._admission is not None
+        if self._admission is None:
+            raise ConfigError(_NOT_STARTED)
         self._calm = False  # whoever asks for it may change it
         return self._admission
 
@@ -245,7 +252,8 @@ class SchedulerHalf:
     @property
     def parts(self) -> PartBlocks:
         """Record of the blocks that loads fill only in part; available after `start`."""
-        assert self._parts is not None
+        if self._parts is None:
+            raise ConfigError(_NOT_STARTED)
         return self._parts
 
     @property

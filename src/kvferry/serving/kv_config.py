@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.connector.config import parse_config
-from kvferry.engines.vllm.multi.settings import parse_multi
+from kvferry.engines.vllm.transfer_config import TransferCheck
 from kvferry.errors import ConfigError
 from kvferry.serving.machine_checks import check_machine
 from kvferry.serving.role import Role
@@ -47,13 +47,14 @@ def kv_transfer_config(
     if machine:
         check_machine(config)
     extra = _with_absolute_paths(extra)
-    return {
+    result = {
         "kv_connector": "KVFerryConnector",
         "kv_connector_module_path": "kvferry.engines.vllm.connector",
         "kv_role": _VLLM_ROLE[role],
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
     }
+    return _checked(result) if alone else result
 
 
 def _with_absolute_paths(extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,13 +91,24 @@ def with_other_connectors(config: Mapping[str, Any], others: Any) -> dict[str, A
     }
     shared = {key: extra[key] for key in ("source_policy", "patience_seconds") if key in extra}
     given = [*others, own] if isinstance(others, list) else others
-    parse_multi({"connectors": given})
-    return {
-        **config,
-        "kv_connector": "FerryMultiConnector",
-        "kv_connector_module_path": "kvferry.engines.vllm.multi.connector",
-        "kv_connector_extra_config": {"connectors": given, **shared},
-    }
+    return _checked(
+        {
+            **config,
+            "kv_connector": "FerryMultiConnector",
+            "kv_connector_module_path": "kvferry.engines.vllm.multi.connector",
+            "kv_connector_extra_config": {"connectors": given, **shared},
+        }
+    )
+
+
+def _checked(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a ``--kv-transfer-config`` object that an engine accepts.
+
+    Raises:
+        ConfigError: an engine refuses it.
+    """
+    TransferCheck(config).raise_refusal()
+    return config
 
 
 def parse_connectors(text: str) -> Any:

@@ -2,13 +2,87 @@
 
 from __future__ import annotations
 
-from kvferry.connector.config import ConnectorConfig
+import errno
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+
+from kvferry.connector.config import NODE, ConnectorConfig
 from kvferry.connector.tier_config import read_tiers
+from kvferry.errors import ConfigError
 from kvferry.observe.line_file import check_line_file
 from kvferry.tiers.host.memory_check import check_available
 from kvferry.tiers.sizes import parse_size
 from kvferry.transport.costs_file import load_costs
 from kvferry.transport.key_file import existing_keys
+
+_TEST_ROUTE = "192.0.2.1", 9  # TEST-NET-1, RFC 5737: nothing is sent to it
+
+
+class PortInUse(ConfigError):
+    """Raised if a program listens on the port of an engine."""
+
+
+def node_address(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the address on which an engine listens if its setting ``host`` is ``node``.
+
+    This is the value of ``VLLM_HOST_IP`` if it is set, else the address of the network interface with the
+    default route. If there is no default route, it is 127.0.0.1.
+
+    Args:
+        environment: environment variables.
+    """
+    if given := environment.get("VLLM_HOST_IP"):
+        return given
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(_TEST_ROUTE)
+            return str(sock.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
+def check_listening(host: str, port: int) -> None:
+    """Check that an engine on this machine can listen at an address now.
+
+    Args:
+        host: value of the setting ``host``.
+        port: port number; 0 for any free port.
+
+    Raises:
+        PortInUse: another program listens there.
+        ConfigError: the host is not an address of this machine, or this user may not use the port.
+    """
+    host = node_address() if host == NODE else "0.0.0.0" if host == "*" else host  # noqa: S104 - zmq's name
+    try:
+        # Without the brackets that an IPv6 address may have.
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(
+            f"host {host} cannot be resolved: {error.strerror or error}; give an address of this machine, or "
+            '"node"'
+        ) from error
+    family, kind, number, _, place = found[0]
+    with socket.socket(family, kind, number) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind(place)
+        except OSError as error:
+            raise _cannot_listen(host, port, error) from error
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    if error.errno == errno.EADDRNOTAVAIL:
+        return ConfigError(
+            f"host {host} is not an address of this machine; run this where the engine runs, or correct host"
+        )
+    if error.errno == errno.EADDRINUSE:
+        return PortInUse(
+            f"port {port} on {host} is in use; stop the program that listens there, unless it is this "
+            "engine, or choose another port (0 for any free one)"
+        )
+    return ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; choose another host or port")
 
 
 def check_machine(config: ConnectorConfig) -> None:
@@ -21,10 +95,13 @@ def check_machine(config: ConnectorConfig) -> None:
         config: settings of the connector.
 
     Raises:
-        ConfigError: a file or directory is missing or cannot be used, or the machine has too little memory.
+        ConfigError: a file, directory or address is missing or cannot be used, or the machine has too little
+            memory.
     """
     load_costs(config.costs)
     if config.transfers:
+        with suppress(PortInUse):  # perhaps by the engine that this configuration is for
+            check_listening(config.host, config.port)
         existing_keys(config.secret_file)
         if config.transfer_log is not None:
             check_line_file("transfer_log", config.transfer_log)

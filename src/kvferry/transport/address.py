@@ -1,9 +1,15 @@
-"""Parse IP addresses of peers."""
+"""Parse IP addresses and host names."""
 
 from __future__ import annotations
 
 import ipaddress
+import re
 from typing import TypeAlias
+
+from kvferry.errors import ConfigError
+
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_NAME = re.compile(rf"(?=.{{1,253}}\.?\Z)({_LABEL}\.)*(?!\d+\.?\Z){_LABEL}\.?\Z")
 
 IP: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -31,3 +37,40 @@ def is_loopback(host: str) -> bool:
     """
     address = parse_ip(host)
     return host == "localhost" if address is None else address.is_loopback
+
+
+def is_host_name(text: str) -> bool:
+    """Return whether a text has the form of a host name, and not of an IP address.
+
+    >>> [is_host_name(text) for text in ("node7", "kv.svc.", "10.0.0.7", "node7:5600", "http://node7", "")]
+    [True, True, False, False, False, False]
+    """
+    return _NAME.match(text) is not None
+
+
+def is_every_address(host: str) -> bool:
+    """Return whether a host to listen on stands for every address of the machine.
+
+    >>> [is_every_address(host) for host in ("*", "0.0.0.0", "[::]", "127.0.0.1")]
+    [True, True, True, False]
+    """
+    address = parse_ip(host)
+    return host == "*" if address is None else address.is_unspecified
+
+
+def check_host(name: str, host: str) -> None:
+    """Check that a setting is a host name, or an IP address that one machine can have.
+
+    Args:
+        name: name of the setting, for the message.
+        host: value of the setting.
+
+    Raises:
+        ConfigError: it is neither, for example a URL, a network, or an address with a port.
+    """
+    address = parse_ip(host)
+    if not is_host_name(host) if address is None else address.is_multicast:
+        raise ConfigError(
+            f"{name} is {host!r}; it must be a host name or IP address, such as 10.0.0.7, without scheme, "
+            "port or network length"
+        )

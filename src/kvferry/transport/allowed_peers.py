@@ -7,19 +7,16 @@ These rules limit the addresses.
 from __future__ import annotations
 
 import ipaddress
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvferry.errors import ConfigError
-from kvferry.transport.address import IP, is_loopback, parse_ip
+from kvferry.transport.address import IP, is_host_name, is_loopback, parse_ip
 
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 MAX_ENTRIES = 1024
-_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
-_NAME = re.compile(rf"(?=.{{1,253}}\.?\Z)({_LABEL}\.)*(?!\d+\.?\Z){_LABEL}\.?\Z")
 _LOOPBACK = ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128")
 _KINDS = "a host name, an address, or a network such as 10.0.0.0/8"
 
@@ -105,7 +102,7 @@ def parse_allowed_peers(entries: Sequence[str] | None, host: str, advertised: st
     if entries is None:
         if is_loopback(host):
             return AllowedPeers(_LOOPBACK)
-        own = (normalize_name(advertised),) if advertised and _NAME.match(advertised) else ()
+        own = (normalize_name(advertised),) if advertised and is_host_name(advertised) else ()
         return AllowedPeers(None, own)
     if not 0 < len(entries) <= MAX_ENTRIES:
         raise ConfigError(
@@ -150,7 +147,7 @@ def _network(entry: str, number: int) -> Network | None:
 
 
 def _name(entry: str, number: int) -> str:
-    if _NAME.match(entry):
+    if is_host_name(entry):
         return normalize_name(entry)
     pattern = "; a name stands for all its addresses, like that of a headless service" if "*" in entry else ""
     raise ConfigError(f"peers[{number}] is {entry!r}; give {_KINDS}{pattern}")

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from kvferry.transport.address import IP, is_loopback
+from kvferry.transport.address import IP, is_every_address, is_loopback
 from kvferry.transport.port_range import PortRange
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,6 @@ CONNECTIONS = {"UCX_TCP_CONN_NB": "y", "UCX_TCP_SYN_CNT": "3"}
 With 3, Linux 6.18 gave up after 20 s; with its default, not within two minutes. So the blocks of a load that
 waits for a connection are free again before its deadline (`load_timeout_seconds`, 30 s by default).
 """
-_EVERY_ADDRESS = ("0.0.0.0", "::", "*")  # noqa: S104 - with these hosts nothing is restricted
 _INFINIBAND = Path("/sys/class/infiniband")
 _lock = threading.Lock()
 
@@ -56,7 +55,7 @@ def devices_for(host: str, infiniband: Path = _INFINIBAND) -> tuple[str, ...]:
         Names of devices. Empty, so that UCX may use all devices, if `host` stands for every address (such as
         ``0.0.0.0``), or if no device has the address.
     """
-    if host in _EVERY_ADDRESS:
+    if is_every_address(host):
         return ()
     if is_loopback(host):
         return _loopbacks()

@@ -76,8 +76,14 @@ def test_a_name_to_advertise_is_noted_since_peers_must_list_it():
     assert [listening.advertised(told) for told in (None, "localhost", "10.0.0.7", "::1")] == [[]] * 4
 
 
+def of_address(host: str, port: int = 0, **more):
+    """Findings on the address of an engine."""
+    found = listening.check(parse_config({"host": host, "port": port, **more}))
+    return [one for one in found if one.subject in ("host", "port")]
+
+
 def test_a_port_that_is_free():
-    assert states(listening.address("127.0.0.1", 0)) == [State.OK]
+    assert states(of_address("127.0.0.1")) == [State.OK, State.OK]
 
 
 def test_a_port_in_use_is_bad():
@@ -85,14 +91,22 @@ def test_a_port_in_use_is_bad():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        (found,) = listening.address("127.0.0.1", port)
-    assert (found.state, found.found) == (State.BAD, f"{port} on 127.0.0.1 is in use")
-    assert states(listening.address("127.0.0.1", port)) == [State.OK]
+        _, found = of_address("127.0.0.1", port)
+    assert (found.state, found.found) == (State.BAD, f"port {port} on 127.0.0.1 is in use")
+    assert states(of_address("127.0.0.1", port)) == [State.OK, State.OK]
 
 
-def test_a_host_that_is_not_this_machine_is_bad():
-    assert "is not an address of this machine" in listening.address("192.0.2.77", 5600)[0].found
-    assert states(listening.address("no.such.host.invalid", 5600)) == [State.BAD]
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [("192.0.2.77", "is not an address of this machine"), ("no.such.host.invalid", "cannot be resolved")],
+)
+def test_a_host_that_is_not_this_machine_is_one_bad_finding(host, said):
+    (found,) = of_address(host)
+    assert (found.state, said in found.found) == (State.BAD, True)
+
+
+def test_an_engine_may_listen_on_every_address():
+    assert states(of_address("*", advertise_host="10.0.0.7", secret_file="x")) == [State.OK, State.OK]
 
 
 def test_the_address_of_a_node():

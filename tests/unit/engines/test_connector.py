@@ -40,7 +40,7 @@ def halves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(engine: str) -> Any:
-    transfer = SimpleNamespace(engine_id=engine, is_kv_consumer=True)
+    transfer = SimpleNamespace(engine_id=engine, is_kv_consumer=True, kv_port=14579)
     device, model = SimpleNamespace(device_type="meta"), SimpleNamespace(enable_sleep_mode=False)
     return SimpleNamespace(kv_transfer_config=transfer, device_config=device, model_config=model)
 

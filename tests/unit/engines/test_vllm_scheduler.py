@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.plain import PlainStep
 from kvferry.engines.vllm.scheduler import VLLMScheduler
+from kvferry.errors import ConfigError
 from kvferry.observe.spans import SpanListener
 from support.vllm_config import configured
 
@@ -38,6 +39,13 @@ def test_explain_shows_the_role_of_an_engine(vllms, ours):
 def test_only_a_traced_engine_makes_spans(endpoint, spans):
     listeners = scheduler(endpoint=endpoint).half.events._listeners
     assert sum(isinstance(one, SpanListener) for one in listeners) == spans
+
+
+def test_a_request_before_the_workers_handshake_is_an_error_that_says_what_to_do():
+    half = scheduler().half
+    for part in ("admission", "parts"):
+        with pytest.raises(ConfigError, match=r"no handshake of the engine's workers.*use FerryMulti"):
+            getattr(half, part)
 
 
 @pytest.mark.parametrize("engines", [1, 2])

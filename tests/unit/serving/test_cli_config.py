@@ -43,12 +43,12 @@ def test_config_takes_a_secret(tmp_path):
     secret.write_text("0123456789abcdef")
     secret.chmod(0o600)
     given = {"host": "10.0.0.7", "secret_file": str(secret)}
-    assert configured("--host", "10.0.0.7", "--secret-file", str(secret)) == given
+    assert configured("--no-machine", "--host", "10.0.0.7", "--secret-file", str(secret)) == given
 
 
 def test_config_creates_no_machine_key(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    configured("--host", "10.0.0.7")
+    configured("--host", "127.0.0.7")
     assert not (tmp_path / "state").exists()
 
 
@@ -124,6 +124,14 @@ def test_config_shows_every_setting_and_marks_defaults():
     [
         (["--lease-seconds", "-1"], "lease_seconds is -1.0"),
         (["--attempts", "99"], "attempts is 99, it must be 1 to 16"),
+        (["--host", "http://10.0.0.7"], "host is 'http://10.0.0.7'; it must be a host name or IP address"),
+        (["--host", ""], "host is ''; it must be a host name or IP address"),
+        (["--host", "192.0.2.77"], "host 192.0.2.77 is not an address of this machine; run this where"),
+        (["--port", "70000"], "port is 70000, it must be 0 to 65535"),
+        (
+            ["--other-connectors", '[{"kv_connector": "NixlConnector"}]'],
+            "NixlConnector and KVFerryConnector would both hand KV over to other engines",
+        ),
         (["--peers", "*.svc"], "peers[0] is '*.svc'; give a host name"),
         (["--secret-file", "/nowhere"], "secret_file /nowhere: No such file"),
         (["--secret-file", "/dev/null"], "secret_file /dev/null is no regular file"),

@@ -9,8 +9,9 @@ import pytest
 
 from kvferry.connector.config import parse_config
 from kvferry.doctor.finding import State
-from kvferry.doctor.settings import read_file, summary
+from kvferry.doctor.settings import read_file
 from kvferry.engines.vllm.config import read_settings
+from kvferry.engines.vllm.transfer_config import summary
 from kvferry.errors import ConfigError
 from kvferry.serving.kv_config import kv_transfer_config
 from kvferry.serving.role import Role

@@ -32,6 +32,7 @@ from kvferry.geometry.canonical.length import (
     check_prompt_length,
     check_windows,
     chunk_length,
+    late_prefix,
     snapshot_interval,
 )
 from kvferry.keys.namespace import Namespace
@@ -363,13 +364,15 @@ def _canonical(config: ConnectorConfig, engine: EngineFacts, ranks: Sequence[Ran
     tokens = chunk_length(config.chunk_tokens, interval, block)
     check_windows(tokens, block)
     check_prompt_length(tokens, interval, engine.longest_request)
+    if late := late_prefix(tokens, interval):
+        logger.warning("tiers: %s", late)
     try:
         canonical = canonical_form_of(ranks, tokens)
         check_storable(canonical, ranks)
     except (GeometryError, Incompatible) as error:
         raise ConfigError(
-            f"tiers: {error}; configure no tiers, or choose an attention backend, layout and KV cache dtype "
-            "whose pages docs/backends.md lists by fields"
+            f"tiers: {error}; add --dtype float32 on a CPU, choose an attention backend, layout and KV cache "
+            "dtype whose pages docs/backends.md lists by fields, or configure no tiers"
         ) from error
     return canonical
 

@@ -7,8 +7,9 @@ This class only forwards vLLM's hooks to the two halves of the connector, in `sc
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from kvferry.engines.vllm import layout
 from kvferry.engines.vllm.compat.arrivals import guard_arrivals
@@ -23,15 +24,18 @@ from kvferry.engines.vllm.compat.frees import defer_frees
 from kvferry.engines.vllm.compat.hit_sources import Label, hit_source
 from kvferry.engines.vllm.compat.pauses import tell_of_pauses
 from kvferry.engines.vllm.compat.process import share_logging, sleep_between_polls
-from kvferry.engines.vllm.config import read_settings
+from kvferry.engines.vllm.config import read_settings, unused_keys
 from kvferry.engines.vllm.fixed_memory import check_fixed_memory
 from kvferry.engines.vllm.meta import SchedulerMeta, WorkerCard, WorkerMeta
 from kvferry.engines.vllm.scheduler import ONE_HANDSHAKE, VLLMScheduler, sorted_cards
 from kvferry.engines.vllm.stats import FerryMetrics, FerryStats
+from kvferry.engines.vllm.transfer_config import wrong_name
 from kvferry.engines.vllm.worker import VLLMWorker
 from kvferry.errors import ConfigError
 from kvferry.private_file import check_umask
 from kvferry.tiers.registry import medium_of
+
+logger = logging.getLogger(__name__)
 
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
@@ -77,6 +81,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._cache_configs[_engine_id(vllm_config)] = kv_cache_config
         self._own_cache_config = kv_cache_config if role is KVConnectorRole.WORKER else None
         if role is KVConnectorRole.SCHEDULER:
+            if unused := unused_keys(vllm_config.kv_transfer_config.kv_port):
+                logger.warning("kvferry: %s", unused)
             self._scheduler = VLLMScheduler(vllm_config, kv_cache_config, config)
             defer_frees(vllm_config)
             guard_arrivals()
@@ -287,6 +293,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
 def _engine_id(vllm_config: Any) -> str:
     return str(vllm_config.kv_transfer_config.engine_id)
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Refuse a wrong ``kv_connector`` in words: vLLM looks the class up in this module."""
+    if name.startswith("_"):
+        raise AttributeError(name)
+    raise wrong_name(name, __name__)
 
 
 register_connector(KVFerryConnector.__name__, __name__)

@@ -88,6 +88,26 @@ def check_prompt_length(chunk_tokens: int, interval: int, longest: int) -> None:
         )
 
 
+def late_prefix(chunk_tokens: int, interval: int) -> str:
+    """Return a sentence if chunks and snapshots end together only after several of both; empty otherwise.
+
+    >>> late_prefix(176, 1056), late_prefix(256, 1056).partition(",")[0]
+    ('', 'chunks of 256 tokens and snapshots every 1056 tokens first end together at 8448 tokens')
+
+    Args:
+        chunk_tokens: number of tokens per chunk.
+        interval: least number of tokens between snapshots, from `snapshot_interval`; 1 without snapshots.
+    """
+    first = first_prefix(chunk_tokens, interval)
+    if first == max(chunk_tokens, interval):
+        return ""
+    return (
+        f"chunks of {chunk_tokens} tokens and snapshots every {interval} tokens first end together at "
+        f"{first} tokens, so nothing of a shorter prompt is loaded; leave chunk_tokens out, or set it to a "
+        f"divisor of {interval}, such as {divisor(interval, CHUNK_TOKENS)}"
+    )
+
+
 def check_windows(chunk_tokens: int, block: int) -> None:
     """Check that a chunk consists of whole blocks of every sliding-window group.
 

@@ -61,6 +61,17 @@ def test_opaque_pages_are_refused_with_a_remedy():
         _canonical(ConnectorConfig(chunk_tokens=64), made_up(longest_request=1024), [rank])
     assert str(caught.value) == (
         "tiers: layer 'layers.0': NEW has no canonical form, its bytes are opaque; it can be handed over to "
-        "an equal engine, but not be stored; configure no tiers, or choose an attention backend, layout and "
-        "KV cache dtype whose pages docs/backends.md lists by fields"
+        "an equal engine, but not be stored; add --dtype float32 on a CPU, choose an attention backend, "
+        "layout and KV cache dtype whose pages docs/backends.md lists by fields, or configure no tiers"
     )
+
+
+@pytest.mark.parametrize(("chunk", "warned"), [(256, True), (176, False), (2112, False), (None, False)])
+def test_chunks_that_rarely_end_at_a_snapshot_are_a_warning_at_start(chunk, warned, caplog):
+    spec = MambaSpec(block_size=1056, shapes=((2,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+    group = cache_group(SimpleNamespace(kv_cache_spec=spec, layer_names=["one"]))
+    engine = made_up(groups=(group,), longest_request=32_768)
+    with pytest.raises(ConfigError, match="every rank"):
+        _canonical(ConnectorConfig(chunk_tokens=chunk), engine, [])
+    said = "first end together at 8448 tokens, so nothing of a shorter prompt is loaded; leave chunk_tokens"
+    assert (said in caplog.text) is warned

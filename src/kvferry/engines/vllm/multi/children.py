@@ -14,17 +14,15 @@ from kvferry.engines.vllm.compat.connectors import (
 )
 from kvferry.engines.vllm.config import check_failure_policy, read_settings
 from kvferry.engines.vllm.connector import KVFerryConnector
-from kvferry.engines.vllm.multi.settings import INHERITED, ChildSettings, MultiSettings, parse_multi
+from kvferry.engines.vllm.multi.settings import (
+    HAND_OVER,
+    INHERITED,
+    ChildSettings,
+    MultiSettings,
+    check_hand_over,
+    parse_multi,
+)
 from kvferry.errors import ConfigError
-
-_HAND_OVER = {
-    "MoRIIOConnector",
-    "MooncakeConnector",
-    "NixlConnector",
-    "NixlPullConnector",
-    "NixlPushConnector",
-}
-"""Class names of vLLM's own connectors that hand a request's KV to another engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +51,12 @@ class Child:
     def hands_over(self) -> bool:
         """True if the child connector hands KV to other engines.
 
-        This is the case for the connectors of vLLM that `_HAND_OVER` lists, and for kvferry's connector if it
+        This is the case for the connectors of vLLM that `HAND_OVER` lists, and for kvferry's connector if it
         exchanges KV with other engines (`ConnectorConfig.transfers`).
         """
         if self.is_kvferry:
             return read_settings(self.config).transfers
-        return self.cls.__name__ in _HAND_OVER
+        return self.cls.__name__ in HAND_OVER
 
 
 def read_multi(vllm_config: Any) -> MultiSettings:
@@ -69,7 +67,7 @@ def read_multi(vllm_config: Any) -> MultiSettings:
     """
     transfer = vllm_config.kv_transfer_config
     settings = parse_multi(transfer.kv_connector_extra_config)
-    check_failure_policy(transfer)
+    check_failure_policy(transfer.kv_load_failure_policy)
     return settings
 
 
@@ -117,13 +115,7 @@ def check(children: Sequence[Child], vllm_config: Any) -> None:
                 "engine with --disable-hybrid-kv-cache-manager, or leave "
                 f"{'it' if len(without) == 1 else 'them'} out of connectors"
             )
-    handing = [child.name for child in children if child.hands_over]
-    if len(handing) > 1:
-        raise ConfigError(
-            f"{' and '.join(handing)} would both hand KV over to other engines, and a request carries one "
-            "offer; leave all but one out of connectors, or set transfer to false where it is a "
-            "KVFerryConnector with tiers"
-        )
+    check_hand_over([child.name for child in children if child.hands_over])
 
 
 def agreed_layout(children: Sequence[Child]) -> str | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from kvferry.connector.bids import Bid
 from kvferry.connector.choosing import BidChooser
@@ -44,6 +44,7 @@ from kvferry.engines.vllm.multi.metrics import MultiMetrics
 from kvferry.engines.vllm.multi.settings import parse_multi
 from kvferry.engines.vllm.multi.stats import MultiStats, path_of
 from kvferry.engines.vllm.multi.worker_hooks import WorkerHooks
+from kvferry.engines.vllm.transfer_config import wrong_name
 
 logger = logging.getLogger(__name__)
 
@@ -319,6 +320,13 @@ def _part(whole: Any, child_index: int) -> Any:
         child_index: index of the child.
     """
     return None if whole is None else whole.children[child_index]
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Refuse a wrong ``kv_connector`` in words: vLLM looks the class up in this module."""
+    if name.startswith("_"):
+        raise AttributeError(name)
+    raise wrong_name(name, __name__)
 
 
 register_connector(FerryMultiConnector.__name__, __name__)

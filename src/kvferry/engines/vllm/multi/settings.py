@@ -8,26 +8,23 @@ from typing import Any
 
 import msgspec
 
-from kvferry.connector.choices import check_keys, parse_settings
+from kvferry.connector.choices import parse_settings
 from kvferry.connector.policies import PolicyName
 from kvferry.connector.tier_config import check_weight
+from kvferry.engines.vllm.config import check_transfer_keys
 from kvferry.errors import ConfigError
-
-TRANSFER_KEYS = (
-    "kv_connector",
-    "kv_connector_module_path",
-    "kv_connector_extra_config",
-    "kv_role",
-    "kv_buffer_device",
-    "kv_load_failure_policy",
-    "kv_port",
-    "engine_id",
-    "enable_permute_local_kv",
-)
-"""Keys of vLLM's own ``KVTransferConfig`` that an entry of ``connectors`` may have."""
 
 INHERITED = ("engine_id", "kv_role", "kv_buffer_device", "kv_load_failure_policy")
 """Keys that a child inherits: by default, they have the value that the `FerryMultiConnector` itself has."""
+
+HAND_OVER = {
+    "MoRIIOConnector",
+    "MooncakeConnector",
+    "NixlConnector",
+    "NixlPullConnector",
+    "NixlPushConnector",
+}
+"""Class names of vLLM's own connectors that hand a request's KV to another engine."""
 
 OWN_KEYS = ("name", "load_weight")
 """Keys of an entry of ``connectors`` that kvferry adds to those of vLLM's ``KVTransferConfig``."""
@@ -99,12 +96,29 @@ def parse_multi(extra: Mapping[str, Any]) -> MultiSettings:
     return MultiSettings(children, plain.source_policy, plain.patience_seconds, plain.attempts)
 
 
+def check_hand_over(names: Sequence[str]) -> None:
+    """Check that at most one child hands KV to other engines.
+
+    Args:
+        names: names of the children that do.
+
+    Raises:
+        ConfigError: there are several.
+    """
+    if len(names) > 1:
+        raise ConfigError(
+            f"{' and '.join(names)} would both hand KV over to other engines, and a request carries one "
+            "offer; leave all but one out of connectors, or set transfer to false where it is a "
+            "KVFerryConnector with tiers"
+        )
+
+
 def _entry(number: int, given: Any) -> dict[str, Any]:
     where = f"connectors[{number}]"
     if not isinstance(given, Mapping) or not isinstance(given.get("kv_connector"), str):
         raise ConfigError(f'{where} is {given!r}; it must be an object whose "kv_connector" names a class')
     where += f" ({given['kv_connector']})"
-    check_keys(where, given, (*TRANSFER_KEYS, *OWN_KEYS))
+    check_transfer_keys(where, given, OWN_KEYS)
     weight, name = given.get("load_weight", 1.0), given.get("name")
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         raise ConfigError(f"{where}: load_weight is {weight!r}, it must be a number")

@@ -1,0 +1,284 @@
+"""Check a value of vLLM's ``--kv-transfer-config`` without vLLM: `kvferry config` and `kvferry doctor` do.
+
+The connectors check the same settings with the same functions when an engine starts (`config`,
+`multi.settings`). This module adds what vLLM checks before it creates a connector.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.metadata import entry_points
+from typing import Any
+
+from kvferry.connector.config import ConnectorConfig, parse_config
+from kvferry.engines.vllm import plugin
+from kvferry.engines.vllm.config import TRANSFER_KEYS, check_failure_policy, parse_transfer, unused_keys
+from kvferry.engines.vllm.multi.settings import HAND_OVER, INHERITED, check_hand_over, parse_multi
+from kvferry.engines.vllm.plugin import CONNECTORS
+from kvferry.errors import ConfigError
+
+_OURS = "KVFerryConnector"
+_MULTI = "FerryMultiConnector"
+_VLLMS_MULTI = "MultiConnector"
+_WITH_HANDSHAKE = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", _OURS)
+"""Connectors that hand their scheduler a handshake of their workers."""
+
+_OUTER = ("kv_transfer_config", "kv-transfer-config", "--kv-transfer-config")
+_OFFLOADING = ("OffloadingConnector", "SimpleCPUOffloadConnector", "LMCacheMPConnector")
+"""Connectors by which vLLM's ``--kv-offloading-size`` replaces the configured one."""
+
+_EXTRA = "kv_connector_extra_config"
+_PLUGINS = "vllm.general_plugins"
+_SIMILAR = 0.85
+
+
+class Verdict(StrEnum):
+    """The verdict on a part of a configuration: ACCEPTED, NOTED (no effect, or not checked), or REFUSED."""
+
+    ACCEPTED = "accepted"
+    NOTED = "noted"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """A remark on a part of a configuration.
+
+    Attributes:
+        where: name of the part.
+        verdict: whether an engine takes the part.
+        text: sentence with what was found, and, after a semicolon, what to do.
+    """
+
+    where: str
+    verdict: Verdict
+    text: str
+
+
+class TransferCheck:
+    """A check of a value of ``--kv-transfer-config``, as an engine does it at its start.
+
+    Connectors that are not kvferry's are not checked.
+
+    Attributes:
+        configs: settings of each `KVFerryConnector`; those with invalid settings are left out.
+        remarks: remarks in the order of the checks.
+    """
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        """Check a configuration.
+
+        Args:
+            given: value of ``--kv-transfer-config``, or only its part ``kv_connector_extra_config``.
+        """
+        self.configs: list[ConnectorConfig] = []
+        self.remarks: list[Remark] = []
+        if any(key in given for key in (*TRANSFER_KEYS, *_OUTER)):
+            self._check(given, "settings")
+        else:
+            self._check_extra(given, "settings", None)
+
+    def raise_refusal(self) -> None:
+        """Raise a ConfigError with the first reason why an engine refuses the configuration, if any."""
+        for remark in self.remarks:
+            if remark.verdict is Verdict.REFUSED:
+                raise ConfigError(remark.text)
+
+    def _check(self, given: Mapping[str, Any], where: str, parent: str | None = None) -> None:
+        """Check an object that names a connector.
+
+        Args:
+            given: the object, as parsed from JSON.
+            where: name of the object.
+            parent: name of the connector that contains this one; None if it is the only one.
+        """
+        for outer in _OUTER:
+            if isinstance(inner := given.get(outer), Mapping):
+                self._refuse(
+                    where,
+                    f"the settings are inside an object with the key {outer!r}; give only what is inside",
+                )
+                self._check(inner, where)
+                return
+        name, module = given.get("kv_connector"), given.get("kv_connector_module_path")
+        if not isinstance(name, str):
+            self._refuse(where, f'kv_connector is {name!r}; set it to "{_OURS}"')
+        elif name == _VLLMS_MULTI and module is None:
+            self._check_vllms_multi(given, where)
+        elif name not in CONNECTORS and module in CONNECTORS.values():
+            self._refuse(where, str(wrong_name(name, str(module))))
+        elif name not in CONNECTORS and module is None and (near := _similar(name)):
+            self._refuse(where, f"kv_connector is {name!r}, which vLLM does not know; did you mean {near!r}?")
+        elif name not in CONNECTORS:
+            self._note(where, f"kv_connector is {name!r}, which is not kvferry's; it is not checked")
+        else:
+            self._check_ours(name, given, where, parent)
+
+    def _check_ours(self, name: str, given: Mapping[str, Any], where: str, parent: str | None) -> None:
+        """Check an object whose connector is one of kvferry's.
+
+        Args:
+            name: name of the connector.
+            given, where, parent: arguments of `_check`.
+        """
+        self._check_module(name, given.get("kv_connector_module_path"), where, parent)
+        try:
+            transfer = parse_transfer(where, given)
+            check_failure_policy(transfer.kv_load_failure_policy)
+        except ConfigError as error:
+            self._refuse(where, str(error))
+        else:
+            if unused := unused_keys(transfer.kv_port):
+                self._note(where, unused)
+        role, extra = given.get("kv_role"), given.get(_EXTRA, {})
+        if not isinstance(extra, Mapping):
+            return  # refused above
+        if name == _MULTI:
+            self._check_multi(given, extra, where)
+        else:
+            self._check_extra(extra, where, role if parent != _MULTI and isinstance(role, str) else None)
+
+    def _check_module(self, name: str, module: object, where: str, parent: str | None) -> None:
+        """Check that vLLM finds one of kvferry's connectors at a ``kv_connector_module_path``.
+
+        Args:
+            name: name of the connector.
+            module: value of ``kv_connector_module_path``; None if it is missing.
+            where: name of the object.
+            parent: name of the connector that contains this one; None if it is the only one.
+        """
+        expected = CONNECTORS[name]
+        # A FerryMultiConnector registers kvferry's connectors by name.
+        if module == expected or (module is None and (parent == _MULTI or _is_plugin_loaded())):
+            return
+        what = f"is {module!r}" if module is not None else f"is missing, so vLLM does not find {name}"
+        self._refuse(where, f'kv_connector_module_path {what}; set it to "{expected}"')
+
+    def _check_extra(self, extra: Mapping[str, Any], where: str, kv_role: str | None) -> None:
+        try:
+            config = parse_config(extra, kv_role)
+        except ConfigError as error:
+            self._refuse(where, str(error))
+            return
+        self.configs.append(config)
+        text = f"the connector accepts all {len(extra)} keys: {summary(config)}"
+        self.remarks.append(Remark(where, Verdict.ACCEPTED, text))
+
+    def _check_multi(self, given: Mapping[str, Any], extra: Mapping[str, Any], where: str) -> None:
+        """Check the settings of a `FerryMultiConnector`, and its children.
+
+        Args:
+            given: value of ``--kv-transfer-config``.
+            extra: value of its ``kv_connector_extra_config``.
+            where: name of the object.
+        """
+        try:
+            settings = parse_multi(extra)
+        except ConfigError as error:
+            self._refuse(where, str(error))
+            return
+        names = ", ".join(child.name for child in settings.children)
+        text = f"{_MULTI} over {names}, policy {settings.source_policy}"
+        self.remarks.append(Remark(where, Verdict.ACCEPTED, text))
+        inherited = {key: given[key] for key in INHERITED if key in given}
+        hand_over = []
+        for number, child in enumerate(settings.children):
+            known = len(self.configs)
+            self._check(
+                {**inherited, **child.transfer}, f"connectors[{number}] ({child.name})", parent=_MULTI
+            )
+            if child.transfer["kv_connector"] in HAND_OVER or any(
+                config.transfers for config in self.configs[known:]
+            ):
+                hand_over.append(child.name)
+        try:
+            check_hand_over(hand_over)
+        except ConfigError as error:
+            self._refuse(where, str(error))
+
+    def _check_vllms_multi(self, given: Mapping[str, Any], where: str) -> None:
+        """Check the children of vLLM's `MultiConnector` that are kvferry's.
+
+        Args:
+            given: value of ``--kv-transfer-config``.
+            where: name of the object.
+        """
+        extra = given.get(_EXTRA)
+        listed = extra.get("connectors") if isinstance(extra, Mapping) else None
+        children = [each for each in listed if isinstance(each, Mapping)] if isinstance(listed, list) else []
+        self._note(where, f"kv_connector is {_VLLMS_MULTI!r}; only kvferry's connectors in it are checked")
+        names = [each.get("kv_connector") for each in children]
+        first = next((name for name in names if name in _WITH_HANDSHAKE), None)
+        checked = False
+        for number, child in enumerate(children):
+            name, module = child.get("kv_connector"), child.get("kv_connector_module_path")
+            if name in [*CONNECTORS] or module in CONNECTORS.values():
+                checked = True
+                self._check(child, f"connectors[{number}] ({name})", parent=_VLLMS_MULTI)
+        if _OURS in names and (first != _OURS or names.count(_OURS) > 1):
+            self._refuse(
+                where,
+                f"{_VLLMS_MULTI} gives all children the handshake of {first}, so another {_OURS} does not "
+                f"start; use {_MULTI} (kvferry config --other-connectors)",
+            )
+        if not checked:
+            return
+        try:
+            transfer = parse_transfer(where, given)
+        except ConfigError as error:
+            self._refuse(where, str(error))
+            return
+        if transfer.kv_load_failure_policy != "recompute":
+            self._note(
+                where,
+                f"kv_load_failure_policy of the {_VLLMS_MULTI} is not 'recompute', so vLLM fails a request "
+                "whose load fails; set it to 'recompute'",
+            )
+
+    def _refuse(self, where: str, text: str) -> None:
+        self.remarks.append(Remark(where, Verdict.REFUSED, text))
+
+    def _note(self, where: str, text: str) -> None:
+        self.remarks.append(Remark(where, Verdict.NOTED, text))
+
+
+def wrong_name(name: object, module: str) -> ConfigError:
+    """Return the error for a connector class that a module of kvferry does not have.
+
+    Args:
+        name: value of ``kv_connector``.
+        module: value of ``kv_connector_module_path``.
+    """
+    found = f"kv_connector is {name!r}, which is not in {module}"
+    if name in _OFFLOADING:
+        return ConfigError(
+            f"{found}: --kv-offloading-size replaces the connector by vLLM's own; leave --kv-offloading-size "
+            "out and use kvferry's tiers, or combine both with kvferry config --other-connectors"
+        )
+    right = next(each for each, path in CONNECTORS.items() if path == module)
+    return ConfigError(f"{found}; set it to {right!r}")
+
+
+def summary(config: ConnectorConfig) -> str:
+    """Return a short text for users: whether an engine exchanges KV, and the tiers in which it keeps KV."""
+    does = ["exchanges KV with other engines"] if config.transfers else []
+    if config.tiers:
+        kinds = "host, file" if config.tiers == "default" else ", ".join(one["type"] for one in config.tiers)
+        does.append(f"keeps it in tiers ({kinds})")
+    return " and ".join(does)
+
+
+def _similar(name: str) -> str | None:
+    """Return the name of kvferry's connector that is nearly `name`; None if none is."""
+    return next(iter(difflib.get_close_matches(name, CONNECTORS, 1, _SIMILAR)), None)
+
+
+def _is_plugin_loaded() -> bool:
+    """Return True if vLLM loads kvferry's plugin, which lets vLLM find the connectors by name."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    ours = [one.name for one in entry_points(group=_PLUGINS) if one.module == plugin.__name__]
+    return any(allowed is None or name in allowed.split(",") for name in ours)
