@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -128,6 +129,7 @@ def config(
     """Print the JSON for vLLM's --kv-transfer-config, in one line."""
     from kvferry.operating_system import is_linux
     from kvferry.serving import kv_config
+    from kvferry.serving.cpu_attention import REMEDY, bfloat16_fault
     from kvferry.serving.shown_settings import complete_settings
 
     if show_defaults and other_connectors is not None:
@@ -138,6 +140,8 @@ def config(
     whole = kv_config.kv_transfer_config(
         role, settings, alone=other_connectors is None, machine=machine and is_linux()
     )
+    if machine and is_linux() and (fault := bfloat16_fault()):
+        print(f"kvferry: note: {fault}; {REMEDY}", file=sys.stderr)
     if show_defaults:
         print(*complete_settings(whole), sep="\n")
         return

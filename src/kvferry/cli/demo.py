@@ -107,6 +107,7 @@ def _models(
         ConfigError: both a model and families are given, or a family is unknown.
     """
     from kvferry.serving.demo import DemoModel, family_model
+    from kvferry.serving.model_name import check_model
 
     if model is not None and model.startswith("-"):
         # `kvferry demo -- --flag`: no model is given, and all arguments are for vLLM.
@@ -114,6 +115,7 @@ def _models(
     if model is not None:
         if families != _FAMILIES:
             raise ConfigError("both MODEL and --families are given; give one of them")
+        check_model(model)
         yield DemoModel(model, model, tuple(arguments))
         return
     names = [name.strip() for name in families.split(",")]

@@ -55,6 +55,7 @@ def serve(
 
     from kvferry.engines.vllm.version import check_release, vllm_version
     from kvferry.serving.kv_config import parse_tiers
+    from kvferry.serving.model_name import check_model
     from kvferry.serving.ports import listen
     from kvferry.serving.restarts import RestartPolicy
     from kvferry.serving.serve import serve_fleet
@@ -92,6 +93,7 @@ def serve(
     specs = group_specs(model, groups)
     check_shared_memory([group.parallel.workers for group in groups for _ in range(group.count)])
     check_output()
+    check_model(model)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     # Open the port first: it may be in use, and engines take a while to start.
     with StopSignals() as signals, listen(host, port) as sock, contextlib.suppress(KeyboardInterrupt):

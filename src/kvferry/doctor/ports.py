@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ _LISTEN = "0A"
 _ANY = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
 """Addresses of sockets that listen on all addresses."""
 _TABLES = (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6))
+_API = "API server"
 _CHILD = "kvferry.transport.metadata_sandbox"
 _SHUT = "let only peers reach it; docs/network.md has a firewall rule and a NetworkPolicy"
 
@@ -162,7 +163,9 @@ def _command(process: psutil.Process) -> str:
 
 
 def findings(processes: Mapping[int, str], known: Mapping[int, str]) -> list[Finding]:
-    """Return a finding per listening port of an engine: its purpose, and who can use it.
+    """Return findings on an engine's listening ports: their purpose, and who can use them.
+
+    Ports of one address, purpose and role of process share a finding.
 
     Args:
         processes: command lines of the engine's processes, by process id.
@@ -172,25 +175,38 @@ def findings(processes: Mapping[int, str], known: Mapping[int, str]) -> list[Fin
     for process in processes:
         for port in listening_ports(process):
             seen.setdefault((port.address, port.number), port)
-    return [_finding(port, processes[port.process], known) for port in seen.values()]
+    alike: dict[tuple[str, str, str | None], list[Port]] = {}
+    for port in seen.values():
+        alike.setdefault((port.address, _role(processes[port.process]), known.get(port.number)), []).append(
+            port
+        )
+    return [_finding(found, role, purpose) for (_, role, purpose), found in alike.items()]
 
 
-def _finding(port: Port, command: str, known: Mapping[int, str]) -> Finding:
-    where = f"[{port.address}]" if ":" in port.address else port.address
-    subject = f"port {where}:{port.number}"
-    whose = f"process {port.process}, {_role(command)}"
-    if (purpose := known.get(port.number)) is not None:
-        return ok(subject, f"{purpose} ({whose}); only clients with the key are let in")
-    who = "processes of this machine" if port.is_loopback else "everyone who can reach it"
-    if _is_api(command):
+def _finding(found: Sequence[Port], role: str, purpose: str | None) -> Finding:
+    """Return the finding on ports of one address.
+
+    Args:
+        found: the ports.
+        role: role of the processes that listen on them.
+        purpose: purpose of the ports, if they accept only clients with the engine's key; else None.
+    """
+    first = found[0]
+    where = f"[{first.address}]" if ":" in first.address else first.address
+    numbers = ", ".join(str(port.number) for port in sorted(found, key=lambda port: port.number))
+    subject = f"port {where}:{numbers}" if len(found) == 1 else f"{len(found)} ports of {where}"
+    listed = f"{numbers}: " if len(found) > 1 else ""
+    ids = sorted({port.process for port in found})
+    whose = f"process{'es' if len(ids) > 1 else ''} {', '.join(map(str, ids))}, {role}"
+    if purpose is not None:
+        return ok(subject, f"{listed}{purpose} ({whose}); only clients with the key are let in")
+    who = "processes of this machine" if first.is_loopback else "everyone who can reach it"
+    if role == _API:
         text = f"vLLM's API, or a channel between its processes ({whose}); open to {who}"
     else:
         text = f"UCX, or vLLM's own ({whose}); open to {who}, who can end the process with random bytes"
-    return ok(subject, text) if port.is_loopback else note(subject, text, _SHUT)
-
-
-def _is_api(command: str) -> bool:
-    return _role(command) == "API server"
+    text = f"{listed}{text}"
+    return ok(subject, text) if first.is_loopback else note(subject, text, _SHUT)
 
 
 def _role(command: str) -> str:
@@ -198,5 +214,5 @@ def _role(command: str) -> str:
         return "child process that validates peers' metadata"
     name = command.split(" ", maxsplit=1)[0]
     if name.startswith("VLLM::"):
-        return name
-    return "API server" if "vllm" in command.lower() else "unknown"
+        return name.partition("_")[0]  # without its rank
+    return _API if "vllm" in command.lower() else "unknown"

@@ -109,7 +109,7 @@ def connector() -> None:
     """Import the connector in the way that an engine does.
 
     Print vLLM's version, its device type, and whether connector and platform support the hybrid KV cache
-    manager.
+    manager. On a CPU, also compute attention over bfloat16, and print the name of the instructions.
     """
     import vllm  # noqa: PLC0415 - slow, and its import is checked here
 
@@ -124,6 +124,11 @@ def connector() -> None:
         platform=bool(current_platform.support_hybrid_kv_cache()),
         device=str(current_platform.device_type),
     )
+    if current_platform.is_cpu():
+        from kvferry.engines.vllm.compat.cpu_attention import compute_attention  # noqa: PLC0415
+
+        _print_result(trying="attention")
+        _print_result(attention=compute_attention())
 
 
 def path(where: str) -> None:

@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import kvferry
 from kvferry import extras
@@ -15,6 +16,7 @@ from kvferry.doctor.limits import ProcessResult, run_python
 from kvferry.doctor.probes import MODULE, parse_output
 from kvferry.engines.vllm.version import is_supported, supported_text, vllm_version
 from kvferry.memory import copy_kernel
+from kvferry.serving.cpu_attention import REMEDY
 
 _SECONDS = 120.0
 
@@ -73,7 +75,26 @@ def connector(probe: Probe = _import_connector) -> list[Finding]:
             "full attention",
             "use a platform that has one",
         )
-    return [*found, hybrid]
+    return [*found, hybrid, *_attention(printed, ended.how)]
+
+
+def _attention(printed: Mapping[str, Any], how: str) -> list[Finding]:
+    """Return a finding on vLLM's attention over bfloat16 on a CPU; an empty list if it was not tried.
+
+    Args:
+        printed: results of the process that tried it.
+        how: text that describes how that process ended.
+    """
+    subject = "attention"
+    if "trying" not in printed:
+        return []
+    if "attention" not in printed:
+        found = f"vLLM's, over bfloat16, its default on a CPU, does not work here: {how}"
+        return [bad(subject, found, REMEDY)]
+    if printed["attention"] == "amx":
+        found = "over bfloat16 uses AMX, whose pages tiers cannot keep"
+        return [note(subject, found, f"for tiers, {REMEDY}")]
+    return [ok(subject, f"over bfloat16 works on this CPU ({printed['attention']})")]
 
 
 def hash_seed(environment: Mapping[str, str] = os.environ) -> Finding:

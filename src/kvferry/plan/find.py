@@ -6,7 +6,6 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
 from functools import cache
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.errors import ConfigError
+from kvferry.plan.hub import CONFIG_FILE, QUANTIZATION_FILE, hub_config
 from kvferry.plan.mistral import from_params
 from kvferry.user_cache import expanded
 
@@ -82,13 +82,9 @@ def _plain(name: str) -> str:
 
 
 _MAX_BYTES = 16 << 20
-_FILE = "config.json"
 _PARAMS_FILE = "params.json"
 """File of a model in Mistral's format. Beside weights in this format, vLLM takes it for ``config.json``."""
 _MISTRAL_WEIGHTS = "consolidated*.safetensors"
-_QUANTIZATION_FILE = "hf_quant_config.json"
-"""File beside ``config.json`` in which older releases of ModelOpt keep what vLLM takes for its
-``quantization_config``, if ``config.json`` has none."""
 
 
 def find_config(model: str) -> tuple[str, Mapping[str, Any]]:
@@ -106,12 +102,18 @@ def find_config(model: str) -> tuple[str, Mapping[str, Any]]:
     path = expanded(model)
     if os.path.exists(path) or _looks_like_a_path(model):  # noqa: PTH110 - Path.exists raises where it may not look
         found = _in_folder(path) if os.path.isdir(path) else path  # noqa: PTH112 - so does Path.is_dir
-        named_by_folder = found.name in (_FILE, _PARAMS_FILE)
+        named_by_folder = found.name in (CONFIG_FILE, _PARAMS_FILE)
         return (found.parent.name if named_by_folder else found.stem) or model, _content(found)
     if (entry := lookup(model)) is not None:
         return entry.name, entry.config
     if model.count("/") == 1:
-        return model, _content(_from_hub(model))
+        try:
+            return model, _content(hub_config(model))
+        except ConfigError as error:
+            raise ConfigError(
+                f"{model!r} is not in the built-in table{_hint(model)}, and {error}; give the path of its "
+                "config.json"
+            ) from error
     raise ConfigError(
         f"no model is called {model!r}{_hint(model)}; run `kvferry plan --list` for all names, or give a path"
     )
@@ -128,7 +130,7 @@ def _hint(model: str) -> str:
 
 def _in_folder(folder: Path) -> Path:
     """Return the path of the file that vLLM takes in a folder: in Mistral's format if the weights are."""
-    own, params = folder / _FILE, folder / _PARAMS_FILE
+    own, params = folder / CONFIG_FILE, folder / _PARAMS_FILE
     is_mistral = params.exists() and (not own.exists() or any(folder.glob(_MISTRAL_WEIGHTS)))
     return params if is_mistral else own
 
@@ -136,10 +138,10 @@ def _in_folder(folder: Path) -> Path:
 def _content(path: Path) -> Mapping[str, Any]:
     """Return the content of a model's file, in the keys of a ``config.json``, with what stands beside it."""
     if path.name == _PARAMS_FILE:
-        beside = path.with_name(_FILE)
+        beside = path.with_name(CONFIG_FILE)
         return from_params(_load(path), _load(beside) if beside.exists() else {})
-    config, beside = _load(path), path.with_name(_QUANTIZATION_FILE)
-    if path.name == _FILE and config.get("quantization_config") is None and beside.is_file():
+    config, beside = _load(path), path.with_name(QUANTIZATION_FILE)
+    if path.name == CONFIG_FILE and config.get("quantization_config") is None and beside.is_file():
         return {**config, "quantization_config": _load(beside)}
     return config
 
@@ -161,40 +163,3 @@ def _load(path: Path) -> Mapping[str, Any]:
             f"{path} holds a {type(read).__name__}, an object with a model's settings is expected"
         )
     return read
-
-
-def _from_hub(model: str) -> Path:
-    """Return the path of a model's ``config.json`` in the local Hugging Face cache. Download it if needed.
-
-    Also download the file with the quantization config, if the model has one.
-
-    Args:
-        model: name of the model on the Hugging Face hub, such as ``organisation/model``.
-
-    Raises:
-        ConfigError: the file is not in the cache, and the download failed.
-    """
-    import huggingface_hub as hub  # noqa: PLC0415 - slow to import
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError  # noqa: PLC0415 - the same
-
-    try:
-        # Without a network this fails at once. The download alone would repeat its request for half a minute.
-        hub.get_hf_file_metadata(hub.hf_hub_url(model, _FILE))
-        found = Path(hub.hf_hub_download(model, _FILE))
-        with suppress(EntryNotFoundError):
-            hub.hf_hub_download(model, _QUANTIZATION_FILE)
-    except Exception as error:  # for every failure of network or hub, the remedy is the same
-        with suppress(ValueError):  # not the name of a model
-            if isinstance(cached := hub.try_to_load_from_cache(model, _FILE), str):
-                return Path(cached)
-        answered = isinstance(error, HfHubHTTPError)
-        why = (
-            "does not give it (is the name right, does it need HF_TOKEN?)"
-            if answered
-            else "cannot be reached"
-        )
-        raise ConfigError(
-            f"{model!r} is not in the built-in table{_hint(model)}, and the Hugging Face hub {why} "
-            f"({type(error).__name__}); give the path of its config.json"
-        ) from error
-    return found

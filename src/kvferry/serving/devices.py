@@ -99,7 +99,7 @@ def _slots(ranks: Sequence[int]) -> list[range]:
 
 
 def _visible_gpus() -> tuple[str, ...]:
-    if _vllm_is_for_cpu():
+    if vllm_is_for_cpu():
         return ()
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return tuple(name.strip() for name in visible.split(",") if name.strip())
@@ -113,7 +113,7 @@ def _visible_gpus() -> tuple[str, ...]:
     return tuple(str(i) for i in range(count))
 
 
-def _vllm_is_for_cpu() -> bool:
+def vllm_is_for_cpu() -> bool:
     """Return whether the installed vLLM is a CPU build; True also if vLLM is not installed."""
     try:
         return "cpu" in importlib.metadata.version("vllm")

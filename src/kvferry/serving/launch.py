@@ -22,8 +22,9 @@ from typing import Self
 
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.private_file import check_umask
+from kvferry.serving.cpu_attention import REMEDY, signal_text
 from kvferry.serving.engine import EngineProcess, EngineSpec, EngineState
-from kvferry.serving.log_tail import error_line
+from kvferry.serving.log_tail import error_line, process_code
 from kvferry.serving.role import Role
 from kvferry.serving.specs import fleet_specs
 from kvferry.serving.temporary import compiled_code, temporary_for_engines
@@ -101,7 +102,11 @@ class Fleet:
         # torch takes long to compile code for the first requests. Keep that code in torch's default folder,
         # because it would be lost in the temporary one.
         compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or compiled_code()
-        own = {"TMPDIR": self._temporary.name, "TORCHINDUCTOR_CACHE_DIR": compiled}
+        own = {
+            "TMPDIR": self._temporary.name,
+            "TORCHINDUCTOR_CACHE_DIR": compiled,
+            "PYTHONFAULTHANDLER": "1",  # a process that a signal such as SIGILL ends says so in its log
+        }
         for spec in self._specs:
             log_path = self._log_dir / f"{spec.name}.log"
             placed = replace(spec, environment={**own, **spec.environment})
@@ -243,9 +248,14 @@ def make_log_dir(path: Path) -> None:
 
 
 def death_notice(engine: EngineProcess) -> str:
-    """Return a message about an engine that has ended, with its exit code, last error and log file path."""
-    code = engine.exit_code
-    how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+    """Return a message about an engine that has ended: how, its last error, and the path of its log file."""
+    # vLLM's API server ends with 0 when a process behind it has died.
+    code = engine.exit_code or process_code(engine.log_path)
     error = error_line(engine.log_path)
+    if not code:
+        how = "" if error else ", because a process of it had ended"
+    else:
+        how = f" with {signal_text(-code)}" if code < 0 else f" with exit code {code}"
     why = f": {error}" if error else ""
-    return f"{engine.spec.name} ended with {how}{why} (log: {engine.log_path})"
+    advice = f"; {REMEDY}" if "SIGILL" in how or error == "Illegal instruction" else ""
+    return f"{engine.spec.name} ended{how}{why} (log: {engine.log_path}){advice}"

@@ -10,6 +10,9 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 # Prefix of a log line: "(EngineCore pid=7) ERROR 09-30 12:00:00 [core.py:7] ". Each part is optional.
 _PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\) ?)?(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
 _EXCEPTION = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception|Incompatible|Exit)): *(.*)$")
+_FATAL = re.compile(r"^Fatal Python error: (.*)$")  # of faulthandler, which names the signal
+# How vLLM reports that one of its processes has ended.
+_PROCESS_CODE = re.compile(r"(?:Failed core proc\(s\): \{.*?: |\(exit code: |died with exit code )(-?\d+)")
 _USAGE_ERROR = re.compile(r"^\S+: error: (.*)$")
 # Messages of a process about the failure of another process. The log has the cause further above.
 _ECHOES = (
@@ -40,6 +43,16 @@ def error_line(log_path: Path) -> str | None:
     return echo[:_MAX_CHARS] if echo else None
 
 
+def process_code(log_path: Path) -> int | None:
+    """Return the exit code of the vLLM process that failed first, as another one reports it, if any does.
+
+    Args:
+        log_path: path of the log. Only its last 256 KiB are read.
+    """
+    codes = (found for line in _tail(log_path) for found in _PROCESS_CODE.findall(line))
+    return next((int(code) for code in codes if code != "0"), None)
+
+
 def last_line(log_path: Path) -> str:
     """Return the last line of an engine's log that has text; empty if there is none.
 
@@ -65,6 +78,8 @@ def last_lines(log_path: Path, count: int) -> list[str]:
 def _error_at(lines: list[str], index: int) -> str | None:
     if usage := _USAGE_ERROR.match(lines[index]):
         return usage[1]
+    if fatal := _FATAL.match(lines[index]):
+        return fatal[1]
     if not (match := _EXCEPTION.match(lines[index])):
         return None
     name, text = match[1], match[2]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvferry.errors import ConfigError, KVFerryError
+from kvferry.serving.arguments import value_of
+from kvferry.serving.cpu_attention import check_attention
 from kvferry.serving.devices import Devices, engine_environments, memory_arguments, visible_devices
 from kvferry.serving.engine import EngineSpec
 from kvferry.serving.kv_config import kv_transfer_config
+from kvferry.serving.model_name import check_path
 from kvferry.serving.ports import free_ports
 from kvferry.serving.role import Role
-from kvferry.user_cache import expanded
 
 _PIPELINE = ("--pipeline-parallel-size", "-pp")
 _CONTEXT = ("--prefill-context-parallel-size", "-pcp")
@@ -83,16 +84,12 @@ def _size(arguments: Sequence[str], names: tuple[str, str]) -> int | None:
     Raises:
         ConfigError: the value is not a whole number of at least 1.
     """
-    found = None
-    for index, argument in enumerate(arguments):
-        flag, equals, value = argument.partition("=")
-        if flag.replace("_", "-") not in names:
-            continue
-        value = value if equals else "".join(arguments[index + 1 : index + 2])
-        if not value.isdecimal() or int(value) < 1:
-            raise ConfigError(f"{flag} is {value!r}, it must be a whole number of at least 1")
-        found = int(value)
-    return found
+    value = value_of(arguments, *names)
+    if value is None:
+        return None
+    if not value.isdecimal() or int(value) < 1:
+        raise ConfigError(f"{names[0]} is {value!r}, it must be a whole number of at least 1")
+    return int(value)
 
 
 # Arguments of vLLM that differ between the engines, and the settings to use in place of them.
@@ -103,6 +100,7 @@ _OURS = {
     "--tensor-parallel-size": "--tp, or --prefill-tp and --decode-tp, before the --",
     "-tp": "--tp, or --prefill-tp and --decode-tp, before the --",
     "--kv-transfer-config": "kvferry router with engines of your own",
+    "--kv-offloading-size": "--tiers, before the --: it would replace kvferry's connector",
 }
 
 
@@ -193,13 +191,14 @@ def group_specs(
     Raises:
         ConfigError: a count is less than 1, an engine has more workers than there are GPUs, the path of the
             model cannot be read, a connector setting is not valid, a parallel size in the arguments is not
-            valid, or the arguments have an option that this function sets, such as ``--port``.
+            valid, the arguments have an option that this function sets, such as ``--port``, or vLLM's
+            attention fails on this CPU.
     """
     for group in groups:
         for name, count in ((group.name, group.count), (f"{group.name}-tp", group.tensor_parallel)):
             if count < 1:
                 raise ConfigError(f"{name} is {count}, it must be at least 1")
-    _check_model(model)
+    check_path(model)
     for group in groups:
         _check_arguments(group.arguments)
     machine = machine or visible_devices()
@@ -207,6 +206,9 @@ def group_specs(
     workers = [group.parallel.workers for group, _ in numbered]
     for group, number in numbered:
         _check_gpus(machine, f"{group.name}-{number}", group.parallel)
+    if not machine.gpus:
+        for group in groups:
+            check_attention(group.arguments)
     configs = {group.role: kv_transfer_config(group.role, group.settings) for group in groups}
     environments = engine_environments(machine, workers)
     ports = free_ports(len(numbered))
@@ -248,21 +250,6 @@ def _check_gpus(machine: Devices, name: str, size: Parallel) -> None:
             f"({', '.join(machine.gpus)}); lower a parallel size, or start engines on several machines and "
             "use kvferry router"
         )
-
-
-def _check_model(model: str) -> None:
-    if model.startswith(("/", "./", "../", "~")):
-        try:
-            expanded(model).stat()
-        except FileNotFoundError as error:
-            raise ConfigError(
-                f"there is no model at {model}; give a folder that exists, or the id of a model"
-            ) from error
-        except OSError as error:
-            raise ConfigError(
-                f"the model at {model} cannot be read: {error.strerror}; give a folder that user "
-                f"{os.geteuid()} may read, or the id of a model"
-            ) from error
 
 
 def _check_arguments(arguments: Sequence[str]) -> None:

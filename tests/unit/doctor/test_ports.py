@@ -103,7 +103,7 @@ def test_a_finding_says_which_clients_may_use_a_port(process):
     said = {finding.subject: (finding.state, finding.found, finding.advice) for finding in found}
     assert said[f"port 127.0.0.1:{one}"][:2] == (
         State.OK,
-        f"control channel (process {process.pid}, VLLM::Worker_TP0); only clients with the key are let in",
+        f"control channel (process {process.pid}, VLLM::Worker); only clients with the key are let in",
     )
     state, text, advice = said[f"port 0.0.0.0:{other}"]
     assert state is State.NOTE
@@ -112,6 +112,20 @@ def test_a_finding_says_which_clients_may_use_a_port(process):
     state, text, _ = said[f"port [::1]:{third}"]
     assert state is State.OK
     assert "open to processes of this machine" in text
+
+
+def test_ports_of_ranks_that_differ_only_by_number_are_one_finding(monkeypatch):
+    listening = {7: [20002, 20001], 8: [20003]}
+    monkeypatch.setattr(
+        ports,
+        "listening_ports",
+        lambda pid: [ports.Port(pid, "10.0.0.1", number) for number in listening[pid]],
+    )
+    (found,) = ports.findings({7: "VLLM::Worker_TP0", 8: "VLLM::Worker_TP1"}, {})
+    assert found.subject == "3 ports of 10.0.0.1"
+    assert found.found.startswith(
+        "20001, 20002, 20003: UCX, or vLLM's own (processes 7, 8, VLLM::Worker); open"
+    )
 
 
 def test_roles_are_told_from_command_lines(process):

@@ -50,6 +50,29 @@ def test_a_connector_that_loads():
     assert hybrid.state is State.OK
 
 
+CPU = {"connector": True, "platform": True, "device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "state", "said"),
+    [
+        (({"trying": "attention"}, {"attention": "vec"}), 0, State.OK, "works on this CPU (vec)"),
+        (
+            ({"trying": "attention"}, {"attention": "amx"}),
+            0,
+            State.NOTE,
+            "AMX, whose pages tiers cannot keep",
+        ),
+        (({"trying": "attention"},), -4, State.BAD, "does not work here: signal 4 ended it"),
+    ],
+)
+def test_the_engines_attention_is_tried_on_a_cpu(lines, code, state, said):
+    ended = told({"version": f"{TESTED}.0"}, CPU, *lines, code=code)
+    found = software.connector(lambda: ended)[-1]
+    assert (found.state, said in found.found) == (state, True)
+    assert "add --dtype float32" in found.advice or state is State.OK
+
+
 def test_a_platform_without_the_hybrid_manager():
     ended = told({"version": f"{TESTED}.0"}, {"connector": True, "platform": False, "device": "tpu"})
     assert software.connector(lambda: ended)[1].state is State.BAD

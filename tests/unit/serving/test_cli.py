@@ -183,7 +183,8 @@ def test_command_names_the_extra_that_it_needs(command, package, extra, monkeypa
     ("arguments", "message"),
     [
         (["/nowhere"], "there is no model at /nowhere"),
-        (["m", "--port", "0", "--log-dir", "/proc/none"], "cannot make the folder /proc/none for the"),
+        (["/", "--port", "0"], "the folder / holds no config.json or params.json; give a folder with a"),
+        (["m", "--", "--kv-offloading-size", "4"], "--kv-offloading-size cannot be the same for every"),
         (
             ["m", "--role", "both", "--prefill", "2"],
             "--prefill is given beside --role both, but it is for prefill and decode engines; use --engines",
@@ -193,7 +194,7 @@ def test_command_names_the_extra_that_it_needs(command, package, extra, monkeypa
         (["m", "--role", "both", "--engines", "0"], "engine is 0, it must be at least 1"),
         (["m", "--prefill-args", "'x"], '--prefill-args is "\'x": No closing quotation; close'),
         (["m", "--tiers", '[{"type": "file", "path": "/no"}]'], "file tier: /no does not exist"),
-        (["m", "--", "-dp", "0"], "-dp is '0', it must be a whole number of at least 1"),
+        (["m", "--", "-dp", "0"], "--data-parallel-size is '0', it must be a whole number of at least 1"),
         (["m", "--", "--port", "7"], "--port cannot be the same for every engine"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

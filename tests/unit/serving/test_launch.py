@@ -19,6 +19,13 @@ from support.waiting import wait_for
 
 FAILS = "import sys; print('ValueError: no room'); sys.exit(3)"
 REFUSES = "import sys; print('x.py: error: unrecognized arguments: --foo'); sys.exit(2)"
+CORE_DIES = """
+import os, subprocess, sys
+core = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
+code = subprocess.run([sys.executable, "-c", core]).returncode
+print("RuntimeError: Engine core initialization failed. Failed core proc(s): {'EngineCore': %d}" % code)
+"""
+"""As vLLM: the API server ends with 0 after its core."""
 SLEEPS = "import time; time.sleep(300)"
 DEAF = """
 import signal, time
@@ -68,9 +75,10 @@ def test_fleet_is_ready_when_every_engine_answers_and_leaves_no_process(tmp_path
     [
         (FAILS, LaunchError, "exit code 3: ValueError: no room"),
         (REFUSES, ConfigError, "exit code 2: unrecognized arguments: --foo"),
-        ("import os; os.kill(os.getpid(), 9)", LaunchError, "signal 9"),
+        ("import os; os.kill(os.getpid(), 9)", LaunchError, "signal 9 (SIGKILL) (log: "),
+        (CORE_DIES, LaunchError, "signal 4 (SIGILL): Illegal instruction (log: "),
     ],
-    ids=["fails", "refuses", "killed"],
+    ids=["fails", "refuses", "killed", "its core dies"],
 )
 def test_engine_that_exits_at_start_is_one_sentence_and_stops_the_others(tmp_path, script, code, error, said):
     specs = [script("prefill-0"), script("decode-0", code)]
@@ -79,6 +87,12 @@ def test_engine_that_exits_at_start_is_one_sentence_and_stops_the_others(tmp_pat
     assert str(caught.value).startswith(f"decode-0 ended with {said}")
     assert str(tmp_path / "decode-0.log") in str(caught.value)
     assert all(engine.state is EngineState.DEAD for engine in fleet.engines)
+
+
+def test_a_processor_that_lacks_an_instruction_is_a_reason_for_another_dtype(tmp_path, script):
+    with pytest.raises(LaunchError) as caught, Fleet([script(code=CORE_DIES)], tmp_path) as fleet:
+        fleet.wait_ready()
+    assert str(caught.value).endswith("; add --dtype float32 to the engine's arguments")
 
 
 def test_engine_that_is_not_ready_in_time_is_an_error(tmp_path, script):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvferry.serving.log_tail import error_line, last_line, last_lines
+from kvferry.serving.log_tail import error_line, last_line, last_lines, process_code
 
 CORE = "(EngineCore pid=7) ERROR 09-30 12:00:00 [core.py:1510] "
 ECHO = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
@@ -19,6 +19,7 @@ ECHO = "RuntimeError: Engine core initialization failed. See root cause above. F
         (["p.ValidationError: 1 validation error for C", "  Value error, bad len [type=x]"],
          "ValidationError: Value error, bad len"),
         (["kvferry.errors.ConfigError: port is 7"], "ConfigError: port is 7"),
+        (["Fatal Python error: Illegal instruction", "", "Current thread 0x1:", ECHO], "Illegal instruction"),
         (["all is well"], None),
         ([], None),
     ],
@@ -27,6 +28,22 @@ def test_error_line_is_the_last_error_that_is_no_echo(tmp_path, lines, said):
     log = tmp_path / "log"
     log.write_text("\n".join(lines))
     assert error_line(log) == said
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("RuntimeError: initialization failed. Failed core proc(s): {'EngineCore_DP0': -4}", -4),
+        ("Worker proc VllmWorker-1 died unexpectedly (exit code: -9), shutting down executor.", -9),
+        ("RuntimeError: Process ApiServer_0 (PID: 7) died with exit code 1", 1),
+        ("RuntimeError: initialization failed. Failed core proc(s): {}", None),
+        ("all is well", None),
+    ],
+)
+def test_the_code_of_the_process_that_failed_is_found(tmp_path, line, code):
+    log = tmp_path / "log"
+    log.write_text(f"first\n{CORE}{line}\nlast")
+    assert process_code(log) == code
 
 
 def test_missing_log_has_no_lines(tmp_path):

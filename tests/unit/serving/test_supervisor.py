@@ -51,7 +51,7 @@ def test_killed_engine_is_started_again_until_no_engine_has_restarts_left(tmp_pa
 
         kill_while_it_has_restarts("decode-0")
         assert re.fullmatch(
-            r"decode-0 ended with signal 9 \(log: .*decode-0\.log\); restart 1 of 2 in 50 ms; "
+            r"decode-0 ended with signal 9 \(SIGKILL\) \(log: .*decode-0\.log\); restart 1 of 2 in 50 ms; "
             r"1 of 2 engines with this role still run",
             said[0],
         )

@@ -11,6 +11,7 @@ from the module that defines it.
 - `memory`: ways in which the memory of a KV cache could be released or moved
 - `specs`: KV cache specs, and the earlier tokens that a continuation needs from a group
 - `dtypes`: element types of the cache
+- `cpu_attention`: a trial of attention on a CPU
 - `layouts`: memory layouts, and the attention backends that support them
 - `layers`: the engine's layer objects
 - `models`: the models that a worker has built
