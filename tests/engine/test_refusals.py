@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import shutil
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from kvferry.engines.vllm.transfer_config import TransferCheck
+from kvferry.errors import ConfigError
+from kvferry.serving.machine_checks import check_machine
 from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
+from support.transfer_configs import CORPUS, mutations
 from support.vllm_engine.pair import SOON, connector, prompt
 from support.vllm_engine.process import Engine, EngineError
 
@@ -73,3 +80,33 @@ def test_unusable_setting_is_named_at_start(running: object, checkpoints: Path, 
             engine.ready()
     finally:
         engine.close()
+
+
+def accepted() -> Iterator[tuple[str, dict]]:
+    """Yield configurations that the check accepts, with kvferry's connector, for this machine."""
+    for name, whole in CORPUS.items():
+        for change, given in (("as it is", whole), *mutations(whole)):
+            found = TransferCheck(given)
+            with suppress(ConfigError):
+                found.raise_refusal()
+                for config in found.configs:
+                    check_machine(config)
+                if found.configs:
+                    yield f"{name}, {change}", given
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(14, marks=pytest.mark.long)])
+def test_an_engine_starts_with_a_configuration_that_is_accepted(
+    running: object, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    running.close()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    settings = options(tiny_checkpoint("qwen3", checkpoints))
+    for name, given in random.Random(count).sample([*accepted()], count):
+        engine = Engine(tmp_path / "engine.log", **settings | {"kv_transfer_config": given})
+        try:
+            engine.ready()
+        except EngineError as error:
+            pytest.fail(f"{name}: {error}")
+        finally:
+            engine.close()

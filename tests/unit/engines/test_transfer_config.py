@@ -13,7 +13,8 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-from kvferry.engines.vllm.config import read_settings
+from kvferry.engines.vllm.compat.frees import defer_frees
+from kvferry.engines.vllm.config import keep_transfer, read_settings
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.multi.children import check, children_of
 from kvferry.engines.vllm.multi.connector import FerryMultiConnector
@@ -152,3 +153,20 @@ def test_an_engine_with_a_misspelt_connector_says_its_name(given):
     transfer = KVTransferConfig(**{**given, "kv_connector": "kvferry"})
     with pytest.raises(ConfigError, match=f"set it to '{given['kv_connector']}'"):
         KVConnectorFactory.get_connector_class(transfer)
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
+@pytest.mark.parametrize("extra", [{}, {"tiers": "default"}, {"tiers": "default", "transfer": True}])
+def test_settings_stay_the_same_when_the_scheduler_changes_the_role(role, extra):
+    """In an engine of one process, the worker reads them after the scheduler."""
+    transfer = KVTransferConfig(
+        kv_connector="KVFerryConnector",
+        kv_role=role,
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config=extra,
+    )
+    engine = engine_of(transfer)
+    config = read_settings(engine)
+    keep_transfer(engine, config)
+    defer_frees(engine)
+    assert read_settings(engine) == config

@@ -104,6 +104,21 @@ def read_settings(vllm_config: Any) -> ConnectorConfig:
     return config
 
 
+def keep_transfer(vllm_config: Any, config: ConnectorConfig) -> None:
+    """Write the setting `transfer` into vLLM's configuration, if it is set or follows from the role.
+
+    The scheduler's half changes the role (`compat.frees`), and settings are read again after that.
+
+    Args:
+        vllm_config: the engine's configuration. Mutated.
+        config: the connector's settings, as read before the change.
+    """
+    if config.transfer is not None:
+        transfer = vllm_config.kv_transfer_config
+        extra = transfer.kv_connector_extra_config
+        transfer.kv_connector_extra_config = {**extra, "transfer": config.transfer}
+
+
 def check_failure_policy(policy: str) -> None:
     """Check that vLLM is configured to recompute a request if its load fails, instead of failing the request.
 

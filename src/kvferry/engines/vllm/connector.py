@@ -24,7 +24,7 @@ from kvferry.engines.vllm.compat.frees import defer_frees
 from kvferry.engines.vllm.compat.hit_sources import Label, hit_source
 from kvferry.engines.vllm.compat.pauses import tell_of_pauses
 from kvferry.engines.vllm.compat.process import share_logging, sleep_between_polls
-from kvferry.engines.vllm.config import read_settings, unused_keys
+from kvferry.engines.vllm.config import keep_transfer, read_settings, unused_keys
 from kvferry.engines.vllm.fixed_memory import check_fixed_memory
 from kvferry.engines.vllm.meta import SchedulerMeta, WorkerCard, WorkerMeta
 from kvferry.engines.vllm.scheduler import ONE_HANDSHAKE, VLLMScheduler, sorted_cards
@@ -84,6 +84,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             if unused := unused_keys(vllm_config.kv_transfer_config.kv_port):
                 logger.warning("kvferry: %s", unused)
             self._scheduler = VLLMScheduler(vllm_config, kv_cache_config, config)
+            keep_transfer(vllm_config, config)
             defer_frees(vllm_config)
             guard_arrivals()
             tell_of_pauses()
