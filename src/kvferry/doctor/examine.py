@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -62,7 +63,7 @@ class Examination:
 def examine(job: Examination, progress: Callable[[str], None]) -> list[ReportSection]:
     """Run all checks, and return the sections of the report.
 
-    The checks run one after the other, because other work would disturb the timed checks.
+    The timed checks run alone, because other work would disturb them.
 
     Args:
         job: engines, routers and files to check.
@@ -138,11 +139,13 @@ def _check_machine(
     found = run_check("limits", _QUICK_SECONDS, machine.check)
     if not any(config.secret_file or not config.transfers for config in configs):
         found.append(listening.key(None))
-    progress("loading vLLM and the connector")
-    found += run_check("vLLM", _LONG_SECONDS, software.check)
-    progress("starting NIXL's plugins")
+    progress("loading vLLM, the connector and NIXL's plugins")
     version = nixl_version()
-    found += run_check("NIXL", _LONG_SECONDS, lambda: nixl.check(version))
+    # Beside each other, because both mostly load libraries and neither is timed.
+    with ThreadPoolExecutor() as beside:
+        loading = beside.submit(run_check, "vLLM", _LONG_SECONDS, software.check)
+        found_nixl = run_check("NIXL", _LONG_SECONDS, lambda: nixl.check(version))
+        found += [*loading.result(), *found_nixl]
     timed: list[ReadTimings] = []
     if version is not None:
         progress("reading between two processes")
