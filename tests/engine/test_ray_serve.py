@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -29,13 +30,9 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-ENGINE = (
-    "--enforce-eager",
-    "--dtype=float32",
-    "--max-model-len=1024",
-    "--max-num-seqs=8",
-    f"--kv-cache-memory-bytes={64 << 20}",
-)
+_ON_A_CPU = re.findall(r"^ +arguments: \[(.*)\]$", (ROOT / "docs/start/ray.md").read_text(), re.MULTILINE)[-1]
+ENGINE = (*_ON_A_CPU.split(", "), "--max-num-seqs=8")
+"""Arguments of the page for a machine without GPUs."""
 SECONDS = 300
 """Longest wait for a replica or an answer: engines that start keep all cores busy."""
 
