@@ -111,6 +111,7 @@ def stat(where: _Where, option: _Options = None, as_json: _Json = False) -> None
         ("capacity", cache.no_capacity if found.capacity is None else format_bytes(found.capacity)),
         ("in use", format_bytes(found.total_bytes)),
         ("free on disk", "" if found.free is None else format_bytes(found.free)),
+        ("free inodes", "" if found.free_files is None else f"{found.free_files:,}"),
         ("chunks", f"{found.chunks:,} of {namespaces}, {format_bytes(found.chunk_bytes)}"),
         ("being written", f"{found.temporary}, {format_bytes(found.temporary_bytes)}"),
         ("quarantined", f"{found.quarantined}, {format_bytes(found.quarantined_bytes)}"),

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import anyio
 import msgspec
 
-from kvferry.doctor import snapshots
+from kvferry.doctor import drops, snapshots
 from kvferry.doctor.finding import Finding, bad, note, ok
 from kvferry.engines.vllm.version import is_supported, supported_text
 from kvferry.errors import ProtocolError
@@ -145,7 +145,8 @@ async def _examine(url: str, seconds: float, headers: Mapping[str, str]) -> UrlF
             if _is_engine(await ask("/version"), seen):
                 engines = _check_metrics(await ask("/metrics"), seen)
                 await _request_kv(ask, seen, engines)
-                seen.findings += snapshots.of_metrics((await ask("/metrics")).text)
+                metrics = (await ask("/metrics")).text
+                seen.findings += [*snapshots.of_metrics(metrics), *drops.of_metrics(metrics)]
         except ProtocolError as error:
             seen.findings.append(
                 bad(

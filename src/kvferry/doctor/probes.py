@@ -9,10 +9,8 @@ Each check prints JSON lines. `parse_output` can read those that were printed be
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import secrets
 import sys
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -21,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.errors import KVFerryError
-from kvferry.operating_system import fcntl
 
 MODULE = "kvferry.doctor.probes"
 _MARK = "kvferry doctor: "
@@ -139,8 +136,10 @@ def path(where: str) -> None:
     Args:
         where: path of the directory.
     """
+    from kvferry.tiers.files.full_disk import OUT_OF_ROOM, DiskRoom, shortage  # noqa: PLC0415
     from kvferry.tiers.files.ledger import read_ledger  # noqa: PLC0415
     from kvferry.tiers.files.opening import check_directory  # noqa: PLC0415
+    from kvferry.tiers.files.trial import try_directory  # noqa: PLC0415
 
     _print_result(real=os.path.realpath(where))
     try:
@@ -148,15 +147,23 @@ def path(where: str) -> None:
     except KVFerryError as error:
         _print_result(refused=str(error))
         return
-    status, space = Path(where).stat(), os.statvfs(where)
+    status = Path(where).stat()
     _print_result(
         owner=status.st_uid,
         mode=status.st_mode & 0o777,
-        free=space.f_bavail * space.f_frsize,
-        total=space.f_blocks * space.f_frsize,
+        free=DiskRoom.of(where).free,
         ledger=read_ledger(where),
     )
-    _write(f"{where}/.kvferry-doctor.{secrets.token_hex(8)}")
+    try:
+        direct = try_directory(where)
+    except OSError as error:
+        failed, advice = os.strerror(error.errno or 0), ""
+        if error.errno in OUT_OF_ROOM:
+            lacking, advice = shortage(where, error)
+            failed += f": {lacking}"
+        _print_result(failed=failed, number=error.errno, advice=advice)
+    else:
+        _print_result(direct=direct)
 
 
 def twins(*paths: str) -> None:
@@ -169,37 +176,6 @@ def twins(*paths: str) -> None:
 
     for number, path in enumerate(paths):
         _print_result(path=path, twin=find_same_directory(path, paths[:number]))
-
-
-def _write(name: str) -> None:
-    """Create, lock, write and remove a file of 4096 bytes. Print the error, or whether direct I/O worked.
-
-    Args:
-        name: path of the file. It must not exist.
-    """
-    from kvferry.tiers.files.direct_io import set_direct, whole_pages  # noqa: PLC0415
-
-    page = whole_pages(4096)
-    page[:] = bytes(4096)
-    try:
-        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            direct = set_direct(fd, on=True)
-            try:
-                os.pwrite(fd, page, 0)
-            except OSError as error:
-                if not direct or error.errno != errno.EINVAL:
-                    raise
-                direct = set_direct(fd, on=False)
-                os.pwrite(fd, page, 0)
-        finally:
-            os.close(fd)
-            os.unlink(name)  # noqa: PTH108
-    except OSError as error:
-        _print_result(failed=os.strerror(error.errno or 0), number=error.errno)
-    else:
-        _print_result(direct=direct)
 
 
 if __name__ == "__main__":

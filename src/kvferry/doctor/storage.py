@@ -26,10 +26,9 @@ from kvferry.units import format_bytes
 
 _PATH_SECONDS = 10.0
 _OTHERS = 0o077
+_LEAST_CAPACITY = 1 << 20
 _LOCKS = "mount it so that locks work: processes that share it need them"
 _REMEDIES = {
-    errno.ENOSPC: "free space: the disk is full",
-    errno.EDQUOT: "raise the quota",
     errno.EROFS: "mount it for writing",
     errno.EACCES: "check its owner and mode",
     errno.ENOLCK: _LOCKS,
@@ -123,7 +122,7 @@ def file(
         yield bad(
             subject,
             f"{path}{on}: cannot create, lock and write a file: {probed['failed']}",
-            _remedy(probed["number"]),
+            probed.get("advice") or _remedy(probed["number"]),
         )
     yield from _check_capacity(subject, settings, probed)
     if mount is not None:
@@ -197,6 +196,12 @@ def _check_capacity(subject: str, settings: FileSettings, probed: dict[str, Any]
             f"a capacity of {format_bytes(capacity)}, {why}, and {room}: the engine would serve without "
             "this tier",
             "lower the capacity or free space",
+        )
+    elif capacity < _LEAST_CAPACITY:
+        yield bad(
+            subject,
+            f"a capacity of {format_bytes(capacity)}, {why}, and {room}: too little for chunks",
+            "raise the capacity or free space",
         )
     else:
         yield ok(subject, f"{settings.path or default_directory()}: {format_bytes(capacity)}, {why}; {room}")

@@ -13,17 +13,19 @@ from kvferry.tiers.paths import CacheEntry
 
 @dataclass(frozen=True, slots=True)
 class SpaceUsage:
-    """The capacity of a cache, its bytes in use, and the free bytes of its disk. Unknown values are None.
+    """The capacity of a cache, its bytes in use, and the free room of its disk. Unknown values are None.
 
     Attributes:
         capacity: maximum bytes of all files of the cache together.
         charged: bytes in use, as recorded by the cache; includes space reserved for chunks being written.
         free: free bytes on the disk.
+        free_files: free inodes on the disk.
     """
 
     capacity: int | None = None
     charged: int | None = None
     free: int | None = None
+    free_files: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class CacheAdmin(Protocol):
         ...
 
     def space(self) -> SpaceUsage:
-        """Return the capacity of the cache, the bytes in use, and the free bytes on its disk."""
+        """Return the capacity of the cache, the bytes in use, and the free room on its disk."""
         ...
 
     def collect(self, capacity: int | None = None) -> CollectResult:

@@ -81,7 +81,7 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         raise NotImplementedError
 
     def check_storage(self) -> None:
-        """Check that the engine can use the storage, as far as that can be said without writing to it.
+        """Check that the engine can use the storage, and leave nothing behind. Do not use the network.
 
         Raises:
             ConfigError: `open` would refuse the settings or the storage.

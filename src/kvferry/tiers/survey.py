@@ -64,6 +64,7 @@ class CacheTotals:
         charged: bytes in use, as recorded by the cache, including space reserved for chunks being written;
             None if unknown.
         free: free bytes on the disk; None if unknown.
+        free_files: free inodes on the disk; None if unknown, or if its file system does not count them.
         total_bytes: bytes of all kvferry files.
         namespaces: number of namespaces (scopes of chunk keys) with at least one file.
         chunks, chunk_bytes: number and bytes of chunk files.
@@ -75,6 +76,7 @@ class CacheTotals:
     capacity: int | None
     charged: int | None
     free: int | None
+    free_files: int | None
     total_bytes: int
     namespaces: int
     chunks: int
@@ -136,6 +138,7 @@ def cache_totals(cache: CacheAdmin) -> CacheTotals:
         capacity=space.capacity,
         charged=space.charged,
         free=space.free,
+        free_files=space.free_files,
         total_bytes=sum(entry.size for entry in entries),
         namespaces=len({entry.namespace for entry in entries if entry.namespace}),
         chunks=len(kinds[EntryKind.CHUNK]),

@@ -276,6 +276,13 @@ def test_an_engine_with_recurrent_state_is_asked_which_snapshots_it_keeps(first,
     assert said(section)["shared prefixes"].state is state
 
 
+def test_an_engine_whose_tier_has_no_space_is_bad():
+    full = 'kvferry_tier_dropped_chunks_total{engine="0",tier="file",reason="no space on the device"} 7.0\n'
+    with http(engine(None) | {"/metrics": TIER_METRICS + full}) as url:
+        (section,), _ = examine_engines([parse_target(url)], KEYS)
+    assert said(section)["tier file"].state is State.BAD
+
+
 def test_engines_of_a_router_without_prefill_engines_serve_alone():
     with http(engine(None) | {"/metrics": TIER_METRICS}) as one:
         health = {"prefill": [], "decode": [{"url": one, "up": True, "reason": None}]}

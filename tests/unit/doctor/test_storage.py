@@ -15,7 +15,7 @@ from kvferry.tiers.objects.settings import ObjectSettings
 
 MARK = "kvferry doctor: "
 GIB = 1 << 30
-ROOM = {"owner": 0, "mode": 0o700, "free": 100 * GIB, "total": 200 * GIB, "ledger": None}
+ROOM = {"owner": 0, "mode": 0o700, "free": 100 * GIB, "ledger": None}
 DISK = Mount("/", "ext4", "/dev/sda1")
 
 
@@ -75,6 +75,12 @@ def test_a_directory_on_a_disk_is_well():
             "7 GiB, as the directory was set to before",
         ),
         (FileSettings("/kv", "1GiB"), {"free": 0}, State.BAD, "and 0 B free"),
+        (
+            FileSettings("/kv"),
+            {"free": 5 << 20},
+            State.BAD,
+            "a tenth of what is free, and 5 MiB free: too",
+        ),
     ],
 )
 def test_a_capacity_must_fit(settings, room, state, said):
@@ -105,7 +111,7 @@ def test_a_directory_without_direct_io_or_open_to_others_is_noted():
 
 @pytest.mark.parametrize(
     ("number", "advice"),
-    [(28, "the disk is full"), (30, "for writing"), (37, "locks"), (5, "owner, mode and mount")],
+    [(30, "for writing"), (37, "locks"), (5, "owner, mode and mount")],
 )
 def test_a_directory_that_cannot_be_written_is_bad(number, advice):
     found = looked(end={"failed": "because", "number": number})
@@ -142,27 +148,40 @@ def test_the_default_directory_may_be_missing(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def full(tmp_path):
-    """A tmpfs of one page, which is full."""
-    where = tmp_path / "full"
+def small(tmp_path):
+    """Mounts a tmpfs with some options."""
+    where = tmp_path / "small"
     where.mkdir()
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4k,mode=700", "none", where], check=False, capture_output=True
-    )
-    if mount.returncode:
-        pytest.skip("nothing can be mounted here")
-    (where / "filler").write_bytes(bytes(4096))
-    yield where
-    subprocess.run(["umount", where], check=True)
+
+    def mount(options: str) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", f"{options},mode=700", "none", where]
+        if subprocess.run(command, check=False, capture_output=True).returncode:
+            pytest.skip("nothing can be mounted here")
+        return where
+
+    yield mount
+    subprocess.run(["umount", where], check=False, capture_output=True)
 
 
-def test_a_full_disk_is_bad(full: Path):
+def test_a_full_disk_is_bad(small):
+    full = small("size=4k")
+    (full / "filler").write_bytes(bytes(4096))
     found = list(storage.file("file", FileSettings(str(full), "1MiB")))
     assert [one.advice for one in found if one.state is State.BAD] == [
-        "free space: the disk is full",
+        "free space or lower the capacity",
         "lower the capacity or free space",
     ]
     assert any("tmpfs" in one.found for one in found)
+
+
+def test_a_disk_without_a_free_inode_is_bad_and_no_full_disk(small):
+    full = small("size=16m,nr_inodes=3")
+    for name in "ab":
+        (full / name).touch()
+    found = list(storage.file("file", FileSettings(str(full), "1MiB")))
+    (bad,) = [one for one in found if one.state is State.BAD]
+    assert "No space left on device: no inode is free, but 16 MiB are" in bad.found
+    assert bad.advice == "remove files there, or use a file system with more inodes"
 
 
 def test_object_storage_is_written_to_and_left_as_it_was(tmp_path):

@@ -11,6 +11,7 @@ from kvferry.errors import ConfigError
 from kvferry.operating_system import require_posix
 from kvferry.tiers.admin import CacheAdmin, CollectResult, SpaceUsage, StoredFile
 from kvferry.tiers.files import chunk_file
+from kvferry.tiers.files.full_disk import DiskRoom
 from kvferry.tiers.files.ledger import HeldLedger, Ledger, read_ledger
 from kvferry.tiers.files.lock_handoff import LockTimeout
 from kvferry.tiers.files.opening import check_directory, read_marker, unusable_directory
@@ -70,15 +71,15 @@ class DirectoryAdmin(CacheAdmin):
             os.close(fd)
 
     def space(self) -> SpaceUsage:
-        """Return the capacity, the bytes in use, and the free bytes of the disk.
+        """Return the capacity, the bytes in use, and the free room of the disk.
 
         Raises:
-            ConfigError: the free bytes cannot be read.
+            ConfigError: the free room cannot be read.
         """
         capacity, charged = read_ledger(self.where) or (None, None)
         with _as_config_error(self.where):
-            disk = os.statvfs(self.where)
-        return SpaceUsage(capacity, charged, disk.f_bavail * disk.f_frsize)
+            room = DiskRoom.of(self.where)
+        return SpaceUsage(capacity, charged, room.free, room.free_files)
 
     def collect(self, capacity: int | None = None) -> CollectResult:
         """Evict files of the directory until at most `capacity` bytes are in use.

@@ -15,11 +15,13 @@ from contextlib import suppress
 from kvferry.errors import ConfigError
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.files.direct_io import write_all
+from kvferry.tiers.files.full_disk import OUT_OF_ROOM, DiskRoom, shortage
 from kvferry.tiers.files.ledger import HeldLedger, Ledger
 from kvferry.tiers.files.lock_handoff import LockTimeout
 from kvferry.tiers.files.permissions import writable_by_others
 from kvferry.tiers.files.regular_file import is_regular, make_folder, open_regular, read_regular
 from kvferry.tiers.files.space import DirectorySpace
+from kvferry.tiers.files.trial import try_directory
 from kvferry.tiers.paths import DIRECTORY_VERSION, MARKER, NAMESPACE_NOTE, QUARANTINE, temporary_path
 from kvferry.units import format_bytes
 
@@ -28,6 +30,9 @@ DEFAULT_CAPACITY_DIVISOR = 10
 
 # Time to wait for the ledger's lock. Another process holds it while it counts the files of a large directory.
 _PATIENCE_SECONDS = 60.0
+
+# Two folders, the marker and the note need an inode each.
+_MOST_EVICTED = 4
 
 _SIGNATURE = "file tier"
 
@@ -54,14 +59,24 @@ def check_directory(root: str) -> None:
 
 
 def check_writable(root: str) -> None:
-    """Check that a directory exists, that this release can use it, and that this user may write to it.
+    """Check that a directory exists, that this release can use it, and that files can be written there.
 
     Raises:
-        ConfigError: `check_directory` refuses the directory, or this user may not write to it.
+        ConfigError: `check_directory` refuses the directory, or a file cannot be listed, created, locked or
+            written there.
     """
     check_directory(root)
-    if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
-        raise unusable_directory(root, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+    try:
+        os.scandir(root).close()
+        # A try, because no permission says that /proc, for example, has no room for files.
+        try_directory(root)
+    except OSError as error:
+        # An engine evicts chunks of a full disk.
+        if error.errno not in OUT_OF_ROOM:
+            raise ConfigError(
+                f"file tier: no file can be written to {root}: {error.strerror}; name a directory on a disk, "
+                "and see to its owner, mode and mount"
+            ) from error
 
 
 def read_marker(root: str) -> object | None:
@@ -121,7 +136,7 @@ def open_directory(
             held_ledger.limit(_capacity(root, held_ledger, capacity))
             ledger.capacity = held_ledger.capacity
             space.make_room(held_ledger)
-            _create_missing_files(root, namespace, held_ledger, space)
+            _make_way_and_create(root, namespace, held_ledger, space)
         ledger.after_swap = lambda: _check_again(root)
         # If an operator clears the directory, engines that still use it write its folders and notes again.
         ledger.after_loss = lambda held_ledger: _recreate_missing_files(root, namespace, held_ledger, space)
@@ -133,9 +148,11 @@ def open_directory(
 
 def unusable_directory(root: str, error: OSError) -> ConfigError:
     """Return a ConfigError with advice for the operator, for an OSError of an operation on a directory."""
-    said = error.strerror or str(error)
-    where = error.filename or root
-    return ConfigError(f"file tier: cannot use {root}: {said} ({where}); see to its owner, mode and mount")
+    said, advice = error.strerror or str(error), "see to its owner, mode and mount"
+    if error.errno in OUT_OF_ROOM:
+        lacking, advice = shortage(root, error)
+        said += f": {lacking}"
+    return ConfigError(f"file tier: cannot use {root}: {said} ({error.filename or root}); {advice}")
 
 
 def _capacity(root: str, held_ledger: HeldLedger, requested: int | None) -> int:
@@ -151,8 +168,7 @@ def _capacity(root: str, held_ledger: HeldLedger, requested: int | None) -> int:
         ConfigError: the requested capacity is larger than the sum of the disk's free bytes and the bytes in
             use.
     """
-    disk = os.statvfs(root)
-    free = disk.f_bavail * disk.f_frsize
+    free = DiskRoom.of(root).free
     if requested is None:
         return held_ledger.capacity or (free + held_ledger.used) // DEFAULT_CAPACITY_DIVISOR
     if requested > free + held_ledger.used:
@@ -162,6 +178,24 @@ def _capacity(root: str, held_ledger: HeldLedger, requested: int | None) -> int:
             f"for {format_bytes(requested)}; lower the capacity or free space"
         )
     return requested
+
+
+def _make_way_and_create(
+    root: str, namespace: Namespace, held_ledger: HeldLedger, space: DirectorySpace
+) -> None:
+    """Call `_create_missing_files`, and evict files for it if the file system has no room.
+
+    Raises:
+        ConfigError: a file does not fit into the capacity.
+        OSError: a folder or a file cannot be created, also after a few files were evicted.
+    """
+    for _ in range(_MOST_EVICTED):
+        try:
+            return _create_missing_files(root, namespace, held_ledger, space)
+        except OSError as error:
+            if error.errno not in OUT_OF_ROOM or not space.evict_listed(held_ledger, size=1):
+                raise
+    return _create_missing_files(root, namespace, held_ledger, space)
 
 
 def _create_missing_files(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
+from kvferry.tiers.files.full_disk import OUT_OF_ROOM
 from kvferry.tiers.files.ledger import Ledger
 from kvferry.tiers.files.lock_handoff import LockTimeout
 from kvferry.tiers.files.regular_file import NotRegular, check_folders, make_folder
@@ -14,8 +15,9 @@ from kvferry.tiers.paths import quarantine_path
 def quarantine_file(root: str, ledger: Ledger, found: os.stat_result, path: str) -> bool:
     """Move a bad file to quarantine, where its bytes still count against the capacity.
 
-    If something other than a folder has the quarantine folder's name, the bad file is removed instead. It
-    must not stay, because no process stores a chunk anew while a file with its name exists.
+    If something other than a folder has the quarantine folder's name, or the file system is full, the bad
+    file is removed instead. It must not stay, because no process stores a chunk anew while a file with its
+    name exists.
 
     Args:
         root: directory of the tier.
@@ -34,7 +36,9 @@ def quarantine_file(root: str, ledger: Ledger, found: os.stat_result, path: str)
             try:
                 make_folder(root, os.path.dirname(aside))
                 os.rename(path, aside)
-            except NotRegular:
+            except OSError as error:
+                if not isinstance(error, NotRegular) and error.errno not in OUT_OF_ROOM:
+                    raise
                 os.unlink(path)
                 held_ledger.count()
             else:

@@ -59,7 +59,7 @@ class FileSettings(StorageSettings, frozen=True):
             )
 
     def check_storage(self) -> None:
-        """Check that this user can write to the directory, or can create the default directory.
+        """Check that files can be written to the directory, or to the parent of a missing default directory.
 
         Raises:
             ConfigError: the directory is missing, was not written by this release, or cannot be written to.

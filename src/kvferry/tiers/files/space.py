@@ -21,7 +21,7 @@ from kvferry.tiers.files.ledger import HeldLedger, Ledger
 from kvferry.tiers.files.lock_handoff import LockTimeout
 from kvferry.tiers.files.regular_file import check_folders, is_regular, open_regular
 from kvferry.tiers.outcome import OutcomeCounter
-from kvferry.tiers.paths import CacheEntry, EntryKind, boot_id, temporary_path, walk
+from kvferry.tiers.paths import CacheEntry, EntryKind, boot_id, folders, temporary_path, walk
 
 # Minimum age of another machine's temporary file before it is removed, because its lock may not be visible.
 FOREIGN_LEFTOVER_SECONDS = 900.0
@@ -211,6 +211,53 @@ class DirectorySpace:
             self._apply_walk(self._walk(), held_ledger)
         return goal >= 0
 
+    def evict(self, size: int, folder: str = "") -> bool:
+        """Evict at least one file, although the capacity has room, because the file system has none.
+
+        Args:
+            size: number of bytes to evict. If there are fewer, all of them are evicted.
+            folder: path of a folder. If it is given, only the first of its listed files is evicted.
+
+        Returns:
+            Whether a file was evicted.
+
+        Raises:
+            LockTimeout: other threads or processes held the lock on the ledger for too long.
+            OSError: the directory cannot be read.
+        """
+        with self._walking:
+            with self._ledger.held() as held_ledger:
+                evicted = self.evict_listed(held_ledger, size, folder)
+                if evicted or self._oldest:
+                    return evicted
+            found = self._walk()
+            with self._ledger.held() as held_ledger:
+                self._apply_walk(found, held_ledger)
+                # Folders of models that nobody serves any more keep inodes after their last chunk is evicted.
+                for empty in list(folders(self._root)):
+                    with suppress(OSError):
+                        os.rmdir(empty)
+                return self.evict_listed(held_ledger, size, folder)
+
+    def evict_listed(self, held_ledger: HeldLedger, size: int, folder: str = "") -> bool:
+        """Do what `evict` does, but evict only files that the last walk has listed.
+
+        Args:
+            held_ledger: ledger (capacity and bytes in use) of the directory, whose lock the caller holds.
+            size, folder: as for `evict`.
+
+        Returns:
+            Whether a file was evicted.
+        """
+        before = held_ledger.used
+        if not folder:
+            self._evict_to(held_ledger, max(0, before - size))
+        else:
+            listed = (one for one in self._oldest if os.path.dirname(one[1]) == folder)
+            while held_ledger.used == before and (one := next(listed, None)) is not None:
+                self._evict(held_ledger, *one)
+        return held_ledger.used < before
+
     def _create(self, held_ledger: HeldLedger, final: str, size: int) -> tuple[int, str]:
         """Count `size` bytes as used, and create an empty temporary file that has `size` in its name.
 
@@ -251,21 +298,30 @@ class DirectorySpace:
             Whether at most `goal` bytes are in use now.
         """
         while held_ledger.used > goal and self._oldest:
-            rank, path = self._oldest.popleft()
-            try:
-                check_folders(self._root, path)
-                status = os.lstat(path)
-                if self._rank(status.st_mtime_ns, status.st_size) > rank:
-                    # The file was used after the walk, so it is newer than the unlisted files. Skip it.
-                    continue
-                os.unlink(path)
-            except OSError:
-                # Another process has evicted the file, or this user may not remove it. Skip it.
-                continue
-            held_ledger.release(status.st_size)
-            self._counter.add(evicted=1, evicted_bytes=status.st_size)
-            self._on_evicted(path)
+            self._evict(held_ledger, *self._oldest.popleft())
         return held_ledger.used <= goal
+
+    def _evict(self, held_ledger: HeldLedger, rank: int, path: str) -> None:
+        """Evict a listed file, unless it was used after the walk, is gone, or cannot be removed.
+
+        Args:
+            held_ledger: ledger (capacity and bytes in use) of the directory, whose lock the caller holds.
+            rank: rank of the file when the walk found it.
+            path: path of the file.
+        """
+        try:
+            check_folders(self._root, path)
+            status = os.lstat(path)
+            if self._rank(status.st_mtime_ns, status.st_size) > rank:
+                # The file was used after the walk, so it is newer than the unlisted files.
+                return
+            os.unlink(path)
+        except OSError:
+            # Another process has evicted the file, or this user may not remove it.
+            return
+        held_ledger.release(status.st_size)
+        self._counter.add(evicted=1, evicted_bytes=status.st_size)
+        self._on_evicted(path)
 
     def _walk(self) -> _WalkResult:
         """Visit all kvferry files. List the temporary and the oldest evictable files, and sum up all bytes.

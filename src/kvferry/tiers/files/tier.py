@@ -22,6 +22,7 @@ from kvferry.errors import ChunkError
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.files.chunk_file import explain_refusal, read_chunk, write_chunk
 from kvferry.tiers.files.directory_index import DirectoryIndex
+from kvferry.tiers.files.full_disk import OUT_OF_ROOM, FullDisk, shortage
 from kvferry.tiers.files.least_recent import MAX_LISTED
 from kvferry.tiers.files.ledger import Ledger
 from kvferry.tiers.files.lock_handoff import LockTimeout
@@ -49,7 +50,7 @@ from kvferry.tiers.storage_tier import StorageTier, StoreUsage
 
 _log = logging.getLogger(__name__)
 
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_SPACE = (*OUT_OF_ROOM, errno.EFBIG)
 # A network mount reports ESTALE for a file that was removed while it was open.
 _EVICTED = (errno.ENOENT, errno.ESTALE)
 
@@ -119,6 +120,7 @@ class FileTier(StorageTier):
         self._space = DirectorySpace(
             self._root, self._ledger, self._counter, self._on_evicted, clock, max_listed
         )
+        self._full_disk = FullDisk(self._root, self._space, clock)
         open_directory(self._root, self._ledger, self._space, namespace, capacity)
         self._index.refresh()
         self._usage = UsageReader(self._root, namespace)
@@ -191,10 +193,10 @@ class FileTier(StorageTier):
         except DirectoryFull as error:
             done, detail = PutOutcome.TOO_LARGE if error.too_large else PutOutcome.FULL, str(error)
         except OSError as error:
-            done, detail = (
-                PutOutcome.NO_SPACE if error.errno in _NO_SPACE else PutOutcome.IO_ERROR,
-                str(error),
-            )
+            done = PutOutcome.NO_SPACE if error.errno in _NO_SPACE else PutOutcome.IO_ERROR
+            detail = str(error)
+            if error.errno in OUT_OF_ROOM:
+                detail += f"; {shortage(self._root, error, chunk.file_bytes)[0]}"
         if not done.dropped:
             self._listed.add(key)
         if self._counter.count_put(done, chunk.file_bytes) and done.dropped:
@@ -251,6 +253,20 @@ class FileTier(StorageTier):
             check_folders(self._root, final)
         if is_regular(final):
             return PutOutcome.PRESENT
+        tries = 0
+        while True:
+            try:
+                return self._create(chunk, final, body, cold=cold)
+            except OSError as error:
+                tries += 1
+                if not self._full_disk.make_way(error, tries, final, chunk.file_bytes):
+                    raise
+
+    def _create(self, chunk: Chunk, final: str, body: memoryview, *, cold: bool) -> PutOutcome:
+        """Write a chunk to a file. Return STORED, or PRESENT if another process created the file meanwhile.
+
+        It raises what `_put` raises. Nothing is left of a file that could not be written.
+        """
         fd, temporary = self._reserve(final, chunk.file_bytes)
         try:
             self._write(fd, chunk, body)

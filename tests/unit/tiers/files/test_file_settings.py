@@ -1,8 +1,12 @@
 """The settings of the file tier: its directory."""
 
+import errno
+import os
+
 import pytest
 
 from kvferry.errors import ConfigError
+from kvferry.tiers.files import trial
 from kvferry.tiers.files.settings import FileSettings, make_default_directory
 from kvferry.tiers.index.key_table import KeyTable
 
@@ -29,3 +33,34 @@ def test_a_directory_under_a_second_name_is_not_opened_again(tmp_path):
         f"file tier: {tmp_path}/link and {tmp_path}, which is a tier already, are one directory; "
         "name another, or leave out one of the two"
     )
+
+
+@pytest.mark.parametrize("path", ["/proc", "/proc/self", "/sys"])
+def test_a_file_system_that_holds_no_files_is_refused(path):
+    with pytest.raises(
+        ConfigError, match=f"no file can be written to {path}: .*; name a directory on a disk"
+    ):
+        FileSettings(path).check_storage()
+
+
+@pytest.mark.parametrize(
+    ("call", "number"), [("pwrite", errno.EINVAL), ("pwrite", errno.EROFS), ("flock", 37)]
+)
+def test_a_file_system_that_cannot_hold_chunks_is_refused_and_left_as_it_was(
+    tmp_path, monkeypatch, call, number
+):
+    def refuse(*args):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(trial.fcntl if call == "flock" else os, call, refuse)
+    with pytest.raises(ConfigError, match=f"no file can be written to {tmp_path}: {os.strerror(number)}"):
+        FileSettings(str(tmp_path)).check_storage()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_accepted_because_chunks_go_for_new_ones(tmp_path, monkeypatch):
+    def refuse(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    FileSettings(str(tmp_path)).check_storage()
