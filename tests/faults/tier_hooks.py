@@ -140,6 +140,11 @@ def dropped(engine: Any) -> dict[str, int]:
     return {str(what): n for what, n in _store(engine).stats.puts.items() if n}
 
 
+def evicted(engine: Any) -> int:
+    """Chunks that the engine evicted from its directory."""
+    return int(_store(engine).stats.evicted)
+
+
 def unsound_files(root: str) -> list[str]:
     """Chunk files that do not hold what their name says, or are half written."""
     found = []
