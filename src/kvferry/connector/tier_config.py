@@ -12,7 +12,7 @@ from kvferry.errors import ConfigError
 from kvferry.tiers.files.settings import FileSettings
 from kvferry.tiers.host.settings import HostSettings
 from kvferry.tiers.index.key_table import MAX_TIERS
-from kvferry.tiers.registry import STORAGE_TIERS
+from kvferry.tiers.registry import settings_class, storage_kinds
 from kvferry.tiers.storage_settings import StorageSettings
 
 TierSettings: TypeAlias = HostSettings | StorageSettings
@@ -64,14 +64,14 @@ def tier_settings(value: Any, where: str = "tier") -> TierSettings:
         where: name of the object in the configuration, for messages.
 
     Raises:
-        ConfigError: the kind or a key is unknown, or a type is wrong.
+        ConfigError: the kind or a key is unknown, a type is wrong, or a package's kind cannot be loaded.
     """
-    kinds: dict[str, type[TierSettings]] = {HostSettings.kind: HostSettings, **STORAGE_TIERS}
-    if not isinstance(value, Mapping) or value.get("type") not in list(kinds):
-        raise ConfigError(
-            f'{where} is {value!r}; it must be an object whose "type" is one of {", ".join(kinds)}'
-        )
-    kind = kinds[value["type"]]
+    kinds = (HostSettings.kind, *storage_kinds())
+    name = value.get("type") if isinstance(value, Mapping) else None
+    if name not in kinds:
+        known = ", ".join(kinds)
+        raise ConfigError(f'{where} is {value!r}; it must be an object whose "type" is one of {known}')
+    kind: type[TierSettings] = HostSettings if name == HostSettings.kind else settings_class(name)
     for key, one in value.items():
         if key != "path":  # a directory may have a name that is not valid UTF-8
             check_text(f"{where}: {key}", one)

@@ -1,10 +1,19 @@
-"""All kinds of tiers. To add a kind of storage tier, add its settings class to `STORAGE_TIERS`."""
+"""All kinds of tiers: those of this package, and those that other packages add as entry points.
+
+To add a kind of storage tier to this package, add its settings class to `STORAGE_TIERS`. Another package
+names its settings class as an entry point of the group ``kvferry.tiers``, under the name of the kind. Its
+code is loaded only if a configuration names the kind.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 
+from kvferry.errors import ConfigError
 from kvferry.tiers.files.settings import FileSettings
 from kvferry.tiers.names import HOST, PEER, Medium, tier_kind
 from kvferry.tiers.objects.settings import ObjectSettings
@@ -13,10 +22,48 @@ from kvferry.tiers.storage_settings import StorageSettings
 STORAGE_TIERS: Mapping[str, type[StorageSettings]] = MappingProxyType(
     {one.kind: one for one in (FileSettings, ObjectSettings)}
 )
-"""Settings class of each kind of storage tier, by name of the kind, in the order of display."""
+"""Settings class of each kind of storage tier of this package, by name, in the order of display."""
 
 TIER_KINDS = (PEER, HOST, *STORAGE_TIERS)
-"""Names of all kinds of tiers, in the order of display."""
+"""Names of all kinds of tiers of this package, in the order of display."""
+
+ENTRY_POINTS = "kvferry.tiers"
+"""Group of the entry points with which other packages add kinds of storage tiers."""
+
+# A dot would be read as the number of a second tier of the kind.
+_KIND = re.compile(r"[a-z][a-z0-9_]*")
+
+
+@cache
+def storage_kinds() -> tuple[str, ...]:
+    """Return the names of all kinds of storage tiers: of this package, then of other packages.
+
+    A name of this package's kinds stays this package's, whatever another package calls its own.
+    """
+    added = {one.name for one in entry_points(group=ENTRY_POINTS) if _KIND.fullmatch(one.name)}
+    return (*STORAGE_TIERS, *sorted(added - {*TIER_KINDS}))
+
+
+@cache
+def settings_class(kind: str) -> type[StorageSettings]:
+    """Return the settings class of a kind of storage tier. Load it if it is another package's.
+
+    Args:
+        kind: a name that `storage_kinds` returns.
+
+    Raises:
+        ConfigError: two packages add this kind, or what the package adds cannot be loaded or is no such
+            class.
+    """
+    if kind in STORAGE_TIERS:
+        return STORAGE_TIERS[kind]
+    found = list(entry_points(group=ENTRY_POINTS, name=kind))
+    if len(found) != 1:
+        packages = " and ".join(sorted(map(_package, found))) or "no package"
+        raise ConfigError(
+            f"the kind of tier {kind!r} is added by {packages}; install one package that adds it"
+        )
+    return _load(found[0])
 
 
 def medium_of(name: str) -> Medium:
@@ -26,6 +73,27 @@ def medium_of(name: str) -> Medium:
     <Medium.DISK: 3>
     """
     kind = tier_kind(name)
-    if kind in STORAGE_TIERS:
-        return STORAGE_TIERS[kind].medium
-    return {PEER: Medium.PEER, HOST: Medium.HOST}[kind]
+    others = {PEER: Medium.PEER, HOST: Medium.HOST}
+    return others[kind] if kind in others else settings_class(kind).medium
+
+
+def _load(entry: EntryPoint) -> type[StorageSettings]:
+    where = f"the kind of tier {entry.name!r} of package {_package(entry)}"
+    try:
+        loaded = entry.load()
+    except Exception as error:  # code of another package may raise anything
+        raise ConfigError(
+            f"{where} cannot be loaded: {error!r}; install a release of it that works with this kvferry"
+        ) from error
+    if not (isinstance(loaded, type) and issubclass(loaded, StorageSettings)):
+        raise ConfigError(f"{where} is {loaded!r}; it must be a subclass of StorageSettings")
+    kind, medium = getattr(loaded, "kind", None), getattr(loaded, "medium", None)
+    if kind != entry.name or not isinstance(medium, Medium):
+        raise ConfigError(
+            f"{where} has kind {kind!r} and medium {medium!r}; they must be {entry.name!r} and a Medium"
+        )
+    return loaded
+
+
+def _package(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else entry.value

@@ -1,6 +1,6 @@
 """The base class of a storage tier's settings, which also open the tier.
 
-Other code uses a kind of storage tier only through its subclass of `StorageSettings`. `tiers.registry` lists
+Other code uses a kind of storage tier only through its subclass of `StorageSettings`. `tiers.registry` finds
 the subclasses.
 """
 

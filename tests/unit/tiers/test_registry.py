@@ -1,6 +1,7 @@
-"""Every registered kind of storage tier has all that a kind must have, and keeps the protocol."""
+"""Every kind of storage tier of this package keeps the contract, and has all that a kind here must have."""
 
 import re
+import sys
 from pathlib import Path
 
 import msgspec
@@ -9,56 +10,54 @@ import pytest
 from kvferry.connector.tier_config import read_tiers
 from kvferry.doctor.storage import OWN_CHECKS
 from kvferry.engines.vllm.compat.hit_sources import hit_source
-from kvferry.errors import ChunkError, ConfigError
-from kvferry.tiers.files.direct_io import whole_pages
-from kvferry.tiers.format.chunk import ChunkGroup, ChunkSection
-from kvferry.tiers.index.key_table import KeyTable
-from kvferry.tiers.outcome import GetOutcome, PutOutcome
-from kvferry.tiers.registry import STORAGE_TIERS, medium_of
-from kvferry.tiers.storage_settings import StorageSettings
-from support.chunk_files import key
-from support.storage_tiers import example_of
-from support.stores import GROUP, NAMESPACE, OTHER, body, sections
+from kvferry.errors import ConfigError
+from kvferry.tiers.files.settings import FileSettings
+from kvferry.tiers.objects.settings import ObjectSettings
+from kvferry.tiers.registry import (
+    STORAGE_TIERS,
+    TIER_KINDS,
+    medium_of,
+    settings_class,
+    storage_kinds,
+)
+from kvferry.tiers.testing import StorageTierContract
 
-KINDS = pytest.mark.parametrize("kind", STORAGE_TIERS)
 DOCS = Path(__file__).parents[3] / "docs" / "tiers.md"
 SHARED = ("write", "load_weight")
 
 
-@pytest.fixture
-def opened(tmp_path):
-    """Opens the example of a kind, over one folder."""
-    tiers = []
-
-    def open_example(kind, namespace=NAMESPACE):
-        tiers.append(example_of(kind).settings(tmp_path).open(namespace, KeyTable(), []))
-        return tiers[-1]
-
-    yield open_example
-    for tier in tiers:
-        tier.close()
-        tier.close()
+class OverFiles(StorageTierContract):
+    def damage(self, folder):
+        for path in folder.rglob("*.kv"):
+            content = bytearray(path.read_bytes())
+            content[-1] ^= 1
+            path.write_bytes(content)
 
 
-def fetch(tier, number, group=GROUP):
-    """Fetch a chunk into memory of its own; a hit with other bytes than were stored fails the test."""
-    right = body(number, group)
-    into = whole_pages(len(right))
-    done = tier.get(key(number), group, into)
-    assert done is not GetOutcome.HIT or sections(group, into) == sections(group, right)
-    return done
+class TestFileTier(OverFiles):
+    kind = FileSettings
+    unusable = FileSettings("/dev/null/none")
+    has_trial = False
+
+    def settings(self, folder):
+        return FileSettings(str(folder))
 
 
-@KINDS
-def test_a_kind_is_complete(kind):
-    settings = STORAGE_TIERS[kind]
-    assert settings.kind == kind
-    assert re.fullmatch("[a-z]+", kind), "a dot would be read as the number of a second tier of the kind"
-    needed = {"check", "location", "open"} | (
-        set() if settings in OWN_CHECKS else {"trial_seconds", "try_out"}
-    )
-    assert needed <= set(vars(settings)), "methods of StorageSettings that a kind must define"
-    assert example_of(kind)
+class TestObjectTier(OverFiles):
+    kind = ObjectSettings
+    unusable = ObjectSettings("odd://bucket")
+
+    def settings(self, folder):
+        return ObjectSettings(f"file://{folder}")
+
+
+CONTRACTS = {one.kind.kind: one for one in OverFiles.__subclasses__()}
+KINDS = pytest.mark.parametrize("kind", STORAGE_TIERS)
+
+
+def test_every_kind_is_held_to_the_contract():
+    assert {name: one.kind for name, one in CONTRACTS.items()} == STORAGE_TIERS
+    assert {one.kind for one in CONTRACTS.values() if not one.has_trial} == set(OWN_CHECKS)
 
 
 @KINDS
@@ -70,104 +69,96 @@ def test_the_engines_counters_have_a_label_for_a_kind(kind):
 def test_the_settings_of_a_kind_are_documented(kind):
     title = f'**`{{"type": "{kind}"}}`**'
     assert title in DOCS.read_text(), "a section of docs/tiers.md"
-    section = DOCS.read_text().split(title)[1].split('**`{"type"')[0]
+    section = re.split(r'\*\*`\{"type"|\n## ', DOCS.read_text().split(title)[1])[0]
     fields = [field.name for field in msgspec.structs.fields(STORAGE_TIERS[kind])]
     assert [name for name in fields if name not in SHARED and f"| `{name}` |" not in section] == []
 
 
 @KINDS
-def test_an_example_is_read_from_a_configuration(kind, tmp_path):
-    settings = example_of(kind).settings(tmp_path)
+def test_the_settings_of_a_kind_are_read_from_a_configuration(kind, tmp_path):
+    settings = CONTRACTS[kind]().settings(tmp_path)
     given = {"type": kind, **msgspec.structs.asdict(settings), "write": "back", "load_weight": 0.5}
     expected = msgspec.structs.replace(settings, write="back", load_weight=0.5)
     assert read_tiers([given]).slow == (expected,)
 
 
-@KINDS
-def test_two_tiers_at_one_location_are_refused_and_at_two_locations_are_not(kind, tmp_path):
-    (here, again), other = (example_of(kind).settings(tmp_path) for _ in range(2)), tmp_path / "other"
-    there = example_of(kind).settings(other)
-    assert here.location == again.location != there.location
-    assert str(tmp_path) in here.location.text
+GOOD = """
+from kvferry.tiers.names import Medium
+from kvferry.tiers.storage_settings import Location, StorageSettings
+
+class Settings(StorageSettings, frozen=True):
+    kind = "memory"
+    medium = Medium.NETWORK
+    def check(self, where): pass
+    @property
+    def location(self): return Location("memory", ())
+"""
 
 
-@KINDS
-def test_storage_that_cannot_be_used_is_an_error_in_words(kind):
-    unusable = example_of(kind).unusable
-    unusable.check("tiers[0]")
-    with pytest.raises(ConfigError, match=f"^{kind} tier: .*; "):
-        unusable.open(NAMESPACE, KeyTable(), [])
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Installs a package that adds a kind: `code` is its only module, with the class `Settings`."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def installed(package: str, kind: str = "memory", code: str = GOOD) -> None:
+        (tmp_path / f"{package}.py").write_text(code)
+        info = tmp_path / f"{package}-1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Name: {package}\nVersion: 1\n")
+        (info / "entry_points.txt").write_text(f"[kvferry.tiers]\n{kind} = {package}:Settings\n")
+        packages.append(package)
+        forget()
+
+    packages = []
+
+    def forget():
+        storage_kinds.cache_clear()
+        settings_class.cache_clear()
+        for package in packages:
+            sys.modules.pop(package, None)
+
+    yield installed
+    monkeypatch.undo()
+    forget()
 
 
-@pytest.mark.parametrize("kind", [kind for kind, one in STORAGE_TIERS.items() if one not in OWN_CHECKS])
-def test_a_trial_says_whether_the_storage_can_be_used_and_leaves_nothing(kind, tmp_path):
-    settings = example_of(kind).settings(tmp_path)
-    assert settings.trial_seconds > 0
-    assert settings.try_out().advice == ""
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ConfigError):
-        example_of(kind).unusable.try_out()
+def test_a_kind_of_another_package_is_read_from_a_configuration(install):
+    install("added")
+    (settings,) = read_tiers([{"type": "memory", "load_weight": 0.5}]).slow
+    assert (settings.kind, settings.load_weight) == ("memory", 0.5)
+    assert hit_source(medium_of("memory.2")) is hit_source(ObjectSettings.medium)
 
 
-@KINDS
-def test_stored_chunk_is_found_by_every_engine_of_the_namespace(kind, opened):
-    tier, other = opened(kind), opened(kind)
-    assert not tier.contains([key(1)])[0]
-    assert fetch(tier, 1) is GetOutcome.ABSENT
-    assert tier.put(key(1), GROUP, body(1)) is PutOutcome.STORED
-    assert tier.put(key(1), GROUP, body(1)) is PutOutcome.PRESENT
-    assert tier.contains([key(1), key(2)]).tolist() == [True, False]
-    assert (fetch(tier, 1), fetch(other, 1)) == (GetOutcome.HIT, GetOutcome.HIT)
-    later = opened(kind)
-    assert later.contains([key(1), key(2)]).tolist() == [True, False]
-    stranger = opened(kind, OTHER)
-    assert not stranger.contains([key(1)])[0]
-    assert fetch(stranger, 1) is GetOutcome.ABSENT
-    later.mark_used([key(1), key(2)])
-    later.usage()
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import nothing_of_that_name", "package broken cannot be loaded: ModuleNotFoundError.*; install a"),
+        ("1 / 0", "package broken cannot be loaded: ZeroDivisionError.*; install a release"),
+        ("Settings = 7", "package broken is 7; it must be a subclass of StorageSettings"),
+        (GOOD.replace('"memory"', '"other"', 1), "has kind 'other' and medium .*; they must be 'memory'"),
+        (
+            GOOD.replace("    medium = Medium.NETWORK\n", ""),
+            "has kind 'memory' and medium None; they must be",
+        ),
+    ],
+    ids=["import", "error", "no class", "other kind", "no medium"],
+)
+def test_a_package_that_cannot_be_used_costs_only_the_tiers_of_its_kind(install, tmp_path, code, said):
+    install("broken", code=code)
+    with pytest.raises(ConfigError, match=said):
+        read_tiers([{"type": "memory"}])
+    assert read_tiers([{"type": "file", "path": str(tmp_path)}]).slow == (FileSettings(str(tmp_path)),)
 
 
-@KINDS
-def test_outcomes_are_counted(kind, opened):
-    tier = opened(kind)
-    for _ in range(2):
-        tier.put(key(1), GROUP, body(1))
-    fetch(tier, 1)
-    fetch(tier, 2)
-    assert tier.stats.puts == {PutOutcome.STORED: 1, PutOutcome.PRESENT: 1}
-    assert tier.stats.gets == {GetOutcome.HIT: 1, GetOutcome.ABSENT: 1}
-    assert tier.stats.stored_bytes > len(body(1)), "header and body"
+def test_two_packages_with_one_kind_are_refused_and_named(install):
+    install("one")
+    install("two")
+    with pytest.raises(ConfigError, match="'memory' is added by one and two; install one package"):
+        read_tiers([{"type": "memory"}])
 
 
-@KINDS
-def test_a_damaged_chunk_is_a_miss_and_is_forgotten(kind, opened, tmp_path):
-    tier = opened(kind)
-    tier.put(key(1), GROUP, body(1))
-    example_of(kind).damage(tmp_path)
-    assert fetch(tier, 1) is GetOutcome.CORRUPT
-    assert not tier.contains([key(1)])[0]
-    assert tier.put(key(1), GROUP, body(1)) is PutOutcome.STORED
-    assert fetch(tier, 1) is GetOutcome.HIT
-
-
-@KINDS
-def test_a_chunk_of_another_group_is_no_hit(kind, opened):
-    other = ChunkGroup("window", GROUP.tokens, (ChunkSection("k", 4, 7 << 10), ChunkSection("v", 4, 7 << 10)))
-    tier = opened(kind)
-    tier.put(key(1), GROUP, body(1))
-    assert fetch(tier, 1, other) is GetOutcome.OTHER_SHAPE
-    assert not tier.contains([key(1)])[0]
-
-
-@KINDS
-def test_memory_of_another_length_is_refused(kind, opened):
-    tier = opened(kind)
-    with pytest.raises(ChunkError):
-        tier.put(key(1), GROUP, body(1)[:-1])
-    with pytest.raises(ChunkError):
-        tier.get(key(1), GROUP, whole_pages(4096))
-    assert tier.stats.puts == tier.stats.gets == {}
-
-
-def test_the_protocol_itself_is_no_kind():
-    assert StorageSettings not in STORAGE_TIERS.values()
+@pytest.mark.parametrize("kind", [*TIER_KINDS, "file.2", "No Name"])
+def test_no_package_takes_a_name_of_this_one_or_one_that_names_no_tier(install, tmp_path, kind):
+    install("taken", kind, code="1 / 0")
+    assert set(storage_kinds()) == set(STORAGE_TIERS)
+    assert read_tiers([{"type": "file", "path": str(tmp_path)}]).slow == (FileSettings(str(tmp_path)),)

@@ -1,0 +1,1 @@
+"""A storage tier of kvferry that keeps chunks in a SQLite database."""
