@@ -86,6 +86,7 @@ class Served:
         command += ["--turn-seconds", "600", "--", *ENGINE, "--otlp-traces-endpoint", self.collector.url]
         command += ["--enable-prompt-tokens-details"]
         soon = environment() | with_plugins(folder / "plugins", copied) | {"OTEL_BSP_SCHEDULE_DELAY": "100"}
+        soon["VLLM_SERVER_DEV_MODE"] = "1"  # for /pause
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
                 command, env=soon, stdout=subprocess.PIPE, stderr=errors, text=True
@@ -105,6 +106,12 @@ class Served:
     def metric(self, url: str, name: str) -> float:
         text = self.client.get(f"{url}/metrics").text
         return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+
+    def expired(self, url: str) -> float:
+        """Number of leases that have expired."""
+        text = self.client.get(f"{url}/metrics").text
+        found = re.findall(r'^kvferry_leases_ended_total{.*outcome="expired".*} (\S+)$', text, re.MULTILINE)
+        return sum(map(float, found))
 
     def misses(self, url: str) -> dict[str, float]:
         """By reason."""
@@ -374,6 +381,19 @@ def test_disconnected_client_frees_the_decode_engine(served):
         wait_for(lambda: served.metric(served.decode, "vllm:num_requests_running") == 1)
     wait_for(lambda: served.metric(served.decode, "vllm:num_requests_running") == 0)
     assert served.metric(served.decode, _COMPLETED) == completed
+
+
+def test_a_pause_does_not_wait_for_a_ticket_that_nobody_claims(served):
+    asked = {"do_remote_decode": True, "do_remote_prefill": False}
+    expired = served.expired(served.prefill)
+    answer = served.post(
+        served.prefill, "/v1/completions", prompt="Nobody: " + TEXT, kv_transfer_params=asked
+    )
+    assert answer.json()["kv_transfer_params"]["do_remote_prefill"]
+    assert served.client.post(f"{served.prefill}/pause?mode=wait").status_code == 200
+    assert served.client.post(f"{served.prefill}/resume").status_code == 200
+    wait_for(lambda: served.metric(served.prefill, "vllm:kv_cache_usage_perc") == 0)
+    assert served.expired(served.prefill) == expired
 
 
 def test_doctor_finds_both_engines_behind_the_router_and_lets_them_read(served):
