@@ -34,7 +34,7 @@ def commands_of(page: str) -> list[list[str]]:
     blocks = re.findall(
         rf"{re.escape(MARK)}\n```\w*\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL
     )
-    joined = [re.sub(r"\\\n\s*", "", block).replace("\n$ ", "\n").removeprefix("$ ") for block in blocks]
+    joined = [re.sub(r"\\\n\s*", "", block) for block in blocks]
     return [[line for line in block.splitlines() if "activate" not in line] for block in joined]
 
 

@@ -38,11 +38,11 @@ MODEL = {
 """The ``config.json`` of the model in the folder ``model``."""
 
 BLOCK = re.compile(
-    r"(?P<before>[^\n]*)\n+(?:```(?:console|bash|sh|)\n(?P<fenced>.*?)^```|(?P<indented>(?: {4}[^\n]*\n)+))",
+    r"(?P<before>[^\n]*)\n+(?:```(?:bash|sh|)\n(?P<fenced>.*?)^```|(?P<indented>(?: {4}[^\n]*\n)+))",
     re.MULTILINE | re.DOTALL,
 )
 COMMAND = re.compile(
-    r"(?:\$ )?(?:[A-Z_]+=\S+ +)*(?:[A-Z_]+=|(?:\.venv/bin/)?"
+    r"(?:[A-Z_]+=\S+ +)*(?:[A-Z_]+=|(?:\.venv/bin/)?"
     r"(?:kvferry|vllm|make|python3?|pip|nft|scp|kubectl|docker|curl|sudo|git|export|ulimit|echo|mkdir) )"
 )
 RUN = "<!-- run -->"
@@ -60,7 +60,7 @@ class ShellBlock:
         page: the page, relative to the repository.
         line: line at which the block starts.
         mark: the line above the block.
-        commands: content, without prompts, and without output if there are prompts.
+        commands: content, each command on one line.
     """
 
     page: str
@@ -79,15 +79,7 @@ def shell_blocks(page: Path) -> Iterator[ShellBlock]:
         if COMMAND.match(content) and found["before"] not in NO_COMMANDS:
             line = text[: found.start()].count("\n") + 2
             name = page.relative_to(ROOT).as_posix()
-            yield ShellBlock(name, line, found["before"], without_output(content))
-
-
-def without_output(content: str) -> str:
-    """Return the commands of a block: those after prompts, if it has prompts."""
-    joined = re.sub(r"\\\n\s*", "", content)
-    if not joined.startswith("$ "):
-        return joined
-    return "\n".join(line[2:] for line in joined.splitlines() if line.startswith("$ "))
+            yield ShellBlock(name, line, found["before"], re.sub(r"\\\n\s*", "", content))
 
 
 BLOCKS = [block for page in PAGES for block in shell_blocks(page)]
@@ -96,6 +88,17 @@ NAMES = {f"{block.page}:{block.line}": block for block in BLOCKS}
 
 def test_commands_are_found_on_many_pages():
     assert len({block.page for block in BLOCKS}) > 15
+
+
+def test_what_is_pasted_from_a_page_has_no_prompt():
+    """The site's button copies a whole block."""
+    prompts = [
+        f"{page.relative_to(ROOT)}: {line.strip()}"
+        for page in PAGES
+        for line in page.read_text().splitlines()
+        if re.match(r" *\$ ", line)
+    ]
+    assert not prompts, "write commands into a block of sh without prompts, and their output into one of text"
 
 
 def test_every_block_of_commands_is_run_or_says_why_not():
