@@ -77,7 +77,10 @@ def test_unusable_tiers_are_logged_once_and_the_others_serve(
             assert distance(answer, reference) == 0.0
         stats_small, stats_full, stats_good = tiered.engine.call("tier_stats")
         assert stats_small["puts"].keys() == {"larger than the capacity"}
-        assert stats_full["puts"]["no space on the device"] > 0
+        # Several threads store at once, so a store may find nothing to evict.
+        assert stats_full["puts"].keys() <= {"stored", "present", "no space on the device"}
+        assert stats_full["puts"]["stored"] > 0
+        assert stats_full["evicted"] > 0
         assert stats_good["puts"].keys() <= {"stored", "present"}
         assert not list(small.rglob("*.kv"))
         assert tiered.engine.call("held") == {}
@@ -89,9 +92,11 @@ def test_unusable_tiers_are_logged_once_and_the_others_serve(
         (line,) = lines_about(log, path)
         assert why in line
         assert "serves on without that tier" in line
-    for path, why in ((small, "larger than the capacity"), (disk, "no space on the device")):
-        (line,) = lines_about(log, path)
-        assert why in line
+    (line,) = lines_about(log, small)
+    assert "larger than the capacity" in line
+    about_disk = lines_about(log, disk)
+    assert sum("is full before the capacity is used up" in line for line in about_disk) == 1
+    assert sum("no space on the device" in line for line in about_disk) == len(about_disk) - 1 <= 1
 
 
 UNCACHED = {"enable_prefix_caching": False}
