@@ -54,6 +54,11 @@ _ENVIRONMENT = {
 _STALL_SECONDS = 1.0
 _MOST_BYTES = 64 << 20
 _MOST_SAID = 500
+_LOOK_SECONDS = 0.5
+"""Seconds between two looks at whether the child process is stopped."""
+
+_STOPPED = "the process that tries transport metadata was stopped (SIGSTOP); a new one takes its place"
+
 _POLL_SECONDS = 2e-4
 
 
@@ -119,16 +124,18 @@ class MetadataSandbox:
         return self._process.pid
 
     def wait_ready(self, seconds: float = START_SECONDS) -> str:
-        """Wait until the child process is ready, at most `seconds`.
+        """Wait until the child process is ready or stopped (SIGSTOP), at most `seconds`.
 
         Returns:
             Error message; an empty text if the child is ready.
         """
         try:
-            if not self._ready and self._connection.poll(seconds):
+            if not self._ready and self._poll(seconds):
                 self._ready = bool(self._connection.recv_bytes())
         except (EOFError, OSError):
             return f"the process that tries transport metadata ended as it started ({self._how()})"
+        if not self._ready and self._is_stopped():
+            return _STOPPED
         late = (
             f"the process that tries transport metadata did not start in {seconds:g} s; are there more "
             "busy processes on this machine than cores?"
@@ -141,7 +148,7 @@ class MetadataSandbox:
         Args:
             card: description of the worker.
             seconds: maximum time in seconds to wait for the child's reply. If this process did not run
-                meanwhile, wait as long a second time.
+                meanwhile, wait as long a second time. A stopped child (SIGSTOP) is not waited for.
 
         Returns:
             Empty text if the child has read the worker's own memory; otherwise the reason for the failure.
@@ -150,6 +157,8 @@ class MetadataSandbox:
         try:
             self._connection.send_bytes(encode_trial(card))
             if not self._replies_within(max(seconds, 0.0)):
+                if self._is_stopped():
+                    return _STOPPED
                 return "the process that tried its transport metadata did not come to an end"
             return self._connection.recv_bytes(_MOST_BYTES).decode()[:_MOST_SAID]
         except (EOFError, OSError):
@@ -157,12 +166,31 @@ class MetadataSandbox:
 
     def _replies_within(self, seconds: float) -> bool:
         began = self._clock()
-        if self._connection.poll(seconds):
+        if self._poll(seconds):
             return True
         # Whoever stopped this process, or the whole machine, has stopped the child as well. If the child is
         # killed while it connects, the peer's UCX logs an error: it connects back to the child's port.
         stalled = self._clock() - began > seconds + _STALL_SECONDS
-        return stalled and self._connection.poll(seconds)
+        return stalled and self._poll(seconds)
+
+    def _poll(self, seconds: float) -> bool:
+        """Wait until the child sends a message, at most `seconds`, or until it is found stopped twice."""
+        stopped = False
+        while seconds > _LOOK_SECONDS:
+            if self._connection.poll(_LOOK_SECONDS):
+                return True
+            # Whoever continues a whole process group may continue this process before the child.
+            before, stopped = stopped, self._is_stopped()
+            if before and stopped:
+                return False
+            seconds -= _LOOK_SECONDS
+        return self._connection.poll(seconds)
+
+    def _is_stopped(self) -> bool:
+        try:
+            return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            return False  # it has ended
 
     def kill(self) -> None:
         """Kill the child process, and wait until it has ended."""

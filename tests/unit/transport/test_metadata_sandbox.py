@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from kvferry.transport.metadata_sandbox import MetadataSandbox
 from transport.cards import cards
 
 (CARD,) = cards()
+WAIT = 600.0  # longer than a test may take
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +50,12 @@ def test_a_child_that_hangs_has_come_to_no_end(deaf):
     assert "did not start in 0 s" in deaf.wait_ready(0.0)
 
 
+def test_a_child_that_is_stopped_is_not_waited_for(deaf):
+    os.kill(deaf.pid, signal.SIGSTOP)
+    assert "was stopped" in deaf.wait_ready(WAIT)
+    assert "was stopped" in deaf.run_trial(CARD, WAIT)
+
+
 @pytest.mark.parametrize(
     ("takes", "answers", "passes"), [(1.0, True, False), (86.0, True, True), (86.0, False, False)]
 )
@@ -57,6 +65,7 @@ def test_a_child_gets_its_time_although_the_machine_stood_still(takes, answers, 
 
     def start(_, pass_fds, **options):
         theirs.append(Connection(os.dup(pass_fds[0])))
+        return SimpleNamespace(pid=os.getpid())  # no child, so not a stopped one
 
     def clock() -> float:
         now = next(times)
