@@ -67,5 +67,5 @@ def test_error_is_one_sentence_and_exit_code_2() -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("kvferry: invalid value for '--repeats': ")
+    assert done.stderr.startswith("kvferry: --repeats is '6'; ")
     assert done.stderr.count("\n") == 1

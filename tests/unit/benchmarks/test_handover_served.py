@@ -278,5 +278,7 @@ def test_server_that_ended_is_named_with_its_last_lines(tmp_path):
     with Fleet([spec], tmp_path) as fleet:
         (process,) = fleet.engines
         wait_for(lambda: process.exit_code is not None)
-        with pytest.raises(TransferError, match=r"(?s)decode ended with exit code 0.*\n  I end"):
+        with pytest.raises(
+            TransferError, match=r"(?s)decode ended, because a process of it had ended.*\n  I end"
+        ):
             Server(process).settle()

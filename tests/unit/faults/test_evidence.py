@@ -89,7 +89,7 @@ class QuietStage:
     async def tokens_at_hand(self, *_: Any) -> int:
         return 9
 
-    async def prefilled(self, *_: Any) -> dict[str, Any]:
+    async def prefilled(self, *_: Any, **__: Any) -> dict[str, Any]:
         return {"remote_request_id": "0" * 32, "remote_num_tokens": 9, "remote_host": HOST, "remote_port": 1}
 
     async def decoded(self, trial: Trial, *_: Any, **__: Any) -> str:
@@ -102,7 +102,7 @@ class QuietStage:
     async def through(self, trial: Trial, *_: Any) -> str:
         return await self.decoded(trial)
 
-    async def failed(self, _: str) -> str:
+    async def failed(self, *_: Any) -> str:
         return ""
 
     async def told(self, *_: Any) -> list[dict[str, Any]]:

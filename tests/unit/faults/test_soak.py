@@ -81,7 +81,7 @@ def test_a_process_that_has_ended_is_named(tmp_path: Path):
         router.wait()
         said = Pair(fleet, router, "", tmp_path).deaths()
     assert [one.split(":")[0] for one in said] == [
-        "decode-0 ended with signal 9",
+        "decode-0 ended with signal 9 (SIGKILL)",
         "the router ended with exit code 3",
     ]
 

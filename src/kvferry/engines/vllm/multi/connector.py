@@ -324,7 +324,7 @@ def _part(whole: Any, child_index: int) -> Any:
 
 def __getattr__(name: str) -> NoReturn:
     """Refuse a wrong ``kv_connector`` in words: vLLM looks the class up in this module."""
-    if name.startswith("_"):
+    if not name[:1].isupper() and "ferry" not in name:  # no class: tools look for other names
         raise AttributeError(name)
     raise wrong_name(name, __name__)
 
