@@ -201,7 +201,7 @@ def test_each_child_gets_its_own_part_of_the_metadata() -> None:
 
 def test_loads_leave_room_in_the_engines_pool_until_their_requests_are_scheduled() -> None:
     free = [7]
-    pool = SimpleNamespace(get_num_free_blocks=lambda: free[0])
+    pool = SimpleNamespace(get_num_free_blocks=lambda: free[0], blocks=range(100))
     told = SimpleNamespace(disable_hybrid_kv_cache_manager=False, max_num_batched_tokens=32)
     window = SlidingWindowSpec(
         block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=16
@@ -214,7 +214,7 @@ def test_loads_leave_room_in_the_engines_pool_until_their_requests_are_scheduled
     ours.bind_kv_cache_manager(SimpleNamespace(block_pool=pool))
     ours.sub_connectors[0].said["get_num_new_matched_tokens"] = (48, True)
     assert ours.get_num_new_matched_tokens(request(), 0) == (48, True), "1 block, and 2 for the next step"
-    ours.update_state_after_alloc(request(), SimpleNamespace(), 48)
+    ours.update_state_after_alloc(request(), SimpleNamespace(get_block_ids=lambda: ([1, 2, 3],)), 48)
     free[0] = 2
     assert ours.get_num_new_matched_tokens(request("s"), 0) == (None, False), "one goes on first"
     ours.build_connector_meta(SimpleNamespace(**{**vars(STEP), "num_scheduled_tokens": {"r": 1}}))

@@ -15,9 +15,12 @@ for waiting requests (headroom), because the same step also computes the request
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from kvferry.connector.bids import Bid, Bidding, PlaceTokens
@@ -27,6 +30,7 @@ from kvferry.connector.headroom import Headroom
 from kvferry.connector.local_prefix import LocalPrefix
 from kvferry.connector.request_phases import AdmitAction, RequestPhase, RequestPhases, RequestState
 from kvferry.engines.vllm.multi.counts import Counts
+from kvferry.engines.vllm.multi.late_loads import LateLoad, LateLoads
 from kvferry.engines.vllm.requests import VLLMRequest
 
 
@@ -55,12 +59,14 @@ class _Load:
         blocks: vLLM's KVCacheBlocks of the request.
         began: time at which the load started, in seconds on the admission's clock.
         invalid: True if the child has reported that it could not load some of the blocks.
+        late: True once the workers are told to go on without it.
     """
 
     plan: _Plan
     blocks: Any
     began: float
     invalid: bool = False
+    late: bool = False
 
 
 @dataclass(slots=True)
@@ -90,6 +96,7 @@ class ChildAdmission:
         phases: state machine that tracks the phase of each request, such as waiting for its load. Its
             attribute `headroom` decides whether a load leaves enough free blocks for waiting requests. The
             initial `headroom` accepts every load; `FerryMultiConnector` replaces it.
+        late: loads that children have not ended in time. `FerryMultiConnector` gives it vLLM's block pool.
         prefix_cache: vLLM's prefix cache, if it shares attention blocks where it lacks recurrent state; else
             None. `FerryMultiConnector` sets it.
     """
@@ -102,6 +109,8 @@ class ChildAdmission:
         attempts: int,
         clock: Callable[[], float] = time.monotonic,
         awaited: Callable[[Any, str], Bid | None] = lambda *_: None,
+        deadlines: Mapping[str, float] | None = None,
+        workers: int = 1,
     ) -> None:
         """Store the child connectors and the policy that chooses between them.
 
@@ -114,7 +123,12 @@ class ChildAdmission:
             awaited: function that returns what is known of the KV that a child still looks for: an offer of
                 at most so many tokens. It is called with the child and the id of a request. None if nothing
                 is known.
+            deadlines: longest time of a load in seconds, by name of the child, for those that do not end
+                their loads by themselves; None for no limits.
+            workers: number of workers that report the end of each load.
         """
+        self._deadlines = dict(deadlines or {})
+        self.late = LateLoads(workers, max(self._deadlines.values(), default=0.0))
         self.counts, self.phases = Counts(), RequestPhases(chooser, Headroom(), clock)
         self.prefix_cache: PrefixCache | None = None
         self._names, self._children = tuple(names), tuple(children)
@@ -140,6 +154,9 @@ class ChildAdmission:
         """
         state = self._states.setdefault(request.request_id, _RequestState(Bidding(self._attempts)))
         answers = [child.get_num_new_matched_tokens(request, local_tokens) for child in self._children]
+        for child_index, name in enumerate(self._names):
+            if not self.late.has_room(name, {}):
+                answers[child_index] = 0, False
         state.answers = tuple(tokens for tokens, _ in answers)
         if state.phase is RequestPhase.SERVED:
             self._settle(state)
@@ -204,6 +221,7 @@ class ChildAdmission:
     def _has_room(self, plan: _Plan, request: Any, local_tokens: int) -> bool:
         """Return True if a load may start without taking blocks that waiting requests need.
 
+        If the child may never end its loads, they must leave enough blocks for requests without them, too.
         Always True for synchronous loads: the step that loads them also computes the request.
 
         Args:
@@ -211,9 +229,15 @@ class ChildAdmission:
             request: vLLM's request.
             local_tokens: number of prompt tokens that the engine's own prefix cache has.
         """
+        if not plan.asynchronous:
+            return True
+        held = Counter[str]()
+        for load in self._loads.values():
+            if load.plan.bid.source in self._deadlines and not load.late:
+                held[load.plan.bid.source] += sum(map(bool, chain(*load.blocks.get_block_ids())))
         total = local_tokens + plan.bid.tokens
-        return not plan.asynchronous or self.phases.headroom.fits(
-            request.request_id, total, request.num_tokens
+        return self.phases.headroom.fits(request.request_id, total, request.num_tokens) and (
+            plan.bid.source not in self._deadlines or self.late.has_room(plan.bid.source, held)
         )
 
     def chosen(self, request_id: str) -> int | None:
@@ -283,6 +307,20 @@ class ChildAdmission:
         new, self._new = self._new, {}
         return new
 
+    def take_late(self) -> dict[str, LateLoad]:
+        """Give up the loads that children have not ended in time, and pin their blocks.
+
+        Returns:
+            Loads that the workers must give up, by id of the request.
+        """
+        now, late = self._clock(), dict[str, LateLoad]()
+        for request_id, load in self._loads.items():
+            name = load.plan.bid.source
+            if not load.late and now - load.began > self._deadlines.get(name, math.inf):
+                load.late = True
+                late[request_id] = self.late.hold(name, request_id, load.blocks.blocks)
+        return late
+
     def take_results(self, received: set[str], failed: set[str], invalid: set[int]) -> None:
         """Record the loads that have ended, and exclude a child connector whose load has failed.
 
@@ -301,7 +339,7 @@ class ChildAdmission:
                 continue
             name, succeeded = load.plan.bid.source, request_id not in failed and not load.invalid
             self.counts.pending[name] -= 1
-            self.counts.ended(name, succeeded=succeeded)
+            self.counts.ended(name, succeeded=succeeded, late=load.late and not succeeded)
             if succeeded:
                 self._chooser.speeds.record_load(load.plan.bid.parts, self._clock() - load.began)
             state = self._states.get(request_id)
@@ -309,7 +347,8 @@ class ChildAdmission:
                 if succeeded:
                     state.load = None
                 else:
-                    state.bidding.exclude(name, "its load failed")
+                    why = "its load did not end in time" if load.late else "its load failed"
+                    state.bidding.exclude(name, why)
                 self.phases.ended(state, request_id, failed=not succeeded)
 
     def _exclude_children_of(self, invalid: set[int]) -> None:

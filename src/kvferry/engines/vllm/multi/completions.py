@@ -8,9 +8,11 @@ request as sent when every child that keeps the request's blocks has reported it
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from kvferry.engines.vllm.compat.contract import KVConnectorTransferResults
+from kvferry.engines.vllm.multi.late_loads import LateLoad
 
 
 class Completions:
@@ -24,6 +26,9 @@ class Completions:
     def __init__(self) -> None:
         self._loads: dict[str, int] = {}
         self._holders: dict[str, set[int]] = {}
+        self._given_up: set[str] = set()
+        self._late: dict[tuple[str, int], LateLoad] = {}
+        self._ended = Counter[str]()
 
     def __len__(self) -> int:
         """Return the number of loads in flight plus the number of ended requests whose blocks are kept."""
@@ -39,6 +44,30 @@ class Completions:
         self._loads.update(loads)
         self._holders.update({name: set(child_indices) for name, child_indices in holders.items()})
 
+    def give_up(self, late: Mapping[str, LateLoad]) -> None:
+        """Report loads as failed that their children have not ended in time. Remember to report their end.
+
+        Args:
+            late: the load, by id of the request.
+        """
+        for name, load in late.items():
+            child_index = self._loads.pop(name, None)
+            if child_index is None:  # the child has reported the end meanwhile
+                self._ended[load.key] += 1
+            else:
+                self._late[name, child_index] = load
+                self._given_up.add(name)
+
+    @property
+    def late_blocks(self) -> frozenset[int]:
+        """Ids of blocks that only late loads may write. A child's errors about them concern no request."""
+        return frozenset().union(*(load.block_ids for load in self._late.values()))
+
+    def take_ended(self) -> dict[str, int]:
+        """Return the names of late loads that have ended on this worker since the last call, each with 1."""
+        ended, self._ended = self._ended, Counter()
+        return dict(ended)
+
     def join(self, reports: Iterable[KVConnectorTransferResults]) -> KVConnectorTransferResults:
         """Merge the reports of all child connectors about a step into one report for vLLM.
 
@@ -53,8 +82,12 @@ class Completions:
             when the child that loads it has reported so. A request is sent when all children that keep its
             blocks have reported so.
         """
-        sent, received, failed = set(), set(), set()
+        sent, received, failed = set[str](), set(self._given_up), set(self._given_up)
+        self._given_up.clear()
         for child_index, report in enumerate(reports):
+            for name in report.finished_recving:
+                if (load := self._late.pop((name, child_index), None)) is not None:
+                    self._ended[load.key] += 1
             ours = {name for name in report.finished_recving if self._loads.get(name) == child_index}
             received |= ours
             failed |= ours & report.failed_recving

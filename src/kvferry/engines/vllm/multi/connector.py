@@ -11,6 +11,7 @@ This class and its base class only forward vLLM's hooks to the children and merg
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -64,6 +65,11 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
     The scheduler has one instance, and each worker has one instance.
     """
 
+    @staticmethod
+    def clock() -> float:
+        """Return monotonic seconds."""
+        return time.monotonic()
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Check that the configured child connectors fit together, and create them.
 
@@ -88,7 +94,18 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
         policy = policy_named(settings.source_policy, weights, self._speeds)
         chooser = BidChooser(policy, self._speeds, settings.patience_seconds)
         self._admission = ChildAdmission(
-            self._names, self._connectors, chooser, settings.attempts, awaited=_awaited
+            self._names,
+            self._connectors,
+            chooser,
+            settings.attempts,
+            self.clock,
+            awaited=_awaited,
+            deadlines={
+                name: settings.load_timeout_seconds
+                for name, child in self._children()
+                if not isinstance(child, KVFerryConnector)  # which ends its loads by itself
+            },
+            workers=self.get_finished_count() or vllm_config.parallel_config.world_size,
         )
         self._block_holders = BlockHolders(self._names)
 
@@ -134,6 +151,7 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
         self._admission.phases.headroom = Headroom.of(
             groups, step_tokens(self._vllm_config), kv_cache_manager.block_pool
         )
+        self._admission.late.pool = kv_cache_manager.block_pool
         for child in self._connectors:
             child.bind_kv_cache_manager(kv_cache_manager)
         if self.supports_divergent_local_hybrid_hits:
@@ -184,7 +202,10 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
         self._steps.scheduled(scheduler_output.total_num_scheduled_tokens)
         self._admission.phases.scheduled(scheduler_output.num_scheduled_tokens)
         children = tuple(child.build_connector_meta(scheduler_output) for child in self._connectors)
-        return MultiMeta(children, self._admission.take_new(), self._block_holders.take_new())
+        admission = self._admission
+        return MultiMeta(
+            children, admission.take_new(), self._block_holders.take_new(), admission.take_late()
+        )
 
     def update_connector_output(self, connector_output: Any) -> None:
         meta, events = connector_output.kv_connector_worker_meta, connector_output.kv_cache_events
@@ -196,6 +217,8 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
         finally:
             connector_output.kv_connector_worker_meta = meta
             connector_output.kv_cache_events = events
+        if meta is not None:
+            self._admission.late.end(meta.ended)
         self._admission.take_results(
             connector_output.finished_recving or set(),
             connector_output.failed_recving,

@@ -45,9 +45,15 @@ class Counts:
             else:
                 self.increments["misses", name, ""] += 1
 
-    def ended(self, name: str, *, succeeded: bool) -> None:
-        """Count the end of a load, as succeeded or failed, for the child connector of this name."""
-        self.increments["loads", name, "ready" if succeeded else "failed"] += 1
+    def ended(self, name: str, *, succeeded: bool, late: bool = False) -> None:
+        """Count the end of a load for the child connector of this name.
+
+        Args:
+            name: name of the child.
+            succeeded: True if the KV was loaded.
+            late: True if the request goes on without the load, because the child has not ended it in time.
+        """
+        self.increments["loads", name, "expired" if late else "ready" if succeeded else "failed"] += 1
 
     def take(self) -> Counter[Count]:
         """Return the increments of all counters since the last call, and clear these increments."""

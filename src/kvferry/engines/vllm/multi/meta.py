@@ -5,6 +5,7 @@ The engine pickles them between its own processes. No other engine receives them
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from kvferry.engines.vllm.compat.contract import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
+from kvferry.engines.vllm.multi.late_loads import LateLoad
 
 
 @dataclass(slots=True)
@@ -25,11 +27,13 @@ class MultiMeta(KVConnectorMetadata):
         loads: asynchronous loads that start; maps a request's id to the index of the child that runs its
             load. Workers ignore the other children's reports that the load has ended.
         holders: maps an ended request's id to the indices of the children that keep its blocks.
+        given_up: loads that were not ended in time, by id of the request.
     """
 
     children: tuple[KVConnectorMetadata, ...]
     loads: dict[str, int] = field(default_factory=dict)
     holders: dict[str, frozenset[int]] = field(default_factory=dict)
+    given_up: dict[str, LateLoad] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +43,11 @@ class MultiWorkerMeta(KVConnectorWorkerMetadata):
     Attributes:
         children: message of each child connector, in the order of the configuration; None for a child that
             sends none.
+        ended: number of workers on which a load that was given up has ended, by the name of the load.
     """
 
     children: tuple[KVConnectorWorkerMetadata | None, ...]
+    ended: dict[str, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> MultiWorkerMeta:
         """Return the messages of two workers, merged for each child connector."""
@@ -50,7 +56,8 @@ class MultiWorkerMeta(KVConnectorWorkerMetadata):
             tuple(
                 (mine.aggregate(theirs) if theirs is not None else mine) if mine is not None else theirs
                 for mine, theirs in zip(self.children, other.children, strict=True)
-            )
+            ),
+            dict(Counter(self.ended) + Counter(other.ended)),
         )
 
 

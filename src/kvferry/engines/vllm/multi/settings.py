@@ -55,12 +55,15 @@ class MultiSettings(msgspec.Struct, frozen=True):
         source_policy: name of the policy that chooses the child that loads a request.
         patience_seconds: maximum time that a request waits for a child that is still looking for KV.
         attempts: maximum number of loads that are tried for one request. After that, the request is computed.
+        load_timeout_seconds: time after which a request goes on without the load of a child that is not
+            kvferry's. kvferry's children have this setting of their own.
     """
 
     children: tuple[ChildSettings, ...]
     source_policy: PolicyName = "weight"
     patience_seconds: float = 10.0
     attempts: int = 2
+    load_timeout_seconds: float = 30.0
 
 
 class _Plain(msgspec.Struct, forbid_unknown_fields=True):
@@ -69,6 +72,7 @@ class _Plain(msgspec.Struct, forbid_unknown_fields=True):
     source_policy: PolicyName = "weight"
     patience_seconds: float = 10.0
     attempts: int = 2
+    load_timeout_seconds: float = 30.0
 
 
 def parse_multi(extra: Mapping[str, Any]) -> MultiSettings:
@@ -88,12 +92,15 @@ def parse_multi(extra: Mapping[str, Any]) -> MultiSettings:
             f"connectors is {given!r}; it must be a list of objects as vLLM's MultiConnector takes them, "
             'each with "kv_connector"'
         )
-    if not 0 < plain.patience_seconds < 86_400:
-        raise ConfigError(f"patience_seconds is {plain.patience_seconds}, it must be above 0 and below a day")
+    for name in ("patience_seconds", "load_timeout_seconds"):
+        if not 0 < (seconds := getattr(plain, name)) < 86_400:
+            raise ConfigError(f"{name} is {seconds}, it must be above 0 and below a day")
     if not 1 <= plain.attempts <= 16:
         raise ConfigError(f"attempts is {plain.attempts}, it must be 1 to 16")
     children = _named([_entry(number, one) for number, one in enumerate(given)])
-    return MultiSettings(children, plain.source_policy, plain.patience_seconds, plain.attempts)
+    return MultiSettings(
+        children, plain.source_policy, plain.patience_seconds, plain.attempts, plain.load_timeout_seconds
+    )
 
 
 def check_hand_over(names: Sequence[str]) -> None:

@@ -65,6 +65,7 @@ class WorkerHooks(KVConnectorBase_V1):
         assert isinstance(connector_metadata, MultiMeta)
         super().bind_connector_metadata(connector_metadata)
         self._completions.expect(connector_metadata.loads, connector_metadata.holders)
+        self._completions.give_up(connector_metadata.given_up)
         for child, meta in zip(self._connectors, connector_metadata.children, strict=True):
             child.bind_connector_metadata(meta)
 
@@ -111,7 +112,8 @@ class WorkerHooks(KVConnectorBase_V1):
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return set().union(*(child.get_block_ids_with_load_errors() for child in self._connectors))
+        found = set[int]().union(*(child.get_block_ids_with_load_errors() for child in self._connectors))
+        return found - self._completions.late_blocks
 
     def get_kv_connector_kv_cache_events(self) -> MultiEvents | None:
         events = tuple(child.get_kv_connector_kv_cache_events() for child in self._connectors)
@@ -119,7 +121,8 @@ class WorkerHooks(KVConnectorBase_V1):
 
     def build_connector_worker_meta(self) -> MultiWorkerMeta | None:
         metas = tuple(child.build_connector_worker_meta() for child in self._connectors)
-        return None if all(meta is None for meta in metas) else MultiWorkerMeta(metas)
+        ended = self._completions.take_ended()
+        return MultiWorkerMeta(metas, ended) if ended or any(meta is not None for meta in metas) else None
 
     def _children(self) -> Iterable[tuple[str, Any]]:
         """Return the name and the connector of each child, in the order of the configuration."""
