@@ -49,7 +49,7 @@ class Multi(FerryMultiConnector):
     now: ClassVar[Clock] = Clock()
 
     @staticmethod
-    def clock() -> float:
+    def _clock() -> float:
         return Multi.now()
 
     sources: ClassVar[tuple[Any, ...]] = ()

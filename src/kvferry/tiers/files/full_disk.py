@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -94,7 +95,7 @@ class FullDisk:
     def __init__(self, root: str, space: DirectorySpace, clock: Callable[[], float]) -> None:
         self._root, self._space, self._clock = root, space, clock
         self._paused_at: float | None = None
-        self._logged = False
+        self._logged = threading.Lock()  # taken by the thread that logs the first eviction, for good
 
     def make_way(self, error: OSError, tries: int, final: str, size: int) -> bool:
         """Evict files after a failure to store a file; return whether to try again.
@@ -112,13 +113,12 @@ class FullDisk:
         if error.errno not in OUT_OF_ROOM or self._paused:
             return False
         # Before the eviction, which makes room.
-        said = () if self._logged else shortage(self._root, error, size)
+        said = () if self._logged.locked() else shortage(self._root, error, size)
         # One file is enough if inodes or a quota of files ran out, and also for bytes if files are of one
         # size. A folder with as many files as it may have needs one of its own to go.
         for at_least, folder in ((1, ""), (1, os.path.dirname(final)), (size, ""))[tries - 1 :]:
             if self._space.evict(at_least, folder):
-                if said:
-                    self._logged = True
+                if said and self._logged.acquire(blocking=False):
                     _log.warning(_EVICTING, self._root, *said)
                 return True
         self._paused_at = self._clock()

@@ -65,10 +65,7 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
     The scheduler has one instance, and each worker has one instance.
     """
 
-    @staticmethod
-    def clock() -> float:
-        """Return monotonic seconds."""
-        return time.monotonic()
+    _clock = staticmethod(time.monotonic)
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Check that the configured child connectors fit together, and create them.
@@ -98,7 +95,7 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
             self._connectors,
             chooser,
             settings.attempts,
-            self.clock,
+            self._clock,
             awaited=_awaited,
             deadlines={
                 name: settings.load_timeout_seconds
