@@ -50,11 +50,7 @@ def metrics():
         config = type("Config", (), {"kv_transfer_config": None})
         return FerryMetrics(config, kinds, ["engine"], {0: ["0"], 1: ["1"]})
 
-    yield made
-    for collector in [
-        c for c in REGISTRY._collector_to_names if getattr(c, "_name", "").startswith("kvferry_")
-    ]:
-        REGISTRY.unregister(collector)
+    return made
 
 
 def told() -> dict[str, float]:
