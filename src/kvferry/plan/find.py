@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.errors import ConfigError
-from kvferry.plan.hub import CONFIG_FILE, QUANTIZATION_FILE, hub_config
+from kvferry.plan.hub import CONFIG_FILE, PARAMS_FILE, QUANTIZATION_FILE, hub_config
 from kvferry.plan.mistral import from_params
 from kvferry.user_cache import expanded
 
@@ -82,8 +82,6 @@ def _plain(name: str) -> str:
 
 
 _MAX_BYTES = 16 << 20
-_PARAMS_FILE = "params.json"
-"""File of a model in Mistral's format. Beside weights in this format, vLLM takes it for ``config.json``."""
 _MISTRAL_WEIGHTS = "consolidated*.safetensors"
 
 
@@ -102,7 +100,7 @@ def find_config(model: str) -> tuple[str, Mapping[str, Any]]:
     path = expanded(model)
     if os.path.exists(path) or _looks_like_a_path(model):  # noqa: PTH110 - Path.exists raises where it may not look
         found = _in_folder(path) if os.path.isdir(path) else path  # noqa: PTH112 - so does Path.is_dir
-        named_by_folder = found.name in (CONFIG_FILE, _PARAMS_FILE)
+        named_by_folder = found.name in (CONFIG_FILE, PARAMS_FILE)
         return (found.parent.name if named_by_folder else found.stem) or model, _content(found)
     if (entry := lookup(model)) is not None:
         return entry.name, entry.config
@@ -130,14 +128,14 @@ def _hint(model: str) -> str:
 
 def _in_folder(folder: Path) -> Path:
     """Return the path of the file that vLLM takes in a folder: in Mistral's format if the weights are."""
-    own, params = folder / CONFIG_FILE, folder / _PARAMS_FILE
+    own, params = folder / CONFIG_FILE, folder / PARAMS_FILE
     is_mistral = params.exists() and (not own.exists() or any(folder.glob(_MISTRAL_WEIGHTS)))
     return params if is_mistral else own
 
 
 def _content(path: Path) -> Mapping[str, Any]:
     """Return the content of a model's file, in the keys of a ``config.json``, with what stands beside it."""
-    if path.name == _PARAMS_FILE:
+    if path.name == PARAMS_FILE:
         beside = path.with_name(CONFIG_FILE)
         return from_params(_load(path), _load(beside) if beside.exists() else {})
     config, beside = _load(path), path.with_name(QUANTIZATION_FILE)

@@ -8,6 +8,8 @@ from pathlib import Path
 from kvferry.errors import ConfigError
 
 CONFIG_FILE = "config.json"
+PARAMS_FILE = "params.json"
+"""File of a model in Mistral's format. Beside weights in this format, vLLM takes it for ``config.json``."""
 QUANTIZATION_FILE = "hf_quant_config.json"
 """File beside ``config.json`` in which older releases of ModelOpt keep what vLLM takes for its
 ``quantization_config``, if ``config.json`` has none."""

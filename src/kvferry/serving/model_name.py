@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 from kvferry.errors import ConfigError
-from kvferry.plan.hub import CONFIG_FILE, NotOnHub, hub_config
+from kvferry.plan.hub import CONFIG_FILE, PARAMS_FILE, NotOnHub, hub_config
 from kvferry.user_cache import expanded
 
-_CONFIGS = (CONFIG_FILE, "params.json")
+_CONFIGS = (CONFIG_FILE, PARAMS_FILE)
 """Files of which vLLM needs one: Hugging Face's or Mistral's."""
 _REMEDY = "give a folder with a checkpoint, or the id of a model, such as Qwen/Qwen3-0.6B"
 

@@ -76,3 +76,16 @@ def test_copies_of_a_request_at_one_engine_have_one_death_in_common():
     again.add(backend, "it closed the connection")
     suspects.end(PATH, body, again)
     assert suspects.begin(PATH, body).exhausted
+
+
+def test_what_is_over_is_not_kept():
+    clock = Clock()
+    suspects, backend = Suspects(clock), Backend("decode", "http://d")
+    for prompt in ("x", "y"):
+        failures = suspects.begin(PATH, {"prompt": prompt})
+        failures.add(backend, "it closed the connection")
+        suspects.end(PATH, {"prompt": prompt}, failures)
+    assert len(suspects) == 2
+    clock.now += REMEMBERED_SECONDS + 1
+    suspects.begin(PATH, {"prompt": "z"})
+    assert len(suspects) == 0

@@ -39,6 +39,10 @@ class Suspects:
         self._clock = clock
         self._deaths: OrderedDict[bytes, _Deaths] = OrderedDict()
 
+    def __len__(self) -> int:
+        """Return the number of requests that are remembered."""
+        return len(self._deaths)
+
     def begin(self, path: str, body: Mapping[str, Any]) -> Failures:
         """Return the failures of a request so far: the deaths of engines during equal ones.
 
@@ -46,9 +50,11 @@ class Suspects:
             path: path of the endpoint.
             body: parsed body of the request.
         """
+        since = self._clock() - REMEMBERED_SECONDS
+        while self._deaths and max(at for at, _ in next(iter(self._deaths.values())).values()) <= since:
+            self._deaths.popitem(last=False)
         if not self._deaths:
             return Failures()
-        since = self._clock() - REMEMBERED_SECONDS
         deaths = self._deaths.get(_digest(path, body), {})
         return Failures(tuple(text for at, text in deaths.values() if at > since))
 

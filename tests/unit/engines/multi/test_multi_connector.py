@@ -182,7 +182,7 @@ def test_each_child_gets_its_own_part_of_the_metadata() -> None:
         child.said["build_connector_meta"] = f"meta {number}"
         child.said["get_num_new_matched_tokens"] = (number * 10, True)
     assert scheduler.get_num_new_matched_tokens(request(), 0) == (10, True)
-    scheduler.update_state_after_alloc(request(), SimpleNamespace(), 10)
+    scheduler.update_state_after_alloc(request(), SimpleNamespace(get_block_ids=lambda: ([1],)), 10)
     meta = scheduler.build_connector_meta(STEP)
     assert meta == MultiMeta(("meta 0", "meta 1"), {"r": 1}, {})
     worker.bind_connector_metadata(meta)
@@ -348,7 +348,7 @@ def with_stats(role: Any, *numbers: int) -> Any:
 def test_stats_of_out_of_tree_children_of_one_class_survive_the_way_between_processes() -> None:
     scheduler = with_stats(KVConnectorRole.SCHEDULER, 1, 2)
     scheduler.get_num_new_matched_tokens(request(), 0)
-    scheduler.update_state_after_alloc(request(), SimpleNamespace(), 0)
+    scheduler.update_state_after_alloc(request(), SimpleNamespace(get_block_ids=lambda: ([1],)), 0)
     stats = with_stats(KVConnectorRole.WORKER, 10, 20).get_kv_connector_stats()
     stats = stats.aggregate(scheduler.get_kv_connector_stats())
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict()))
@@ -391,7 +391,7 @@ def test_metrics_of_all_children_have_a_label_that_tells_them_apart() -> None:
         metrics = FerryMultiConnector.build_prom_metrics(config(*children), *given)
         scheduler = with_stats(KVConnectorRole.SCHEDULER, 3, 4)
         scheduler.get_num_new_matched_tokens(request(), 0)
-        scheduler.update_state_after_alloc(request(), SimpleNamespace(), 0)
+        scheduler.update_state_after_alloc(request(), SimpleNamespace(get_block_ids=lambda: ([1],)), 0)
         sent = scheduler.get_kv_connector_stats().to_dict()
         for name, tokens in (("one", 5), ("two", 6)):
             counted = MetricsDelta()

@@ -59,12 +59,14 @@ class _Load:
         blocks: vLLM's KVCacheBlocks of the request.
         began: time at which the load started, in seconds on the admission's clock.
         invalid: True if the child has reported that it could not load some of the blocks.
+        held_blocks: number of blocks that the load may write; 0 if the child ends its loads by itself.
         late: True once the workers are told to go on without it.
     """
 
     plan: _Plan
     blocks: Any
     began: float
+    held_blocks: int
     invalid: bool = False
     late: bool = False
 
@@ -233,8 +235,8 @@ class ChildAdmission:
             return True
         held = Counter[str]()
         for load in self._loads.values():
-            if load.plan.bid.source in self._deadlines and not load.late:
-                held[load.plan.bid.source] += sum(map(bool, chain(*load.blocks.get_block_ids())))
+            if not load.late:
+                held[load.plan.bid.source] += load.held_blocks
         total = local_tokens + plan.bid.tokens
         return self.phases.headroom.fits(request.request_id, total, request.num_tokens) and (
             plan.bid.source not in self._deadlines or self.late.has_room(plan.bid.source, held)
@@ -290,7 +292,9 @@ class ChildAdmission:
             state.load = None
             return None
         plan, local_tokens = taken
-        state.load = _Load(plan, blocks, self._clock())
+        timed = plan.asynchronous and plan.bid.source in self._deadlines
+        held_blocks = sum(map(bool, chain(*blocks.get_block_ids()))) if timed else 0
+        state.load = _Load(plan, blocks, self._clock(), held_blocks)
         if plan.asynchronous:
             self.phases.wait(state, request, local_tokens + load_tokens)
             self._loads[request.request_id] = state.load
