@@ -238,10 +238,10 @@ class ControlServer:
 
     def _redeem(self, sender: bytes, message: Redeem) -> None:
         answer = self.tickets.redeem(message)
-        self._listener.send(sender, encode(answer))
         if isinstance(answer, Redeemed):
             claimed = LeasesClaimed(self.tickets.claimed(message.consumer, [message.ticket]))
             self.events.put(sender, claimed)  # may be dropped, because a heartbeat repeats it
+        self._listener.send(sender, encode(answer))
 
     def _handle_lease_message(self, sender: bytes, message: Heartbeat | Release) -> None:
         if isinstance(message, Heartbeat):
