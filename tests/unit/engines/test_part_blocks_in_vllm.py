@@ -85,6 +85,7 @@ class PartlyLoadedCache(VllmCache):
         self.loading: list[tuple[Request, LoadSpan, list[int]]] = []
         self.promoted: list[Request] = []
         self.running: list[Request] = []
+        self.computed: list[tuple[Request, int]] = []
         self.count = 0
 
     def arrive(self) -> None:
@@ -95,7 +96,10 @@ class PartlyLoadedCache(VllmCache):
         self.waiting.append(self.request(f"r{self.count}", tokens, answer=100))
 
     def scheduling_pass(self) -> None:
-        """Schedule in vLLM's order: running requests, then waiting ones. Some that could go on do not."""
+        """Schedule in vLLM's order: running requests, then waiting ones. Some that could go on do not.
+
+        vLLM counts the tokens of a pass as computed after the connector has seen the end of the pass.
+        """
         for one in list(self.running):
             if self.draw.random() < 0.8:
                 self.step(one)
@@ -110,7 +114,13 @@ class PartlyLoadedCache(VllmCache):
             blocks, local_tokens, _ = self.manager.get_computed_blocks(one)
             if not (self.watched and self.watch.evict()):
                 self.admit(one, blocks, local_tokens)
-        self.watch.end_pass()
+        if self.watched:
+            self.watch.end_pass()
+        for one, total in self.computed:
+            one.num_computed_tokens = total
+            if total == one.num_tokens:
+                one.append_output_token_ids(self.texts[0][total])
+        self.computed.clear()
 
     def admit(self, one: Request, blocks: Any, local_tokens: int) -> None:
         self.check_hit(one, blocks.blocks, local_tokens)
@@ -193,9 +203,7 @@ class PartlyLoadedCache(VllmCache):
             self.write(one, number, first, first + count)
             low = first_attended(group.kind, self.windows[number], first) if group.attention_span else 0
             self.wrong += self.missing(one, self.blocks(one), number, low, first + count)
-        one.num_computed_tokens = first + count
-        if one.num_computed_tokens == one.num_tokens:
-            one.append_output_token_ids(self.texts[0][one.num_tokens])
+        self.computed.append((one, first + count))
         return True
 
     def allocate(self, one: Request, *args: Any, **more: Any) -> bool:
