@@ -131,7 +131,7 @@ class Reader:
     def frames(self, *frames: bytes) -> None:
         self._socket.send_multipart(frames)
 
-    def hear(self, seconds: float = 10.0):
+    def hear(self, seconds: float = 60.0):
         return decode_reply(self._socket.recv()) if self._socket.poll(seconds * 1000) else None
 
 

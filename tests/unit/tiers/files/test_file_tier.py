@@ -472,7 +472,7 @@ def test_a_ledger_held_by_a_process_that_hangs_drops_the_store_and_not_the_fetch
         fcntl.flock(held, fcntl.LOCK_EX)
         assert keep(store, 2) is PutOutcome.BUSY
         assert fetch(store, 1) == (GetOutcome.HIT, True)
-    assert "was held by other processes for 0.05" in caplog.text
+    assert "was held by other processes for" in caplog.text
     assert keep(store, 2) is PutOutcome.STORED
 
 
