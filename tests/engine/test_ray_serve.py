@@ -107,7 +107,7 @@ def test_answers_are_those_of_one_engine_and_their_kv_is_moved(app):
 
 
 def guard_of(app: App, name: str) -> int | None:
-    """Return the process id of the guard of one engine of a deployment; None if its replica ends meanwhile."""
+    """Return the process id of the guard of one engine of a deployment; None if it ends meanwhile."""
     from ray import serve
     from ray.exceptions import RayActorError
 

@@ -96,10 +96,7 @@ class PartlyLoadedCache(VllmCache):
         self.waiting.append(self.request(f"r{self.count}", tokens, answer=100))
 
     def scheduling_pass(self) -> None:
-        """Schedule in vLLM's order: running requests, then waiting ones. Some that could go on do not.
-
-        vLLM counts the tokens of a pass as computed after the connector has seen the end of the pass.
-        """
+        """Schedule in vLLM's order: running requests, then waiting ones. Some that could go on do not."""
         for one in list(self.running):
             if self.draw.random() < 0.8:
                 self.step(one)
@@ -116,6 +113,10 @@ class PartlyLoadedCache(VllmCache):
                 self.admit(one, blocks, local_tokens)
         if self.watched:
             self.watch.end_pass()
+        self.count_computed()
+
+    def count_computed(self) -> None:
+        """Count the tokens of a pass as computed. vLLM does so after the connector has seen its end."""
         for one, total in self.computed:
             one.num_computed_tokens = total
             if total == one.num_tokens:
