@@ -119,7 +119,8 @@ def _say(verdict: Verdict) -> None:
 async def without(stage: Stage, protection: str) -> str:
     """What the campaign finds on both engines without a protection; empty if not every kind finds it.
 
-    A wrong answer counts, and what the protection forbids. That nothing was detected does not.
+    A wrong answer counts, an engine that dies, and what the protection forbids. That nothing was detected
+    does not.
     """
     of_family = possible(KINDS, [stage.family.name])
     found = []
@@ -139,16 +140,21 @@ async def _without(stage: Stage, protection: str, fault: Fault) -> Verdict:
     await stage.make_ready()
     for engine in (stage.prefill, stage.decode):
         await engine.do("switch_off", protection)
-    try:
-        return await try_fault(stage, fault)
-    finally:
-        engines = stage.prefill, stage.decode  # a trial may have put others in their place
-        for engine in engines:
-            await engine.do("switch_on")
-            await engine.do("reset_all")
-        await stage.rest()
-        for engine in engines:
-            await engine.do("forget_prefixes")
+    verdict = await try_fault(stage, fault)
+    if deaths := await stage.replace_dead(counts=False):
+        verdict = replace(verdict, injected=True, forbidden=len(deaths), note=_last_line(deaths[0]))
+    engines = stage.prefill, stage.decode  # a trial may have put others in their place
+    for engine in engines:
+        await engine.do("switch_on")
+        await engine.do("reset_all")
+    await stage.rest()
+    for engine in engines:
+        await engine.do("forget_prefixes")
+    return verdict
+
+
+def _last_line(death: str) -> str:
+    return f"an engine died: {death.partition('; see ')[0].strip().splitlines()[-1]}"
 
 
 async def with_family(

@@ -16,7 +16,7 @@ from typing import Any
 import zmq
 
 from kvferry.transport.gather_messages import Gathered
-from kvferry.transport.handshake import Unusable
+from kvferry.transport.handshake import Pending, Unusable
 from kvferry.transport.staging import UNIT_BYTES
 from support.vllm_engine import parts
 from support.vllm_engine.pages import negate
@@ -109,18 +109,22 @@ def forget_peers(engine: Any) -> int:
     return len(addresses)
 
 
-def forgive(engine: Any) -> int:
-    """Let refusals and silences of peers be over, which stand for a while; return how many were refused."""
+def forgive(engine: Any) -> bool:
+    """Let refusals and silences of peers be over, which stand for a while.
+
+    Returns:
+        False while a handshake is under way, which may end in a refusal.
+    """
     client = parts.client(engine)
-    refused = [at for at, answer in client._handshakes._answers.items() if isinstance(answer, Unusable)]
-    for address in refused:
+    answers = dict(client._handshakes._answers)
+    for address in (at for at, answer in answers.items() if isinstance(answer, Unusable)):
         client.forget(address)
     for lane in parts.lanes(engine):
         for peer in lane._links:
             for source in peer.sources:
                 if source.client is not None:
                     source.client.silent_until = 0.0
-    return len(refused)
+    return not any(isinstance(answer, Pending) for answer in answers.values())
 
 
 def expire(engine: Any, name: str) -> bool:

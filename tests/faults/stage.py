@@ -126,11 +126,27 @@ class Stage:
         await self._ready(new)
 
     async def make_ready(self) -> None:
-        """Start an engine that has died again, and let peers that were refused be met."""
+        """Start an engine that has died again, and let peers that were refused be met.
+
+        A handshake that is still under way may end in a refusal, so its end is awaited first.
+        """
+        await self.replace_dead()
+        await self.decode.until("forgive")
+
+    async def replace_dead(self, *, counts: bool = True) -> list[str]:
+        """Start engines that have died again, and return what they died of.
+
+        Args:
+            counts: whether the deaths are leaks.
+        """
+        known, found = len(self._deaths), list[str]()
         for role in ("prefill", "decode"):
-            if getattr(self, role).died:
+            if died := getattr(self, role).died:
+                found.append(died)
                 await self.restart(role)
-        await self.decode.do("forgive")
+        if not counts:
+            del self._deaths[known:]
+        return found
 
     def _note_end(self, one: Served) -> None:
         """An engine is about to end, or has."""
