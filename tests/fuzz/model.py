@@ -44,6 +44,7 @@ class Model:
         self._released: dict[bytes, set[int]] = defaultdict(set)
         self._message: Any = None
         self._due: LeasesClaimed | LeasesReleased | None = None
+        self._grants = False
         self._receive, self._send = server._listener.receive, server._listener.send
         self._put = server.events.put
         for name in (*LEASES, HONEST):
@@ -65,7 +66,7 @@ class Model:
         """Take a message, and compute which event is due."""
         if self._due is not None:
             self.wrong.append(f"no {self._due} for {self._message}")
-        self._message = self._due = None
+        self._message, self._due, self._grants = None, None, False
         sender, data = self._receive()
         try:
             self._message = asked = decode_request(data)
@@ -82,7 +83,8 @@ class Model:
             self._due = LeasesReleased(sorted(ended)) if ended else None
         elif isinstance(asked, Redeem) and self._may_redeem(asked):
             self._claimed[asked.ticket].add(asked.consumer)
-            if asked.known_tokens < TOKENS:
+            self._grants = asked.known_tokens < TOKENS
+            if self._grants:
                 self._due = LeasesClaimed([self._leases[asked.ticket]])
         return sender, data
 
@@ -106,7 +108,8 @@ class Model:
         self._send(to, answer)
         said, asked = decode_reply(answer), self._message
         if isinstance(said, Redeemed | NotRedeemed):
-            right = isinstance(asked, Redeem) and isinstance(said, Redeemed) == (self._due is not None)
+            right = isinstance(asked, Redeem) and isinstance(said, Redeemed) == self._grants
+            right &= self._due is None  # the event comes first
             self.redeemed += isinstance(said, Redeemed)
             if not right or said.number != asked.number:
                 self.wrong.append(f"{said} for {asked}")
