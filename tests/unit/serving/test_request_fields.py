@@ -51,23 +51,36 @@ SAME = {
     "request_id": "r",
     "session_id": "s",
     "user": "u",
-    # They only decide which token follows; it is not used, and one token satisfies each of them.
+    # They only decide which token follows, and what the answer has of it; it is not used.
     "allowed_token_ids": [1],
     "bad_words": ["b"],
     "frequency_penalty": 0.5,
+    "ignore_eos": True,
     "include_reasoning": False,
+    "include_stop_str_in_output": True,
     "length_penalty": 0.5,
     "logit_bias": {"1": 1.0},
+    "logprob_token_ids": ([1], {"logprobs": 1}),
+    "logprobs": 1,
     "min_p": 0.1,
     "parallel_tool_calls": False,
     "presence_penalty": 0.5,
+    "repetition_detection": {"max_pattern_size": 3, "min_pattern_size": 2, "min_count": 2},
     "repetition_penalty": 1.5,
+    "return_prompt_text": True,
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+    "routed_experts_prompt_start": 2,
     "seed": 1,
     "skip_special_tokens": False,
     "spaces_between_special_tokens": False,
+    "stop": ["a"],
+    "stop_token_ids": [1],
+    "stream_interval": 2,
     "temperature": 0.5,
     "thinking_token_budget": 3,
     "top_k": 3,
+    "top_logprobs": (2, {"logprobs": True}),
     "top_p": 0.5,
     "watermarking": False,
     # Of vLLM's render endpoints only.
@@ -76,24 +89,11 @@ SAME = {
     "return_token_offsets": True,
 }
 DROPPED = {
-    "include_stop_str_in_output": True,
-    "logprob_token_ids": ([1], {"logprobs": 1}),
-    "logprobs": 1,
-    "min_tokens": 3,
+    "min_tokens": (3, {"max_tokens": 3}),
     "n": 2,
-    "repetition_detection": {"max_pattern_size": 3, "min_pattern_size": 2, "min_count": 2},
-    "return_prompt_text": True,
-    "return_token_ids": True,
-    "return_tokens_as_token_ids": True,
-    "routed_experts_prompt_start": 2,
-    "stop": ["a"],
-    "stop_token_ids": [1],
-    "stream_interval": 2,
     "stream_options": ({"include_usage": True}, {"stream": True}),
-    "top_logprobs": (2, {"logprobs": True}),
 }
 CHANGED = {
-    "ignore_eos": (False, True),
     "kv_transfer_params": (None, {"do_remote_decode": True}),
     "max_completion_tokens": (9, 1),
     "max_tokens": (9, 1),
@@ -170,7 +170,6 @@ def test_vllm_accepts_the_body_for_the_prefill_engine(path, name, value, kept):
     assert sent.get(name) == (body[name] if kept else None)
     params = request.model_validate(dict(sent)).to_sampling_params(1, {})
     assert (params.n, params.max_tokens, params.min_tokens, params.prompt_logprobs) == (1, 1, 0, None)
-    assert params.ignore_eos
     assert params.extra_args["kv_transfer_params"]["do_remote_decode"]
 
 

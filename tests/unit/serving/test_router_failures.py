@@ -87,12 +87,45 @@ def test_prefill_engine_without_hand_over_is_logged_once_per_change(stage, fake,
 
 
 @pytest.mark.parametrize("status", [400, 404, 422])
-def test_client_error_of_a_prefill_engine_is_the_answer(stage, fake, status):
-    scene = stage([fake(status=status), fake(status=status)], [fake()])
+def test_decode_engine_has_the_last_word_on_a_request_that_a_prefill_engine_refuses(
+    stage, fake, status, caplog
+):
+    scene = stage([fake(status=status), fake(status=status)], [decode := fake(status=status)])
     answer = scene.complete()
     assert (answer.status_code, answer.json()["error"]["message"]) == (status, "no such model")
     assert sum(len(engine.raw) for engine in scene.prefill) == 1
-    assert scene.decode[0].raw == []
+    assert "kv_transfer_params" not in decode.bodies[0]
+    assert "refuses" not in caplog.text
+    decode.status = 200
+    assert scene.complete().status_code == 200
+    assert (
+        f"refuses requests that decode engine {decode.url} accepts (status {status}: no such" in caplog.text
+    )
+    assert 'requests_total{outcome="decode",reason="refused"} 1.0' in scene.client.get("/metrics").text
+
+
+def test_fields_that_a_decode_engine_refused_cost_no_second_prefill(stage, fake, kv):
+    scene = stage([prefill := fake(hands_over=kv)], [decode := fake(status=400)])
+    for prompt in ("a", "b"):
+        assert scene.complete(prompt=prompt).status_code == 400
+    assert len(prefill.raw) == 1
+    decode.status = 200
+    assert scene.complete(temperature=0.5).status_code == 200
+    assert len(prefill.raw) == 2, "other fields"
+    for prompt in ("c", "d"):
+        assert scene.complete(prompt=prompt).status_code == 200
+    assert len(prefill.raw) == 3, "they are accepted now"
+
+
+def test_names_of_unwanted_kv_survive_a_refused_request(stage, fake, kv):
+    scene = stage([prefill := fake(hands_over=kv)], [decode := fake(status=500)])
+    assert scene.complete().status_code == 500
+    decode.status, prefill.status = 200, 400
+    assert scene.complete().status_code == 200
+    prefill.status = 200
+    assert scene.complete().status_code == 200
+    (first, _), _, (_, unwanted) = names(prefill)
+    assert first in unwanted
 
 
 def test_prefill_engine_that_is_back_is_asked_again(stage, fake, kv, nobody, serve_app):

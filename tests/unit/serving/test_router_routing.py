@@ -55,7 +55,9 @@ def test_prefill_engine_computes_the_prompt_and_one_token(pair):
         "max_tokens": 1,
         "max_completion_tokens": 1,
         "stream": False,
-        "ignore_eos": True,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "stop": ["x"],
     }
 
 
@@ -70,6 +72,8 @@ def test_prefill_engine_computes_the_prompt_and_one_token(pair):
         {"prompt_embeds": "AAAA"},
         {"max_completion_tokens": 0},
         {"max_tokens": 0, "echo": True},
+        {"n": 0},
+        {"max_tokens": -3},
     ],
     ids=lambda body: next(iter(body)),
 )

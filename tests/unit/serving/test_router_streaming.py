@@ -143,10 +143,24 @@ def test_failed_prefill_changes_nothing_once_the_answer_has_begun(stage, fake):
     assert good.raw == []
 
 
-def test_client_gets_the_prefill_engines_rejection(pair):
-    pair.prefill[0].status, pair.decode[0].delay_seconds = 404, 3600.0
-    answer = pair.complete(prompt=LONG)
+def test_decode_engine_has_the_last_word_if_the_prefill_engine_refuses(stage, fake, background):
+    scene = acquainted(stage([fake(hands_over=OFFER), fake(hands_over=OFFER)], [decode := fake()]))
+    for prefill in scene.prefill:
+        prefill.status = 404
+    decode.delay_seconds = 3600.0
+    request = background.submit(scene.complete, prompt=LONG)
+    wait_for(lambda: decode.aborted == 1)
+    decode.status, decode.delay_seconds = 404, 0.0
+    answer = request.result()
     assert (answer.status_code, answer.json()["error"]["message"]) == (404, "no such model")
+    assert "kv_transfer_params" not in decode.bodies[-1]
+    assert sum(len(prefill.raw) for prefill in scene.prefill) == 1
+
+
+def test_request_with_invalid_limits_is_not_streamed(pair):
+    pair.complete(prompt=LONG, min_tokens=6)
+    assert pair.prefill[0].raw == []
+    assert "kv_transfer_params" not in pair.decode[0].bodies[0]
 
 
 def test_request_is_given_up_after_two_failures(stage, fake):

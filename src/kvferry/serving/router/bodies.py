@@ -8,7 +8,7 @@ from typing import Any
 
 from kvferry.errors import KVFerryError
 from kvferry.serving.router.metrics import AloneReason
-from kvferry.serving.router.replies import RESPONSES, Headers
+from kvferry.serving.router.replies import MESSAGES, RESPONSES, Headers
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -21,33 +21,20 @@ The others generate no tokens.
 
 _DATA_PARALLEL_RANK = b"x-data-parallel-rank"
 
-_ANSWER_ONLY = (
-    "best_of",
-    "echo",
-    "include_stop_str_in_output",
-    "logprob_token_ids",
-    "logprobs",
-    "min_tokens",
-    "n",
-    "repetition_detection",
-    "return_prompt_text",
-    "return_token_ids",
-    "return_tokens_as_token_ids",
-    "routed_experts_prompt_start",
-    "stop",
-    "stop_sequences",
-    "stop_token_ids",
-    "stream",
-    "stream_interval",
-    "stream_options",
-    "top_logprobs",
-)
-"""Request fields that affect only the answer. They are removed from the request to the prefill engine.
+_LIMITS = ("max_completion_tokens", "max_tokens")
+_COUNTS = {
+    "max_completion_tokens": range(1, 2**31),
+    "max_tokens": range(1, 2**31),
+    "min_tokens": range(2**31),
+    "n": range(1, 129),
+}
+"""Counts that the prefill engine gets with another value or not at all, and their valid values.
 
-All are removed, because some are invalid without others. All other fields are kept, because they may change
-the prompt's tokens or whether the engine accepts the request. A test checks that every field of vLLM's
-requests is either in this list or known to be kept.
+vLLM accepts larger ones, too. Such a request goes to a decode engine alone, as one that is invalid.
 """
+
+_DEFAULT_LIMITS = {COMPLETIONS: 16}
+"""Value of ``max_tokens`` if a request has none, by path. Other endpoints have no fixed one."""
 
 ASK_FOR_KV = {
     "do_remote_decode": True,
@@ -124,23 +111,28 @@ def prefill_body(
 ) -> bytes:
     """Return the body of the request to a prefill engine.
 
-    The body makes the engine compute the prompt, generate one token and keep the KV for another engine. It
-    sets ``ignore_eos``, because vLLM's NixlConnector offers no KV if the first token ends the request.
+    The body makes the engine compute the prompt, generate one token and keep the KV for another engine.
+
+    vLLM checks a request before it computes anything. So a request that the decode engine would refuse costs
+    no prefill if the prefill engine checks the same fields. Therefore the body has all fields of the request,
+    also those that matter only to the answer, except the few that one token and a whole answer require to
+    change. `decodes_alone` checks the values of these. A null is kept, because vLLM allows it for some only.
 
     Args:
-        body: parsed body of the client's request.
+        body: parsed body of the client's request, for which `decodes_alone` is None.
         ticket: random id under which the decode engine asks for the KV while the prompt is computed, 32 hex
             digits; None if the prefill engine draws it and answers with it.
         name: random name of the KV, 32 hex digits, under which a later request may call it unwanted.
         unwanted: names of KV that no decode engine will read.
     """
-    kept = {key: value for key, value in body.items() if key not in _ANSWER_ONLY}
+    removed = ("min_tokens", "n", *(["stream_options"] if body.get("stream") else []))
+    kept = {key: value for key, value in body.items() if value is None or key not in removed}
     params: dict[str, Any] = dict(ASK_FOR_KV)
     if ticket is not None:
         params["remote_request_id"] = ticket
     if name is not None:
         params |= {"remote_name": name, "remote_unwanted": list(unwanted)}
-    kept |= {"max_tokens": 1, "stream": False, "ignore_eos": True, KV_PARAMS: params}
+    kept |= {"max_tokens": 1, "stream": False, KV_PARAMS: params}
     if "max_completion_tokens" in body:
         kept["max_completion_tokens"] = 1
     return encoded(kept)
@@ -203,6 +195,7 @@ def decodes_alone(path: str, body: dict[str, Any]) -> AloneReason | None:
       ``kv_transfer_params``.
     - The client sends prompt embeddings, so that the request has no token ids.
     - The request generates no token.
+    - A field that `prefill_body` changes has a value that vLLM refuses, or one that the router does not know.
 
     Args:
         path: path of the endpoint, such as ``/v1/completions``.
@@ -218,9 +211,47 @@ def decodes_alone(path: str, body: dict[str, Any]) -> AloneReason | None:
         AloneReason.BEAM_SEARCH: body.get("use_beam_search"),
         AloneReason.PROMPT_EMBEDS: body.get("prompt_embeds"),
         AloneReason.NO_TOKENS: body.get("max_tokens") == 0 or body.get("max_completion_tokens") == 0,
+        AloneReason.INVALID: not _is_plain(path, body),
     }
     return next((reason for reason, applies in conditions.items() if applies), None)
 
 
 def _is_tokens(prompt: list[Any]) -> bool:
     return bool(prompt) and isinstance(prompt[0], int)
+
+
+def _is_plain(path: str, body: dict[str, Any]) -> bool:
+    """Return whether the values of all fields that `prefill_body` changes are known to be valid."""
+    if any(not _is_count(body.get(name), valid) for name, valid in _COUNTS.items()):
+        return False
+    least, n, stream = body.get("min_tokens") or 0, body.get("n") or 1, body.get("stream")
+    limits = [body[name] for name in _LIMITS if body.get(name) is not None]
+    if least > min(limits, default=_DEFAULT_LIMITS.get(path, least)):
+        return False
+    if n > 1 and not _is_sampled(body.get("temperature")):
+        return False
+    if path == MESSAGES and not _has_valid_limit(body):
+        return False
+    return stream is None or stream is False or (stream is True and _are_flags(body.get("stream_options")))
+
+
+def _is_count(value: Any, valid: range) -> bool:
+    return value is None or (type(value) is int and value in valid)
+
+
+def _is_sampled(temperature: Any) -> bool:
+    return temperature is None or (isinstance(temperature, (int, float)) and temperature > 0)
+
+
+def _has_valid_limit(body: dict[str, Any]) -> bool:
+    """Return whether a request to ``/v1/messages`` has ``max_tokens``, and more than may be thought."""
+    limit, thinking = body.get("max_tokens"), body.get("thinking")
+    budget = thinking.get("budget_tokens") if isinstance(thinking, dict) else None
+    # vLLM compares the two only in the request to the decode engine.
+    return limit is not None and not (isinstance(budget, int) and budget >= limit)
+
+
+def _are_flags(options: Any) -> bool:
+    if not isinstance(options, dict):
+        return options is None
+    return all(flag is None or isinstance(flag, bool) for flag in options.values())

@@ -4,6 +4,8 @@
          │ dead, silent, busy, or no kv_transfer_params
          └→ the next prefill engine; without one, the decode engine computes the prompt
 
+If a prefill engine refuses the request, the decode engine answers it alone.
+
 If a long prompt finds an idle prefill engine that can hand over KV while it computes, both engines are asked
 at once (`streaming`). If the prefill engine then fails before the client got any data, the decode engine's
 request is cancelled, and the next prefill engine is asked as above.
@@ -16,6 +18,7 @@ Cancelling the task that runs `complete` closes the connection to the engine, wh
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +26,7 @@ from typing import Any
 import anyio
 from starlette.types import Send
 
+from kvferry.limited_log import LimitedLog
 from kvferry.serving.router.backends import Backend, Pool
 from kvferry.serving.router.bodies import (
     DECODE_ONLY,
@@ -39,6 +43,7 @@ from kvferry.serving.router.hop import LOOP_DETECTED, LOOP_REASON
 from kvferry.serving.router.metrics import AloneReason, RequestRecord
 from kvferry.serving.router.probe import probe
 from kvferry.serving.router.prompts import estimated_tokens, has_media
+from kvferry.serving.router.refusals import Refusals
 from kvferry.serving.router.replies import Headers, Reply, unavailable
 from kvferry.serving.router.settings import RouterSettings
 from kvferry.serving.router.streaming import StreamSource, new_ticket
@@ -53,6 +58,8 @@ from kvferry.serving.router.upstream import (
     note_unreachable,
     read_whole,
 )
+
+_log = logging.getLogger("kvferry.router")
 
 _NO_ENGINE = unavailable("no decode engine can be reached")
 
@@ -70,6 +77,7 @@ class Completion:
         session: session of the request, as `session_of` returns it; None if it has none.
         record: facts about the request for the metrics.
         held: prefill engines that may hold KV for this request, each with the name of that KV.
+        refusals: prefill engines that have refused this request, each with a description of its answer.
     """
 
     path: str
@@ -80,6 +88,12 @@ class Completion:
     session: int | None = None
     record: RequestRecord = field(default_factory=RequestRecord)
     held: list[tuple[Backend, str]] = field(default_factory=list)
+    refusals: list[tuple[Backend, str]] = field(default_factory=list)
+
+    @property
+    def without_kv(self) -> AloneReason:
+        """Reason why prefill engines were asked, but the decode engine computes the prompt."""
+        return AloneReason.REFUSED if self.refusals else AloneReason.NO_KV
 
 
 class CompletionFlow:
@@ -100,6 +114,8 @@ class CompletionFlow:
         self._client = client
         self._suspects = Suspects(settings.clock)
         self._turns = Turns()
+        self._mismatches = LimitedLog(_log)
+        self._refusals = Refusals()
 
     async def complete(self, completion: Completion, send: Send) -> None:
         """Serve a completion, and send the client an answer or an error.
@@ -125,6 +141,8 @@ class CompletionFlow:
     async def _complete(self, completion: Completion, failures: Failures, send: Send) -> None:
         tried, params = list[Backend](), None
         alone = decodes_alone(completion.path, completion.body) or self._adds_little(completion)
+        if alone is None and self._refusals.includes(completion.path, completion.body):
+            alone = AloneReason.INVALID
         if alone is None:
             backend = self._prefill.next(tried, completion.session)
             if backend is not None and (source := _stream_source(backend, completion)) is not None:
@@ -132,12 +150,12 @@ class CompletionFlow:
                 if await self._streamed(completion, backend, source, failures, send):
                     return
             params = await self._kv_of_prompt(completion, failures, tried)
-            alone = AloneReason.NO_KV if params is None else None
+            if failures.exhausted:
+                await failures.reply(completion.reply_headers).send(send, completion.reply_headers)
+                return
+            alone = completion.without_kv if params is None else None
         completion.record.note_decode(alone)
-        if isinstance(params, Reply):
-            await params.send(send, completion.reply_headers)
-        else:
-            await self._answer(completion, params, failures, send)
+        await self._answer(completion, params, failures, send)
 
     def _adds_little(self, completion: Completion) -> AloneReason | None:
         """Return the reason why a hand-over would cost more than it saves; None if it is worth it.
@@ -175,8 +193,30 @@ class CompletionFlow:
         backend.mark_up()
         if status == 200 and with_kv:
             completion.held.clear()
+        self._note_verdict(completion, backend, status)
         if status == 200 and completion.session is not None and self._remembers(completion):
             self._turns.remember(completion.session, backend, completion.path, completion.body)
+
+    def _note_verdict(self, completion: Completion, backend: Backend, status: int) -> None:
+        """Compare a decode engine's verdict on a request with that of the prefill engines that were asked.
+
+        Args:
+            completion: request that both engines got.
+            backend: decode engine.
+            status: HTTP status of its answer.
+        """
+        path, body, record = completion.path, completion.body, completion.record
+        if status == 200 and record.alone is AloneReason.INVALID:
+            self._refusals.discard(path, body)
+        elif status == 200 and record.alone is AloneReason.REFUSED:
+            refusing, answer = completion.refusals[-1]
+            self._mismatches.say(
+                refusing.url,
+                f"prefill engine {refusing.url} refuses requests that decode engine {backend.url} accepts "
+                f"({answer}); start both with the same model and limits",
+            )
+        elif 400 <= status < 500 and not is_busy(status) and record.prefill_seconds is not None:
+            self._refusals.add(path, body)
 
     async def _streamed(
         self,
@@ -188,8 +228,8 @@ class CompletionFlow:
     ) -> bool:
         """Ask a prefill and a decode engine at once, and relay the decode engine's answer to the client.
 
-        If the prefill engine rejects the request before the client got any data, the client gets that answer.
-        If it computes the prompt but offers no KV, the decode engine computes the prompt, too.
+        If the prefill engine refuses the request, or computes the prompt but offers no KV, the decode engine
+        is asked again without a ticket, unless the client has got data.
 
         Args:
             completion: request to serve.
@@ -203,8 +243,7 @@ class CompletionFlow:
             data.
         """
         ticket = new_ticket()
-        begun, over = False, False
-        failed, rejection = False, None
+        begun, over, failed = False, False, False
 
         async def send_noted(message: Any) -> None:
             nonlocal begun
@@ -214,15 +253,14 @@ class CompletionFlow:
             await send(message)
 
         async def prefill() -> None:
-            nonlocal over, failed, rejection
+            nonlocal over, failed
             reply = await self._prefilled(backend, completion, ticket, failures)
-            answered = reply is not None and reply.status == 200
-            if reply is not None and answered and backend.note_hand_over(kv_params_of(reply.body)):
+            if reply is not None and reply.status == 200 and backend.note_hand_over(kv_params_of(reply.body)):
                 return
             if begun:
-                completion.record.note_decode(AloneReason.NO_KV)
+                completion.record.note_decode(completion.without_kv)
                 return
-            over, failed, rejection = True, not answered, None if answered else reply
+            over, failed = True, reply is None
             group.cancel_scope.cancel()
 
         try:
@@ -233,37 +271,31 @@ class CompletionFlow:
                 group.cancel_scope.cancel()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None  # the callers know the exceptions of `_answer`
-        if rejection is not None:
-            await rejection.send(send, completion.reply_headers)
-        elif over and not failed:
-            completion.record.note_decode(AloneReason.NO_KV)
+        if over and not failed:
+            completion.record.note_decode(completion.without_kv)
             await self._answer(completion, None, failures, send)
-        return not failed or rejection is not None
+        return not failed
 
     async def _kv_of_prompt(
         self, completion: Completion, failures: Failures, tried: list[Backend]
-    ) -> dict[str, Any] | Reply | None:
+    ) -> dict[str, Any] | None:
         """Have a prefill engine compute the prompt, and return the ``kv_transfer_params`` of its KV.
 
-        Return a `Reply` for the client if an engine rejects the request or too many engines failed.
-        Return None if no prefill engine offers KV. The decode engine then computes the prompt.
+        Return None if no prefill engine offers KV, if one refuses the request, or if too many engines failed.
+        In the first two cases the decode engine answers the request.
 
         Args:
             completion: request to serve.
             failures: failures of engines during this request, to which new failures are added.
             tried: prefill engines that have failed already. Further ones are added.
         """
-        if failures.exhausted:
-            return failures.reply(completion.reply_headers)
-        while backend := self._prefill.next(tried, completion.session):
+        while not failures.exhausted and (backend := self._prefill.next(tried, completion.session)):
             tried.append(backend)
             reply = await self._prefilled(backend, completion, None, failures)
-            if failures.exhausted:
-                return failures.reply(completion.reply_headers)
             if reply is None:
                 continue
             if reply.status != 200:
-                return reply
+                return None  # the decode engine has the last word, in case that their settings differ
             params = kv_params_of(reply.body)
             if backend.note_hand_over(params):
                 return params
@@ -292,7 +324,8 @@ class CompletionFlow:
         """
         headers, begun = prefill_headers(completion.headers), time.monotonic()
         completion.held.append((backend, name := new_ticket()))
-        body = prefill_body(completion.body, ticket, name, backend.take_unwanted())
+        unwanted = backend.take_unwanted()
+        body = prefill_body(completion.body, ticket, name, unwanted)
         try:
             with self._prefill.count_request(backend):
                 async with self._client.opened("POST", backend, completion.path, headers, body) as response:
@@ -309,7 +342,11 @@ class CompletionFlow:
                 await self._if_up(backend, reply)
             return None
         backend.note_success()
-        completion.record.prefill_seconds = time.monotonic() - begun
+        if reply.status == 200:
+            completion.record.prefill_seconds = time.monotonic() - begun
+        else:
+            completion.refusals.append((backend, failure_of(reply)))
+            backend.unwanted.extend(unwanted)  # the API server has not told the engine
         return reply
 
     async def _if_up(self, backend: Backend, reply: Reply) -> Reply | None:

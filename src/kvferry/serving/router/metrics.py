@@ -41,8 +41,10 @@ class AloneReason(StrEnum):
     BEAM_SEARCH = "beam_search"
     PROMPT_EMBEDS = "prompt_embeds"
     NO_TOKENS = "no_tokens"
+    INVALID = "invalid"
     SHORT = "short"
     KNOWN = "known"
+    REFUSED = "refused"
     NO_KV = "no_kv"
     ENGINE_FAILED = "engine_failed"
 
