@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from vllm.v1.metrics.stats import PromptTokenStats
 
 from kvferry.connector.peers.turn_names import CHUNK_TOKENS
 from support.clock import Clock
@@ -135,13 +136,40 @@ def test_what_the_prefill_engine_loaded_from_another_place_counts_as_cached(at_o
         assert usage(engines.decode)[:2] == (LONG, KEPT)
 
 
-def test_origins_of_a_prompts_tokens_are_counted_as_they_were(at_once):
+def by_source(engine: MeshEngine) -> dict[str, int]:
+    """What the answer adds to ``vllm:prompt_tokens_by_source``."""
+    stats = PromptTokenStats()
+    stats.update_from_output(engine.usage["c"])
+    return {source: stats.get_by_source(source) for source in stats.ALL_SOURCES}
+
+
+@pytest.mark.parametrize("known", [0, 4 * BLOCK])
+def test_sources_of_a_prompts_tokens_are_counted_as_they_were(at_once, known):
     with network(Clock()) as net:
         engines = Engines(net)
+        engines.warm(engines.prefill, [*TEXT[: 2 * BLOCK], 1])
+        engines.warm(engines.decode, [*TEXT[:known], 1])
         engines.ask(TEXT, at_once=at_once)
-        found = engines.decode.usage["c"]
-        assert (found.num_external_cached_tokens, found.num_computed_tokens) == (LONG - 1, 1)
-        assert found.num_local_cached_tokens == 0
+        found = by_source(engines.decode)
+        assert found == {
+            "local_compute": 1,
+            "local_cache_hit": known,
+            "external_kv_transfer": LONG - 1 - known,
+        }
+
+
+def test_tokens_of_a_load_that_has_failed_are_counted_as_computed(at_once):
+    with network(Clock()) as net:
+        engines = Engines(net)
+        engines.warm(engines.decode, [*TEXT[: 4 * BLOCK], 1])
+        net.refusal = lambda _: "the lease has ended"
+        engines.ask(TEXT, at_once=at_once)
+        found = by_source(engines.decode)
+        assert found == {
+            "local_compute": LONG - 4 * BLOCK,
+            "local_cache_hit": 4 * BLOCK,
+            "external_kv_transfer": 0,
+        }
 
 
 def test_a_prompt_that_is_computed_after_its_load_has_failed_reports_the_same(at_once):
@@ -151,7 +179,6 @@ def test_a_prompt_that_is_computed_after_its_load_has_failed_reports_the_same(at
             engines.warm(engine, [*TEXT[: 2 * BLOCK], 1])
         net.refusal = lambda _: "the lease has ended"
         engines.ask(TEXT, at_once=at_once)
-        assert engines.decode.usage["c"].num_external_cached_tokens == 0
         assert usage(engines.decode) == usage(engines.single)
 
 
