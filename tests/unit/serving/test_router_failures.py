@@ -366,7 +366,7 @@ def names(engine) -> list[tuple[str, list[str]]]:
 
 
 def test_prefill_engine_learns_with_its_next_prompt_that_a_caller_has_left(stage, fake, kv):
-    scene = stage([prefill := fake(hands_over=kv)], [decode := fake(delay_seconds=60)])
+    scene = stage([prefill := fake(hands_over=kv)], [decode := fake(delay_seconds=60)], probe_seconds=3600.0)
     for count in (1, 2):
         leave_during(scene, STREAM, lambda: wait_for(lambda: len(decode.raw) == count))  # noqa: B023
         wait_for(lambda: decode.aborted == count)  # noqa: B023
@@ -377,6 +377,32 @@ def test_prefill_engine_learns_with_its_next_prompt_that_a_caller_has_left(stage
     assert (none, one, two, after) == ([], [first], [second], [])
 
 
+def test_idle_prefill_engine_learns_that_nobody_wants_its_kv(stage, fake, kv):
+    scene = stage([prefill := fake(hands_over=kv)], [fake(status=500)])
+    headers = {"Authorization": "Bearer k", "X-Request-Id": "mine", "X-Data-Parallel-Rank": "1"}
+    scene.client.post("/v1/completions", json={"prompt": "x", "model": "m"}, headers=headers)
+    wait_for(lambda: len(prefill.raw) == 2)
+    asked, told = prefill.bodies
+    unwanted = [asked["kv_transfer_params"]["remote_name"]]
+    assert told == {
+        "model": "m",
+        "prompt": [0],
+        "max_tokens": 1,
+        "kv_transfer_params": {"remote_unwanted": unwanted},
+    }
+    assert prefill.headers[1]["authorization"] == "Bearer k"
+    assert not prefill.headers[1].keys() & {"x-request-id", "x-data-parallel-rank"}
+
+
+@pytest.mark.parametrize("answer", [{"status": 404}, {"hands_over": None}], ids=["rejected", "without KV"])
+def test_prefill_engine_that_keeps_no_kv_is_told_nothing(stage, fake, kv, answer):
+    scene = stage([prefill := fake(**answer)], [decode := fake(status=500)])
+    assert scene.complete().status_code != 200
+    prefill.status, prefill.hands_over, decode.status = 200, kv, 200
+    assert scene.complete().status_code == 200
+    assert names(prefill)[1][1] == []
+
+
 def test_engine_accepts_as_many_names_as_the_router_keeps():
     backend = Backend("prefill", "http://p")
     backend.unwanted.extend(f"{number:032x}" for number in range(1000))
@@ -385,7 +411,7 @@ def test_engine_accepts_as_many_names_as_the_router_keeps():
 
 
 def test_prefill_engine_learns_that_the_decode_engines_failed(stage, fake, kv):
-    scene = stage([prefill := fake(hands_over=kv)], [decode := fake(status=500)])
+    scene = stage([prefill := fake(hands_over=kv)], [decode := fake(status=500)], probe_seconds=3600.0)
     assert scene.complete().status_code == 500
     decode.status = 200
     assert scene.complete().status_code == 200

@@ -153,6 +153,7 @@ class _Router:
                 for task in tasks:
                     task.cancel()
                 await asyncio.wait(tasks)
+                await self._flow.close()
 
     def _all_backends(self) -> tuple[Backend, ...]:
         return (*self._prefill.backends, *self._decode.backends)

@@ -43,7 +43,7 @@ class Backend:
         proven: True once the engine has been up.
         draining: True if the engine was removed from its pool.
         probed: True once a probe of the engine has ended.
-        unwanted: names of KV in this prefill engine that no decode engine will read. The next request to the
+        unwanted: names of KV in this prefill engine that no decode engine will read, until a request to the
             engine takes them along.
         waits: waits of requests and of the probe for the engine.
         outstanding: number of this router's requests that the engine is working on.

@@ -20,6 +20,8 @@ The others generate no tokens.
 """
 
 _DATA_PARALLEL_RANK = b"x-data-parallel-rank"
+_IDS = (b"x-request-id", b"traceparent", b"tracestate")
+"""Headers that name a client's request in logs and traces."""
 
 _LIMITS = ("max_completion_tokens", "max_tokens")
 _COUNTS = {
@@ -136,6 +138,26 @@ def prefill_body(
     if "max_completion_tokens" in body:
         kept["max_completion_tokens"] = 1
     return encoded(kept)
+
+
+def withdrawal_body(body: dict[str, Any], unwanted: Sequence[str]) -> bytes:
+    """Return the body of a request that computes one token, and says which KV is unwanted.
+
+    Args:
+        body: parsed body of a client's request, with the name of the model.
+        unwanted: names of KV that no decode engine will read.
+    """
+    model = {key: body[key] for key in ("model",) if key in body}
+    return encoded({**model, "prompt": [0], "max_tokens": 1, KV_PARAMS: {"remote_unwanted": list(unwanted)}})
+
+
+def withdrawal_headers(headers: Headers) -> Headers:
+    """Return the headers of the router's own request to a prefill engine, without the ids of the client's.
+
+    Args:
+        headers: headers of a client's request, with names in lower case.
+    """
+    return tuple((name, value) for name, value in prefill_headers(headers) if name not in _IDS)
 
 
 def prefill_headers(headers: Headers) -> Headers:

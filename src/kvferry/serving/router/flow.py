@@ -18,8 +18,10 @@ Cancelling the task that runs `complete` closes the connection to the engine, wh
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +31,7 @@ from starlette.types import Send
 from kvferry.limited_log import LimitedLog
 from kvferry.serving.router.backends import Backend, Pool
 from kvferry.serving.router.bodies import (
+    COMPLETIONS,
     DECODE_ONLY,
     decode_body,
     decodes_alone,
@@ -36,6 +39,8 @@ from kvferry.serving.router.bodies import (
     prefill_body,
     prefill_headers,
     wants_stream,
+    withdrawal_body,
+    withdrawal_headers,
 )
 from kvferry.serving.router.events import is_events, relay_events
 from kvferry.serving.router.failures import Failures, failure_of, is_busy, is_failure
@@ -76,7 +81,7 @@ class Completion:
         raw: body as the client sent it, for a decode engine that gets nothing beside; None to encode `body`.
         session: session of the request, as `session_of` returns it; None if it has none.
         record: facts about the request for the metrics.
-        held: prefill engines that may hold KV for this request, each with the name of that KV.
+        held: prefill engines that may hold KV for this request, by the name of that KV.
         refusals: prefill engines that have refused this request, each with a description of its answer.
     """
 
@@ -87,7 +92,7 @@ class Completion:
     raw: bytes | None = None
     session: int | None = None
     record: RequestRecord = field(default_factory=RequestRecord)
-    held: list[tuple[Backend, str]] = field(default_factory=list)
+    held: dict[str, Backend] = field(default_factory=dict)
     refusals: list[tuple[Backend, str]] = field(default_factory=list)
 
     @property
@@ -116,12 +121,13 @@ class CompletionFlow:
         self._turns = Turns()
         self._mismatches = LimitedLog(_log)
         self._refusals = Refusals()
+        self._withdrawals = set[asyncio.Task[None]]()
 
     async def complete(self, completion: Completion, send: Send) -> None:
         """Serve a completion, and send the client an answer or an error.
 
         If the client leaves or the request fails before a decode engine has answered, the prefill engines
-        learn with their next request that nobody will read the KV.
+        learn that nobody will read the KV: with their next request, or soon with a request of its own.
 
         Args:
             completion: request to serve.
@@ -135,8 +141,33 @@ class CompletionFlow:
                 await self._complete(completion, failures, send)
         finally:
             self._suspects.end(completion.path, completion.body, failures)
-            for backend, name in completion.held:
+            for name, backend in completion.held.items():
                 backend.unwanted.append(name)
+                self._withdrawals.add(task := asyncio.create_task(self._withdraw(backend, completion)))
+                task.add_done_callback(self._withdrawals.discard)
+
+    async def _withdraw(self, backend: Backend, completion: Completion) -> None:
+        """Tell a prefill engine which KV is unwanted, unless a prompt takes the names along first.
+
+        If the engine cannot be reached or refuses, its leases expire.
+
+        Args:
+            backend: prefill engine.
+            completion: request that has failed. Its model and its key are used.
+        """
+        await asyncio.sleep(self._settings.probe_seconds)
+        if not backend.up or not (names := backend.take_unwanted()):
+            return
+        headers, body = withdrawal_headers(completion.headers), withdrawal_body(completion.body, names)
+        with suppress(*BROKEN):
+            async with self._client.opened("POST", backend, COMPLETIONS, headers, body) as response:
+                await read_whole(response)
+
+    async def close(self) -> None:
+        """Stop telling prefill engines which KV is unwanted."""
+        for task in self._withdrawals:
+            task.cancel()
+        await asyncio.gather(*self._withdrawals, return_exceptions=True)
 
     async def _complete(self, completion: Completion, failures: Failures, send: Send) -> None:
         tried, params = list[Backend](), None
@@ -323,7 +354,7 @@ class CompletionFlow:
             failures: failures of engines during this request.
         """
         headers, begun = prefill_headers(completion.headers), time.monotonic()
-        completion.held.append((backend, name := new_ticket()))
+        completion.held[name := new_ticket()] = backend
         unwanted = backend.take_unwanted()
         body = prefill_body(completion.body, ticket, name, unwanted)
         try:
@@ -341,6 +372,8 @@ class CompletionFlow:
                 failures.add(backend, failure_of(reply))
                 await self._if_up(backend, reply)
             return None
+        if reply.status != 200 or not (kv_params_of(reply.body) or {}).get("do_remote_prefill"):
+            completion.held.pop(name, None)  # it keeps no KV
         backend.note_success()
         if reply.status == 200:
             completion.record.prefill_seconds = time.monotonic() - begun

@@ -131,6 +131,8 @@ def test_an_unclaimed_lease_ends_when_the_router_no_longer_wants_it() -> None:
     assert end(engine, "d", kv_transfer_params=named(3, 0, 1, 99))[0]
     assert ended(engine) == {"a"}, "an engine reads b, which it releases by itself"
     assert engine.told[-1] == LeaseEnded("a", engine.clock.now, expired=False, withdrawn=True)
+    engine.producer.on_new_request(request("own", [0], kv_transfer_params={"remote_unwanted": [f"{3:032x}"]}))
+    assert ended(engine) == {"d"}, "any request may say it"
     assert end(engine, "e", kv_transfer_params={**named(4, 2), "remote_unwanted": ["c"]})[0]
     assert ended(engine) == set(), "nobody guesses a name"
 
