@@ -226,6 +226,7 @@ def test_the_table_is_listed_with_sources(capsys):
         {"count": 12, "kind": "full attention"},
     ]
     assert "Qwen2.5-3B-Instruct" in models["Qwen2.5-3B"]["also"]
+    assert "github.com/ai-dynamo/aiconfigurator" in models["DeepSeek-R1"]["source"]
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,9 @@ def test_serve_gives_the_settings_of_a_file_to_its_engines(tmp_path, monkeypatch
         {**shared, "turn_seconds": None},
         {**shared, "turn_seconds": 60},
     ]
+    given = '[{"type": "host"}]'
+    run_kvferry("serve", "m", "--settings", str(file), "--role", "both", "--tiers", given)
+    assert groups[2].settings == {"lanes": 3, "turn_seconds": 60, "tiers": json.loads(given)}
     file.write_text("port = 5600\n")
     refused = run_kvferry("serve", "m", "--settings", str(file))
     assert refused.stderr.startswith(f"kvferry: port is 5600 in {file}, and kvferry serve starts 2 engines")
