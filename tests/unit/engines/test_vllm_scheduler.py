@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.plain import PlainStep
-from kvferry.engines.vllm.scheduler import VLLMScheduler
+from kvferry.engines.vllm.scheduler import VLLMScheduler, sorted_cards
 from kvferry.errors import ConfigError
 from kvferry.observe.spans import SpanListener
 from support.vllm_config import configured
@@ -46,6 +46,11 @@ def test_a_request_before_the_workers_handshake_is_an_error_that_says_what_to_do
     for part in ("admission", "parts"):
         with pytest.raises(ConfigError, match=r"no handshake of the engine's workers.*use FerryMulti"):
             getattr(half, part)
+
+
+def test_a_handshake_of_another_connector_is_an_error_that_says_what_to_do():
+    with pytest.raises(ConfigError, match=r"handshake is a dict, not KVFerry.*use FerryMulti"):
+        sorted_cards({(0, 0): {}})
 
 
 @pytest.mark.parametrize("engines", [1, 2])
