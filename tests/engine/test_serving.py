@@ -23,7 +23,7 @@ import httpx
 import pytest
 
 from kvferry.observe.exposed_names import COMMON, CONNECTOR, EXPOSED
-from kvferry.serving.router.bodies import prefill_body
+from kvferry.serving.router.bodies import prefill_body, withdrawal_body
 from kvferry.serving.router.streaming import StreamSource, new_ticket
 from kvferry.serving.tiny import tiny_checkpoint
 from kvferry.units import format_bytes
@@ -42,6 +42,7 @@ ENGINE = ["--enforce-eager", "--dtype=float32", "--max-model-len=1024", f"--kv-c
 TEXT = "The quick brown fox jumps over the lazy dog, and then it does it once more because it can. "
 
 _COMPLETED = "vllm:request_success_total"
+GRANTED = "kvferry_leases_granted_total"
 REPORTED = "vllm:prompt_tokens_cached_total"
 TRANSFERRED = r'vllm:prompt_tokens_by_source_total\{.*source="external_kv_transfer".*\}'
 
@@ -295,6 +296,26 @@ def test_usage_of_a_prompt_that_nobody_has_seen_is_a_single_engines(served, path
     assert usage == alone
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_usage_of_a_stream_is_what_the_prefill_engine_had_in_its_caches(served, path):
+    counting = {} if path == "/v1/messages" else {"stream_options": {"include_usage": True}}
+
+    def usages(url: str, number: int) -> list[dict]:
+        """Of the events of a stream, after the prefill engine has computed the beginning of the prompt."""
+        known = f"{number} of {path}, streamed: {TEXT * 10}"
+        served.post(served.prefill, path, messages=[{"role": "user", "content": known}])
+        asked = [{"role": "user", "content": known + TEXT * 8}]
+        answer = served.post(url, path, messages=asked, stream=True, **counting)
+        events = [json.loads(line) for line in re.findall(r"^data: ({.*})$", answer.text, re.MULTILINE)]
+        told = [event.get("usage") or event.get("message", {}).get("usage") for event in events]
+        return [usage for usage in told if usage]
+
+    found = usages(served.url, 1)
+    assert found == usages(served.prefill, 2)
+    details = found[-1] if path == "/v1/messages" else found[-1]["prompt_tokens_details"]
+    assert details.get("cache_read_input_tokens") or details.get("cached_tokens")
+
+
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("at_once", [False, True], ids=["one after the other", "both at once"])
 def test_usage_is_what_the_prefill_engine_had_in_its_caches(served, at_once, samples):
@@ -344,13 +365,13 @@ def test_requests_of_other_shapes_are_answered(served, more):
 
 def test_parallel_samples_equal_a_single_engines_and_leave_no_lease(served):
     body = {"prompt": "Samples: " + TEXT * 18, "n": 3, "seed": 7, "temperature": 1.0}
-    granted = served.metric(served.prefill, "kvferry_leases_granted_total")
+    granted = served.metric(served.prefill, GRANTED)
     answer = served.post(served.url, "/v1/completions", **body).json()
     alone = served.post(served.prefill, "/v1/completions", **body, cache_salt="n").json()
     assert [one["text"] for one in answer["choices"]] == [one["text"] for one in alone["choices"]]
     # Well before the leases expire.
     wait_for(lambda: served.metric(served.prefill, "vllm:kv_cache_usage_perc") == 0)
-    assert served.metric(served.prefill, "kvferry_leases_granted_total") == granted + 1
+    assert served.metric(served.prefill, GRANTED) == granted + 1
 
 
 def test_a_prompts_logprobs_from_a_prefill_engine_are_whole_and_nothing_is_offered(served):
@@ -396,6 +417,17 @@ def test_a_pause_does_not_wait_for_a_ticket_that_nobody_claims(served):
     assert served.expired(served.prefill) == expired
 
 
+def test_an_idle_prefill_engine_frees_the_kv_that_its_router_no_longer_wants(served):
+    body = {"model": served.model, "prompt": "Unwanted: " + TEXT}
+    granted, expired = served.metric(served.prefill, GRANTED), served.expired(served.prefill)
+    name, path = new_ticket(), "/v1/completions"
+    served.post(served.prefill, path, **json.loads(prefill_body(body, name=name)))
+    assert served.metric(served.prefill, GRANTED) == granted + 1
+    served.post(served.prefill, path, **json.loads(withdrawal_body(body, [name])))
+    wait_for(lambda: served.metric(served.prefill, "vllm:kv_cache_usage_perc") == 0)
+    assert served.expired(served.prefill) == expired
+
+
 def test_doctor_finds_both_engines_behind_the_router_and_lets_them_read(served):
     command = [*KVFERRY, "doctor", "--no-machine", "--json", f"{served.url}/v1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -425,7 +457,7 @@ def test_top_finds_the_engines_through_the_router_and_shows_what_they_have_done(
         def as_the_pages_have_it(text: str) -> bool:
             """Engines' last steps are on their pages a moment later."""
             # The decode engine too has: for next turns, and to whoever examined it.
-            granted = sum(served.metric(url, "kvferry_leases_granted_total") for url in both)
+            granted = sum(served.metric(url, GRANTED) for url in both)
             hits = sum(served.metric(url, "kvferry_hits_total") for url in both)
             # Parallel samples find the prompt in the engine's own cache: nothing was asked of a source.
             misses = [one for url in both for one in served.misses(url).items()]
@@ -610,9 +642,9 @@ def test_router_serves_without_a_dead_prefill_engine_until_its_restart(served):
     assert answer["choices"][0]["text"] == alone["choices"][0]["text"]
     wait_for(lambda: "prefill-0 is ready again after" in served.errors.read_text(), 180)
     wait_for(lambda: served.client.get(f"{served.url}/health").json()["status"] == "ok")
-    offered = served.metric(served.prefill, "kvferry_leases_granted_total")
+    offered = served.metric(served.prefill, GRANTED)
     assert served.post(served.url, "/v1/completions", prompt=prompt + "Again").status_code == 200
-    wait_for(lambda: served.metric(served.prefill, "kvferry_leases_granted_total") == offered + 1)
+    wait_for(lambda: served.metric(served.prefill, GRANTED) == offered + 1)
 
 
 def test_ctrl_c_leaves_no_process_port_or_shared_memory(served):
