@@ -110,7 +110,8 @@ def test_prefill_engine_hands_over_kv_from_its_tiers(both: Both) -> None:
     both.forget(host=True)
     loads(both.prefill)
     answer = both.through([asked])[0]
-    assert loads(both.prefill)[0] > 0
+    loaded = loads(both.prefill)[0]
+    assert answer["cached"] == loaded > 0
     assert distance(answer, reference) == 0.0
     both.nothing_held()
 
