@@ -46,7 +46,7 @@ class Trial:
 
 
 TRIALS = (
-    Trial("--help", 0, "dashboard"),
+    Trial("--help", 0, "explain"),
     Trial("plan config.json", 0, "28 full attention"),
     Trial("plan nobody/nothing", 2, "the Hugging Face hub cannot be reached"),
     Trial("config --role prefill", 0, '"kv_role":"kv_producer"'),
@@ -58,7 +58,7 @@ TRIALS = (
     Trial(f"top --once {NO_ENGINE}", 1, "no answer"),
     Trial("explain", 1, "no engine of this user runs on this machine"),
     Trial("cache ls .", 2, "is not a cache of kvferry"),
-    Trial("dashboard", 0, "kvferry-alerts.yaml"),
+    Trial("top --dashboard .", 0, "kvferry-alerts.yaml"),
     Trial("serve model", 2, "install kvferry's extra vllm"),
     Trial("demo", 2, "install kvferry's extra vllm"),
     Trial(f"router --prefill {NO_ENGINE} --decode {NO_ENGINE}", 2, "install kvferry's extra router"),

@@ -93,7 +93,7 @@ def test_every_command_prints_its_help(command: str, windows: Run) -> None:
         (f"doctor --no-machine {NOBODY}", 1, "refused"),
         ("doctor --config kv.json", 0, "configuration kv.json"),
         (f"top {NOBODY} --once", 1, "no answer"),
-        ("dashboard", 0, "kvferry-dashboard.json"),
+        ("top --dashboard .", 0, "kvferry-dashboard.json"),
         ("keygen -", 0, "="),
         ("cache ls file:///nowhere", 2, "/nowhere"),
     ],

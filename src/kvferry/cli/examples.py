@@ -50,9 +50,9 @@ _EXAMPLES: Mapping[str, Sequence[str]] = {
     "top": (
         "kvferry top http://127.0.0.1:8000",
         "kvferry top --json http://10.0.0.1:8100 http://10.0.0.2:8200",
+        "kvferry top --dashboard .",
     ),
     "explain": ("kvferry explain", "kvferry explain cmpl-4f1c"),
-    "dashboard": ("kvferry dashboard --out .",),
 }
 
 

@@ -9,7 +9,6 @@ import typer
 
 from kvferry.cli import bench, cache
 from kvferry.cli.config import config
-from kvferry.cli.dashboard import dashboard
 from kvferry.cli.demo import demo
 from kvferry.cli.doctor import doctor
 from kvferry.cli.examples import examples
@@ -52,7 +51,6 @@ for _command in (
     keygen,
     top,
     explain,
-    dashboard,
 ):
     app.command(epilog=examples(_command.__name__))(_command)
 app.add_typer(cache.app, name="cache")

@@ -1,25 +1,29 @@
-"""`kvferry top`: live metrics of engines."""
+"""`kvferry top`: live metrics of engines, in the terminal or in Grafana and Prometheus."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from kvferry.cli.options import write_file
 from kvferry.cli.output import INTERRUPTED
+from kvferry.errors import ConfigError
 
 _FAILED = 1
 
 
 def top(
     urls: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(metavar="URL", help="URLs of engines, or of a kvferry router in front of them."),
-    ],
+    ] = None,
     interval: Annotated[
         float,
         typer.Option(
@@ -38,12 +42,27 @@ def top(
     as_json: Annotated[
         bool, typer.Option("--json", help="Read twice and print JSON: bytes, seconds, shares.")
     ] = False,
+    dashboard: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Instead write kvferry-dashboard.json for Grafana and kvferry-alerts.yaml for Prometheus to "
+            "this folder, which is created if it does not exist.",
+        ),
+    ] = None,
 ) -> None:
-    """Watch engines live: hits, misses, loads, tiers, failures.
+    """Watch engines: hits, misses, loads, tiers, failures.
 
     Shows all engines together, then one line per engine. Press Tab for the next engine in detail, Escape for
-    all engines, q to quit.
+    all engines, q to quit. With --dashboard, Grafana and Prometheus show the same metrics.
     """
+    if dashboard is not None:
+        if urls:
+            raise ConfigError("--dashboard reads no engine; leave out the URLs, or --dashboard")
+        _write_dashboard(dashboard)
+        return
+    if not urls:
+        raise ConfigError("URL is missing; give the address of an engine or a router, or --dashboard DIR")
     import anyio
     from rich.console import Console
 
@@ -69,6 +88,29 @@ def top(
         print(text(found, output_width(), interval), end="")
     if not found.answering:
         raise typer.Exit(_FAILED)
+
+
+def _write_dashboard(folder: Path) -> None:
+    """Write the dashboard and the alerts to a folder, and print the paths of the files.
+
+    Raises:
+        ConfigError: the folder cannot be created, or the files cannot be written.
+    """
+    from kvferry.observe.dashboard import dashboard, rules
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise ConfigError(
+            f"cannot create the folder {folder}: {reason}; name one that can be created"
+        ) from error
+    for name, text in (
+        ("kvferry-dashboard.json", json.dumps(dashboard(), indent=2) + "\n"),
+        ("kvferry-alerts.yaml", rules()),
+    ):
+        write_file(folder / name, text)
+        print(folder / name)
 
 
 def as_plain(value: Any) -> Any:

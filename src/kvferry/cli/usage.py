@@ -26,6 +26,10 @@ _VLLM_NAMES = {
     "--model": ("MODEL", "give MODEL without an option"),
 }
 """Options of vLLM that kvferry names differently: its name, which a command must have, and what to do."""
+_NEW_FORMS = {
+    "kvferry dashboard": "kvferry top --dashboard DIR",
+}
+"""What to write in place of commands of earlier releases."""
 _EXPECTED = {"int": "a whole number", "float": "a number", "finite": "a finite number"}
 """What to give for a value that cannot be converted, by the first word of pydantic's name of the error."""
 _EXAMPLES = {"MODEL": "give a path or a Hugging Face id, such as Qwen/Qwen3-0.6B"}
@@ -158,6 +162,12 @@ class CommandGroup(TyperGroup):
             args = [*args[1:], "--help"]
         return super().parse_args(ctx, args)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command that the first argument names."""
+        if form := _NEW_FORMS.get(f"{ctx.command_path} {args[0]}"):
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {form}?")
+        return super().resolve_command(ctx, args)
+
     def sections(self, ctx: Any) -> Mapping[str, Sequence[str]]:
         """Return the names of the commands by the headings under which the help lists them."""
         return {"Commands": self.list_commands(ctx)}
@@ -182,7 +192,7 @@ class GroupedCommands(CommandGroup):
     purposes: Mapping[str, Sequence[str]] = {
         "Start here": ("plan", "serve", "doctor", "demo"),
         "Run engines": ("config", "init", "router", "keygen"),
-        "Look at running engines": ("top", "explain", "dashboard"),
+        "Look at running engines": ("top", "explain"),
         "Size": ("replay", "size"),
         "Keep and measure": ("cache", "bench"),
     }

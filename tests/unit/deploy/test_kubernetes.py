@@ -43,7 +43,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("key", "kvferry-dashboard.json"))
     run = CliRunner().invoke
     assert run(app, ["keygen", str(copy / "base" / "key")]).exit_code == 0
-    assert run(app, ["dashboard", "--out", str(copy / "components" / "prometheus")]).exit_code == 0
+    assert run(app, ["top", "--dashboard", str(copy / "components" / "prometheus")]).exit_code == 0
     return copy
 
 

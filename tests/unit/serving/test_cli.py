@@ -68,10 +68,13 @@ def test_help_fits_80_columns_and_shows_examples_that_have_known_options(command
     ("arguments", "message"),
     [
         ("pln", "no such command 'pln'; did you mean 'plan'"),
+        ("dashboard --out .", "no such command 'dashboard'; did you mean kvferry top --dashboard DIR?"),
         ("cache lss .", "no such command 'lss'; did you mean 'ls'?"),
         ("plan --tokenz 5", "kvferry plan has no option --tokenz; did you mean --tokens?"),
         ("--hepl", "kvferry has no option --hepl; did you mean --help?"),
         ("size --hepl", "kvferry size has no option --hepl; did you mean --help?"),
+        ("top", "URL is missing; give the address of an engine or a router, or --dashboard DIR"),
+        ("top http://a --dashboard .", "--dashboard reads no engine; leave out the URLs, or --dashboard"),
         ("help nothing", "no such command 'nothing'"),
         ("plan --qqqq", "kvferry plan has no option --qqqq; run kvferry plan --help for its options"),
         ("plan m --tokens x", "--tokens is 'x'; give a whole number, such as 32768, 32k (32,000) or"),
