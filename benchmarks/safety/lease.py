@@ -13,9 +13,9 @@ from unittest.mock import patch
 
 from benchmarks.safety.cost import ProtectionCost, SafetyJob
 from kvferry.bench.movers import KVFerryMover
-from kvferry.bench.rounds import run_rounds
 from kvferry.measuring.producer_process import ProducerProcess, use_transports
 from kvferry.measuring.reader import Reader
+from kvferry.measuring.rounds import run_rounds
 from kvferry.measuring.simulated import simulate_engine
 from kvferry.plan.side import EngineSide
 from kvferry.transport import lane

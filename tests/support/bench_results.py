@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
-from kvferry.bench.calibrate import CalibrationResult
-from kvferry.bench.fit import Fit
 from kvferry.bench.rounds import MoverRounds, TransferComparison
 from kvferry.bench.tier_cases import TierSpeed
 from kvferry.bench.tiers import MeasuredTiers, TiersJob
 from kvferry.bench.transfer import MeasuredTransfer, TransferJob
+from kvferry.measuring.calibrate import CalibrationResult
+from kvferry.measuring.fit import Fit
 from kvferry.measuring.machine import MachineFacts
 from kvferry.measuring.simulated import read_geometry
 from kvferry.measuring.spread import Spread

@@ -11,6 +11,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,19 +22,20 @@ from benchmarks.layout.cells import METHODS
 from benchmarks.overhead.measure import OverheadJob, measure as measure_overhead
 from benchmarks.safety import measure as safety, report as safety_report
 from benchmarks.safety.cost import SafetyJob
-from kvferry.bench import calibrate_report, transfer_report
-from kvferry.bench.calibrate import CalibrationJob, calibrate
+from kvferry.bench import transfer_report
 from kvferry.bench.movers import KVFerryMover
 from kvferry.bench.transfer import TransferJob, measure
-from kvferry.cli.bench import app
+from kvferry.cli.main import app
+from kvferry.doctor.calibrate import calibrate
 from kvferry.errors import TransferError
+from kvferry.measuring.calibrate import CalibrationJob, calibrate as measure_costs
 from kvferry.measuring.machine import machine_facts
 from kvferry.measuring.producer_process import ProducerProcess
 from kvferry.measuring.reader import Reader
 from kvferry.measuring.simulated import SimulatedEngine, read_geometry, simulate_engine
 from kvferry.plan.side import EngineSide
 from kvferry.planning.strategy import Strategy
-from kvferry.transport.costs_file import read_costs, write_costs
+from kvferry.transport.costs_file import default_costs_path, read_costs
 from support.waiting import wait_for
 
 pytestmark = pytest.mark.transport
@@ -177,14 +180,12 @@ def test_encryption_is_measured_beside_the_same_talk_without() -> None:
 
 
 @pytest.mark.long
-def test_costs_are_fitted_and_nothing_is_written(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_the_doctor_writes_the_costs_that_it_measures(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    app(["calibrate", "--dry-run", "--json", "--repeats", "7"], standalone_mode=False)
-    said = json.loads(capsys.readouterr().out)
-    assert said["written"] is None
-    assert all(seconds > 0 for name, seconds in said["costs"].items() if name.endswith("byte_seconds"))
-    assert said["costs"]["ask_seconds"] > 0
-    assert list(tmp_path.iterdir()) == []
+    app(["doctor", "--calibrate", "--no-machine", "--json"], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)["well"]
+    costs = read_costs(default_costs_path())
+    assert min(costs.read_byte_seconds, costs.copy_byte_seconds, costs.ask_seconds) > 0
 
 
 def test_costs_are_written_where_they_are_wanted(tmp_path: Path) -> None:
@@ -197,14 +198,15 @@ def test_costs_are_written_where_they_are_wanted(tmp_path: Path) -> None:
         cells=(1 << 14,),
         copy_bytes=1 << 18,
     )
-    found = calibrate(small, _quiet)
-    facts = calibrate_report.facts(machine_facts(), found)
-    write_costs(tmp_path / "costs.json", found.costs, "now", facts)
-    assert read_costs(tmp_path / "costs.json") == found.costs
+    file = tmp_path / "costs.json"
+    *measured, prediction, written = calibrate(str(file), _quiet, partial(measure_costs, small))
+    assert prediction.found.startswith("2 kinds of reads within ")
+    assert written.found.startswith(f"written to {file}")
+    assert len(measured) == len(asdict(read_costs(file)))
 
 
 _RUN = """
-from kvferry.cli.bench import app
+from kvferry.cli.main import app
 if __name__ == "__main__":
     app()
 """
@@ -215,7 +217,7 @@ if __name__ == "__main__":
 def test_both_processes_end_together(number: int, tmp_path: Path) -> None:
     script = tmp_path / "run.py"
     script.write_text(_RUN)
-    command = [sys.executable, str(script), "transfer", "--layers", "2", "--repeats", "100000"]
+    command = [sys.executable, str(script), "bench", "transfer", "--layers", "2", "--repeats", "100000"]
     running = subprocess.Popen(
         command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

@@ -142,7 +142,7 @@ def test_a_command_says_in_a_sentence_what_the_system_lacks(
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"kvferry: {sentence}\n")
 
 
-@pytest.mark.parametrize("command", ["serve", "demo", "bench tiers", "bench transfer", "bench calibrate"])
+@pytest.mark.parametrize("command", ["serve", "demo", "bench tiers", "bench transfer", "doctor --calibrate"])
 def test_a_command_of_engines_says_that_it_needs_linux_before_it_asks_for_packages(
     windows: Run, command: str
 ) -> None:

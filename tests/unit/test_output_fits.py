@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from kvferry.bench import calibrate_report, tiers_report, transfer_report
+from kvferry.bench import tiers_report, transfer_report
 from kvferry.errors import Incompatible
 from kvferry.geometry.models import read_model
 from kvferry.plan import show as plan_show
@@ -137,14 +137,12 @@ def bench_of(milliseconds: int) -> Callable[[int | None], str]:
         bench_results.tier_speed(seconds / depth, depth, tier=name) for name in names for depth in (1, 8, 32)
     ]
     transfer = bench_results.transfer((seconds, 2 * seconds, seconds / 3))
-    calibration = bench_results.calibration(Costs(read_descriptor_seconds=seconds / 1e3, overlap=0.683))
 
     def printed(width: int | None) -> str:
         out = io.StringIO()
         report = Report(Console(file=out), width)
         transfer_report.show(transfer, report)
         tiers_report.show(bench_results.tiers(*speeds), report)
-        calibrate_report.show(calibration, report)
         return out.getvalue()
 
     return printed
@@ -165,7 +163,6 @@ def headings() -> set[str]:
         *transfer_report.COLUMNS,
         *tiers_report.SPEEDS,
         *tiers_report.NOTES,
-        *calibrate_report.COLUMNS,
     ]
     return {word.strip(",").lower() for column in columns for word in re.split(r"[ /]", column.heading)}
 

@@ -1,21 +1,15 @@
-"""Compare movers in interleaved rounds: every round runs every mover once, in a new random order.
-
-The speed of a shared machine changes over time. So speeds are compared within a round, and the report has the
-median over all rounds. The order is random, because a mover may profit from what the mover before it
-left in the CPU's cache.
-"""
+"""Compare movers in interleaved rounds (`measuring.rounds`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-
-import numpy as np
 
 from kvferry.bench.movers import KVFerryMover, MemcpyMover, Mover, RawNixlMover
 from kvferry.measuring.raw_reads import RawReads
 from kvferry.measuring.reader import Reader
+from kvferry.measuring.rounds import run_rounds
 from kvferry.measuring.simulated import SimulatedEngine
 from kvferry.measuring.spread import Spread
 
@@ -97,28 +91,3 @@ def compare(
         Spread.of(column).median for column in zip(*ferry.stages[1:], strict=True)
     )
     return TransferComparison(all_series[0], tuple(all_series[1:]), (planning, reading, check, rest))
-
-
-def run_rounds(
-    moves: Sequence[Callable[[], float]], repeats: int, progress: Callable[[str], None] = lambda _: None
-) -> list[list[float]]:
-    """Call every function once per round, in a new random order each round, and return the measured times.
-
-    Args:
-        moves: functions that each move bytes once and return the time in seconds.
-        repeats: number of counted rounds. One warm-up round before them is not counted.
-        progress: function that is called with a line of text before each round.
-
-    Returns:
-        For each function, its time in each counted round, in seconds.
-    """
-    progress("moving, a round that does not count")
-    for move in moves:
-        move()
-    draw = np.random.default_rng(7)
-    seconds: list[list[float]] = [[] for _ in moves]
-    for number in range(repeats):
-        progress(f"moving, round {number + 1} of {repeats}")
-        for which in draw.permutation(len(moves)):
-            seconds[which].append(moves[which]())
-    return seconds

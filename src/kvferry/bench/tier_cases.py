@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry.bench.movers import Mover
-from kvferry.bench.rounds import MoverRounds, run_rounds
+from kvferry.bench.rounds import MoverRounds
+from kvferry.measuring.rounds import run_rounds
 from kvferry.measuring.spread import Spread
 
 

@@ -1,4 +1,4 @@
-"""`kvferry bench`: measure this machine, its network and its storage."""
+"""`kvferry bench`: compare moving and keeping KV with what this machine can do."""
 
 from __future__ import annotations
 
@@ -150,48 +150,6 @@ def tiers(
         print(json.dumps(tiers_report.as_json(measured)))
     else:
         tiers_report.show(measured, Report.to_stdout())
-
-
-@app.command()
-def calibrate(
-    out: Annotated[
-        Path | None, typer.Option(help="File to write; by default the one that kvferry reads.")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and print, but write nothing.")] = False,
-    repeats: Annotated[int, typer.Option(min=7, help="Number of rounds; each measures every size once.")] = 9,
-    transports: Transports = None,
-    device: Annotated[
-        str, typer.Option(help="Where KV is: cpu, cuda, or auto for cuda if there is a GPU.")
-    ] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Measure this machine's costs, and store them for the planner.
-
-    The planner chooses between strategies by the costs of reads, copies and gather requests. This command
-    writes the costs to a file, which kvferry reads whenever it plans transfers. Without the file it uses
-    built-in costs.
-    """
-    require_linux("kvferry bench calibrate")
-    require("kvferry bench calibrate", BENCH)
-    from datetime import UTC, datetime
-
-    from kvferry.bench import calibrate_report
-    from kvferry.bench.calibrate import CalibrationJob, calibrate as measure
-    from kvferry.measuring.machine import machine_facts
-    from kvferry.report import Report
-    from kvferry.transport.costs_file import default_costs_path, write_costs
-
-    with progress_line() as progress:
-        found = measure(CalibrationJob(repeats=repeats, transports=transports, device=device), progress)
-    path = None if dry_run else out or default_costs_path()
-    facts = calibrate_report.facts(machine_facts(), found) | {"device": device}
-    if path is not None:
-        write_costs(path, found.costs, datetime.now(UTC).isoformat(timespec="seconds"), facts)
-    if as_json:
-        print(json.dumps(calibrate_report.as_json(found, facts, path)))
-    else:
-        calibrate_report.show(found, Report.to_stdout())
-        print("nothing was written" if path is None else f"written to {path}")
 
 
 def _parse_depths(text: str) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ SETTINGS: Mapping[str, tuple[Any, str | None, str]] = {
     "strategy": (str, "NAME", "Transfer strategy: auto, direct, over-read or staged."),
     "staging_mib": (int, "MIB", "Staging memory per worker and direction; 0 for none."),
     "lanes": (int, "COUNT", "Number of reading threads per worker."),
-    "costs": (str, "FILE", "File that `kvferry bench calibrate` wrote."),
+    "costs": (str, "FILE", "File that `kvferry doctor --calibrate` wrote."),
     "host_buffer": (bool, None, "Transfer through host memory; by default if kv_buffer_device asks for it."),
     "admin": (str, "JSON", 'Address of the admin API: {"port": 5700}; by default there is none.'),
     "tiers": (str, "JSON", 'Tiers that store chunks: default, or JSON: [{"type": "host"}, ...].'),

@@ -10,6 +10,8 @@ from typing import Annotated
 import typer
 
 from kvferry.cli.output import check_output
+from kvferry.extras import BENCH, require
+from kvferry.operating_system import require_linux
 
 _BAD = 1
 
@@ -44,6 +46,14 @@ def doctor(
         ),
     ] = None,
     machine: Annotated[bool, typer.Option("--machine/--no-machine", help="Check this machine too.")] = True,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="First measure what reads and copies cost here, and write it to the file by which engines "
+            "choose how to move KV. Run it while nothing else runs.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Check this machine, a configuration and running engines.
@@ -59,6 +69,9 @@ def doctor(
     from kvferry.doctor.finding import is_well
     from kvferry.serving.role import Role
 
+    if calibrate:
+        require_linux("kvferry doctor --calibrate")
+        require("kvferry doctor --calibrate", BENCH)
     logging.getLogger("kvferry").addHandler(logging.NullHandler())
     named = ((urls, Role.BOTH), (prefill, Role.PREFILL), (decode, Role.DECODE))
     job = Examination(
@@ -66,6 +79,7 @@ def doctor(
         str(config) if config else None,
         str(secret_file) if secret_file else None,
         machine,
+        calibrate,
     )
     check_output()
     with Console(stderr=True).status("starting") as status:

@@ -20,10 +20,8 @@ _EXAMPLES: Mapping[str, Sequence[str]] = {
         "kvferry replay trace.jsonl --model Llama-3.1-8B --tier host=64GiB",
         "kvferry replay trace.jsonl --model gpt-oss-20b --engines 4 --route session",
         "kvferry replay trace.jsonl --model Llama-3.1-8B --curve --html curve.html",
-    ),
-    "size": (
-        "kvferry size --model Llama-3.1-8B --trace trace.jsonl --target-hit 0.3",
-        "kvferry size --model gpt-oss-120b --users 2000 --turns 8",
+        "kvferry replay trace.jsonl --model Llama-3.1-8B --target-hit 0.3",
+        "kvferry replay users=2000,turns=8 --model gpt-oss-120b --target-hit 0.5",
     ),
     "serve": (
         "kvferry serve Qwen/Qwen3-0.6B --port 8000",
@@ -34,6 +32,7 @@ _EXAMPLES: Mapping[str, Sequence[str]] = {
         "kvferry doctor",
         "kvferry doctor http://127.0.0.1:8000",
         "kvferry doctor --config kv.json --no-machine",
+        "kvferry doctor --calibrate",
     ),
     "demo": (
         "kvferry demo",

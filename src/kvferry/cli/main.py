@@ -20,7 +20,6 @@ from kvferry.cli.plan import plan
 from kvferry.cli.replay import replay
 from kvferry.cli.router import router
 from kvferry.cli.serve import serve
-from kvferry.cli.size import size
 from kvferry.cli.top import top
 from kvferry.cli.usage import HELP_OPTIONS, GroupedCommands, UsageError, usage_sentence
 from kvferry.errors import ConfigError, KVFerryError
@@ -41,7 +40,6 @@ app = typer.Typer(
 for _command in (
     plan,
     replay,
-    size,
     serve,
     doctor,
     demo,

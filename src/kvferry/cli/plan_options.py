@@ -83,7 +83,7 @@ CostsFile: TypeAlias = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="File that `kvferry bench calibrate` wrote; by default this machine's, else built-in costs.",
+        help="File that `kvferry doctor --calibrate` wrote; by default this machine's, else built-in costs.",
     ),
 ]
 StepTokens: TypeAlias = Annotated[int, count_option("For the tiers: the engine's --max-num-batched-tokens.")]

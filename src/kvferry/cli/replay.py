@@ -1,4 +1,4 @@
-"""`kvferry replay`: simulate engines and tiers on a request trace."""
+"""`kvferry replay`: whether tiers are worth it, and how large, by simulating engines on a request trace."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from kvferry.replay.recorded_engine import RecordedEngine
     from kvferry.replay.report import Outcome
     from kvferry.replay.settings import ReplaySettings, TierSetting
+    from kvferry.replay.sizing import SizeQuestion
     from kvferry.replay.trace.base import Trace
     from kvferry.replay.trace.request import TraceRequest
 
@@ -33,7 +35,9 @@ _STEP_TOKENS = 8192
 TraceFile = Annotated[
     str,
     typer.Argument(
-        metavar="TRACE", help="Trace: JSON lines, CSV, or one that an engine recorded; - for standard input."
+        metavar="TRACE",
+        help="Trace: JSON lines, CSV, or one that an engine recorded; - for standard input. Or a workload of "
+        "conversations, such as users=500,turns=6.",
     ),
 ]
 
@@ -61,23 +65,34 @@ def replay(
     skip: opt.Skip = 0,
     seed: opt.Seed = 0,
     curve: opt.Curve = False,
+    target_hit: opt.TargetHit = None,
+    disk_writes_per_day: opt.DiskWrites = None,
     requests: opt.Requests = None,
     as_json: opt.Json = False,
     html: opt.Html = None,
 ) -> None:
-    """Predict hit rates and waiting times on a request trace.
+    """Predict on a request trace what tiers save, and how large they must be.
 
     Simulates engines and their tiers with the code that looks chunks up, chooses what to store and evicts in
-    a real engine. Nothing is run, and no weights are read.
+    a real engine. Nothing is run, and no weights are read. The numbers of a workload and their defaults:
+    users=1000, requests-per-second=10, shared-prompt-tokens=1000, turns=5, prompt-tokens=500,
+    output-tokens=300 (means), hours=0.5, seed=0.
     """
+    if target_hit is None and disk_writes_per_day is not None:
+        raise ConfigError(
+            "--disk-writes-per-day is about the disk of --target-hit; give both, or leave it out"
+        )
     from kvferry.replay.pool import block_pool
     from kvferry.replay.recorded_engine import recorded_engine
     from kvferry.replay.settings import ReplaySettings, parse_tier
+    from kvferry.replay.sizing import SizeQuestion
 
     check_folder(html)
     from kvferry.replay.trace.open import open_trace
 
-    found = open_for_curve(trace, unit_tokens, "--curve") if curve else open_trace(trace, unit_tokens)
+    asked_by = "--curve" if target_hit is None else "--target-hit"
+    several = curve or target_hit is not None
+    found = open_for_curve(trace, unit_tokens, asked_by) if several else open_trace(trace, unit_tokens)
     recorded = recorded_engine(found.name, found.header)
     served = served_model_of(
         model,
@@ -102,6 +117,22 @@ def replay(
         seed=seed,
         skip=skip,
     )
+    if target_hit is not None:
+        if bandwidth or requests or engines > 1 or len(tiers) > 1:
+            raise ConfigError(
+                "--target-hit looks for the size of one engine's tiers; leave out --bandwidth, --requests, "
+                "--engines and any --tier but host=SIZE"
+            )
+        host = tiers[0].capacity_bytes if tier else None
+        _size(
+            found,
+            served,
+            settings,
+            SizeQuestion(target_hit, host, 1.0 if disk_writes_per_day is None else disk_writes_per_day),
+            html,
+            as_json=as_json,
+        )
+        return
     outcome = _replay(found, served, settings, requests, curve=curve)
     print_notes(found)
     if html is not None:
@@ -119,6 +150,42 @@ def replay(
         show(outcome, Report.to_stdout())
     if not outcome.complete:
         raise SystemExit(INTERRUPTED)
+
+
+def _size(
+    trace: Trace,
+    model: ServedModel,
+    settings: ReplaySettings,
+    question: SizeQuestion,
+    html: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Print the smallest tiers that reach a hit rate.
+
+    Args:
+        trace: trace that can be read several times.
+        model: model and settings of the engine.
+        settings: settings of the replays, except for the tiers.
+        question: hit rate to reach.
+        html: HTML file to write; None for none.
+        as_json: True to print JSON.
+    """
+    from kvferry.cli.progress import progress
+    from kvferry.replay.show_size import show_size, size_as_json
+    from kvferry.replay.sizing import size
+    from kvferry.report import Report
+
+    found = size(partial(progress, trace), model, settings, question, trace.unit_tokens)
+    print_notes(trace)
+    if html is not None:
+        from kvferry.replay.page import size_page
+
+        write_file(html, size_page(found, trace.name))
+    if as_json:
+        print(json.dumps(size_as_json(found)))
+    else:
+        show_size(found, Report.to_stdout())
 
 
 def served_model_of(
@@ -211,10 +278,10 @@ def open_for_curve(path: str, unit_tokens: int | None, asked_by: str) -> Trace:
     from kvferry.replay.trace.open import open_trace
 
     opened = open_trace(path, unit_tokens)
-    if opened.size_bytes is None:
+    if opened.length is None:
         raise ConfigError(f"{asked_by} needs several passes, but {path} can be read only once; name a file")
     if not opened.tells_prefixes:
-        instead = "or describe a workload to `kvferry size` (--users)"
+        instead = "or describe a workload, such as users=500,turns=6"
         raise ConfigError(f"{asked_by}: {opened.name} {ONLY_LENGTHS}, {instead}")
     return opened
 
@@ -239,7 +306,7 @@ def _replay(
     from kvferry.replay.report import outcome
     from kvferry.replay.simulation import Simulation
 
-    with _request_log(requests) as log:
+    with _request_log(requests, tells_prefixes=trace.tells_prefixes) as log:
         simulation = Simulation(model, settings, trace.unit_tokens, log)
         complete, points = False, tuple[CurvePoint, ...]()
         try:
@@ -259,8 +326,14 @@ def _replay(
 
 
 @contextmanager
-def _request_log(path: Path | None) -> Iterator[Callable[[TraceRequest, Hit], None] | None]:
+def _request_log(
+    path: Path | None, *, tells_prefixes: bool
+) -> Iterator[Callable[[TraceRequest, Hit], None] | None]:
     """Yield a function that writes a line of JSON for each request; None without a path.
+
+    Args:
+        path: file to write.
+        tells_prefixes: False if the trace has only lengths, so that hits are null.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -275,8 +348,8 @@ def _request_log(path: Path | None) -> Iterator[Callable[[TraceRequest, Hit], No
         line = {
             "arrival": request.arrival,
             "prompt_tokens": request.prompt_tokens,
-            "local_tokens": hit.local_tokens,
-            "tier_tokens": hit.tier_tokens,
+            "local_tokens": hit.local_tokens if tells_prefixes else None,
+            "tier_tokens": hit.tier_tokens if tells_prefixes else None,
         }
         with _writing(path):
             file.write(json.dumps(line) + "\n")

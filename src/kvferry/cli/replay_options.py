@@ -1,4 +1,4 @@
-"""The options that `kvferry replay` and `kvferry size` share."""
+"""The options of `kvferry replay`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ Tiers: TypeAlias = Annotated[
     typer.Option(
         "--tier",
         metavar="KIND=SIZE",
-        help="A tier: host=64GiB, file=2TiB, file=2TiB:shared, object=unlimited. Repeatable, fastest first.",
+        help="A tier: host=64GiB, file=2TiB, file=2TiB:shared, object=unlimited. Repeatable, fastest first. "
+        "With --target-hit, host memory in front of the disk; by default 1/16 of the disk.",
     ),
 ]
 Policy: TypeAlias = Annotated[
@@ -84,6 +85,20 @@ UnitTokens: TypeAlias = Annotated[
 ]
 Skip: TypeAlias = Annotated[int, count_option("Requests at the start that are replayed but not counted.")]
 Seed: TypeAlias = Annotated[int, typer.Option(metavar="NUMBER", help="Seed of random choices.")]
+TargetHit: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SHARE",
+        help="Instead find the memory or disk of one engine that saves this share of the prompt tokens.",
+    ),
+]
+DiskWrites: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        metavar="COUNT",
+        help="With --target-hit: full writes per day that the disk endures for five years; by default 1.",
+    ),
+]
 Curve: TypeAlias = Annotated[
     bool, typer.Option("--curve", help="Also compute the hit rate by capacity of host memory.")
 ]

@@ -28,6 +28,8 @@ _VLLM_NAMES = {
 """Options of vLLM that kvferry names differently: its name, which a command must have, and what to do."""
 _NEW_FORMS = {
     "kvferry dashboard": "kvferry top --dashboard DIR",
+    "kvferry bench calibrate": "kvferry doctor --calibrate",
+    "kvferry size": "kvferry replay TRACE --target-hit SHARE",
 }
 """What to write in place of commands of earlier releases."""
 _EXPECTED = {"int": "a whole number", "float": "a number", "finite": "a finite number"}
@@ -193,7 +195,7 @@ class GroupedCommands(CommandGroup):
         "Start here": ("plan", "serve", "doctor", "demo"),
         "Run engines": ("config", "init", "router", "keygen"),
         "Look at running engines": ("top", "explain"),
-        "Size": ("replay", "size"),
+        "Size": ("replay",),
         "Keep and measure": ("cache", "bench"),
     }
     """Names of commands by purpose."""

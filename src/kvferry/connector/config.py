@@ -77,7 +77,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             use that strategy wherever possible.
         staging_mib: memory for packing short runs of bytes, in MiB per direction and worker; 0 for none.
         lanes: number of threads per worker that read from peers. Several threads share a large read.
-        costs: path of the file with measured costs of transfers that ``kvferry bench calibrate`` has written.
+        costs: path of the file with measured costs of transfers that ``kvferry doctor --calibrate`` wrote.
             None for the user's file on this machine, or for built-in costs if that file does not exist.
         host_buffer: True to transfer through host memory with the engine's copy operation; None to do so only
             if the engine is configured for it (``kv_buffer_device``).

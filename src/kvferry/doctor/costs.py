@@ -16,7 +16,7 @@ from kvferry.user_cache import expanded
 _FAR_OFF = 3.0
 """Largest tolerated factor between measured and expected READ times. It allows for other load."""
 _STALE_DAYS = 180
-_CALIBRATE = "run kvferry bench calibrate while nothing else runs"
+_CALIBRATE = "run kvferry doctor --calibrate while nothing else runs"
 
 
 def check(path: str | None, found: ReadTimings | None, now: datetime | None = None) -> Finding:

@@ -24,6 +24,7 @@ from kvferry.doctor import (
     software,
     storage,
 )
+from kvferry.doctor.calibrate import calibrate
 from kvferry.doctor.engines import Target, examine_engines
 from kvferry.doctor.finding import Finding, ReportSection, note
 from kvferry.doctor.limits import run_check
@@ -40,6 +41,7 @@ from kvferry.transport.security import Keys
 
 _QUICK_SECONDS = 20.0
 _LONG_SECONDS = 240.0
+_CALIBRATION_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +54,14 @@ class Examination:
         secret_file: path of the engines' key file; None for the key file that the configuration names, or
             else this machine's default file.
         machine: True to check this machine too.
+        calibrate: True to measure the costs of transfers first, and to write them to the costs file.
     """
 
     targets: tuple[Target, ...] = ()
     config: str | None = None
     secret_file: str | None = None
     machine: bool = True
+    calibrate: bool = False
 
 
 def examine(job: Examination, progress: Callable[[str], None]) -> list[ReportSection]:
@@ -74,10 +78,14 @@ def examine(job: Examination, progress: Callable[[str], None]) -> list[ReportSec
             is not a JSON object. Also raised if one of these files cannot be read.
     """
     keys = existing_keys(job.secret_file) if job.secret_file else None
-    if not (job.machine or job.config or job.targets):
+    if not (job.machine or job.config or job.targets or job.calibrate):
         raise ConfigError("there is nothing to check; give an address or --config, or drop --no-machine")
     given = settings.read_file(job.config) if job.config else settings.ConfigFile((), ())
     sections: list[ReportSection] = []
+    if job.calibrate:
+        path = next((config.costs for config in given.configs if config.costs), None)
+        measured = run_check("calibration", _CALIBRATION_SECONDS, partial(calibrate, path, progress))
+        sections.append(ReportSection("costs of transfers on this machine", tuple(measured)))
     timed: ReadTimings | None = None
     if (job.machine or job.config) and not is_linux():
         sections.append(ReportSection("this machine", (_no_engines_here(),)))

@@ -11,8 +11,8 @@ staging memory.
   too, it reads the image into staging memory and *scatters* it: it copies the bytes from there into place.
 
 A `TransferMethod` is one of these methods for one route, with its work per cell. `Costs` turns work into
-seconds. ``kvferry bench calibrate`` measures the costs of a machine. The defaults are those of two cores of
-an AMD EPYC with NIXL over UCX on one host.
+seconds. ``kvferry doctor --calibrate`` measures the costs of a machine. The defaults are those of two cores
+of an AMD EPYC with NIXL over UCX on one host.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _LIMITS = {"copy_engine_bytes": (1, 1 << 40)}
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Costs of transfer operations on a machine, as measured by ``kvferry bench calibrate``.
+    """Costs of transfer operations on a machine, as measured by ``kvferry doctor --calibrate``.
 
     A *lane* is a thread that reads. Costs in seconds are those of one lane.
 

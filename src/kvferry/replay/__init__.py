@@ -3,8 +3,7 @@
 The look-up, the choice of chunks to store and the eviction are the code that serves. Only time, memory and
 the engine itself are simulated.
 
-- `trace` reads traces: requests with arrival times, lengths and identities of their content. `workload` makes
-  up traces of users who hold conversations.
+- `trace` reads traces or makes them up: requests with arrival times, lengths and identities of content.
 - `simulation` sends the requests to simulated engines (`engine`, `engine_cache`) with tiers (`tiers`).
 - `capacities` computes the hit rate for many capacities, `sizing` the smallest that reaches a hit rate.
 """

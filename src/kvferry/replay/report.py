@@ -8,6 +8,7 @@ from typing import Any
 from kvferry.replay.curve import CurvePoint, curve_as_json
 from kvferry.replay.simulation import Simulation
 from kvferry.replay.tier import UNLIMITED, TierCounts
+from kvferry.replay.trace.base import ONLY_LENGTHS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,16 +105,22 @@ def outcome(
 def as_json(found: Outcome) -> dict[str, Any]:
     """Return an outcome as values that can be written as JSON. docs/replay.md explains every key.
 
-    Sizes are in bytes, times in seconds, lengths in tokens, and rates are shares from 0 to 1.
+    Sizes are in bytes, times in seconds, lengths in tokens, and rates are shares from 0 to 1. Hits are
+    None if the trace has only lengths.
     """
     simulation = found.simulation
     results, settings = simulation.results, simulation.settings
     prompt = max(results.prompt_tokens, 1)
+    known = found.tells_prefixes
+
+    def told(value: float) -> float | None:
+        return value if known else None
+
     return {
         "trace": found.trace,
         "unit_tokens": found.unit_tokens,
         "complete": found.complete,
-        "tells_prefixes": found.tells_prefixes,
+        "why_no_hit_rate": None if known else f"the trace {ONLY_LENGTHS}",
         "model": simulation.model.name,
         "chunk_tokens": simulation.model.chunk_tokens,
         "engines": settings.engines,
@@ -125,15 +132,22 @@ def as_json(found: Outcome) -> dict[str, Any]:
         "seconds": results.last_arrival - results.first_arrival,
         "prompt_tokens": results.prompt_tokens,
         "output_tokens": results.output_tokens,
-        "hit_rate": results.hit_rate,
-        "unit_hit_rate": results.unit_hit_rate,
-        "hit_tokens": results.hit_tokens,
-        "computed_tokens": results.prompt_tokens - results.hit_tokens,
-        "local_tokens": results.local_tokens,
-        "lost_tokens": results.lost_tokens,
-        "tiers": [_tier(one, prompt, simulation) for one in found.tiers],
+        "hit_rate": told(results.hit_rate),
+        "unit_hit_rate": told(results.unit_hit_rate),
+        "hit_tokens": told(results.hit_tokens),
+        "computed_tokens": told(results.prompt_tokens - results.hit_tokens),
+        "local_tokens": told(results.local_tokens),
+        "lost_tokens": told(results.lost_tokens),
+        "tiers": [
+            {
+                **_tier(one, simulation),
+                "hit_tokens": told(one.hit_tokens),
+                "hit_rate": told(one.hit_tokens / prompt),
+            }
+            for one in found.tiers
+        ],
         "groups": [
-            {"label": group.label, "hit_rate": tokens / prompt}
+            {"label": group.label, "hit_rate": told(tokens / prompt)}
             for group, tokens in zip(simulation.model.groups, results.group_tokens, strict=True)
         ],
         "time_to_first_token": _times(simulation) if len(results.waits) else None,
@@ -141,13 +155,11 @@ def as_json(found: Outcome) -> dict[str, Any]:
     }
 
 
-def _tier(one: TierOutcome, prompt: int, simulation: Simulation) -> dict[str, Any]:
+def _tier(one: TierOutcome, simulation: Simulation) -> dict[str, Any]:
     return {
         "name": one.name,
         "capacity_bytes": one.capacity_bytes,
         "tiers": one.tiers,
-        "hit_tokens": one.hit_tokens,
-        "hit_rate": one.hit_tokens / prompt,
         **_counts(one.counts),
         "groups": [
             {"label": group.label, **_counts(counts)}

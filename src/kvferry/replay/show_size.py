@@ -112,7 +112,7 @@ def _choice(one: EngineChoice) -> tuple[str, ...]:
 
 
 def size_as_json(found: Sizing) -> dict[str, Any]:
-    """Return the answer as values that can be written as JSON. docs/sizing.md explains every key."""
+    """Return the answer as values that can be written as JSON. docs/replay.md explains every key."""
     disk = found.with_disk
     return {
         "answer": answer(found),

@@ -12,7 +12,6 @@ from kvferry.plan.choices import settings_with_more_snapshots
 from kvferry.replay.capacities import hit_rate_curve
 from kvferry.replay.curve import CurvePoint
 from kvferry.replay.model import ServedModel
-from kvferry.replay.pool import BlockPool
 from kvferry.replay.settings import ReplaySettings, TierSetting
 from kvferry.replay.simulation import Simulation
 from kvferry.replay.tier import UNLIMITED
@@ -28,36 +27,27 @@ Requests = Callable[[str], Iterable[TraceRequest]]
 """Function that takes the name of a pass, for progress, and returns the requests of the trace."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SizeQuestion:
     """A hit rate to reach, and the facts that decide whether it is worth it.
 
     Attributes:
         target: share of the prompt tokens that need not be computed.
-        prefill_tokens_per_second: tokens that an engine computes per second; 0 if unknown.
         host_bytes: host memory in front of the disk; None for a sixteenth of the disk.
         disk_writes_per_day: number of times that the disk can be written in full each day, for five years.
     """
 
     target: float
-    prefill_tokens_per_second: float = 0.0
     host_bytes: int | None = None
     disk_writes_per_day: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 < self.target < 1:
             raise ConfigError(f"--target-hit is {self.target}; give a share between 0 and 1, such as 0.5")
-        if self.prefill_tokens_per_second < 0:
-            raise ConfigError(
-                f"--prefill-tokens-per-second is {self.prefill_tokens_per_second}; give a number above 0, or "
-                "leave the option out"
-            )
         if self.disk_writes_per_day <= 0:
             raise ConfigError(
                 f"--disk-writes-per-day is {self.disk_writes_per_day}; give a number above 0, such as 0.3"
             )
-        if self.host_bytes is not None and self.host_bytes <= 0:
-            raise ConfigError(f"--host is {self.host_bytes} bytes; give a size above 0, such as 64GiB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +73,7 @@ class Sizing:
 
     Attributes:
         question: the question.
+        prefill_tokens_per_second: tokens that an engine computes per second; 0 if unknown.
         model: model and settings of the engine.
         ceiling: replay with unlimited host memory.
         curve: hit rate of host memory and the engine's prefix cache by capacity.
@@ -94,6 +85,7 @@ class Sizing:
     """
 
     question: SizeQuestion
+    prefill_tokens_per_second: float
     model: ServedModel
     ceiling: Simulation
     curve: tuple[CurvePoint, ...]
@@ -126,25 +118,26 @@ class Sizing:
     @property
     def break_even_bytes_per_second(self) -> float | None:
         """Speed of a tier at which loading a token takes as long as computing it; None if unknown."""
-        return self.question.prefill_tokens_per_second * self.bytes_per_token or None
+        return self.prefill_tokens_per_second * self.bytes_per_token or None
 
 
 def size(
-    requests: Requests, model: ServedModel, pool: BlockPool, question: SizeQuestion, unit_tokens: int
+    requests: Requests, model: ServedModel, given: ReplaySettings, question: SizeQuestion, unit_tokens: int
 ) -> Sizing:
     """Find the smallest host memory or disk that reaches a hit rate on a trace.
 
     Args:
         requests: function that returns the requests of the trace, once for each pass.
         model: model and settings of the engine.
-        pool: block pool of the engine.
+        given: settings of the replays, except for the tiers. The replays leave time out.
         question: hit rate to reach.
         unit_tokens: number of tokens per unit of the trace.
     """
 
     def replayed(of: ServedModel, name: str, *capacities: int) -> Simulation:
         kinds = zip(("host", "file"), capacities, strict=False)
-        settings = ReplaySettings(tiers=tuple(_tier(*one) for one in kinds), pool=pool)
+        tiers = tuple(_tier(*one) for one in kinds)
+        settings = replace(given, tiers=tiers, prefill_tokens_per_second=0.0)
         simulation = Simulation(of, settings, unit_tokens)
         simulation.run(requests(name))
         return simulation
@@ -168,6 +161,7 @@ def size(
         with_disk = replayed(model, "disk", host, enough)
     return Sizing(
         question=question,
+        prefill_tokens_per_second=given.prefill_tokens_per_second,
         model=model,
         ceiling=ceiling,
         curve=tuple(curve),

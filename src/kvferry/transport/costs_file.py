@@ -1,6 +1,6 @@
 """The file with the measured costs of this machine.
 
-``kvferry bench calibrate`` writes it. Everything that plans transfers reads it. Its format is JSON:
+``kvferry doctor --calibrate`` writes it. Everything that plans transfers reads it. Its format is JSON:
 
 {"version": 1, "made": "2026-01-31T12:00:00+00:00", "machine": {...}, "costs": {"ask_seconds": ..., ...}}
 """
@@ -25,7 +25,7 @@ _MAX_BYTES = 1 << 20
 
 
 class CostsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Content of the file with the measured transfer costs, which ``kvferry bench calibrate`` writes.
+    """Content of the file with the measured transfer costs, which ``kvferry doctor --calibrate`` writes.
 
     Attributes:
         version: version of the file format.
@@ -83,7 +83,7 @@ def read_costs(path: Path) -> Costs:
     Raises:
         ConfigError: the file cannot be read, or is not a valid costs file of the current version.
     """
-    remedy = "write it anew with `kvferry bench calibrate`"
+    remedy = "write it anew with `kvferry doctor --calibrate`"
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise ConfigError(
@@ -124,4 +124,4 @@ def write_costs(path: Path, costs: Costs, made: str, machine: Mapping[str, Any])
         replace_file(path, json.dumps(msgspec.to_builtins(held), indent=2) + "\n")
     except OSError as error:
         said = os.strerror(error.errno or 0)
-        raise ConfigError(f"costs: cannot write {path}: {said}; choose another place with --out") from error
+        raise ConfigError(f"costs: cannot write {path}: {said}; let this user write there") from error

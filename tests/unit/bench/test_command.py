@@ -45,7 +45,7 @@ def test_a_cache_that_cannot_be_written_to_is_named_with_the_way_out(monkeypatch
         _run("tiers")
 
 
-@pytest.mark.parametrize("command", ["transfer", "calibrate", "tiers"])
+@pytest.mark.parametrize("command", ["transfer", "tiers"])
 def test_fewer_rounds_than_a_median_needs_are_refused(command: str) -> None:
     with pytest.raises(Exception, match="7"):
         _run(command, "--repeats", "6")

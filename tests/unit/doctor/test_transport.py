@@ -5,12 +5,15 @@ import pytest
 
 from kvferry.connector.config import parse_config
 from kvferry.doctor import costs, nixl, reads
+from kvferry.doctor.calibrate import calibrate
 from kvferry.doctor.engines import Target
 from kvferry.doctor.examine import names_other_machines
 from kvferry.doctor.finding import Finding, State
 from kvferry.doctor.limits import ProcessResult
+from kvferry.errors import TransferError
 from kvferry.planning.strategy import Costs
-from kvferry.transport.costs_file import default_costs_path, write_costs
+from kvferry.transport.costs_file import default_costs_path, load_costs, write_costs
+from support.bench_results import calibration
 
 MARK = "kvferry doctor: "
 # As UCX 1.20 printed it here.
@@ -237,3 +240,27 @@ def test_unreadable_costs_are_bad(tmp_path):
     path.write_text("{}")
     assert costs.check(str(path), None).state is State.BAD
     assert costs.check(str(tmp_path / "none"), None).state is State.BAD
+
+
+def test_calibrating_writes_the_costs_and_says_each(tmp_path):
+    path = tmp_path / "costs.json"
+    measured_costs = Costs(read_descriptor_seconds=4e-6, overlap=0.683)
+    found = list(calibrate(str(path), lambda _: None, lambda _: calibration(measured_costs)))
+    assert load_costs(str(path)) == measured_costs
+    said = {one.subject: one.found for one in found}
+    assert said["READ, per descriptor"] == "4 µs; built in: 2 µs"
+    assert said["gathering hidden behind reading"] == "68.3 %; built in: 0 %"
+    assert said["prediction"].startswith(
+        "2 kinds of reads within 8% (median), 13% (worst); 2 kinds of copies"
+    )
+    assert said["costs file"] == f"written to {path}; engines read it when they start"
+    assert costs.check(str(path), None).state is State.OK
+
+
+def test_a_calibration_that_fails_writes_nothing(tmp_path):
+    def fail(_):
+        raise TransferError("the producer process ended; see its messages")
+
+    (found,) = calibrate(str(tmp_path / "costs.json"), lambda _: None, fail)
+    assert (found.state, found.advice) == (State.BAD, "see its messages")
+    assert not list(tmp_path.iterdir())

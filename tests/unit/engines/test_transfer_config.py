@@ -13,6 +13,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
+from kvferry.engines.vllm import config
 from kvferry.engines.vllm.compat.frees import defer_frees
 from kvferry.engines.vllm.config import keep_transfer, read_settings
 from kvferry.engines.vllm.connector import KVFerryConnector
@@ -91,6 +92,16 @@ def test_what_is_accepted_starts_and_what_is_refused_does_not():
 @pytest.mark.parametrize("name", CORPUS)
 def test_real_configurations_are_accepted(name):
     assert [one for one in TransferCheck(CORPUS[name]).remarks if one.verdict is Verdict.REFUSED] == []
+
+
+@pytest.mark.parametrize(
+    ("release", "verdict"),
+    [("0.31.1", Verdict.NOTED), (None, Verdict.NOTED), ("0.32.0", Verdict.REFUSED)],
+)
+def test_a_key_that_the_installed_vllm_still_takes_is_only_noted(monkeypatch, release, verdict):
+    monkeypatch.setattr(config, "vllm_version", lambda: release)
+    found = TransferCheck({**FERRY, "kv_ip": "10.0.0.1"}).remarks
+    assert [one.verdict for one in found if "'kv_ip'" in one.text] == [verdict]
 
 
 def test_a_refusal_is_one_sentence_that_says_what_to_do():

@@ -1,4 +1,4 @@
-"""`kvferry replay` and `kvferry size` on small traces."""
+"""`kvferry replay` on small traces."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from support.command_line import run_command_in_terminal
 from support.configs import DENSE
 from support.terminal import Terminal
 
+TARGET = ("--target-hit", "0.5")
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 2
 """Bytes of a token of the model: K and V of 2 heads of 16 elements of 2 bytes, in 2 layers."""
 
@@ -78,7 +79,11 @@ def test_a_trace_of_lengths_cannot_tell_what_prompts_share(folder: Path) -> None
     assert "0.0% of the prompt tokens" not in output
     code, output = run("replay", "lengths.csv", "--model", "config.json", "--json")
     found = next(json.loads(line) for line in output.splitlines() if line.startswith("{"))
-    assert found["tells_prefixes"] is False
+    assert found["why_no_hit_rate"].startswith("the trace has only lengths")
+    hits = [found["hit_rate"], found["hit_tokens"], *(each["hit_rate"] for each in found["tiers"])]
+    assert {*hits, *(each["hit_rate"] for each in found["groups"])} == {None}
+    run("replay", "lengths.csv", "--model", "config.json", "--requests", "requests.jsonl")
+    assert '"local_tokens": null, "tier_tokens": null' in Path("requests.jsonl").read_text()
     code, output = run("replay", "lengths.csv", "--model", "config.json", "--html", "page.html")
     assert "The trace cannot tell" in Path("page.html").read_text()
     assert "%" not in Path("page.html").read_text().partition("<pre>")[2]
@@ -87,7 +92,7 @@ def test_a_trace_of_lengths_cannot_tell_what_prompts_share(folder: Path) -> None
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("size", "--trace", "lengths.csv", "--model", "config.json"),
+        ("replay", "lengths.csv", "--model", "config.json", "--target-hit", "0.5"),
         ("replay", "lengths.csv", "--model", "config.json", "--curve"),
         ("plan", "config.json", "--trace", "lengths.csv", "--json"),
     ],
@@ -117,7 +122,7 @@ def test_the_gain_of_tiers_is_what_they_add_to_the_engines_own_prefix_cache(fold
 
 
 def test_size_says_what_the_engine_has_without_tiers(folder: Path) -> None:
-    size = ("size", "--trace", "trace.jsonl", "--model", "config.json", "--target-hit", "0.5")
+    size = ("replay", "trace.jsonl", "--model", "config.json", "--target-hit", "0.5")
     output = run(*size)[1]
     found = " ".join(output.split())
     assert "No tier is needed for 50%: the engine's own prefix cache reaches 65.6%" in found, output
@@ -129,8 +134,9 @@ def test_size_says_what_the_engine_has_without_tiers(folder: Path) -> None:
 
 
 def test_a_terminal_shows_how_far_each_pass_over_a_described_workload_is(folder: Path) -> None:
-    workload = ["--users", "20", "--requests-per-second", "2", "--hours", "0.3", "--engine-blocks", "0"]
-    command = partial(run_command_in_terminal, "size", "--model", "config.json", *workload)
+    workload = "users=20,requests-per-second=2,hours=0.3"
+    options = ["--model", "config.json", "--engine-blocks", "0", "--target-hit", "0.5"]
+    command = partial(run_command_in_terminal, "replay", workload, *options)
     with Terminal(command, 80, 24) as terminal:
         assert terminal.end() == 0
     said = terminal.said.decode()
@@ -139,7 +145,7 @@ def test_a_terminal_shows_how_far_each_pass_over_a_described_workload_is(folder:
     assert "2,048 requests" in said
 
 
-@pytest.mark.parametrize("command", ["replay", "size", "plan"])
+@pytest.mark.parametrize("command", ["replay", "plan"])
 def test_the_help_names_the_assumed_memory(command: str) -> None:
     assert ASSUMED_KV_CACHE in run(command, "--help")[1]
 
@@ -192,7 +198,7 @@ def test_ctrl_c_prints_what_was_found_so_far(folder: Path, monkeypatch: pytest.M
 
 def test_size_answers_with_a_number_and_a_range(folder: Path) -> None:
     code, output = run(
-        *("size", "--trace", "trace.jsonl", "--model", "config.json", "--target-hit", "0.5", "--json"),
+        *("replay", "trace.jsonl", "--model", "config.json", "--target-hit", "0.5", "--json"),
         *("--engine-blocks", "0"),
     )
     assert code == 0, output
@@ -201,17 +207,15 @@ def test_size_answers_with_a_number_and_a_range(folder: Path) -> None:
         found["too_little_bytes"] == 0
     )
     assert found["unlimited_hit_rate"] == pytest.approx(8 / 12)
-    code, output = run("size", "--trace", "trace.jsonl", "--model", "config.json", "--target-hit", "0.9")
+    code, output = run("replay", "trace.jsonl", "--model", "config.json", "--target-hit", "0.9")
     assert code == 0
     assert output.startswith("No capacity reaches 90%: with unlimited memory, 66.7%")
 
 
 def test_size_counts_the_bytes_of_a_token_that_is_loaded_and_not_those_of_answers(folder: Path) -> None:
-    workload = ["--users", "20", "--requests-per-second", "2", "--hours", "0.05", "--turns", "4"]
-    options = ["--prompt-tokens", "500", "--output-tokens", "1500", "--prefill-tokens-per-second", "1000"]
-    code, output = run(
-        "size", "--model", "config.json", *workload, *options, "--engine-blocks", "0", "--json"
-    )
+    workload = "users=20,requests-per-second=2,hours=0.05,turns=4,prompt-tokens=500,output-tokens=1.5k"
+    options = ["--prefill-tokens-per-second", "1000", "--engine-blocks", "0", "--target-hit", "0.5"]
+    code, output = run("replay", workload, "--model", "config.json", *options, "--json")
     assert code == 0, output
     found = json.loads(output)
     assert found["bytes_per_token"] == pytest.approx(TOKEN_BYTES, rel=0.02)
@@ -219,24 +223,35 @@ def test_size_counts_the_bytes_of_a_token_that_is_loaded_and_not_those_of_answer
 
 
 def test_size_shows_each_combination_of_engine_settings_once(folder: Path) -> None:
-    workload = ["--users", "2", "--requests-per-second", "1", "--hours", "0.002"]
-    options = ["--shared-prompt-tokens", "0", "--retention", "None", "--step-tokens", "2048", "--json"]
-    code, output = run("size", "--model", "Qwen3-Next-80B-A3B", *workload, *options)
+    workload = "users=2,requests-per-second=1,hours=0.002,shared-prompt-tokens=0"
+    options = ["--retention", "None", "--step-tokens", "2048", "--target-hit", "0.5", "--json"]
+    code, output = run("replay", workload, "--model", "Qwen3-Next-80B-A3B", *options)
     assert code == 0, output
     found = [tuple(one.values())[:2] for one in json.loads(output)["engine_settings"]]
     assert found == [(2048, None), (544, None)]
 
 
 def test_size_takes_a_described_workload(folder: Path) -> None:
-    workload = ["--users", "20", "--requests-per-second", "2", "--hours", "0.02", "--turns", "3"]
+    workload = "users=20,requests-per-second=2,hours=0.02,turns=3"
     options = ["--prefill-tokens-per-second", "10000", "--html", "size.html", "--target-hit", "0.4"]
-    options += ["--kv-cache-memory", "64KiB"]
-    code, output = run("size", "--model", "config.json", *workload, *options)
+    options += ["--kv-cache-memory", "64KiB", "--tier", "host=1MiB"]
+    code, output = run("replay", workload, "--model", "config.json", *options)
     assert code == 0, output
+    assert "With 1 MiB of host memory in front of such a disk" in output
     assert "of host memory, or as much disk, reach 40%" in output
     assert "Loading is faster than computing" in output
     assert max(map(len, output.splitlines())) <= 80
     assert "<polyline" in Path("size.html").read_text()
+
+
+def test_a_replay_takes_a_described_workload_in_place_of_a_trace(folder: Path) -> None:
+    workload = "users=1,requests-per-second=1,turns=2,hours=0.01"
+    code, output = run("replay", workload, "--model", "config.json", "--curve", "--json")
+    assert code == 0, output
+    found = json.loads(output)
+    assert found["trace"] == "a described workload"
+    assert 0 < found["hit_rate"] < 1
+    assert found["curve"]
 
 
 @pytest.mark.parametrize(
@@ -255,23 +270,43 @@ def test_size_takes_a_described_workload(folder: Path) -> None:
         ),
         (("replay", "missing.jsonl", "--model", "config.json", "--html", "no/page"), "cannot write no/page"),
         (
-            ("size", "--trace", "missing", "--model", "config.json", "--html", "no/page"),
-            "cannot write no/page",
-        ),
-        (
-            ("size", "--trace", "trace.jsonl", "--model", "config.json", "--target-hit", "50"),
+            ("replay", "trace.jsonl", "--model", "config.json", "--target-hit", "50"),
             "--target-hit is 50",
         ),
-        (("size", "--model", "config.json", "--users", "0"), "users is 0"),
-        (("size", "--model", "config.json", "--host", "0"), "--host is 0 bytes"),
-        (("size", "--model", "config.json", "--disk-writes-per-day", "0"), "--disk-writes-per-day is 0.0"),
-        (("replay", "-", "--model", "config.json", "--curve"), "--curve needs several passes"),
-        (("size", "--model", "config.json", "--kv-cache-memory", "1KiB"), "has no room for a block of 4 KiB"),
+        (("replay", "users=0", "--model", "config.json"), "users is 0"),
+        (("replay", "user=9,turns=2", "--model", "config.json"), "'user=9' is not known; give NAME=VALUE"),
+        (("replay", "turns=many", "--model", "config.json"), "turns is 'many'; give a number, such as 5"),
         (
-            ("size", "--model", "config.json", "--kv-cache-memory", "1GiB", "--engine-blocks", "9"),
+            ("replay", "turns=2", "--model", "config.json", "--disk-writes-per-day", "1"),
+            "--disk-writes-per-day is about the disk of --target-hit",
+        ),
+        (
+            ("replay", "turns=2", "--model", "config.json", *TARGET, "--disk-writes-per-day", "0"),
+            "--disk-writes-per-day is 0.0",
+        ),
+        (
+            ("replay", "turns=2", "--model", "config.json", *TARGET, "--engines", "2"),
+            "--target-hit looks for the size of one engine's tiers; leave out --bandwidth, --requests",
+        ),
+        (("replay", "-", "--model", "config.json", "--curve"), "--curve needs several passes"),
+        (
+            ("replay", "turns=2", "--model", "config.json", "--kv-cache-memory", "1KiB"),
+            "has no room for a block of 4 KiB",
+        ),
+        (
+            (
+                "replay",
+                "turns=2",
+                "--model",
+                "config.json",
+                "--kv-cache-memory",
+                "1GiB",
+                "--engine-blocks",
+                "9",
+            ),
             "both give the size of the pool",
         ),
-        (("size", "--trace", "-", "--model", "config.json"), "kvferry size needs several passes"),
+        (("replay", "-", "--model", "config.json", *TARGET), "--target-hit needs several passes"),
         (("replay", "trace.jsonl", "--model", "config.json", "--requests", "/dev/full"), "No space left"),
     ],
 )

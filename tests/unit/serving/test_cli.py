@@ -69,10 +69,12 @@ def test_help_fits_80_columns_and_shows_examples_that_have_known_options(command
     [
         ("pln", "no such command 'pln'; did you mean 'plan'"),
         ("dashboard --out .", "no such command 'dashboard'; did you mean kvferry top --dashboard DIR?"),
+        ("size --users 5", "no such command 'size'; did you mean kvferry replay TRACE --target-hit SHARE?"),
+        ("bench calibrate", "no such command 'calibrate'; did you mean kvferry doctor --calibrate?"),
         ("cache lss .", "no such command 'lss'; did you mean 'ls'?"),
         ("plan --tokenz 5", "kvferry plan has no option --tokenz; did you mean --tokens?"),
         ("--hepl", "kvferry has no option --hepl; did you mean --help?"),
-        ("size --hepl", "kvferry size has no option --hepl; did you mean --help?"),
+        ("replay --hepl", "kvferry replay has no option --hepl; did you mean --help?"),
         ("top", "URL is missing; give the address of an engine or a router, or --dashboard DIR"),
         ("top http://a --dashboard .", "--dashboard reads no engine; leave out the URLs, or --dashboard"),
         ("help nothing", "no such command 'nothing'"),

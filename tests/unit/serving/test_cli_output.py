@@ -24,7 +24,6 @@ LONG = [
     ["doctor"],
     ["demo", "/nowhere"],
     ["bench", "transfer"],
-    ["bench", "calibrate"],
 ]
 NO_ROOM = (
     "kvferry: cannot write to standard output: No space left on device; check where it is redirected to\n"

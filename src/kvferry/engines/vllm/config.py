@@ -9,6 +9,7 @@ import msgspec
 
 from kvferry.connector.choices import check_keys, parse_settings
 from kvferry.connector.config import NODE, ConnectorConfig, check_host_buffer, parse_config
+from kvferry.engines.vllm.version import minor_release, vllm_version
 from kvferry.errors import ConfigError
 
 UNUSED_PORT = 14579
@@ -20,7 +21,9 @@ _GONE = {
     "kv_parallel_size": "",
     "kv_buffer_size": ", and set staging_mib in kv_connector_extra_config",
 }
-"""Keys of earlier vLLM releases, which kvferry has never read. The value says what to set instead."""
+"""Keys that vLLM has dropped, and that kvferry has never read. The value says what to set instead."""
+_RELEASES_WITH_GONE = ("0.31",)
+"""Supported minor releases of vLLM that still take these keys. Later ones refuse them."""
 
 
 class TransferConfig(msgspec.Struct, frozen=True):
@@ -55,7 +58,7 @@ def parse_transfer(where: str, given: Mapping[str, Any]) -> TransferConfig:
         ConfigError: a key is unknown or missing, or a value has a wrong type.
     """
     check_transfer_keys(where, given)
-    return parse_settings(where, given, TransferConfig)
+    return parse_settings(where, given, TransferConfig, tuple(_GONE))
 
 
 def check_transfer_keys(where: str, given: Mapping[str, Any], beside: tuple[str, ...] = ()) -> None:
@@ -67,15 +70,28 @@ def check_transfer_keys(where: str, given: Mapping[str, Any], beside: tuple[str,
         beside: further keys that the object may have.
 
     Raises:
-        ConfigError: a key is unknown. The message names the nearest known one.
+        ConfigError: a key is unknown, or the installed vLLM has dropped it. The message names the nearest
+            known one.
     """
-    for key, instead in _GONE.items():
-        if key in given:
-            raise ConfigError(
-                f"{where} has the key {key!r}, which vLLM has dropped and kvferry never used; leave it "
-                f"out{instead}"
-            )
-    check_keys(where, given, (*TRANSFER_KEYS, *beside))
+    release = vllm_version()
+    if release is not None and minor_release(release) not in _RELEASES_WITH_GONE:
+        for text in gone_keys(where, given):
+            raise ConfigError(text)
+    check_keys(where, given, (*TRANSFER_KEYS, *_GONE, *beside))
+
+
+def gone_keys(where: str, given: Mapping[str, Any]) -> list[str]:
+    """Return a sentence about each key of an object that vLLM has dropped and kvferry never used.
+
+    Args:
+        where: name of the object.
+        given: the object, as parsed from JSON.
+    """
+    return [
+        f"{where} has the key {key!r}, which vLLM has dropped and kvferry never used; leave it out{instead}"
+        for key, instead in _GONE.items()
+        if key in given
+    ]
 
 
 def read_settings(vllm_config: Any) -> ConnectorConfig:

@@ -16,7 +16,13 @@ from typing import Any
 
 from kvferry.connector.config import ConnectorConfig, parse_config
 from kvferry.engines.vllm import plugin
-from kvferry.engines.vllm.config import TRANSFER_KEYS, check_failure_policy, parse_transfer, unused_keys
+from kvferry.engines.vllm.config import (
+    TRANSFER_KEYS,
+    check_failure_policy,
+    gone_keys,
+    parse_transfer,
+    unused_keys,
+)
 from kvferry.engines.vllm.multi.settings import HAND_OVER, INHERITED, check_hand_over, parse_multi
 from kvferry.engines.vllm.plugin import CONNECTORS
 from kvferry.errors import ConfigError
@@ -132,6 +138,8 @@ class TransferCheck:
         except ConfigError as error:
             self._refuse(where, str(error))
         else:
+            for text in gone_keys(where, given):
+                self._note(where, text)
             if unused := unused_keys(transfer.kv_port):
                 self._note(where, unused)
         role, extra = given.get("kv_role"), given.get(_EXTRA, {})

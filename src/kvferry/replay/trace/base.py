@@ -36,21 +36,44 @@ _Item = TypeVar("_Item")
 
 
 class Trace(ABC):
-    """The requests of a trace file, in order of arrival.
+    """Requests in order of arrival. Each iteration begins with the first one.
+
+    Attributes:
+        name: name for the user, safe to print on a terminal.
+        unit_tokens: number of tokens per unit of all requests.
+        length: value of `position` at the end; None if the requests can be iterated only once.
+        header: what is known about all requests; empty except for recorded traces.
+        tells_prefixes: False if only lengths are known, so that no prompts are known to share a prefix.
+    """
+
+    name: str
+    unit_tokens: int
+    length: float | None
+    header: Mapping[str, object]
+    tells_prefixes = True
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[TraceRequest]: ...
+
+    @abstractmethod
+    def position(self) -> float:
+        """Return how far the latest iteration is, for comparison with `length`."""
+
+    def notes(self) -> list[str]:
+        """Return what the latest iteration changed or assumed, so far, as sentences for the user."""
+        return []
+
+
+class FileTrace(Trace):
+    """The requests of a trace file.
 
     Each iteration reads the file from its beginning, a small part at a time. Standard input and pipes can be
     iterated once. An iteration raises `ConfigError` at the first line that cannot be used.
 
     Attributes:
-        name: name of the file, safe to print on a terminal.
         format: name of the file's format: ``mooncake``, ``bailian``, ``blocks``, ``csv`` or ``recorded``.
-        unit_tokens: number of tokens per unit of all requests.
-        size_bytes: size of the file, compressed if it is; None for standard input and pipes.
-        header: what the file says about all its requests; empty except for recorded traces.
-        tells_prefixes: False if the file has only lengths, so that no prompts are known to share a prefix.
+        length: size of the file in bytes, compressed if it is; None for standard input and pipes.
     """
-
-    tells_prefixes = True
 
     def __init__(
         self, file: TraceFile, format_name: str, unit_tokens: int, header: Mapping[str, object] | None = None
@@ -59,8 +82,8 @@ class Trace(ABC):
         self.name = file.name
         self.format = format_name
         self.unit_tokens = unit_tokens
-        self.size_bytes = file.size_bytes
-        self.header: Mapping[str, object] = header or {}
+        self.length = file.size_bytes
+        self.header = header or {}
         self._file = file
         self._arrivals = ArrivalTimes(file)
 
@@ -68,12 +91,10 @@ class Trace(ABC):
         self._arrivals = ArrivalTimes(self._file)
         return self._requests(self._arrivals)
 
-    def position(self) -> int:
-        """Return how far the latest iteration is, in bytes of the file, for comparison with `size_bytes`."""
+    def position(self) -> float:  # noqa: D102 - inherited
         return self._file.read_bytes
 
-    def notes(self) -> list[str]:
-        """Return what the latest iteration changed or assumed, so far, as sentences for the user."""
+    def notes(self) -> list[str]:  # noqa: D102 - inherited
         late = self._arrivals.late
         unsorted = (
             f"not in order of arrival: {counted(late, 'request')}, which arrive with the request before"

@@ -21,7 +21,7 @@ import csv
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 
-from kvferry.replay.trace.base import MAX_TOKENS, ArrivalTimes, Trace
+from kvferry.replay.trace.base import MAX_TOKENS, ArrivalTimes, FileTrace
 from kvferry.replay.trace.made_up import Outline, Passage, write_out
 from kvferry.replay.trace.request import TraceRequest, identity
 from kvferry.replay.trace.trace_file import TraceFile
@@ -57,7 +57,7 @@ def csv_columns(line: bytes) -> dict[str, int]:
     return {role: names.index(name) for role, name in found.items() if name is not None}
 
 
-class CsvTrace(Trace):
+class CsvTrace(FileTrace):
     """A trace that is a table."""
 
     def __init__(self, file: TraceFile, unit_tokens: int | None) -> None:

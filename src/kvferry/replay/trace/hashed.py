@@ -29,9 +29,9 @@ from kvferry.errors import ConfigError
 from kvferry.replay.trace.base import (
     MAX_TOKENS,
     ArrivalTimes,
+    FileTrace,
     OutputTokens,
     PromptTokens,
-    Trace,
     UnitTokens,
     batches,
     decode,
@@ -72,7 +72,7 @@ class _Draft(NamedTuple):
     record: _Record
 
 
-class HashedTrace(Trace):
+class HashedTrace(FileTrace):
     """A trace with identities of blocks."""
 
     def __init__(self, file: TraceFile, unit_tokens: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Open a trace file of any known format."""
+"""Open a trace of any known format."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from kvferry.replay.trace.csv_trace import CsvTrace, csv_columns
 from kvferry.replay.trace.hashed import HashedTrace
 from kvferry.replay.trace.recorded import RecordedTrace
 from kvferry.replay.trace.trace_file import TraceFile
+from kvferry.replay.trace.workload import DESCRIBED, WorkloadTrace
 from kvferry.terminal import shown
 
 _FORMATS = (
     'JSON lines with "hash_ids" and "input_length" (Mooncake, Bailian, kvcache-simulator), CSV with the '
-    "columns arrival, prompt_tokens and output_tokens, or a trace recorded by kvferry"
+    "columns arrival, prompt_tokens and output_tokens, a trace recorded by kvferry, or a description such as "
+    "users=500,turns=6"
 )
 _SHOWN_CHARACTERS = 80
 
 
 def open_trace(path: Path | str, unit_tokens: int | None = None) -> Trace:
-    """Find out the format of a trace from its first line.
+    """Open a trace. The first line of a file tells its format.
 
     Args:
-        path: path of the file, plain or compressed with gzip; ``-`` for standard input.
+        path: path of the file, plain or compressed with gzip; ``-`` for standard input. A text such as
+            ``users=500,turns=6`` describes a workload instead.
         unit_tokens: number of tokens per unit of a trace that does not state it itself; None for the usual
             number of its format, such as 512 for Mooncake.
 
@@ -35,6 +38,8 @@ def open_trace(path: Path | str, unit_tokens: int | None = None) -> Trace:
     """
     if unit_tokens is not None and not 1 <= unit_tokens <= MAX_TOKENS:
         raise ConfigError(f"--unit-tokens is {unit_tokens}; give a number from 1 to {MAX_TOKENS:,}")
+    if DESCRIBED.fullmatch(str(path)):
+        return WorkloadTrace(str(path), unit_tokens)
     file = TraceFile(path)
     _, line = file.first_line()
     keys = _keys(line)

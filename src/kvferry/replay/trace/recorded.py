@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 
 from kvferry.errors import ConfigError
-from kvferry.replay.trace.base import ArrivalTimes, OutputTokens, PromptTokens, Trace, UnitTokens, decode
+from kvferry.replay.trace.base import ArrivalTimes, FileTrace, OutputTokens, PromptTokens, UnitTokens, decode
 from kvferry.replay.trace.request import RecordedHits, TraceRequest
 from kvferry.replay.trace.trace_file import TraceFile
 
@@ -74,7 +74,7 @@ class _Index:
         self.numbers.append(number)
 
 
-class RecordedTrace(Trace):
+class RecordedTrace(FileTrace):
     """A trace that kvferry recorded."""
 
     def __init__(self, file: TraceFile) -> None:
@@ -93,9 +93,8 @@ class RecordedTrace(Trace):
         self._is_torn = False
         self._share_done = 0.0
 
-    def position(self) -> int:
-        """Return how far the latest iteration is, in bytes of the file, for comparison with `size_bytes`."""
-        return int(self._file.read_bytes * self._share_done)
+    def position(self) -> float:  # noqa: D102 - inherited
+        return self._file.read_bytes * self._share_done
 
     def notes(self) -> list[str]:
         """Return what the latest iteration changed or assumed, so far, as sentences for the user."""

@@ -55,7 +55,7 @@ def test_the_last_id_stands_for_the_incomplete_unit(trace):
 def test_a_trace_can_be_read_again(trace):
     found = trace(*MOONCAKE)
     assert ids(found) == ids(found)
-    assert found.position() == found.size_bytes > 0
+    assert found.position() == found.length > 0
 
 
 def test_bailians_traces_have_seconds_and_units_of_16_tokens(trace):

@@ -83,8 +83,8 @@ def test_the_position_reaches_the_size_of_the_file(trace):
     content = lines(HEADER, *map(record, range(4)))
     found = trace(content)
     positions = [found.position() for _ in found]
-    assert positions == [int(len(content) * share / 4) for share in (1, 2, 3, 4)]
-    assert found.position() == found.size_bytes
+    assert positions == [len(content) * share / 4 for share in (1, 2, 3, 4)]
+    assert found.position() == found.length
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.replay.workload import Workload
+from kvferry.replay.trace.workload import Workload
 
 CHAT = Workload(
     users=20,
@@ -17,7 +17,7 @@ CHAT = Workload(
     turns=4,
     prompt_tokens=200,
     output_tokens=80,
-    duration_seconds=500.0,
+    hours=500 / 3600,
     seed=3,
 )
 
@@ -115,7 +115,7 @@ def test_equal_workloads_give_equal_requests_and_other_seeds_others(requests):
 
 
 def test_requests_are_generated_as_they_are_consumed():
-    endless = replace(CHAT, duration_seconds=1e9)
+    endless = replace(CHAT, hours=2e5)
     assert len(list(islice(endless.requests(), 10))) == 10
 
 

@@ -1,4 +1,4 @@
-"""`kvferry bench calibrate`: measure the costs of READs, copies and gather requests on this machine.
+"""Measure the costs of READs, copies and gather requests on this machine.
 
 A gather copies scattered pieces of KV into contiguous staging memory, and a scatter copies them out again.
 Each cost is measured separately, with the code that transfers use: READs between two processes by
@@ -20,14 +20,14 @@ import numpy as np
 import torch
 import zmq
 
-from kvferry.bench.fit import Fit, fit
-from kvferry.bench.rounds import run_rounds
 from kvferry.errors import TransferError
+from kvferry.measuring.fit import Fit, fit
 from kvferry.measuring.gpus import shortest_engine_run, source_and_destination
 from kvferry.measuring.host_copies import HostCopy
 from kvferry.measuring.producer_process import ProducerProcess, use_transports
 from kvferry.measuring.raw_reads import RawReads, WaitLimit
 from kvferry.measuring.reader import Reader
+from kvferry.measuring.rounds import run_rounds
 from kvferry.measuring.simulated import plain_engine
 from kvferry.measuring.spread import Spread
 from kvferry.memory.address_space import AddressSpace, region_over

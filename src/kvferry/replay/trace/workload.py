@@ -1,19 +1,30 @@
-"""Made-up traces: users who hold conversations, described by a few numbers."""
+"""Made-up traces: users who hold conversations, described by a few numbers.
+
+The description is a text such as ``users=500,turns=6,hours=0.5``. Left-out numbers have the defaults of
+`Workload`.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import ConfigError
+from kvferry.replay.trace.base import Trace
 from kvferry.replay.trace.made_up import Outline, Passage, write_out
 from kvferry.replay.trace.request import TraceRequest, identity
+from kvferry.units import parse_count
+
+DESCRIBED = re.compile(r"[a-z-]+=[^/]*")
+"""Pattern of the texts that describe a workload."""
 
 _BATCH_REQUESTS = 4096
+_SECONDS_PER_HOUR = 3600
 _MAX_TOKENS = 1 << 24
 _SIGMA = 1.0
 _BOUNDS = {
@@ -23,7 +34,7 @@ _BOUNDS = {
     "turns": (1, _MAX_TOKENS),
     "prompt_tokens": (1, _MAX_TOKENS),
     "output_tokens": (1, _MAX_TOKENS),
-    "duration_seconds": (0, 1e9),
+    "hours": (0, 3e5),
     "seed": (0, (1 << 64) - 1),
     "unit_tokens": (1, _MAX_TOKENS),
 }
@@ -47,7 +58,7 @@ class Workload:
 
     >>> workload = Workload(
     ...     users=2, requests_per_second=0.5, shared_prompt_tokens=64, turns=3, prompt_tokens=100,
-    ...     output_tokens=50, duration_seconds=14.3, seed=1,
+    ...     output_tokens=50, hours=14.3 / 3600, seed=1,
     ... )
     >>> requests = list(workload.requests())
     >>> for each in requests:
@@ -71,7 +82,7 @@ class Workload:
         turns: number of requests of each conversation.
         prompt_tokens: mean number of new tokens of each prompt.
         output_tokens: mean number of generated tokens of each request.
-        duration_seconds: time in which requests arrive.
+        hours: time in which requests arrive, in hours.
         seed: seed of all random numbers. With the same release of NumPy, equal workloads give equal requests.
         unit_tokens: number of tokens per unit.
 
@@ -79,13 +90,13 @@ class Workload:
         ConfigError: a number is out of bounds.
     """
 
-    users: int
-    requests_per_second: float
-    shared_prompt_tokens: int
-    turns: int
-    prompt_tokens: int
-    output_tokens: int
-    duration_seconds: float
+    users: int = 1000
+    requests_per_second: float = 10.0
+    shared_prompt_tokens: int = 1000
+    turns: int = 5
+    prompt_tokens: int = 500
+    output_tokens: int = 300
+    hours: float = 0.5
     seed: int = 0
     unit_tokens: int = 16
 
@@ -119,7 +130,7 @@ class Workload:
             for arrival, user, new_tokens, output_tokens in zip(
                 arrivals.tolist(), users.tolist(), added, outputs, strict=True
             ):
-                if arrival >= self.duration_seconds:
+                if arrival >= self.hours * _SECONDS_PER_HOUR:
                     return
                 conversation = conversations.pop(user, None)
                 if conversation is None:
@@ -139,6 +150,54 @@ class Workload:
             Passage(self.shared_prompt_tokens, identity(f"conversation {number} of {self.seed}")),
         )
         return _Conversation(f"{user}-{number}", passages, self.turns, self.shared_prompt_tokens)
+
+
+class WorkloadTrace(Trace):
+    """The requests of a described workload. A position is a time in seconds."""
+
+    def __init__(self, description: str, unit_tokens: int | None) -> None:
+        """Describe the workload.
+
+        Args:
+            description: names and values, as in ``users=500,requests-per-second=3``.
+            unit_tokens: number of tokens per unit; None for the default.
+
+        Raises:
+            ConfigError: a name is not known, or a value cannot be used.
+        """
+        given = {} if unit_tokens is None else {"unit_tokens": unit_tokens}
+        self._workload = Workload(**{**_parse(description), **given})
+        self.name = "a described workload"
+        self.unit_tokens = self._workload.unit_tokens
+        self.length = self._workload.hours * _SECONDS_PER_HOUR
+        self.header = {}
+        self._arrival = 0.0
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        for request in self._workload.requests():
+            self._arrival = request.arrival
+            yield request
+
+    def position(self) -> float:  # noqa: D102 - inherited
+        return self._arrival
+
+
+def _parse(description: str) -> dict[str, Any]:
+    """Return the attributes of a workload that a text gives."""
+    kinds = {field.name.replace("_", "-"): field for field in fields(Workload) if field.name != "unit_tokens"}
+    found: dict[str, Any] = {}
+    for part in description.split(","):
+        name, _, value = part.partition("=")
+        if name not in kinds:
+            raise ConfigError(f"workload: {part!r} is not known; give NAME=VALUE of {', '.join(kinds)}")
+        field = kinds[name]
+        try:
+            found[field.name] = float(value) if field.type == "float" else parse_count(value)
+        except ValueError:
+            raise ConfigError(
+                f"workload: {name} is {value!r}; give a number, such as {field.default}"
+            ) from None
+    return found
 
 
 class _Conversation(NamedTuple):
