@@ -6,6 +6,8 @@ import logging
 import time
 from collections.abc import Callable
 
+from kvferry.units import counted
+
 
 class LimitedLog:
     """A logger of warnings that limits their rate, so that clients and peers cannot fill the log.
@@ -55,5 +57,5 @@ class LimitedLog:
             return
         self._said.add(cause)
         left, self._left_out = self._left_out, 0
-        more = f" ({left} more warnings were left out before this one)" if left else ""
+        more = f" ({counted(left, 'more warning')} left out before this one)" if left else ""
         self._logger.warning("%s%s", text, more, exc_info=error)

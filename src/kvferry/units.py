@@ -61,7 +61,12 @@ def counted(number: int, noun: str) -> str:
     >>> counted(1, "chunk"), counted(2048, "chunk")
     ('1 chunk', '2,048 chunks')
     """
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    return f"{number:,} {plural(number, noun)}"
+
+
+def plural(number: float, noun: str) -> str:
+    """Return a noun as it stands after a number that is formatted in another way than by `counted`."""
+    return noun if number == 1 else f"{noun}s"
 
 
 def format_seconds(seconds: float) -> str:

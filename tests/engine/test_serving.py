@@ -439,7 +439,7 @@ def test_doctor_finds_both_engines_behind_the_router_and_lets_them_read(served):
         assert "weights " in said["content"]
     (pair,) = [findings for title, findings in sections.items() if "->" in title]
     assert f"{served.prefill} (there) -> {served.decode} (here)" in sections
-    assert "1 rank(s) there, 1 here" in next(one["found"] for one in pair if one["subject"] == "compatible")
+    assert "1 rank there, 1 here" in next(one["found"] for one in pair if one["subject"] == "compatible")
     wait_for(lambda: served.metric(served.prefill, "vllm:kv_cache_usage_perc") == 0)
 
 
@@ -450,7 +450,7 @@ def test_top_finds_the_engines_through_the_router_and_shows_what_they_have_done(
         for url, role in ((served.prefill, "prefill"), (served.decode, "decode"))
     ]
     with Terminal([*KVFERRY, "top", served.url, "--interval", "0.5"]) as terminal:
-        terminal.until(lambda text: "2 of 2 engines answer" in text and "tokens/s  answers" in text)
+        terminal.until(lambda text: "engines answering: 2 of 2" in text and "tokens/s  answers" in text)
         with asking(served):  # tokens per second, just now
             terminal.until(lambda text: re.search(r"peer [1-9]", text) is not None)
 

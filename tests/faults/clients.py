@@ -30,7 +30,7 @@ async def other_prompt(stage: Stage, trial: Trial, draw: random.Random) -> None:
         f"the offer of a prompt of {params['remote_num_tokens'] + 1} tokens came with one of {len(text)}"
     )
     name = await stage.decoded(trial, text, params, salt)
-    trial.detected = await stage.failed(name, "tokens are offered for|hold other tokens")
+    trial.detected = await stage.failed(name, "tokens offered for|hold other tokens")
     again = await stage.decoded(trial, text, None, salt)  # what the first one left in the caches is right
     trial.detected += "" if again else "?"
 
@@ -52,7 +52,7 @@ _ODD: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 _DECLINED = (
-    "kv_transfer_params: |tokens are offered for|answers at the address|cannot be asked|"
+    "kv_transfer_params: |tokens offered for|answers at the address|cannot be asked|"
     f"{UNANSWERED}|{UNKNOWN_TICKET}"
 )
 

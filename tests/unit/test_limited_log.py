@@ -38,8 +38,8 @@ def test_a_cause_is_said_once_in_a_window_and_the_next_line_counts_the_rest(log,
     log.say("c", "more")
     assert lines(caplog) == [
         "first",
-        "again (1000 more warnings were left out before this one)",
-        "more (2 more warnings were left out before this one)",
+        "again (1,000 more warnings left out before this one)",
+        "more (2 more warnings left out before this one)",
         "more",
     ]
 
@@ -51,7 +51,7 @@ def test_causes_that_are_made_up_get_few_lines_and_no_memory(log, clock, caplog)
     assert len(log._said) == 3
     clock.now += 60
     log.say("cause 7", "line")
-    assert lines(caplog)[-1] == "line (9997 more warnings were left out before this one)"
+    assert lines(caplog)[-1] == "line (9,997 more warnings left out before this one)"
 
 
 def test_an_unexpected_error_is_shown_in_full_once(log, caplog):

@@ -69,12 +69,12 @@ def described(model: ServedModel, pool: BlockPool) -> str:
     """
     steps = model.form.steps
     found = (
-        f"One engine {pool.text} stores chunks of {model.chunk_tokens:,} tokens in host memory. A capacity "
-        "is that of all its ranks together."
+        f"One engine {pool.text} stores chunks of {counted(model.chunk_tokens, 'token')} in host memory. A "
+        "capacity is that of all its ranks together."
     )
     if len(model.attention) < len(model.groups):
         found += (
-            f" Windows and snapshots are kept at least {model.form.snapshot_tokens:,} tokens apart, with a "
-            f"retention of {steps.retention} and {steps.step_tokens:,} tokens per step."
+            f" Windows and snapshots are kept at least {counted(model.form.snapshot_tokens, 'token')} apart, "
+            f"with a retention of {steps.retention} and {counted(steps.step_tokens, 'token')} per step."
         )
     return found

@@ -10,6 +10,7 @@ import typer
 
 from kvferry.cli.output import print_error
 from kvferry.errors import ConfigError, KVFerryError
+from kvferry.units import counted
 
 if TYPE_CHECKING:
     from kvferry.explain.client import AllAnswers, EngineTrace
@@ -74,7 +75,7 @@ def _not_found_message(answers: AllAnswers, request_id: str | None) -> str:
         return "no request has arrived yet"
     remembered = ", ".join(str(one.remembered) for one in engines)
     return (
-        f"no request {request_id!r} is remembered by {len(engines)} engine{'s' * (len(engines) > 1)} "
+        f"no request {request_id!r} is remembered by {counted(len(engines), 'engine')} "
         f"(of their last requests: {remembered}); kvferry explain lists them, and the setting "
         "explain_requests limits their number"
     )

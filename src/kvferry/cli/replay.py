@@ -71,7 +71,7 @@ def replay(
     as_json: opt.Json = False,
     html: opt.Html = None,
 ) -> None:
-    """Predict on a request trace what tiers save, and how large they must be.
+    """Predict what tiers save on a request trace, and their size.
 
     Simulates engines and their tiers with the code that looks chunks up, chooses what to store and evicts in
     a real engine. Nothing is run, and no weights are read. The numbers of a workload and their defaults:

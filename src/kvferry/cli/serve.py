@@ -18,6 +18,7 @@ from kvferry.errors import ConfigError
 from kvferry.extras import VLLM, require
 from kvferry.operating_system import require_linux
 from kvferry.serving.role import Role
+from kvferry.units import counted
 
 if TYPE_CHECKING:
     from kvferry.serving.specs import EngineGroup
@@ -141,8 +142,8 @@ def _check_ports(file: str | None, settings: Mapping[str, Any], engines: int) ->
     ports = {"port": settings.get("port"), "admin.port": admin.get("port") if isinstance(admin, dict) else 0}
     if engines > 1 and (same := [name for name, port in ports.items() if port]):
         raise ConfigError(
-            f"{same[0]} is {ports[same[0]]} in {file}, and kvferry serve starts {engines} engines on this "
-            "machine; set it to 0 for any free port"
+            f"{same[0]} is {ports[same[0]]} in {file}, and kvferry serve starts {counted(engines, 'engine')} "
+            "on this machine; set it to 0 for any free port"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvferry.connector.bids import saves_computation
 from kvferry.connector.decisions import MissReason
 from kvferry.connector.engine import Request
+from kvferry.units import counted
 
 
 def must_compute(request: Request, local_tokens: int) -> tuple[MissReason, str] | None:
@@ -24,6 +25,6 @@ def must_compute(request: Request, local_tokens: int) -> tuple[MissReason, str] 
     if local_tokens:
         return (
             MissReason.LOCAL,
-            f"{local_tokens} of {request.num_tokens} tokens are here, and the last is always computed",
+            f"{local_tokens} of {counted(request.num_tokens, 'token')} here, and the last is always computed",
         )
     return MissReason.SHORT_PROMPT, "its only token is always computed"

@@ -11,6 +11,7 @@ from kvferry.doctor.reads import ReadTimings
 from kvferry.errors import ConfigError
 from kvferry.planning.strategy import Costs
 from kvferry.transport.costs_file import CostsFile, find_default_costs, load_costs
+from kvferry.units import counted
 from kvferry.user_cache import expanded
 
 _FAR_OFF = 3.0
@@ -54,7 +55,11 @@ def check(path: str | None, found: ReadTimings | None, now: datetime | None = No
             _CALIBRATE,
         )
     if (days := _age_days(written.made, now)) is not None and days > _STALE_DAYS:
-        return note(subject, f"{file} was measured {days:.0f} days ago{_ratio_text(used, found)}", _CALIBRATE)
+        return note(
+            subject,
+            f"{file} was measured {counted(round(days), 'day')} ago{_ratio_text(used, found)}",
+            _CALIBRATE,
+        )
     return ok(subject, f"measured {written.made[:10]}, in {file}{_ratio_text(used, found)}")
 
 

@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvferry.doctor.finding import Finding, bad, note
 from kvferry.observe.metrics import PREFIX
 from kvferry.tiers.outcome import PutOutcome
+from kvferry.units import counted
 
 _STORED, _DROPPED = f"{PREFIX}tier_stored_chunks_total", f"{PREFIX}tier_dropped_chunks_total"
 _FAULTS = frozenset(one for one in PutOutcome if one.dropped)
@@ -36,7 +37,7 @@ def of_metrics(text: str) -> list[Finding]:
     for tier, reasons in sorted(dropped.items()):
         every = stored[tier] + reasons.total()
         said = ", ".join(f"{reason} {count:,}" for reason, count in reasons.most_common())
-        what = f"{reasons.total():,} of {every:,} chunks were dropped since the engine started: {said}"
+        what = f"{reasons.total():,} of {counted(every, 'chunk')} dropped since the engine started: {said}"
         faults = sum(count for reason, count in reasons.items() if reason in _FAULTS)
         if faults >= _SHARE * every:
             advice = "read the engine's log, and check the storage with kvferry doctor --config"

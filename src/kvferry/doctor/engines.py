@@ -22,7 +22,7 @@ from kvferry.transport.handshake import Address
 from kvferry.transport.messages import compare_facts
 from kvferry.transport.network_devices import is_local_address
 from kvferry.transport.security import Keys
-from kvferry.units import format_seconds
+from kvferry.units import counted, format_seconds
 
 _SCHEME = "kvferry"
 _CONTROL_SECONDS = 5.0
@@ -292,10 +292,17 @@ def _check_ranks(
             )
     if found:
         return found
+    ranks = counted(len(other_ranks) + 1, "rank")
     if identity is None:
         what = "the others answer, but rank 0 does not, so settings were not compared"
-        return [note("data-parallel", f"{len(other_ranks) + 1} ranks; {what}", "see 'control channel' above")]
-    return [ok("data-parallel", f"{len(other_ranks) + 1} ranks; all answer and have the same settings")]
+        return [
+            note(
+                "data-parallel",
+                f"{ranks}; {what}",
+                "see 'control channel' above",
+            )
+        ]
+    return [ok("data-parallel", f"{ranks}; all answer and have the same settings")]
 
 
 def _rank_differences(one: EngineIdentity, other: EngineIdentity) -> str:
@@ -352,7 +359,10 @@ def _describe(identity: EngineIdentity) -> list[Finding]:
             f"answers in {format_seconds(identity.round_trip_seconds)}",
         ),
         ok("who", f"{identity.facts.engine_id}, {identity.facts.software}"),
-        ok("ranks", f"TP{first.tp_size} PP{first.pp_size}, {first.num_blocks:,} blocks; groups: {groups}"),
+        ok(
+            "ranks",
+            f"TP{first.tp_size} PP{first.pp_size}, {counted(first.num_blocks, 'block')}; groups: {groups}",
+        ),
         ok("content", f"weights {agree.get('weights', '?')}; {dtypes}"),
     ]
 

@@ -19,6 +19,7 @@ from kvferry.observe.fetch import Health, HttpReply, client, fetch
 from kvferry.serving.role import Role
 from kvferry.serving.router.bodies import kv_params_of, prefill_body
 from kvferry.transport.handshake import Address
+from kvferry.units import counted
 
 
 class _Ask(Protocol):
@@ -194,7 +195,7 @@ def _list_backends(body: dict[str, Any]) -> UrlFindings:
     seen.backends = tuple((one.url, role) for one, role in engines)
     down = [one for one, _ in engines if not one.up]
     seen.findings.append(
-        ok("router", f"{len(engines)} engines behind it, {len(engines) - len(down)} of them up")
+        ok("router", f"{counted(len(engines), 'engine')} behind it, {len(engines) - len(down)} of them up")
     )
     seen.findings += [
         bad("router", f"{one.url} is down: {one.reason or 'no reason given'}", "read that engine's log")
@@ -288,7 +289,7 @@ async def _request_kv(ask: _Ask, seen: UrlFindings, engines: int) -> None:
         seen.findings.append(
             bad(
                 "completion",
-                f"a prompt of {len(_PROMPT)} tokens gets status {answer.status}",
+                f"a prompt of {counted(len(_PROMPT), 'token')} gets status {answer.status}",
                 "read the engine's log",
             )
         )

@@ -18,7 +18,7 @@ from kvferry.planning.template import Template, absent_layer_names, build_templa
 from kvferry.serving.role import Role
 from kvferry.transport.address import is_loopback
 from kvferry.transport.messages import compare_facts
-from kvferry.units import format_bytes, format_seconds
+from kvferry.units import counted, format_bytes, format_seconds
 
 _PAIR_SECONDS = 60.0
 _CELLS = 64
@@ -192,7 +192,7 @@ def _describe_transfers(there: EngineIdentity, here: EngineIdentity, costs: Cost
         here: description of the engine that would read.
         costs: costs that the transfer planner assumes.
     """
-    ranks = f"{len(there.ranks)} rank(s) there, {len(here.ranks)} here"
+    ranks = f"{counted(len(there.ranks), 'rank')} there, {len(here.ranks)} here"
     peer = [card.geometry for card in there.ranks]
     templates = [t for card in here.ranks for t in build_templates(peer, card.geometry)]
     try:
@@ -239,7 +239,7 @@ def _check_draft_layers(there: EngineIdentity, here: EngineIdentity) -> list[Fin
     return [
         note(
             "draft model",
-            f"{len(names)} layer(s) of the draft model here are missing there, such as {names[0]}: the "
+            f"the engine there lacks {counted(len(names), 'layer')} of the draft model here, such as {names[0]}: the "
             "model's own layers are transferred without them, and fewer drafts are accepted",
             "run both with the same draft model (--speculative-config) if that matters",
         )
@@ -265,8 +265,8 @@ def _check_windows(there: EngineIdentity, here: EngineIdentity) -> list[Finding]
     return [
         note(
             "windows",
-            f"blocks of {theirs} tokens there, {ours} here: a load may fill only part of the block in "
-            "which a window begins, and such a block serves one request",
+            f"blocks of {counted(theirs, 'token')} there, {ours} here: a load may fill only part of the "
+            "block in which a window begins, and such a block serves one request",
             "use the same block size on both where prompts share prefixes",
         )
     ]

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from kvferry.doctor.finding import ReportSection, State, is_well
 from kvferry.terminal import wrapped
+from kvferry.units import counted
 
 _MARKS = {State.OK: "ok", State.NOTE: "note", State.BAD: "BAD"}
 _STYLES = {State.OK: "green", State.NOTE: "yellow", State.BAD: "bold red"}
@@ -44,7 +45,7 @@ def summary(sections: Sequence[ReportSection]) -> str:
     noted = f"; {counts[State.NOTE]} worth a look" if counts[State.NOTE] else ""
     if not counts[State.BAD]:
         return f"Nothing to fix{noted}."
-    return f"{counts[State.BAD]} of {counts.total()} checks found something to fix{noted}."
+    return f"{counts[State.BAD]} of {counted(counts.total(), 'check')} found something to fix{noted}."
 
 
 def as_json(sections: Sequence[ReportSection]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from kvferry.doctor.probes import MODULE, parse_output
 from kvferry.engines.vllm.version import is_supported, supported_text, vllm_version
 from kvferry.memory import copy_kernel
 from kvferry.serving.cpu_attention import REMEDY
+from kvferry.units import counted
 
 _SECONDS = 120.0
 
@@ -136,7 +137,7 @@ def weights_cache(path: Path | None, digests: int) -> Finding:
         )
     if not digests:
         return ok(subject, f"none were read here yet; digests will be remembered in {path}")
-    return ok(subject, f"digests of {digests} files are remembered in {path}")
+    return ok(subject, f"digests of {counted(digests, 'file')} are remembered in {path}")
 
 
 def copies(kernel: bool = copy_kernel.KERNEL is not None, why: str = copy_kernel.WHY_NO_KERNEL) -> Finding:

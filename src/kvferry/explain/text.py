@@ -14,7 +14,7 @@ from kvferry.explain.timeline import TimelineEntry, timeline
 from kvferry.observe.metrics_listener import trim_parts
 from kvferry.observe.traces import RequestTrace
 from kvferry.terminal import report_width, wrapped
-from kvferry.units import counted, format_age, format_count, format_seconds
+from kvferry.units import counted, format_age, format_count, format_seconds, plural
 
 
 @dataclass(slots=True)
@@ -145,7 +145,8 @@ def render_list(traced: list[EngineTrace], now: float) -> str:
         if not origins:
             origins = "no source was asked" if _unasked(one) else "not scheduled yet"
         failed = f"; {counted(found.failed, 'load')} failed" if found.failed else ""
-        line = f"{format_age(now - one.arrived)} ago, {_engine(one)}, {format_count(found.tokens)} tokens: "
+        tokens = f"{format_count(found.tokens)} {plural(found.tokens, 'token')}"
+        line = f"{format_age(now - one.arrived)} ago, {_engine(one)}, {tokens}: "
         if report_width() is None:
             lines += wrapped(f"{one.trace.request_id}  {line}{origins}{failed}")
         else:

@@ -13,7 +13,7 @@ from kvferry.connector.load_results import LoadOutcome
 from kvferry.observe.metrics_listener import trim_parts
 from kvferry.observe.traces import FIRST_EVENTS, RequestTrace, StoredChunks
 from kvferry.tiers.names import TIERS
-from kvferry.units import counted, format_bytes, format_count, format_seconds
+from kvferry.units import counted, format_bytes, format_count, format_seconds, plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class _Timeline:
     def lines(self) -> Iterator[TimelineEntry]:
         for number, event in enumerate(self._trace.events):
             if number == FIRST_EVENTS and self._trace.left_out:
-                yield TimelineEntry(f"... {self._trace.left_out} events are not remembered ...")
+                yield TimelineEntry(f"... {counted(self._trace.left_out, 'event')} not remembered ...")
             after: float | None = event.at - self._arrived_at
             for text in self._handlers[type(event)](event):
                 yield TimelineEntry(text, after)
@@ -132,7 +132,9 @@ class _Timeline:
             way = f", {moved.strategy}" if moved.strategy else ""
             yield f"{format_bytes(moved.size)} of {moved.group}{way}"
         if figures.pages:
-            yield f"{format_count(figures.pages)} pages in {format_count(figures.descriptors)} descriptors"
+            pages = f"{format_count(figures.pages)} {plural(figures.pages, 'page')}"
+            descriptors = plural(figures.descriptors, "descriptor")
+            yield f"{pages} in {format_count(figures.descriptors)} {descriptors}"
 
     def _refused(self, event: events.SourceRefused) -> Iterator[str]:
         if event.source == TIERS:

@@ -8,7 +8,7 @@ from kvferry.table import Column, fit_table
 from kvferry.top.figures import ActivityCounts, Figures, Latency, TierCounts, TierUsage
 from kvferry.top.layout import MARGIN, TextLine, TextStyle, without_end, wrapped
 from kvferry.top.units import number, percent
-from kvferry.units import format_bytes, format_seconds
+from kvferry.units import format_bytes, format_seconds, plural
 
 SOURCE = (
     Column("source", left=True, minimum=MARGIN - 2, least=MARGIN - 2),
@@ -196,7 +196,8 @@ def _peers(totals: ActivityCounts) -> Iterator[str]:
         yield f"{stage} {_duration(seconds.median)}, p99 {_duration(seconds.p99)}"
     if totals.pages_per_descriptor is not None and totals.descriptor_bytes is not None:
         pages = number(totals.pages_per_descriptor)
-        yield f"descriptors of {format_bytes(totals.descriptor_bytes)}, {pages} pages each"
+        noun = plural(totals.pages_per_descriptor, "page")
+        yield f"descriptors of {format_bytes(totals.descriptor_bytes)}, {pages} {noun} each"
 
 
 _STAGES = ("plan", "read", "check")

@@ -88,7 +88,7 @@ def title(fleet: FleetView, width: int | None, every: float) -> TextLine:
         width: width of the line, in terminal cells; None for no limit.
         every: time between two readings of the metrics, in seconds.
     """
-    answering = f"{fleet.answering} of {len(fleet.engines)} engines answer"
+    answering = f"engines answering: {fleet.answering} of {len(fleet.engines)}"
     clock = time.strftime("%H:%M:%S", time.localtime(fleet.at))
     whole = f"kvferry top  {answering}, read every {every:g} s"
     if width is None:

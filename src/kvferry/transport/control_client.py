@@ -46,6 +46,7 @@ from kvferry.transport.redemptions import Redemptions
 from kvferry.transport.resolver import AddressNotAllowed, PeerResolver, ResolveName
 from kvferry.transport.socket_poller import SocketPoller
 from kvferry.transport.turns import TurnContent, TurnQueries
+from kvferry.units import counted
 
 logger = logging.getLogger(__name__)
 
@@ -368,7 +369,8 @@ class ControlClient:
         runs = self._runs()
         if not runs and (leases := sum(len(peer.held) for peer in self._peers.values())):
             self._log.say(
-                "stuck", f"this engine runs no steps: it stops sending heartbeats for {leases} lease(s)"
+                "stuck",
+                f"this engine runs no steps: it stops sending heartbeats for {counted(leases, 'lease')}",
             )
         for address, peer in list(self._peers.items()):
             held = sorted(peer.held)

@@ -34,6 +34,7 @@ from kvferry.transport.messages import (
     compare_facts,
     decode_reply,
 )
+from kvferry.units import counted
 
 logger = logging.getLogger(__name__)
 
@@ -320,11 +321,11 @@ class Handshakes:
         ):
             self._answers.pop(oldest, None)
         logger.info(
-            "peer %s (%s) at %s:%d: %d rank(s) known",
+            "peer %s (%s) at %s:%d: %s known",
             shown(facts.engine_id),
             shown(facts.software),
             *address,
-            len(ranks),
+            counted(len(ranks), "rank"),
         )
 
     def _refusal_is_over(self, address: Address) -> bool:

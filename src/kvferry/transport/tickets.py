@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvferry.transport.redeem import Grant, NotRedeemed, PromptContent, Redeem, Redeemed, Unchanged
+from kvferry.units import counted
 
 UNKNOWN: Final = (
     "it does not know the ticket: its lease has ended (released, or not claimed within lease_seconds), or "
@@ -73,7 +74,7 @@ class _OpenTicket:
             asked: request of the consumer.
         """
         if asked.tokens != self.tokens:
-            return f"the ticket is for {self.tokens} tokens, not for {asked.tokens}"
+            return f"the ticket is for {counted(self.tokens, 'token')}, not for {asked.tokens}"
         if (reason := asked.content.difference(self.content)) is not None:
             return reason
         if asked.consumer in self.released:

@@ -20,7 +20,7 @@ def test_a_tier_that_finds_no_space_is_bad():
     (found,) = of_metrics(page(stored=60, no_space_on_the_device=30, left_host_memory_before_its_turn=10))
     assert (found.subject, found.state) == ("tier file", State.BAD)
     assert found.found == (
-        "40 of 100 chunks were dropped since the engine started: no space on the device 30, "
+        "40 of 100 chunks dropped since the engine started: no space on the device 30, "
         "left host memory before its turn 10"
     )
 

@@ -47,7 +47,7 @@ def test_engines_that_fit_are_one_line_for_both_directions():
     (section,) = checked(identity(), identity("D"))
     assert section.title == "A (there) <-> B (here)"
     assert {one.state for one in section.findings} == {State.OK}
-    assert "1 rank(s) there, 1 here; strategy " in found(section, "compatible")[0]
+    assert "1 rank there, 1 here; strategy " in found(section, "compatible")[0]
 
 
 def test_each_difference_is_named_once():
@@ -162,7 +162,7 @@ def test_layers_of_a_draft_model_that_only_one_keeps_are_noted():
 
     sections = checked(identity(of=drafting("3fa9")), identity("D", drafting("other")))
     assert [found(section, "draft model")[0].split(":")[0] for section in sections] == [
-        "1 layer(s) of the draft model here are missing there, such as layers.1"
+        "the engine there lacks 1 layer of the draft model here, such as layers.1"
     ]
     assert not found(
         checked(identity(of=drafting("3fa9")), identity("D", drafting("3fa9")))[0], "draft model"

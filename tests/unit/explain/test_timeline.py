@@ -243,7 +243,7 @@ def test_a_timeline_counts_failed_and_pending_stores() -> None:
 
 def test_a_timeline_says_how_many_events_are_missing() -> None:
     many = [Scheduled("a", 10.0 + n, 0, 10) for n in range(FIRST_EVENTS)]
-    assert told(*many, left_out=7)[FIRST_EVENTS] == "... 7 events are not remembered ..."
+    assert told(*many, left_out=7)[FIRST_EVENTS] == "... 7 events not remembered ..."
 
 
 def test_a_timeline_says_why_a_load_was_dropped() -> None:
@@ -313,9 +313,9 @@ def test_blocks_that_are_kept_for_the_next_turn(heartbeats, also):
 
 
 def test_an_offer_that_the_engine_has_already_is_not_said_to_be_missing() -> None:
-    lack = SourceMiss("peer", MissReason.LOCAL, detail="444 tokens are offered, 444 are here")
+    lack = SourceMiss("peer", MissReason.LOCAL, detail="444 tokens offered, 444 here")
     assert told(sources_asked(10.0, local_tokens=444, misses=(lack,)))[1:] == [
         "0.0 The engine's own cache has 444 tokens.",
-        "peer bids nothing, local: 444 tokens are offered, 444 are here",
+        "peer bids nothing, local: 444 tokens offered, 444 here",
         "The rest is computed: no source has more.",
     ]

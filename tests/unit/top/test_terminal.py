@@ -65,7 +65,7 @@ def test_the_view_of_one_engine_fits_80_columns_and_24_rows(engine):
     with top(engine) as terminal:
         said = terminal.until(lambda text: "answers" in text and "127.0.0.1" in text)
         lines = terminal.lines
-    assert lines[0].startswith("kvferry top  1 of 1 engines answer, read every 0.2 s")
+    assert lines[0].startswith("kvferry top  engines answering: 1 of 1, read every 0.2 s")
     assert lines[1] == "all engines: gemma-3-27b-it"
     assert "requests  5 running  1 waiting  cache 45%  first token 37.5 ms, p99 49.8 ms" in lines
     assert row(said, "peer")[3:5] == ["75%", "2"]  # of eight that looked for something; two under way
@@ -143,7 +143,7 @@ def test_the_view_follows_the_size_of_the_terminal(engine):
 
 def test_an_unreachable_engine_is_shown_beside_the_others(engine):
     with top(NOBODY, engine) as terminal:
-        said = terminal.until(lambda text: "1 of 2 engines answer" in text and "prompts" in text)
+        said = terminal.until(lambda text: "engines answering: 1 of 2" in text and "prompts" in text)
     assert re.search(
         r"^127\.0\.0\.1:1  no answer since \d\d:\d\d:\d\d \(\d+ s\): cannot connect: Connection refused$",
         said,
@@ -160,21 +160,21 @@ def test_a_restarted_engine_counts_from_zero(page):
         terminal = top(url)
         terminal.until(lambda text: "prompts 0" in text)
     with terminal:
-        terminal.until(lambda text: "0 of 1 engines answer" in text and "no answer since" in text)
+        terminal.until(lambda text: "engines answering: 0 of 1" in text and "no answer since" in text)
         new = Page("gemma-3-27b-it", started=2000.0)
         new.vllm("prompt_tokens_total").inc(30)
         with shown({"/metrics": new.text}, port):
             # A rate below 0, or one of all that the first engine had counted, would be of two lives.
             said = terminal.until(lambda text: re.search(r"prompts (?!0)", text) is not None)
             assert 0 < float(re.search(r"prompts (\S+)", said)[1]) <= 150
-            assert "1 of 1 engines answer" in said
+            assert "engines answering: 1 of 1" in said
             terminal.until(lambda text: "prompts 0" in text)
 
 
 @pytest.mark.parametrize("key", ["q", "\x03"], ids=["q", "ctrl-c"])
 def test_a_key_restores_the_terminal(engine, key):
     with top(engine, NOBODY) as terminal:
-        terminal.until(lambda text: "1 of 2 engines answer" in text)
+        terminal.until(lambda text: "engines answering: 1 of 2" in text)
         assert terminal.modes[6][termios.VSUSP] == b"\0"  # Ctrl-Z, after which the screen would stay
         terminal.press(key)
         assert terminal.end() == 0
@@ -185,7 +185,7 @@ def test_a_key_restores_the_terminal(engine, key):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_restores_the_terminal(engine, number):
     with top(engine) as terminal:
-        terminal.until(lambda text: "1 of 1 engines answer" in text)
+        terminal.until(lambda text: "engines answering: 1 of 1" in text)
         terminal.process.send_signal(number)
         assert terminal.end() == 0
         assert left_as_found(terminal)
@@ -232,7 +232,7 @@ def test_the_engines_of_a_router_are_shown_in_its_place(page):
         health = {"prefill": [{"url": NOBODY, "up": False}], "decode": [{"url": decode, "up": True}]}
         pages = {"/health": json.dumps(health), "/metrics": "kvferry_router_active_requests 0.0\n"}
         with shown(pages) as router, top(router) as terminal:
-            said = terminal.until(lambda text: "1 of 2 engines answer" in text and "prompts" in text)
+            said = terminal.until(lambda text: "engines answering: 1 of 2" in text and "prompts" in text)
     assert "127.0.0.1:1 prefill  no answer since" in said
     assert f"{decode.removeprefix('http://')} decode" in said
     assert router.removeprefix("http://") not in said
@@ -240,7 +240,7 @@ def test_the_engines_of_a_router_are_shown_in_its_place(page):
 
 def test_the_view_has_no_colours_if_no_color_is_set(engine):
     with top(engine, NOBODY, NO_COLOR="1") as terminal:
-        terminal.until(lambda text: "1 of 2 engines answer" in text and "no answer since" in text)
+        terminal.until(lambda text: "engines answering: 1 of 2" in text and "no answer since" in text)
         assert not re.search(rb"\x1b\[[0-9;]*3[0-7]m", terminal.said)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from kvferry.errors import Incompatible
 from kvferry.planning.template import absent_layer_names, window_mismatches
 from kvferry.transport.messages import RankCard
+from kvferry.units import counted
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ def check_readable(theirs: Sequence[RankCard], ours: Sequence[RankCard]) -> None
         raise Incompatible(list(dict.fromkeys(found)))
     if absent:
         logger.warning(
-            "the peer does not keep %d layer(s) of our draft model, %s for one: prompts from there are "
+            "the peer does not keep %s of our draft model, %s for one: prompts from there are "
             "loaded without them, and fewer drafts are accepted; run both with the same draft model if that "
-            "matters", len(absent), absent[0],
+            "matters", counted(len(absent), "layer"), absent[0],
         )  # fmt: skip

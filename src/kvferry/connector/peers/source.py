@@ -43,6 +43,7 @@ from kvferry.tiers.names import PEER, TIERS
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.handshake import PeerInfo, Pending, Unusable
 from kvferry.transport.redeem import Redeemed
+from kvferry.units import counted
 
 _LOOKING = Bid("peers that keep earlier turns", (), looking=True)
 """Placeholder for a bid while peers have not answered yet whether they keep a matching turn."""
@@ -237,7 +238,7 @@ class PeerSource:
         if (why := pull.bidding.exclusion_reason(pull.peer)) is not None:
             return SourceMiss(PEER, MissReason.REFUSED, detail=why)
         return SourceMiss(
-            PEER, MissReason.LOCAL, detail=f"{pull.tokens} tokens are offered, {local_tokens} are here"
+            PEER, MissReason.LOCAL, detail=f"{counted(pull.tokens, 'token')} offered, {local_tokens} here"
         )
 
     def has_room(self, bid: Bid, blocks: int) -> bool:
@@ -431,7 +432,7 @@ class PeerSource:
             last = ", whose last token is computed here: state must not have seen it" * self._computed_again
             self._exclude_peer(
                 request.request_id,
-                f"{pull.tokens} tokens are offered for a prompt of {request.num_prompt_tokens}{last}",
+                f"{counted(pull.tokens, 'token')} offered for a prompt of {request.num_prompt_tokens}{last}",
             )
             return
         try:

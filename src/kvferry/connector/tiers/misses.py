@@ -10,6 +10,7 @@ from kvferry.connector.decisions import MissReason, SourceMiss
 from kvferry.planning.coverage import Coverage
 from kvferry.tiers.host.counters import HostMissReason
 from kvferry.tiers.names import TIERS
+from kvferry.units import counted
 
 _REMEMBERED = {HostMissReason.EVICTED: MissReason.EVICTED, HostMissReason.FILLING: MissReason.STORING}
 
@@ -30,12 +31,14 @@ def miss_of(chunks: PromptChunks, found: Coverage, labels: Sequence[str], cache:
     """
     chunked, lacking = found.chunked, found.missing
     short = SourceMiss(
-        TIERS, MissReason.SHORT_PROMPT, detail=f"{chunked.prompt} tokens, chunks of {chunked.chunk_tokens}"
+        TIERS,
+        MissReason.SHORT_PROMPT,
+        detail=f"{counted(chunked.prompt, 'token')}, chunks of {chunked.chunk_tokens}",
     )
     here = SourceMiss(
         TIERS,
         MissReason.LOCAL,
-        detail=f"{chunked.local_tokens} of {chunked.prompt} tokens are here, no tier has more",
+        detail=f"{chunked.local_tokens} of {counted(chunked.prompt, 'token')} here, no tier has more",
     )
     if not lacking:
         return short if chunked.prompt <= chunked.chunk_tokens else here

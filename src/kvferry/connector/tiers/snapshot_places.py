@@ -22,7 +22,7 @@ from kvferry.planning.snapshots import (
     snapshot_interval_of,
     snapshot_positions,
 )
-from kvferry.units import format_bytes
+from kvferry.units import counted, format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class SnapshotRule:
         first = self.first or self.usual
         count, each = self._most, format_bytes(self.state_bytes)
         cost = (
-            f"up to {count} more snapshots of {each} for a prompt of {self.longest:,} tokens "
+            f"up to {counted(count, 'more snapshot')} of {each} for a prompt of {self.longest:,} tokens "
             f"({format_bytes(count * self.state_bytes)})"
         )
         if self.first:

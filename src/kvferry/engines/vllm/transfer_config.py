@@ -26,6 +26,7 @@ from kvferry.engines.vllm.config import (
 from kvferry.engines.vllm.multi.settings import HAND_OVER, INHERITED, check_hand_over, parse_multi
 from kvferry.engines.vllm.plugin import CONNECTORS
 from kvferry.errors import ConfigError
+from kvferry.units import counted
 
 _OURS = "KVFerryConnector"
 _MULTI = "FerryMultiConnector"
@@ -173,7 +174,7 @@ class TransferCheck:
             self._refuse(where, str(error))
             return
         self.configs.append(config)
-        text = f"the connector accepts all {len(extra)} keys: {summary(config)}"
+        text = f"the connector accepts {counted(len(extra), 'key')}: {summary(config)}"
         self.remarks.append(Remark(where, Verdict.ACCEPTED, text))
 
     def _check_multi(self, given: Mapping[str, Any], extra: Mapping[str, Any], where: str) -> None:

@@ -201,7 +201,7 @@ def test_a_read_is_ordered_from_a_peer_that_is_already_connected():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"kv": 42}, "42 tokens are offered for a prompt of 41"),
+        ({"kv": 42}, "42 tokens offered for a prompt of 41"),
         (
             {"prompt_token_ids": None},
             "the content of this prompt has no certain name: the prompt is not made",
@@ -227,9 +227,7 @@ def test_state_that_has_seen_the_whole_prompt_is_not_read(kind):
     engine.arrive(whole)
     of_state = kind is GroupKind.STATE
     assert bool(engine.source.bids(whole, 0)) != of_state
-    assert [text[:44] for text in refused(engine)] == [
-        "40 tokens are offered for a prompt of 40, wh"
-    ] * of_state
+    assert [text[:40] for text in refused(engine)] == ["40 tokens offered for a prompt of 40, wh"] * of_state
     engine.half.bidding = Bidding(2)
     assert engine.source.bids(engine.arrive(longer), 0)
 

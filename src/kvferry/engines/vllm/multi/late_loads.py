@@ -18,6 +18,7 @@ from typing import Any
 from kvferry.connector.engine import BlockPool
 from kvferry.connector.pins import Pins, may_hold
 from kvferry.terminal import shown
+from kvferry.units import counted
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +77,8 @@ class LateLoads:
         self._pins.mark_late(key)
         logger.error(
             "%s has not ended its load of request %s in %g s (load_timeout_seconds): the request goes on "
-            "without it, and %d block(s) stay allocated until %s reports the end",
-            child, shown(request_id), self._seconds, len(held), child,
+            "without it, and %s reports the end before %s can be reused",
+            child, shown(request_id), self._seconds, child, counted(len(held), "block"),
         )  # fmt: skip
         return LateLoad(key, frozenset(block.block_id for block in held))
 
