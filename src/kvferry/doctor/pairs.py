@@ -239,8 +239,8 @@ def _check_draft_layers(there: EngineIdentity, here: EngineIdentity) -> list[Fin
     return [
         note(
             "draft model",
-            f"the engine there lacks {counted(len(names), 'layer')} of the draft model here, such as {names[0]}: "
-            "the model's own layers are transferred without them, and fewer drafts are accepted",
+            f"the engine there lacks {counted(len(names), 'layer')} of the draft model here, such as "
+            f"{names[0]}: the model's own layers are transferred without them, and fewer drafts are accepted",
             "run both with the same draft model (--speculative-config) if that matters",
         )
     ]
