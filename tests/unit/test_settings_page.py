@@ -22,7 +22,10 @@ from support.setting_examples import EXAMPLES
 
 TIERS = {HostSettings.kind: HostSettings, **STORAGE_TIERS}
 KINDS = (ConnectorConfig, AdminConfig, *TIERS.values())
-PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "settings.md"
+HEADER = "| key | type | default | example | meaning |"
+PHONE_WIDTH = 390
 HEAD = """# Settings
 
 Reference: every key of `kv_connector_extra_config`, and of each tier in `tiers`.
@@ -52,7 +55,7 @@ def table(title: str, kind: type[msgspec.Struct]) -> str:
     said = meanings(kind)
     lines = [
         f"\n## {title}\n",
-        "| key | type | default | example | meaning |",
+        HEADER,
         "|---|---|---|---|---|",
     ]
     for field in msgspec.structs.fields(kind):
@@ -115,6 +118,24 @@ def test_an_engine_accepts_the_example_of_a_setting_and_it_is_not_the_default(
     others = {name: EXAMPLES[kind][name] for name, field in fields.items() if field.required}
     parse_config(settings_with(kind, {**others, key: example}))
     assert fields[key].required or example != default_of(fields[key])
+
+
+def test_each_row_of_the_page_is_a_card_of_labelled_lines_on_a_phone() -> None:
+    """The style sheet finds the page by its title, and labels cells by the number of their column."""
+    assert "extra_css:\n  - narrow.css\n" in (ROOT / "mkdocs.yml").read_text()
+    style = (ROOT / "website" / "narrow.css").read_text()
+    (phone,) = re.findall(r"@media \(max-width: (\d+)px\) {\n(.*?)^}", style, re.MULTILINE | re.DOTALL)
+    assert int(phone[0]) >= PHONE_WIDTH
+    title = HEAD.splitlines()[0].removeprefix("# ").lower()
+    rules = re.findall(r"([^{}]+){([^{}]*)}", phone[1])
+    assert all(one.strip().startswith(f"#{title} ~ ") for found, _ in rules for one in found.split(",\n"))
+    stacked = next(body for selectors, body in rules if ":is(tbody, tr, td) " in selectors)
+    assert "display: block" in stacked
+    assert "overflow-wrap: anywhere" in stacked
+    columns = [name.strip() for name in HEADER.strip("|").split("|")]
+    labels = re.findall(r'td:nth-child\((\d)\)::before { content: "([a-z]+): "; }', phone[1])
+    # The key and the meaning, first and last, are known by their looks.
+    assert labels == [(str(at), name) for at, name in enumerate(columns, 1)][1:-1]
 
 
 def settings_with(kind: type[msgspec.Struct], given: dict[str, Any]) -> dict[str, Any]:
