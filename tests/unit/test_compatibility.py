@@ -24,18 +24,16 @@ SAID = {
 HEAD = """# What works with which models
 
 Reference: what works with which model family, and how that was proved. The numbers name the tests below the
-table.
+table. Nothing in it was proved on a GPU.
 
-- *CPU engine*: real vLLM engines on a CPU move, or store and load, the KV of a tiny random checkpoint of
-  the family. The test compares bytes, state or answers with those of a single engine.
+- *CPU engine*: real vLLM engines on a CPU move, or store and load, the KV of a tiny random checkpoint. The
+  test compares bytes, state or answers with those of a single engine.
 - *planned*: vLLM's own classes of the family, in full size, agree with kvferry's geometry, or the planner
-  gives every rank what it needs at TP 1 to 16. No test runs an engine of the family for this feature.
+  gives every rank what it needs at TP 1 to 16. No test runs an engine for this feature.
 - *cache manager*: vLLM's own cache manager allocates blocks for the family's kinds of state, and kvferry
   offers and loads the right ones. A fake worker stands for the model.
 - *refused*: kvferry refuses it, and says why.
 - *not yet*: no test proves it. It may work.
-
-Nothing in this table was proved on a GPU.
 
 """
 ENGINES = """## What else may differ between two engines
@@ -46,8 +44,7 @@ and a spoiled block changes it. Three tests change what vLLM's CPU build says of
 - cross-layer layouts: its backends declare the layouts that their kernels can read. With MLA, the Python
   that writes latents follows the strides too.
 - kernel blocks: its kernels declare that they take blocks of 32 tokens only (16 with MLA), so that vLLM
-  splits larger ones, as it does for many GPUs. Its runner zeroes all kernel blocks of a new block, as on
-  a GPU.
+  splits larger ones. Its runner zeroes all kernel blocks of a new block, as on a GPU.
 - host buffer: its operation that copies blocks works between two places in host memory.
 
 """
