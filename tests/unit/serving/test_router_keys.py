@@ -62,9 +62,9 @@ def test_keys_are_read_from_a_file_or_else_the_environment(tmp_path, monkeypatch
 
 def test_messages_are_prefilled_elsewhere_and_responses_and_embeddings_are_not(stage, fake, kv):
     scene = stage([fake(hands_over=kv)], [fake()])
-    body = {"messages": [], "stop_sequences": ["a"], "kv_transfer_params": {"forged": 1}}
+    body = {"messages": [], "max_tokens": 5, "stop_sequences": ["a"], "kv_transfer_params": {"forged": 1}}
     assert scene.client.post("/v1/messages", json=body).status_code == 200
-    assert "stop_sequences" not in scene.prefill[0].bodies[0]
+    assert scene.prefill[0].bodies[0]["max_tokens"] == 1
     assert scene.decode[0].bodies[0]["kv_transfer_params"] == kv
     for path in ("/v1/responses", "/v1/embeddings"):
         assert scene.client.post(path, json={"input": "x", "kv_transfer_params": kv}).status_code == 200

@@ -60,7 +60,7 @@ def test_a_name_with_half_a_surrogate_pair_is_a_name():
 def test_a_session_stays_at_its_engines(stage, fake, kv, path):
     scene = stage([fake(hands_over=kv) for _ in range(3)], [fake() for _ in range(3)])
     for _ in range(6):
-        scene.client.post(path, json={"prompt": "x"}, headers={"X-Session-Id": "one"})
+        scene.client.post(path, json={"prompt": "x", "max_tokens": 5}, headers={"X-Session-Id": "one"})
     for engines in (scene.prefill, scene.decode):
         assert sorted(len(engine.raw) for engine in engines) == [0, 0, 6]
 
