@@ -6,7 +6,7 @@ import json
 from itertools import islice
 from pathlib import Path
 
-from kvferry.replay.workload import Workload
+from kvferry.replay.trace.workload import Workload
 
 WORKLOAD = Workload(
     users=2000,
@@ -15,7 +15,7 @@ WORKLOAD = Workload(
     turns=4,
     prompt_tokens=500,
     output_tokens=250,
-    duration_seconds=1e8,
+    hours=25_000,
     unit_tokens=256,
 )
 
