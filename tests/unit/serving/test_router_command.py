@@ -160,7 +160,7 @@ def test_draining_router_finishes_streams_and_refuses_requests(router, fake):
         next(events)
         begin_drain(running, client)
         refused = client.post("/v1/completions", json=STREAM)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "router_draining")
+        assert (refused.status_code, refused.json()["error"]["reason"]) == (503, "router_draining")
         engine.event_seconds = 0.0
         assert "".join(events).endswith("data: [DONE]\n\n")
     assert running.error() is None

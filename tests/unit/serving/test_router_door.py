@@ -95,7 +95,7 @@ def test_nested_body_of_any_depth_is_relayed_or_refused(pair):
         answers.append(pair.client.post("/v1/completions", content=raw))
     assert {answer.status_code for answer in answers} == {200, 400}
     assert answers[0].status_code == 200
-    errors = [answer.json()["error"]["code"] for answer in answers if answer.status_code == 400]
+    errors = [answer.json()["error"]["reason"] for answer in answers if answer.status_code == 400]
     assert set(errors) == {"invalid_json"}
 
 

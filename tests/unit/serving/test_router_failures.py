@@ -140,7 +140,7 @@ def test_prefill_engine_that_is_back_is_asked_again(stage, fake, kv, nobody, ser
 def test_error_names_both_decode_engines_that_failed(stage, fake, kv):
     scene = stage([fake(hands_over=kv)], [fake(status=500), fake(status=500), fake()])
     answer = scene.complete()
-    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_failed")
+    assert (answer.status_code, answer.json()["error"]["reason"]) == (500, "engine_failed")
     assert all(engine.url in answer.json()["error"]["message"] for engine in scene.decode[:2])
     assert scene.decode[2].raw == []
 
@@ -217,7 +217,7 @@ def test_error_of_the_router_itself_has_openais_form(stage, fake):
         raise RuntimeError("nobody expects this")
 
     answer = stage([fake()], [fake()], clock=failing).complete()
-    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "router_error")
+    assert (answer.status_code, answer.json()["error"]["reason"]) == (500, "router_error")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -236,8 +236,8 @@ def test_answer_is_503_in_openais_form_without_any_decode_engine(stage, fake, kv
     for stream in (False, True):
         answer = scene.complete(stream=stream)
         assert answer.status_code == 503
-        assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
-        assert answer.json()["error"]["code"] == "engine_unavailable"
+        assert answer.json()["error"].keys() == {"message", "type", "param", "code", "reason"}
+        assert answer.json()["error"]["reason"] == "engine_unavailable"
     assert scene.client.get("/v1/models").status_code == 503
 
 
@@ -260,8 +260,8 @@ def test_stream_ends_with_an_error_if_the_decode_engine_dies(stage, fake, kv, ca
     *before, last = events(answer)
     assert len(before) == 2
     error = json.loads(last.removeprefix(b"data: "))["error"]
-    assert error["code"] == "engine_failed"
-    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["reason"] == "engine_failed"
+    assert error.keys() == {"message", "type", "param", "code", "reason"}
     assert any(f"decode engine {scene.decode[0].url} is down" in line for line in caplog.messages)
 
 

@@ -26,7 +26,7 @@ def test_only_requests_with_a_key_reach_engines_which_get_their_own(stage, fake,
     scene = stage([fake(hands_over=kv)], [fake()], api_keys=KEYS, engine_key=engine_key)
     for wrong in ({}, bearer("wrong"), {"Authorization": "first-key"}):
         answer = ask(scene, **wrong)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert (answer.status_code, answer.json()["error"]["reason"]) == (401, "invalid_api_key")
     assert scene.decode[0].raw == []
     for key in KEYS:
         assert ask(scene, **bearer(key)).status_code == 200

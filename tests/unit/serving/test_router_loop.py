@@ -36,7 +36,7 @@ def test_a_request_that_comes_back_is_refused_and_asks_no_engine(pair, path):
     via = {"Via": f"{pair.decode[0].headers[0]['via']}, 1.1 other", "X-Request-Id": "abc"}
     asked = len(pair.prefill[0].raw), len(pair.decode[0].raw)
     answer = pair.client.post(path, json={"prompt": "x"}, headers=via)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (508, "router_loop")
+    assert (answer.status_code, answer.json()["error"]["reason"]) == (508, "router_loop")
     assert answer.headers["x-request-id"] == "abc"
     assert pair.client.get("/health", headers=via).status_code == 508
     assert (len(pair.prefill[0].raw), len(pair.decode[0].raw)) == asked

@@ -80,7 +80,7 @@ def test_request_that_kills_its_engine_is_tried_once_more_only(stage, fake, kv, 
     engines = {"prefill": [fake(hands_over=kv)], "decode": [fake()], role: mortals(role, 3)}
     scene = stage(engines["prefill"], engines["decode"])
     answer = scene.complete(prompt=POISON[role], stream=stream)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_failed")
+    assert (answer.status_code, answer.json()["error"]["reason"]) == (500, "engine_failed")
     assert "2 engines failed while working on this request" in answer.json()["error"]["message"]
     assert answer.headers["x-should-retry"] == "false", "OpenAI's clients would send it again"
     assert asked(engines[role], POISON[role]) == 2
@@ -118,7 +118,7 @@ def test_other_requests_of_an_engine_that_died_are_tried_again(stage, fake, mort
 def test_error_names_the_only_decode_engine_that_died_and_asks_for_a_later_retry(stage, fake, kv, mortals):
     scene = stage([fake(hands_over=kv)], mortals("decode", 1))
     answer = scene.complete(prompt=POISON["decode"])
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_failed")
+    assert (answer.status_code, answer.json()["error"]["reason"]) == (503, "engine_failed")
     assert "one engine failed while working on this request" in answer.json()["error"]["message"]
     assert scene.decode[0] in answer.json()["error"]["message"]
     assert answer.headers["retry-after"] == "10"

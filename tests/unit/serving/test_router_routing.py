@@ -227,23 +227,23 @@ def test_models_and_tokenize_are_forwarded_to_a_decode_engine(pair):
 
 def test_unknown_path_and_wrong_method_are_errors_in_openais_form(pair):
     missing = pair.client.post("/v1/nonsense", json={})
-    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+    assert (missing.status_code, missing.json()["error"]["reason"]) == (404, "not_found")
     wrong = pair.client.get("/v1/completions")
-    assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
-    assert missing.json()["error"].keys() == {"message", "type", "param", "code"}
+    assert (wrong.status_code, wrong.json()["error"]["reason"]) == (405, "method_not_allowed")
+    assert missing.json()["error"].keys() == {"message", "type", "param", "code", "reason"}
 
 
 @pytest.mark.parametrize("raw", [b"{", b"[1]", b"\xff", b"[" * 100_000], ids=["cut", "list", "utf8", "deep"])
 def test_body_that_is_no_json_object_is_refused(pair, raw):
     answer = pair.client.post("/v1/completions", content=raw)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+    assert (answer.status_code, answer.json()["error"]["reason"]) == (400, "invalid_json")
     assert pair.prefill[0].raw == pair.decode[0].raw == []
 
 
 def test_body_beyond_the_limit_is_refused(stage, fake):
     scene = stage([fake()], [fake()], max_body_bytes=1000)
     answer = scene.complete(prompt="x" * 1000)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+    assert (answer.status_code, answer.json()["error"]["reason"]) == (413, "request_too_large")
     sizes = {size: scene.client.post("/tokenize", content=b"1" * size).status_code for size in (1000, 1001)}
     assert sizes == {1000: 200, 1001: 413}
 

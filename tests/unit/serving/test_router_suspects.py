@@ -21,7 +21,7 @@ def test_a_client_that_repeats_a_deadly_request_costs_two_engines(stage, fake, k
     scene = stage(mortal, [fake()]) if role == "prefill" else stage([], mortal)
     for more in ({}, {}, {"user": "another"}, {"stream": True}):
         answer = scene.complete(prompt="kill", **more)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_failed")
+        assert (answer.status_code, answer.json()["error"]["reason"]) == (500, "engine_failed")
         assert answer.headers["x-should-retry"] == "false"
     assert "or an equal one, which is not tried again" in answer.json()["error"]["message"]
     assert dead(mortal) == 2

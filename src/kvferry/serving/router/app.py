@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 
 from starlette.applications import Starlette
@@ -28,11 +28,11 @@ from kvferry.serving.router.endpoint import ActiveRequests, Call, RouterEndpoint
 from kvferry.serving.router.engines_file import watch_engines
 from kvferry.serving.router.failures import Failures
 from kvferry.serving.router.flow import Completion, CompletionFlow
-from kvferry.serving.router.hop import Hop, loop_reply
+from kvferry.serving.router.hop import LOOP, Hop
 from kvferry.serving.router.keys import KeyCheck
 from kvferry.serving.router.metrics import CONTENT_TYPE, RouterMetrics
 from kvferry.serving.router.probe import Prober
-from kvferry.serving.router.replies import MESSAGES, bad_request, unavailable
+from kvferry.serving.router.replies import MESSAGES, NO_DECODE_ENGINE, ApiError
 from kvferry.serving.router.sessions import session_of
 from kvferry.serving.router.settings import RouterSettings
 from kvferry.serving.router.upstream import (
@@ -183,7 +183,8 @@ class _Router:
                 await self._prober.until_up(pool)
             await self._flow.complete(completion, send)
         except MalformedBody as error:
-            await bad_request(str(error), "invalid_json").send(send, call.reply_headers)
+            reply = ApiError(400, str(error), "invalid_json").reply(call.path)
+            await reply.send(send, call.reply_headers)
 
     async def pass_through(self, call: Call, send: Send) -> None:
         """Forward a request to a decode engine, and send the engine's answer to the client.
@@ -212,9 +213,10 @@ class _Router:
             else:
                 await reply.send(send, call.reply_headers)
                 return
-        reply = (
-            failures.reply(call.reply_headers) if failures else unavailable("no decode engine can be reached")
-        )
+        if failures:
+            reply = failures.reply(call.path, call.reply_headers)
+        else:
+            reply = NO_DECODE_ENGINE.reply(call.path)
         await reply.send(send, call.reply_headers)
 
     async def health(self, request: Request) -> Response:
@@ -224,8 +226,7 @@ class _Router:
         the answer waits for that, but at most half a second.
         """
         if self.hop.has_seen(request.headers.raw):
-            reply = loop_reply()
-            return Response(reply.body, reply.status, media_type="application/json")
+            return _response(LOOP, request)
         pools = {"prefill": self._prefill.backends, "decode": self._decode.backends}
         await self._prober.first_probes()
         up = {role: any(one.up for one in backends) for role, backends in pools.items() if backends}
@@ -248,10 +249,9 @@ class _Router:
         return Response(self.metrics.page(), headers={"content-type": CONTENT_TYPE})
 
 
-async def _our_fault(_: Request, __: Exception) -> Response:
+async def _our_fault(request: Request, _: Exception) -> Response:
     # Starlette raises the error again after this answer, so it is logged with its traceback.
-    reply = unavailable("the router failed; its log says why", "router_error", 500)
-    return Response(reply.body, reply.status, media_type="application/json")
+    return _response(ApiError(500, "the router failed; its log says why", "router_error"), request)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -259,5 +259,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
         raise error
     what = f"{request.method} {request.url.path}"
     code = "method_not_allowed" if error.status_code == 405 else "not_found"
-    reply = bad_request(f"this router has no {what}", code, error.status_code)
-    return Response(reply.body, reply.status, error.headers, "application/json")
+    found = ApiError(error.status_code, f"this router has no {what}", code)
+    return _response(found, request, error.headers)
+
+
+def _response(error: ApiError, request: Request, headers: Mapping[str, str] | None = None) -> Response:
+    reply = error.reply(request.url.path)
+    return Response(reply.body, reply.status, headers, "application/json")

@@ -140,15 +140,15 @@ def prefill_body(
     return encoded(kept)
 
 
-def withdrawal_body(body: dict[str, Any], unwanted: Sequence[str]) -> bytes:
+def withdrawal_body(model: Any, unwanted: Sequence[str]) -> bytes:
     """Return the body of a request that computes one token, and says which KV is unwanted.
 
     Args:
-        body: parsed body of a client's request, with the name of the model.
+        model: name of the model; None to send none.
         unwanted: names of KV that no decode engine will read.
     """
-    model = {key: body[key] for key in ("model",) if key in body}
-    return encoded({**model, "prompt": [0], "max_tokens": 1, KV_PARAMS: {"remote_unwanted": list(unwanted)}})
+    named = {} if model is None else {"model": model}
+    return encoded({**named, "prompt": [0], "max_tokens": 1, KV_PARAMS: {"remote_unwanted": list(unwanted)}})
 
 
 def withdrawal_headers(headers: Headers) -> Headers:

@@ -13,18 +13,20 @@ from typing import Any, Self
 
 from starlette.types import Message, Receive, Scope, Send
 
-from kvferry.serving.router.hop import Hop, loop_reply
+from kvferry.serving.router.hop import LOOP, Hop
 from kvferry.serving.router.metrics import RequestRecord, RouterMetrics
-from kvferry.serving.router.replies import Headers, bad_request, error_event, unavailable
+from kvferry.serving.router.replies import ApiError, Headers
 from kvferry.serving.router.upstream import relayed
 
 _REQUEST_ID = b"x-request-id"
 _PLAIN_ID = re.compile(rb"[A-Za-z0-9._:/@=~+-]{1,128}")
 """Pattern of request ids that the router accepts. Ids end up in logs, metrics and answers of every engine."""
-_ENDING = "the router is being stopped"
-_DRAINING = "the router is being stopped, and takes no new requests"
 # The next request of this client may reach another router.
 _TRY_ELSEWHERE = ((b"connection", b"close"), (b"retry-after", b"1"))
+_DRAINING = ApiError(
+    503, "the router is being stopped, and takes no new requests", "router_draining", _TRY_ELSEWHERE
+)
+_STOPPED = ApiError(503, "the router is being stopped", "router_stopped")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +168,10 @@ class RouterEndpoint:
     async def _serve(self, scope: Scope, receive: Receive, answer: _Answer, record: RequestRecord) -> None:
         reply_headers = ((_REQUEST_ID, _request_id(scope)),)
         if self._hop.has_seen(scope["headers"]):
-            await loop_reply().send(answer.send, reply_headers)
+            await LOOP.reply(scope["path"]).send(answer.send, reply_headers)
             return
         if self._ongoing.draining:
-            reply = unavailable(_DRAINING, "router_draining")
-            await reply.send(answer.send, (*reply_headers, *_TRY_ELSEWHERE))
+            await _DRAINING.reply(scope["path"]).send(answer.send, reply_headers)
             return
         async with ActiveRequest() as request:
             self._ongoing.add(request)
@@ -182,7 +183,8 @@ class RouterEndpoint:
                     call = Call(scope["method"], scope["path"], headers, reply_headers, body, record)
                     await self._handle(call, receive, request, answer)
             except _TooLarge as error:
-                await bad_request(str(error), "request_too_large", 413).send(answer.send, reply_headers)
+                reply = ApiError(413, str(error), "request_too_large").reply(scope["path"])
+                await reply.send(answer.send, reply_headers)
             finally:
                 self._ongoing.discard(request)
         if self._ongoing.ending:
@@ -236,11 +238,10 @@ class _Answer:
             path: path of the endpoint.
         """
         if self._record.status is None:
-            await unavailable(_ENDING, "router_stopped").send(self.send, reply_headers)
+            await _STOPPED.reply(path).send(self.send, reply_headers)
         elif not self._record.complete:
             self._record.broken = True
-            event = error_event(_ENDING, "router_stopped", path)
-            await self.send({"type": "http.response.body", "body": event})
+            await self.send({"type": "http.response.body", "body": _STOPPED.event(path)})
 
 
 async def _read_body(receive: Receive, max_bytes: int) -> bytes | None:

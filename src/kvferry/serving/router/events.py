@@ -6,7 +6,7 @@ import asyncio
 
 from starlette.types import Send
 
-from kvferry.serving.router.replies import Headers, error_event
+from kvferry.serving.router.replies import ApiError, Headers
 from kvferry.serving.router.upstream import BROKEN, BrokenBeforeFirst, EngineAnswer, describe_error, relayed
 
 _ENDS = (b"\n\n", b"\r\n\r\n")
@@ -123,6 +123,7 @@ async def relay_events(answer: EngineAnswer, send: Send, extra: Headers, path: s
         raise BrokenBeforeFirst(fault)
     last = received.rest
     if not received.done:
-        last = error_event(f"the decode engine failed while answering: {fault}", "engine_failed", path)
+        message = f"the decode engine failed while answering: {fault}"
+        last = ApiError(500, message, "engine_failed").event(path)
     await send({"type": "http.response.body", "body": last})
     return fault

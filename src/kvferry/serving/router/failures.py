@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 
 from kvferry.serving.router.backends import Backend
-from kvferry.serving.router.replies import NO_RETRY, RETRY_LATER, Headers, Reply, unavailable
+from kvferry.serving.router.replies import NO_RETRY, RETRY_LATER, ApiError, Headers, Reply
 
 _log = logging.getLogger("kvferry.router")
 
@@ -66,13 +66,14 @@ class Failures:
         failed = zip(self._engines, self._seen[self._earlier :], strict=True)
         return {(backend.url, backend.losses): text for backend, text in failed if not backend.up}
 
-    def reply(self, reply_headers: Headers) -> Reply:
+    def reply(self, path: str, reply_headers: Headers) -> Reply:
         """Return the error reply that lists the failures, and log that the request is not tried again.
 
         After two failures a header of the reply tells the client not to send the request again. One engine
         may fail for other reasons than the request, such as being stopped, so the client may try again.
 
         Args:
+            path: path of the request.
             reply_headers: headers that the caller adds when it sends the reply. The method only reads the
                 first one, x-request-id, for the log.
         """
@@ -91,8 +92,7 @@ class Failures:
         else:
             message = f"{count} failed while working on this request, and no other is left ({engines})"
             status, header = 503, RETRY_LATER
-        reply = unavailable(message, "engine_failed", status)
-        return Reply(reply.status, (*reply.headers, header), reply.body)
+        return ApiError(status, message, "engine_failed", (header,)).reply(path)
 
 
 def is_busy(status: int) -> bool:

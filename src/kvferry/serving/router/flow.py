@@ -49,7 +49,7 @@ from kvferry.serving.router.metrics import AloneReason, RequestRecord
 from kvferry.serving.router.probe import probe
 from kvferry.serving.router.prompts import estimated_tokens, has_media
 from kvferry.serving.router.refusals import Refusals
-from kvferry.serving.router.replies import Headers, Reply, unavailable
+from kvferry.serving.router.replies import NO_DECODE_ENGINE, Headers, Reply
 from kvferry.serving.router.settings import RouterSettings
 from kvferry.serving.router.streaming import StreamSource, new_ticket
 from kvferry.serving.router.suspects import Suspects
@@ -65,8 +65,6 @@ from kvferry.serving.router.upstream import (
 )
 
 _log = logging.getLogger("kvferry.router")
-
-_NO_ENGINE = unavailable("no decode engine can be reached")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +119,7 @@ class CompletionFlow:
         self._turns = Turns()
         self._mismatches = LimitedLog(_log)
         self._refusals = Refusals()
-        self._withdrawals = set[asyncio.Task[None]]()
+        self._withdrawals: dict[Backend, asyncio.Task[None]] = {}
 
     async def complete(self, completion: Completion, send: Send) -> None:
         """Serve a completion, and send the client an answer or an error.
@@ -136,38 +134,44 @@ class CompletionFlow:
         failures = self._suspects.begin(completion.path, completion.body)
         try:
             if failures.exhausted:
-                await failures.reply(completion.reply_headers).send(send, completion.reply_headers)
+                reply = failures.reply(completion.path, completion.reply_headers)
+                await reply.send(send, completion.reply_headers)
             else:
                 await self._complete(completion, failures, send)
         finally:
             self._suspects.end(completion.path, completion.body, failures)
             for name, backend in completion.held.items():
                 backend.unwanted.append(name)
-                self._withdrawals.add(task := asyncio.create_task(self._withdraw(backend, completion)))
-                task.add_done_callback(self._withdrawals.discard)
+                if backend not in self._withdrawals:
+                    headers, model = withdrawal_headers(completion.headers), completion.body.get("model")
+                    task = asyncio.create_task(self._withdraw(backend, headers, model))
+                    self._withdrawals[backend] = task
 
-    async def _withdraw(self, backend: Backend, completion: Completion) -> None:
+    async def _withdraw(self, backend: Backend, headers: Headers, model: Any) -> None:
         """Tell a prefill engine which KV is unwanted, unless a prompt takes the names along first.
 
         If the engine cannot be reached or refuses, its leases expire.
 
         Args:
             backend: prefill engine.
-            completion: request that has failed. Its model and its key are used.
+            headers: headers of the router's request, with the key of a client whose request has failed.
+            model: name of the model in that client's request; None if it had none.
         """
         await asyncio.sleep(self._settings.probe_seconds)
+        del self._withdrawals[backend]  # later names wait for another task
         if not backend.up or not (names := backend.take_unwanted()):
             return
-        headers, body = withdrawal_headers(completion.headers), withdrawal_body(completion.body, names)
+        body = withdrawal_body(model, names)
         with suppress(*BROKEN):
             async with self._client.opened("POST", backend, COMPLETIONS, headers, body) as response:
                 await read_whole(response)
 
     async def close(self) -> None:
         """Stop telling prefill engines which KV is unwanted."""
-        for task in self._withdrawals:
+        tasks = [*self._withdrawals.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._withdrawals, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _complete(self, completion: Completion, failures: Failures, send: Send) -> None:
         tried, params = list[Backend](), None
@@ -182,7 +186,8 @@ class CompletionFlow:
                     return
             params = await self._kv_of_prompt(completion, failures, tried)
             if failures.exhausted:
-                await failures.reply(completion.reply_headers).send(send, completion.reply_headers)
+                reply = failures.reply(completion.path, completion.reply_headers)
+                await reply.send(send, completion.reply_headers)
                 return
             alone = completion.without_kv if params is None else None
         completion.record.note_decode(alone)
@@ -405,7 +410,7 @@ class CompletionFlow:
             send: ASGI function that sends to the client.
         """
         tried: list[Backend] = []
-        last: Reply | None = _NO_ENGINE
+        last: Reply | None = NO_DECODE_ENGINE.reply(completion.path)
         while backend := self._decode.next(tried, completion.session, last_resort=True):
             tried.append(backend)
             raw = completion.raw if params is None else None
@@ -453,7 +458,7 @@ class CompletionFlow:
             if failures.exhausted:
                 last = None
                 break
-        reply = last or failures.reply(completion.reply_headers)
+        reply = last or failures.reply(completion.path, completion.reply_headers)
         await reply.send(send, completion.reply_headers)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable
 
-from kvferry.serving.router.replies import Headers, Reply, unavailable
+from kvferry.serving.router.replies import ApiError, Headers
 
 LOOP_DETECTED = 508
 """HTTP status "Loop Detected" of RFC 5842."""
@@ -48,11 +48,10 @@ class Hop:
         return any(name == _VIA and self._name in value for name, value in headers)
 
 
-def loop_reply() -> Reply:
-    """Return the error for a request that was already forwarded by this router."""
-    return unavailable(
-        "this request has come through this router before: one of its engines is the router itself, or a "
-        "router that asks it; correct --prefill and --decode",
-        "router_loop",
-        LOOP_DETECTED,
-    )
+LOOP = ApiError(
+    LOOP_DETECTED,
+    "this request has come through this router before: one of its engines is the router itself, or a "
+    "router that asks it; correct --prefill and --decode",
+    "router_loop",
+)
+"""Error for a request that was already forwarded by this router."""

@@ -11,8 +11,11 @@ from pathlib import Path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvferry.errors import ConfigError
-from kvferry.serving.router.replies import unauthorized
+from kvferry.serving.router.replies import ApiError
 
+_UNAUTHORIZED = ApiError(
+    401, "the API key is missing or wrong", "invalid_api_key", ((b"www-authenticate", b"Bearer"),)
+)
 OPEN_PATHS = frozenset(("/health", "/metrics", "/ping"))
 """Paths that need no key, because load balancers, Kubernetes and Prometheus ask them."""
 _AUTHORIZATION = b"authorization"
@@ -73,7 +76,7 @@ class KeyCheck:
         if scope["type"] == "http":
             if not self._may_pass(scope):
                 self._on_refused()
-                await unauthorized().send(send)
+                await _UNAUTHORIZED.reply(scope["path"]).send(send)
                 return
             kept = [pair for pair in scope["headers"] if pair[0] != _AUTHORIZATION]
             if self._engine is not None:

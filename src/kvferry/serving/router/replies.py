@@ -1,10 +1,11 @@
-"""Complete HTTP answers, and errors in OpenAI's format."""
+"""Complete HTTP answers, and errors in the form of vLLM's."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # `kvferry doctor` builds requests as the router does, and works without Starlette
     from starlette.types import Send
@@ -17,6 +18,23 @@ RESPONSES = "/v1/responses"
 JSON_TYPE = (b"content-type", b"application/json")
 NO_RETRY = (b"x-should-retry", b"false")
 """Header that tells OpenAI's clients not to repeat the request, as they would do after a 5xx status."""
+
+_TYPES = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+"""Types of vLLM's errors, by HTTP status. Others have the status's name."""
+
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+}
+"""Types of Anthropic's errors, by HTTP status. Others have the type ``api_error``."""
 
 RETRY_LATER = (b"retry-after", b"10")
 """Header that asks the client to repeat the request when an engine may have been started again."""
@@ -49,62 +67,61 @@ class Reply:
         await send({"type": "http.response.body", "body": self.body})
 
 
-def error_body(message: str, kind: str, code: str) -> bytes:
-    """Return an OpenAI error object as JSON.
+@dataclass(frozen=True, slots=True)
+class ApiError:
+    """An error of the router's own. Clients get it in the form in which vLLM answers errors of the endpoint.
 
-    Args:
-        message: text of the error.
-        kind: value of the error's ``type``.
-        code: value of the error's ``code``.
-    """
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    return json.dumps({"error": error}).encode()
-
-
-def bad_request(message: str, code: str = "invalid_request", status: int = 400) -> Reply:
-    """Return an error reply for a mistake of the client.
-
-    Args:
-        message: text of the error.
-        code: value of the error's ``code``.
+    Attributes:
         status: HTTP status.
-    """
-    return Reply(status, (JSON_TYPE,), error_body(message, "invalid_request_error", code))
-
-
-def unauthorized() -> Reply:
-    """Return an error reply for a request without a valid API key."""
-    body = error_body("the API key is missing or wrong", "invalid_request_error", "invalid_api_key")
-    return Reply(401, (JSON_TYPE, (b"www-authenticate", b"Bearer")), body)
-
-
-def unavailable(message: str, code: str = "engine_unavailable", status: int = 503) -> Reply:
-    """Return an error reply for a failure of the engines or the router.
-
-    Args:
         message: text of the error.
-        code: value of the error's ``code``.
-        status: HTTP status.
+        reason: name of the reason, for programs. vLLM's errors have no such field.
+        headers: headers of the answer besides content-type.
     """
-    return Reply(status, (JSON_TYPE,), error_body(message, "server_error", code))
+
+    status: int
+    message: str
+    reason: str
+    headers: Headers = ()
+
+    def reply(self, path: str) -> Reply:
+        """Return the answer to a request.
+
+        Args:
+            path: path of the request.
+        """
+        return Reply(self.status, (JSON_TYPE, *self.headers), json.dumps(self._content(path)).encode())
+
+    def event(self, path: str) -> bytes:
+        """Return a server-sent event, for the end of a stream that cannot be completed.
+
+        Clients of Anthropic's messages and of OpenAI's responses ignore events without a name.
+
+        Args:
+            path: path of the request.
+        """
+        name, content = b"", self._content(path)
+        if path == RESPONSES:
+            # Clients require a number. The router does not count events, so it gives one that no event has.
+            content = {"type": "error", "code": self.reason, "message": self.message, "param": None}
+            content["sequence_number"] = -1
+        if path == RESPONSES or _is_anthropic(path):
+            name = b"event: error\n"
+        return name + b"data: " + json.dumps(content).encode() + b"\n\n"
+
+    def _content(self, path: str) -> dict[str, Any]:
+        if _is_anthropic(path):
+            kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
+            return {
+                "type": "error",
+                "error": {"type": kind, "message": self.message, "reason": self.reason},
+            }
+        kind = _TYPES.get(self.status) or HTTPStatus(self.status).phrase
+        error = {"message": self.message, "type": kind, "param": None, "code": self.status}
+        return {"error": {**error, "reason": self.reason}}
 
 
-def error_event(message: str, code: str, path: str) -> bytes:
-    """Return an error as a server-sent event, for the end of a stream that cannot be completed.
+NO_DECODE_ENGINE = ApiError(503, "no decode engine can be reached", "engine_unavailable")
 
-    The event has the form of the endpoint's API: clients of Anthropic's messages and of OpenAI's responses
-    ignore events without a name.
 
-    Args:
-        message: text of the error.
-        code: value of the error's ``code``.
-        path: path of the endpoint.
-    """
-    if path == MESSAGES:
-        error = {"type": "error", "error": {"type": "api_error", "message": message}}
-        return b"event: error\ndata: " + json.dumps(error).encode() + b"\n\n"
-    if path == RESPONSES:
-        # Clients require a number. The router does not count events, so it gives one that no event has.
-        numbered = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": -1}
-        return b"event: error\ndata: " + json.dumps(numbered).encode() + b"\n\n"
-    return b"data: " + error_body(message, "server_error", code) + b"\n\n"
+def _is_anthropic(path: str) -> bool:
+    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
