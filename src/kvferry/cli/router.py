@@ -18,10 +18,12 @@ _MIB = 1 << 20
 
 def router(
     prefill: Annotated[
-        list[str] | None, typer.Option(metavar="URL", help="URL of a prefill engine; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="URL", help="URL, or host and port, of a prefill engine; repeatable."),
     ] = None,
     decode: Annotated[
-        list[str] | None, typer.Option(metavar="URL", help="URL of a decode engine; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="URL", help="URL, or host and port, of a decode engine; repeatable."),
     ] = None,
     engines_file: Annotated[
         Path | None,

@@ -15,7 +15,7 @@ from kvferry.doctor.identity import EngineIdentity, IdentifyError, identify, rel
 from kvferry.doctor.limits import run_all_within
 from kvferry.errors import ConfigError
 from kvferry.geometry import RankGeometry
-from kvferry.observe.fetch import http_address
+from kvferry.observe.http_address import http_address
 from kvferry.serving.role import Role
 from kvferry.transport.address import is_loopback
 from kvferry.transport.handshake import Address

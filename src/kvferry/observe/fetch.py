@@ -83,22 +83,6 @@ The module creates it at import: msgspec crashes if several threads decode a typ
 """
 
 
-def http_address(text: str) -> str | None:
-    """Return the base URL in `text`, without ``/v1`` or ``/metrics``; None if the text is not an HTTP URL.
-
-    >>> [http_address(text) for text in ("http://127.0.0.1:8000/metrics", "https://a.b/one/v1/", "a:1")]
-    ['http://127.0.0.1:8000', 'https://a.b/one', None]
-    """
-    try:
-        parts = urlsplit(text)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
-            return None
-    except ValueError:
-        return None
-    path = parts.path.rstrip("/").removesuffix("/metrics").removesuffix("/v1").rstrip("/")
-    return f"{parts.scheme}://{parts.netloc}{path}"
-
-
 def client(headers: Mapping[str, str] | None = None) -> httpx.AsyncClient:
     """Create an HTTP client for requests to engines and routers.
 

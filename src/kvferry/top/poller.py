@@ -13,7 +13,8 @@ from anyio.abc import TaskGroup
 
 from kvferry.errors import ConfigError, ProtocolError
 from kvferry.observe.exposed_names import ROUTER_PREFIX
-from kvferry.observe.fetch import HEALTH, Health, fetch, http_address
+from kvferry.observe.fetch import HEALTH, Health, fetch
+from kvferry.observe.http_address import server_url
 from kvferry.top.addresses import FleetView, PolledAddress, fleet_view
 from kvferry.top.exposition import Scrape, parse_page
 
@@ -30,7 +31,7 @@ def parse_address(text: str) -> str:
     Raises:
         ConfigError: the text is not a URL.
     """
-    if (found := http_address(text)) is None:
+    if (found := server_url(text)) is None:
         raise ConfigError(
             f"{text!r} is no URL of an engine or a router; give one such as http://127.0.0.1:8000"
         )

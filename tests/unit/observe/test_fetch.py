@@ -14,7 +14,7 @@ import pytest
 
 from kvferry.doctor import http_engine
 from kvferry.errors import ProtocolError
-from kvferry.observe.fetch import MAX_BYTES, HttpReply, client, fetch, http_address
+from kvferry.observe.fetch import MAX_BYTES, HttpReply, client, fetch
 from kvferry.top.poller import fetch_address
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
@@ -161,21 +161,3 @@ def test_top_refuses_an_answer_that_does_not_end() -> None:
 
     with server(endless) as url, pytest.raises(ProtocolError, match=r"^/metrics is larger than 64 MiB$"):
         anyio.run(one, url)
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("http://a:8000/", "http://a:8000"),
-        ("http://u:p@[::1]:8000/v1", "http://u:p@[::1]:8000"),
-        ("http://a/metrics?x=1#y", "http://a"),
-        ("http://a:0", None),
-        ("http://a:99999", None),
-        ("http://[", None),
-        ("ftp://a", None),
-        ("kvferry://a:1", None),
-        ("", None),
-    ],
-)
-def test_an_address_is_known_without_what_is_asked_there(text: str, found: str | None) -> None:
-    assert http_address(text) == found

@@ -31,11 +31,11 @@ STREAM = {"prompt": "x", "stream": True}
     [
         (["--decode", "http://127.0.0.1:1"], "the router has no prefill engine"),
         (["--prefill", "http://127.0.0.1:1"], "the router has no decode engine"),
-        (["--prefill", "x", "--decode", "y"], "--prefill x is not a URL"),
+        (["--prefill", "x", "--decode", "y"], "--prefill x is no address"),
         (["--engines-file", "x", "--decode", "y"], "--engines-file is given with"),
         (["--engines-file", "/nothing"], "cannot read engines from /nothing"),
-        (["--prefill", "http://[::1", "--decode", "http://y:1"], "--prefill http://[::1 is not a URL"),
-        (["--prefill", "http://x:1", "--decode", "http://y:99999"], "--decode http://y:99999 is not a URL"),
+        (["--prefill", "http://[::1", "--decode", "http://y:1"], "--prefill http://[::1 is no address"),
+        (["--prefill", "http://x:1", "--decode", "http://y:99999"], "--decode http://y:99999 is no address"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -293,9 +293,9 @@ def test_ctrl_c_during_a_sample_sets_the_exit_code(page):
 
 
 def test_an_invalid_url_is_refused_in_one_sentence():
-    done = run("localhost:8000")
+    done = run("localhost")
     assert done.returncode == 2
-    said = "kvferry: 'localhost:8000' is no URL of an engine or a router; give one such as http://127.0.0.1:8000\n"
+    said = "kvferry: 'localhost' is no URL of an engine or a router; give one such as http://127.0.0.1:8000\n"
     assert done.stderr == said
 
 

@@ -55,7 +55,7 @@ class Backend:
     def __init__(self, role: str, url: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.role = role
         self._clock = clock
-        self.url = url.rstrip("/")
+        self.url = url
         self.proven = False
         self.draining = False
         self.probed = False

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvferry.errors import ConfigError
 from kvferry.serving.router.backends import Pool
-from kvferry.serving.router.settings import is_address
+from kvferry.serving.router.settings import engine_url
 
 _log = logging.getLogger("kvferry.router")
 
@@ -50,9 +50,10 @@ def read_engines(path: Path) -> Engines:
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
-        if len(words) != 2 or words[0] not in _ROLES or not is_address(words[1]):
+        url = engine_url(words[-1])
+        if len(words) != 2 or words[0] not in _ROLES or url is None:
             raise ConfigError(f"line {number} of {path} is {line.strip()!r}; {_EXAMPLE}")
-        found[words[0]][words[1].rstrip("/")] = None
+        found[words[0]][url] = None
     for role, urls in found.items():
         if not urls:
             raise ConfigError(f"{path} has no {role} engine; {_EXAMPLE}")

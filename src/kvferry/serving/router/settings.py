@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from kvferry.errors import ConfigError
+from kvferry.observe.http_address import server_url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,27 +51,27 @@ class RouterSettings:
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
 
     def __post_init__(self) -> None:
-        """Check the settings.
+        """Check the settings, and keep the base URLs of the engines' addresses.
 
         Raises:
-            ConfigError: there is no engine to decode, or an address is not a URL.
+            ConfigError: there is no engine to decode, or an address is neither a URL nor host and port.
         """
         for role, urls in (("prefill", self.prefill), ("decode", self.decode)):
             if not urls and role == "decode":
                 raise ConfigError(f"the router has no {role} engine; give at least one --{role} URL")
-            for url in urls:
-                if not is_address(url):
-                    raise ConfigError(f"--{role} {url} is not a URL; it must look like http://host:port")
+            object.__setattr__(self, role, tuple(_engine_url(role, text) for text in urls))
 
 
-def is_address(url: str) -> bool:
-    """Return whether a text is an HTTP URL of an engine: a host, perhaps a port, and no name or password."""
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-        host = (parts.hostname or "").strip(".")
-        host.encode("idna")  # as the resolver does
-    except ValueError:  # unmatched brackets, a port that is not a number, an empty or long label
-        return False
-    extra = parts.username or parts.password or parts.query or parts.fragment
-    return parts.scheme in ("http", "https") and bool(host) and port != 0 and not extra
+def engine_url(text: str) -> str | None:
+    """Return the base URL of an engine, from a URL or from host and port; None if the text is neither.
+
+    A name or password in it is refused: clients send their own keys, and the router may send one of its own.
+    """
+    url = server_url(text)
+    return None if url is None or "@" in url or "?" in text or "#" in text else url
+
+
+def _engine_url(role: str, text: str) -> str:
+    if (url := engine_url(text)) is None:
+        raise ConfigError(f"--{role} {text} is no address; give http://host:port or host:port")
+    return url
