@@ -199,11 +199,14 @@ def _trace(pid: int, fault: Fault, calls: list[str]) -> bool:
         if os.WIFEXITED(status) or os.WIFSIGNALED(status):
             if thread == pid:
                 return os.WIFSIGNALED(status)
-        elif (stopped := os.WSTOPSIG(status)) == signal.SIGTRAP | 0x80:
-            tracer.stop(thread)
-        else:
-            # A new thread begins with a stop of its own; other signals are the process's.
-            _resume(thread, 0 if stopped in (signal.SIGTRAP, signal.SIGSTOP) else stopped)
+            continue
+        stopped = os.WSTOPSIG(status)
+        with suppress(ProcessLookupError):  # the process has ended meanwhile
+            if stopped == signal.SIGTRAP | 0x80:
+                tracer.stop(thread)
+            else:
+                # A new thread begins with a stop of its own; other signals are the process's.
+                _resume(thread, 0 if stopped in (signal.SIGTRAP, signal.SIGSTOP) else stopped)
 
 
 @dataclass
@@ -297,8 +300,7 @@ def _set(thread: int, register: int, value: int) -> None:
 
 
 def _resume(thread: int, sent: int = 0) -> None:
-    with suppress(ProcessLookupError):  # it was killed meanwhile
-        _ptrace(_SYSCALL, thread, 0, sent)
+    _ptrace(_SYSCALL, thread, 0, sent)
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
