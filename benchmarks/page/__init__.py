@@ -1,1 +1,1 @@
-"""The page of benchmarks: run them one after the other, and write `docs/benchmarks.md` with plots."""
+"""The page of benchmarks: run them one after the other, and write `benchmarks/figures.md` with plots."""

@@ -24,7 +24,7 @@ def page(
     ] = False,
     out: Annotated[
         Path, typer.Option(help="Page to write. Plots go to a folder of the same name beside it.")
-    ] = Path("docs/benchmarks.md"),
+    ] = Path("benchmarks/figures.md"),
     quick: Annotated[
         bool, typer.Option("--quick", help="Measure for a few minutes only. The page says so.")
     ] = False,

@@ -84,7 +84,7 @@ _HANDOVER_REASON = Reason(
     text="kvferry redeems a ticket at the prefill engine before it reads (1.1 ms), because what passes "
     "through users must not name memory. Then it wakes threads that read, and plan in Python under the "
     "interpreter's lock (0.8 ms for one request, 7 ms for eight). NixlConnector reads inside the engine's "
-    "step, and requests that are decoded wait for it. The stages are in performance.md.",
+    "step, and requests that are decoded wait for it. The stages are in docs/performance.md.",
 )
 
 SECTIONS = (
@@ -96,7 +96,7 @@ SECTIONS = (
         arguments=("--repeats", "15"),
         quick_arguments=("--repeats", "7"),
         summary=transfer,
-        method="performance.md#how-fast-does-a-request-move",
+        method="../docs/performance.md#how-fast-does-a-request-move",
         reasons=(
             Reason(against="memcpy", text="memcpy is a limit: one thread copies within one process."),
             Reason(
@@ -122,7 +122,7 @@ SECTIONS = (
         ),
         quick_arguments=("--models", "qwen3", "--loads", "512x1,512x8", "--rounds", "3"),
         summary=handover,
-        method="performance.md#how-soon-is-the-first-token-after-a-hand-over",
+        method="../docs/performance.md#how-soon-is-the-first-token-after-a-hand-over",
         reasons=(_HANDOVER_REASON, _SPINNING_REASON),
     ),
     Section(
@@ -133,7 +133,7 @@ SECTIONS = (
         arguments=("--models", "gemma3", "--loads", "16384x1,512x32", "--rounds", "3"),
         quick_arguments=("--models", "gemma3", "--loads", "4096x1", "--rounds", "2"),
         summary=handover,
-        method="performance.md#how-soon-is-the-first-token-after-a-hand-over",
+        method="../docs/performance.md#how-soon-is-the-first-token-after-a-hand-over",
         reasons=(_HANDOVER_REASON, _SPINNING_REASON),
     ),
     Section(
@@ -144,7 +144,7 @@ SECTIONS = (
         arguments=(*("--models", "qwen3,gemma3"), *("--loads", "512x1,8192x1,512x8"), *("--rounds", "5")),
         quick_arguments=("--models", "qwen3", "--loads", "512x1", "--rounds", "2"),
         summary=handover,
-        method="performance.md#how-soon-is-the-first-token-after-a-hand-over",
+        method="../docs/performance.md#how-soon-is-the-first-token-after-a-hand-over",
         reasons=(_HANDOVER_REASON, _SPINNING_REASON),
     ),
     Section(
@@ -155,7 +155,7 @@ SECTIONS = (
         arguments=("--tokens", "4096", "--tokens", "16384", "--rounds", "5"),
         quick_arguments=("--tokens", "4096", "--link", "1", "--rounds", "3"),
         summary=streaming,
-        method="performance.md#what-does-a-hand-over-during-the-prefill-save",
+        method="../docs/performance.md#what-does-a-hand-over-during-the-prefill-save",
         reasons=tuple(
             Reason(
                 label=link, text="Both engines share this machine's cores: reading slows the prefill down."
@@ -170,7 +170,7 @@ SECTIONS = (
         program=("benchmarks", "turns"),
         quick_arguments=("--families", "lfm2", "--turns", "3"),
         summary=turns,
-        method="performance.md#what-does-a-turn-of-a-conversation-move",
+        method="../docs/performance.md#what-does-a-turn-of-a-conversation-move",
     ),
     Section(
         name="tiers",
@@ -180,7 +180,7 @@ SECTIONS = (
         arguments=("--repeats", "7"),
         quick_arguments=("--repeats", "7", "--layers", "4", "--layouts", "BHLNC", "--depths", "1,8"),
         summary=tiers,
-        method="performance.md#how-fast-are-the-tiers",
+        method="../docs/performance.md#how-fast-are-the-tiers",
         reasons=(
             Reason(
                 label="host",
@@ -202,7 +202,7 @@ SECTIONS = (
         arguments=("--rounds", "3"),
         quick_arguments=("--prompts", "512", "--rounds", "2"),
         summary=storage,
-        method="performance.md#how-fast-is-storage-beside-vllms-exampleconnector",
+        method="../docs/performance.md#how-fast-is-storage-beside-vllms-exampleconnector",
         reasons=(
             Reason(
                 label="storing",
@@ -240,7 +240,7 @@ SECTIONS = (
         program=("benchmarks", "steps"),
         quick_arguments=("--rounds", "3", "--steps", "80"),
         summary=steps,
-        method="performance.md#how-soon-is-the-first-token-after-a-hand-over",
+        method="../docs/performance.md#how-soon-is-the-first-token-after-a-hand-over",
         reasons=(
             Reason(
                 label="tiers",
@@ -259,7 +259,7 @@ SECTIONS = (
         program=("benchmarks", "attention"),
         quick_arguments=("--rounds", "2"),
         summary=attention,
-        method="performance.md#does-a-cross-layer-layout-slow-attention-down",
+        method="../docs/performance.md#does-a-cross-layer-layout-slow-attention-down",
         reasons=(
             Reason(
                 label="prefill",
@@ -277,7 +277,7 @@ SECTIONS = (
         arguments=("--rounds", "3"),
         quick_arguments=("--rounds", "1"),
         summary=startup,
-        method="performance.md#what-does-a-connector-add-to-an-engines-start",
+        method="../docs/performance.md#what-does-a-connector-add-to-an-engines-start",
         reasons=(
             Reason(
                 against="no connector",
@@ -304,7 +304,7 @@ SECTIONS = (
         arguments=("--requests", "200"),
         quick_arguments=("--requests", "50", "--rounds", "1"),
         summary=router,
-        method="performance.md#what-does-a-request-cost-the-router",
+        method="../docs/performance.md#what-does-a-request-cost-the-router",
         reasons=(Reason(text="kvferry's router is written in Python, vllm-router in Rust."),),
     ),
     Section(
@@ -315,7 +315,7 @@ SECTIONS = (
         arguments=("--rounds", "3"),
         quick_arguments=("--rounds", "1"),
         summary=scale,
-        method="performance.md#do-costs-per-unit-grow-with-numbers",
+        method="../docs/performance.md#do-costs-per-unit-grow-with-numbers",
         reasons=(
             Reason(
                 label="claim",

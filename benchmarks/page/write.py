@@ -23,7 +23,8 @@ _NOT_RUN = "<!-- no command of this page is run: measurements take minutes -->"
 
 _INTRODUCTION = (
     "Reference: how kvferry compares with other connectors and with limits of the machine. `make bench` "
-    "measures it and writes this page. [performance](performance.md) says how, and what figures do not show."
+    "measures it and writes this page. [performance](../docs/performance.md) says how, and what figures do "
+    "not show."
 )
 _SHORTENED = (
     "**Shortened.** These figures are of `--quick`. They show that the benchmarks run. There are too few "

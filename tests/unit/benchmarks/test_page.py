@@ -144,7 +144,7 @@ def test_sections_that_were_not_measured_are_listed_with_their_question(tmp_path
 
 
 def test_the_page_of_the_documentation_has_or_lists_every_section() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "benchmarks.md").read_text()
+    text = (Path(__file__).parents[3] / "benchmarks" / "figures.md").read_text()
     listed = [one.name for one in SECTIONS if f"- [{one.title}]({one.method}): {one.question}\n" in text]
     measured = [one.name for one in SECTIONS if f"\n## {one.title}\n\n*{one.question}*\n" in text]
     assert sorted(listed + measured) == sorted(one.name for one in SECTIONS)
