@@ -24,7 +24,7 @@ def test_a_file_has_a_role_and_a_url_on_each_line(tmp_path):
     ("text", "message"),
     [
         ("decode http://a:1\nprefil http://b:1", "line 2 of .* is 'prefil http://b:1'; write one engine per"),
-        ("decode a:1", "line 1 "),
+        ("decode a", "line 1 "),
         ("decode http://a:1 http://b:1", "line 1 "),
         ("decode http://a:1", "has no prefill engine"),
         ("", "has no prefill engine"),
