@@ -19,9 +19,9 @@ WALL = {
 }  # fmt: skip
 USES = {
     "cache/weights.py": "whether a file may have changed within the last seconds, so is digested again",
-    "cli/bench.py": "the date in a file of measurements",
     "cli/cache.py": "ages of chunks, for people",
     "cli/explain.py": "ages of requests, for people",
+    "doctor/calibrate.py": "the date in a file of measurements",
     "doctor/costs.py": "the age of a file of measurements, for people",
     "engines/vllm/tracing.py": "spans, which are in wall time",
     "explain/text.py": "times of requests, for people",
