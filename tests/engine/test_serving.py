@@ -423,7 +423,7 @@ def test_an_idle_prefill_engine_frees_the_kv_that_its_router_no_longer_wants(ser
     name, path = new_ticket(), "/v1/completions"
     served.post(served.prefill, path, **json.loads(prefill_body(body, name=name)))
     assert served.metric(served.prefill, GRANTED) == granted + 1
-    served.post(served.prefill, path, **json.loads(withdrawal_body(body, [name])))
+    served.post(served.prefill, path, **json.loads(withdrawal_body(served.model, [name])))
     wait_for(lambda: served.metric(served.prefill, "vllm:kv_cache_usage_perc") == 0)
     assert served.expired(served.prefill) == expired
 
