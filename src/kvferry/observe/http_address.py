@@ -13,8 +13,8 @@ def http_address(text: str) -> str | None:
     """
     try:
         parts = urlsplit(text)
-        (parts.hostname or "").strip(".").encode("idna")  # as the resolver does
-        if parts.scheme not in ("http", "https") or not (parts.hostname or "").strip(".") or parts.port == 0:
+        host = (parts.hostname or "").strip(".").encode("idna")  # as the resolver does
+        if parts.scheme not in ("http", "https") or not host or parts.port == 0:
             return None
     except ValueError:  # unmatched brackets, a port that is not a number, an empty or long label
         return None

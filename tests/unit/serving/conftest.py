@@ -77,6 +77,7 @@ class FakeEngine:
         status: of completions.
         healthy: whether its /health answers 200.
         frozen: whether it accepts requests and probes, and answers none. A test may end this.
+        freezes: whether it becomes frozen when it gets a completion.
         asked, probes: number of completions, also those that it did not read, and of probes.
         hands_over: kv_transfer_params of a whole answer.
         delay_seconds: before it answers. A test may change it, and `event_seconds`, to end a wait.
@@ -92,6 +93,7 @@ class FakeEngine:
     status: int = 200
     healthy: bool = True
     frozen: bool = False
+    freezes: bool = False
     asked: int = 0
     probes: int = 0
     hands_over: Any = None
@@ -145,6 +147,7 @@ class FakeEngine:
 
     async def complete(self, request: Request) -> Response:
         self.asked += 1
+        self.frozen |= self.freezes
         await self.thaw()
         self.raw.append(await request.body())
         self.headers.append(dict(request.headers))
