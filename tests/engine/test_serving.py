@@ -88,6 +88,7 @@ class Served:
         command += ["--enable-prompt-tokens-details"]
         soon = environment() | with_plugins(folder / "plugins", copied) | {"OTEL_BSP_SCHEDULE_DELAY": "100"}
         soon["VLLM_SERVER_DEV_MODE"] = "1"  # for /pause
+        soon["VLLM_ENABLE_RESPONSES_API_STORE"] = "1"
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
                 command, env=soon, stdout=subprocess.PIPE, stderr=errors, text=True
@@ -314,6 +315,22 @@ def test_usage_of_a_stream_is_what_the_prefill_engine_had_in_its_caches(served, 
     assert found == usages(served.prefill, 2)
     details = found[-1] if path == "/v1/messages" else found[-1]["prompt_tokens_details"]
     assert details.get("cache_read_input_tokens") or details.get("cached_tokens")
+
+
+def test_vllm_keeps_a_response_under_the_id_that_the_router_chose(served):
+    path, ask = "/v1/responses", {"input": TEXT, "max_output_tokens": 4}
+    whole = served.post(served.url, path, **ask).json()["id"]
+    events = served.post(served.url, path, **ask, stream=True).text.splitlines()
+    first = next(line for line in events if line.startswith("data: "))
+    streamed = json.loads(first.removeprefix("data: "))["response"]["id"]
+    background = served.post(served.url, path, **ask, background=True).json()["id"]
+    for name in (whole, streamed, background):
+        assert re.fullmatch("resp_[0-9a-f]{40}", name)
+        url = f"{served.url}{path}/{name}"
+        wait_for(lambda url=url: served.client.get(url).json()["status"] in ("completed", "incomplete"))
+        again = served.post(served.url, path, **ask, previous_response_id=name).json()
+        assert again["previous_response_id"] == name
+        assert served.client.post(f"{url}/cancel").status_code == 400
 
 
 @pytest.mark.parametrize("samples", [1, 2])

@@ -88,6 +88,9 @@ class FakeEngine:
         location: of its models, if they are elsewhere.
         raw: bodies of completions; their headers and clients' ports beside.
         aborted: requests whose client left before the end.
+        kept: ids of the responses that it has made.
+        key: API key without which it tells nothing of a response.
+        about: methods and URLs of the requests about responses.
     """
 
     status: int = 200
@@ -107,6 +110,9 @@ class FakeEngine:
     headers: list[dict[str, str]] = field(default_factory=list)
     ports: list[int] = field(default_factory=list)
     aborted: int = 0
+    kept: list[str] = field(default_factory=list)
+    key: str = ""
+    about: list[str] = field(default_factory=list)
     url: str = ""
 
     @property
@@ -118,7 +124,11 @@ class FakeEngine:
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/chat/completions", self.complete, methods=["POST"]),
             Route("/v1/messages", self.complete, methods=["POST"]),
-            Route("/v1/responses", self.complete, methods=["POST"]),
+            Route("/v1/responses", self.respond, methods=["POST"]),
+            Route("/v1/responses/{name}", self.response),
+            Route("/v1/responses/{name}/cancel", self.response, methods=["POST"]),
+            Route("/v1/chat/completions/batch", self.complete, methods=["POST"]),
+            Route("/invocations", self.complete, methods=["POST"]),
             Route("/v1/embeddings", self.complete, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/health", self.health),
@@ -144,6 +154,27 @@ class FakeEngine:
 
     async def tokenize(self, request: Request) -> Response:
         return JSONResponse({"tokens": [1, 2], "asked": await request.json()})
+
+    async def respond(self, request: Request) -> Response:
+        body = await request.json()
+        if (previous := body.get("previous_response_id")) is not None and previous not in self.kept:
+            return self.lacks(previous)
+        if body.get("store", True):
+            self.kept.append(body.get("request_id"))
+        return await self.complete(request)
+
+    async def response(self, request: Request) -> Response:
+        self.about.append(f"{request.method} {request.url.path}?{request.url.query}")
+        if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
+            return JSONResponse({"error": "Unauthorized"}, 401)
+        if (name := request.path_params["name"]) not in self.kept:
+            return self.lacks(name)
+        if request.query_params.get("stream"):
+            return StreamingResponse(self.events(request), media_type="text/event-stream")
+        return JSONResponse({"id": name, "of": self.url})
+
+    def lacks(self, name: str) -> Response:
+        return JSONResponse({"error": {"message": f"no {name} at {self.url}"}}, 404)
 
     async def complete(self, request: Request) -> Response:
         self.asked += 1

@@ -16,14 +16,7 @@ from starlette.routing import Route
 from starlette.types import Send
 
 from kvferry.serving.router.backends import Backend, Pool
-from kvferry.serving.router.bodies import (
-    CHAT,
-    COMPLETIONS,
-    DECODE_ONLY,
-    MalformedBody,
-    parse_body,
-    without_kv_params,
-)
+from kvferry.serving.router.bodies import MalformedBody, parse_body, without_kv_params
 from kvferry.serving.router.endpoint import ActiveRequests, Call, RouterEndpoint
 from kvferry.serving.router.engines_file import watch_engines
 from kvferry.serving.router.failures import Failures
@@ -32,7 +25,9 @@ from kvferry.serving.router.hop import LOOP, Hop
 from kvferry.serving.router.keys import KeyCheck
 from kvferry.serving.router.metrics import CONTENT_TYPE, RouterMetrics
 from kvferry.serving.router.probe import Prober
-from kvferry.serving.router.replies import MESSAGES, NO_DECODE_ENGINE, ApiError
+from kvferry.serving.router.replies import NO_DECODE_ENGINE, ApiError, Reply
+from kvferry.serving.router.responses import Responses, previous_response
+from kvferry.serving.router.routes import COMPLETED, OF_RESPONSES, PASSED_THROUGH, REFUSED
 from kvferry.serving.router.sessions import session_of
 from kvferry.serving.router.settings import RouterSettings
 from kvferry.serving.router.upstream import (
@@ -44,8 +39,7 @@ from kvferry.serving.router.upstream import (
     read_whole,
 )
 
-_PASSED_THROUGH = (("GET", "/v1/models"), ("GET", "/version"), ("POST", "/tokenize"), ("POST", "/detokenize"))
-_COMPLETED = (COMPLETIONS, CHAT, MESSAGES, *DECODE_ONLY)
+_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
 class RouterApp(Starlette):
@@ -58,11 +52,16 @@ class RouterApp(Starlette):
         def endpoint(handler: Callable[[Call, Send], Awaitable[None]]) -> RouterEndpoint:
             return RouterEndpoint(handler, self._ongoing, router.hop, settings.max_body_bytes, router.metrics)
 
-        routes = [Route(path, endpoint(router.complete), methods=["POST"]) for path in _COMPLETED]
+        routes = [Route(path, endpoint(router.complete), methods=["POST"]) for path in COMPLETED]
         routes += [
-            Route(path, endpoint(router.pass_through), methods=[method]) for method, path in _PASSED_THROUGH
+            Route(path, endpoint(router.pass_through), methods=[method]) for method, path in PASSED_THROUGH
         ]
+        routes += [
+            Route(path, endpoint(router.of_response), methods=[method]) for method, path in OF_RESPONSES
+        ]
+        routes += [Route(path, _refusal(reason), methods=_METHODS) for path, reason in REFUSED.items()]
         routes.append(Route("/health", router.health, methods=["GET"]))
+        routes.append(Route("/load", router.load, methods=["GET"]))
         routes.append(Route("/metrics", router.metrics_page, methods=["GET"]))
         routes.append(Route("/ping", router.health, methods=["GET", "POST"]))
         super().__init__(
@@ -130,6 +129,7 @@ class _Router:
         self.metrics = RouterMetrics(lambda: (*self._all_backends(), *self._draining()))
         self._client: EngineClient
         self._flow: CompletionFlow
+        self._responses: Responses
         self._prober: Prober
 
     @asynccontextmanager
@@ -140,6 +140,7 @@ class _Router:
         """
         async with EngineClient(self._settings, self.hop) as self._client:
             self._flow = CompletionFlow(self._settings, self._prefill, self._decode, self._client)
+            self._responses = Responses(self._decode, self._client)
             self._prober = Prober(
                 self._client, lambda: (*self._all_backends(), *self._draining()), self._settings
             )
@@ -176,11 +177,18 @@ class _Router:
             if raw is None:  # the body is encoded anew, so that engines read only the checked fields
                 body = without_kv_params(body)
             session = session_of(call.headers, body)
-            completion = Completion(
-                call.path, body, call.headers, call.reply_headers, raw, session, call.record
-            )
+            keeper: Backend | None = None
             for pool in (self._prefill, self._decode):
                 await self._prober.until_up(pool)
+            if (previous := previous_response(call.path, body)) is not None:
+                found = await self._responses.keeper_of(previous, call.headers)
+                if isinstance(found, Reply):
+                    await found.send(send, call.reply_headers)
+                    return
+                keeper = found
+            completion = Completion(
+                call.path, body, call.headers, call.reply_headers, raw, session, keeper, call.record
+            )
             await self._flow.complete(completion, send)
         except MalformedBody as error:
             reply = ApiError(400, str(error), "invalid_json").reply(call.path)
@@ -202,7 +210,7 @@ class _Router:
             tried.append(backend)
             try:
                 async with self._client.opened(
-                    call.method, backend, call.path, call.headers, call.body
+                    call.method, backend, call.target(call.path), call.headers, call.body
                 ) as response:
                     reply = await read_whole(response)
             except NOT_CONNECTED as error:
@@ -244,9 +252,31 @@ class _Router:
         found = {"status": status, **engines, "draining": draining}
         return JSONResponse(found, 200 if status in ("ok", "degraded") else 503)
 
+    async def of_response(self, call: Call, send: Send) -> None:
+        """Forward a request about a response to the decode engine that keeps the response.
+
+        Args:
+            call: request of the client.
+            send: ASGI function that sends to the client.
+        """
+        await self._prober.until_up(self._decode)
+        await self._responses.relay(call, send)
+
+    async def load(self, _: Request) -> Response:
+        """Return the number of requests under way, in the form of vLLM's ``/load``."""
+        return JSONResponse({"server_load": len(self._active)})
+
     async def metrics_page(self, _: Request) -> Response:
         """Return the router's metrics in Prometheus' text format."""
         return Response(self.metrics.page(), headers={"content-type": CONTENT_TYPE})
+
+
+def _refusal(reason: str) -> Callable[[Request], Awaitable[Response]]:
+    async def refuse(request: Request) -> Response:
+        message = f"this router does not relay {request.method} {request.url.path}: {reason}"
+        return _response(ApiError(404, message, "not_found"), request)
+
+    return refuse
 
 
 async def _our_fault(request: Request, _: Exception) -> Response:

@@ -12,11 +12,39 @@ from kvferry.serving.router.replies import MESSAGES, RESPONSES, Headers
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-DECODE_ONLY = (RESPONSES, "/v1/embeddings", "/v1/messages/count_tokens")
+INVOCATIONS = "/invocations"
+"""Path of SageMaker's endpoint, which takes the bodies of several others."""
+DECODE_ONLY = frozenset(
+    (
+        RESPONSES,
+        INVOCATIONS,
+        "/classify",
+        "/cohere/v2/chat",
+        "/cohere/v2/chat/render",
+        "/generative_scoring",
+        "/pooling",
+        "/rerank",
+        "/score",
+        "/v1/chat/completions/batch",
+        "/v1/chat/completions/derender",
+        "/v1/chat/completions/render",
+        "/v1/completions/derender",
+        "/v1/completions/render",
+        "/v1/embeddings",
+        "/v1/messages/count_tokens",
+        "/v1/messages/render",
+        "/v1/rerank",
+        "/v1/responses/render",
+        "/v1/score",
+        "/v1/systemone",
+        "/v2/embed",
+        "/v2/rerank",
+    )
+)
 """Endpoints whose requests go to a decode engine alone.
 
 A response may continue one that the decode engine keeps, and may run tools, so that it takes several prompts.
-The others generate no tokens.
+So do a batch of chats and a decision. The others generate no tokens, apart from Cohere's chats.
 """
 
 _DATA_PARALLEL_RANK = b"x-data-parallel-rank"
@@ -78,6 +106,23 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise MalformedBody(f"the request body is a JSON {type(body).__name__}; it must be an object")
     return body
+
+
+def api_of(path: str, body: dict[str, Any]) -> str:
+    """Return the path of the endpoint that serves a request.
+
+    It is `path`, unless that is ``/invocations``: then vLLM chooses the endpoint by the form of the body.
+
+    >>> api_of("/invocations", {"prompt": "x"}), api_of("/invocations", {"input": "x"})
+    ('/v1/completions', '/invocations')
+
+    Args:
+        path: path of the request.
+        body: parsed body of the request.
+    """
+    if path != INVOCATIONS:
+        return path
+    return CHAT if "messages" in body else COMPLETIONS if "prompt" in body else path
 
 
 def without_kv_params(body: dict[str, Any]) -> dict[str, Any]:
@@ -220,10 +265,10 @@ def decodes_alone(path: str, body: dict[str, Any]) -> AloneReason | None:
     - A field that `prefill_body` changes has a value that vLLM refuses, or one that the router does not know.
 
     Args:
-        path: path of the endpoint, such as ``/v1/completions``.
+        path: path of the request, such as ``/v1/completions``.
         body: parsed body of the request.
     """
-    prompt = body.get("prompt")
+    path, prompt = api_of(path, body), body.get("prompt")
     conditions = {
         AloneReason.ENDPOINT: path in DECODE_ONLY,
         AloneReason.KV_PARAMS: body.get(KV_PARAMS),

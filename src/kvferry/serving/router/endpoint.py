@@ -36,6 +36,7 @@ class Call:
     Attributes:
         method: HTTP method.
         path: path of the URL, without the query.
+        query: query of the URL, encoded, without the question mark; empty if there is none.
         headers: headers of the request to the engine: those of the client, with x-request-id, and with this
             router's entry added to Via.
         reply_headers: headers to add to the answer for the client: only x-request-id.
@@ -45,10 +46,15 @@ class Call:
 
     method: str
     path: str
+    query: str
     headers: Headers
     reply_headers: Headers
     body: bytes
     record: RequestRecord
+
+    def target(self, path: str) -> str:
+        """Return a path with the query of this request."""
+        return f"{path}?{self.query}" if self.query else path
 
 
 class _TooLarge(Exception):
@@ -101,6 +107,10 @@ class ActiveRequests:
         self._requests: set[ActiveRequest] = set()
         self._none = asyncio.Event()
         self._none.set()
+
+    def __len__(self) -> int:
+        """Return the number of requests that are under way."""
+        return len(self._requests)
 
     def add(self, request: ActiveRequest) -> None:
         """Add a request to the set of requests that are under way."""
@@ -180,7 +190,8 @@ class RouterEndpoint:
                 if body is not None:
                     record.received_bytes = len(body)
                     headers = self._hop.passed_on(relayed(scope["headers"]) + reply_headers)
-                    call = Call(scope["method"], scope["path"], headers, reply_headers, body, record)
+                    query = scope.get("query_string", b"").decode("latin-1")
+                    call = Call(scope["method"], scope["path"], query, headers, reply_headers, body, record)
                     await self._handle(call, receive, request, answer)
             except _TooLarge as error:
                 reply = ApiError(413, str(error), "request_too_large").reply(scope["path"])

@@ -33,6 +33,7 @@ from kvferry.serving.router.backends import Backend, Pool
 from kvferry.serving.router.bodies import (
     COMPLETIONS,
     DECODE_ONLY,
+    api_of,
     decode_body,
     decodes_alone,
     kv_params_of,
@@ -49,7 +50,8 @@ from kvferry.serving.router.metrics import AloneReason, RequestRecord
 from kvferry.serving.router.probe import probe
 from kvferry.serving.router.prompts import estimated_tokens, has_media
 from kvferry.serving.router.refusals import Refusals
-from kvferry.serving.router.replies import NO_DECODE_ENGINE, Headers, Reply
+from kvferry.serving.router.replies import NO_DECODE_ENGINE, RESPONSES, Headers, Reply
+from kvferry.serving.router.responses import not_found, previous_response, with_response_id
 from kvferry.serving.router.settings import RouterSettings
 from kvferry.serving.router.streaming import StreamSource, new_ticket
 from kvferry.serving.router.suspects import Suspects
@@ -78,6 +80,7 @@ class Completion:
         reply_headers: headers to add to the answer for the client.
         raw: body as the client sent it, for a decode engine that gets nothing beside; None to encode `body`.
         session: session of the request, as `session_of` returns it; None if it has none.
+        keeper: decode engine that keeps the response which the request continues; None if any may answer.
         record: facts about the request for the metrics.
         held: prefill engines that may hold KV for this request, by the name of that KV.
         refusals: prefill engines that have refused this request, each with a description of its answer.
@@ -89,6 +92,7 @@ class Completion:
     reply_headers: Headers
     raw: bytes | None = None
     session: int | None = None
+    keeper: Backend | None = None
     record: RequestRecord = field(default_factory=RequestRecord)
     held: dict[str, Backend] = field(default_factory=dict)
     refusals: list[tuple[Backend, str]] = field(default_factory=list)
@@ -212,7 +216,9 @@ class CompletionFlow:
         return AloneReason.KNOWN if added is not None and added < limit else None
 
     def _remembers(self, completion: Completion) -> bool:
-        return bool(self._settings.min_prefill_tokens) and completion.path not in DECODE_ONLY
+        return bool(self._settings.min_prefill_tokens) and (
+            api_of(completion.path, completion.body) not in DECODE_ONLY
+        )
 
     def _note_answer(self, completion: Completion, backend: Backend, status: int, *, with_kv: bool) -> None:
         """Record that a decode engine has begun to answer a request.
@@ -395,6 +401,11 @@ class CompletionFlow:
         await probe(self._client, backend)
         return reply if backend.up else None
 
+    def _next_decode(self, tried: list[Backend], completion: Completion) -> Backend | None:
+        if completion.keeper is None:
+            return self._decode.next(tried, completion.session, last_resort=True)
+        return None if completion.keeper in tried else completion.keeper
+
     async def _answer(
         self, completion: Completion, params: dict[str, Any] | None, failures: Failures, send: Send
     ) -> None:
@@ -410,11 +421,11 @@ class CompletionFlow:
             send: ASGI function that sends to the client.
         """
         tried: list[Backend] = []
-        last: Reply | None = NO_DECODE_ENGINE.reply(completion.path)
-        while backend := self._decode.next(tried, completion.session, last_resort=True):
+        last: Reply | None = _no_engine(completion)
+        while backend := self._next_decode(tried, completion):
             tried.append(backend)
-            raw = completion.raw if params is None else None
-            body = raw or decode_body(completion.body, params)
+            raw = completion.raw if params is None and completion.path != RESPONSES else None
+            body = raw or decode_body(with_response_id(completion.path, completion.body, backend), params)
             try:
                 with self._decode.count_request(backend):
                     async with self._client.opened(
@@ -460,6 +471,12 @@ class CompletionFlow:
                 break
         reply = last or failures.reply(completion.path, completion.reply_headers)
         await reply.send(send, completion.reply_headers)
+
+
+def _no_engine(completion: Completion) -> Reply:
+    if completion.keeper is None:
+        return NO_DECODE_ENGINE.reply(completion.path)
+    return not_found(previous_response(completion.path, completion.body) or "", [completion.keeper])
 
 
 def _stream_source(backend: Backend, completion: Completion) -> StreamSource | None:

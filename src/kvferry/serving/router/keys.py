@@ -16,7 +16,7 @@ from kvferry.serving.router.replies import ApiError
 _UNAUTHORIZED = ApiError(
     401, "the API key is missing or wrong", "invalid_api_key", ((b"www-authenticate", b"Bearer"),)
 )
-OPEN_PATHS = frozenset(("/health", "/metrics", "/ping"))
+OPEN_PATHS = frozenset(("/health", "/load", "/metrics", "/ping"))
 """Paths that need no key, because load balancers, Kubernetes and Prometheus ask them."""
 _AUTHORIZATION = b"authorization"
 _BEARER = b"bearer "
