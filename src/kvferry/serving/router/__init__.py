@@ -4,5 +4,6 @@
 
 - `app`: the web application, with `router_app`; `settings`: `RouterSettings`.
 - `endpoint`: handling of one HTTP request; `flow`: prefill, decode and retries of one completion.
+- `routes`: table of all paths of vLLM's server; `responses`: the engine that keeps a response.
 - `bodies`: requests for the engines; `backends`: choice of the engines; `upstream`: HTTP client for engines.
 """
