@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from math import lcm
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import msgspec
 import zmq
 
 QUIET_SECONDS = 0.5
+Hash: TypeAlias = "int | bytes"
 
 
 def endpoint(folder: Path) -> str:
@@ -29,11 +31,14 @@ class Router:
     Attributes:
         blocks: hashes of the blocks that are in a place now.
         events: everything received, decoded, without a schema.
+        groups: kind, window and tokens per block of each group with blocks in a tier.
     """
 
     def __init__(self, at: str) -> None:
         self.blocks: defaultdict[tuple[str | None, str | None, int], set[bytes]] = defaultdict(set)
         self.events: list[dict[str, Any]] = []
+        self.groups: dict[int, tuple[str, int, int]] = {}
+        self._names: dict[tuple[Hash | None, tuple[int, ...]], Hash] = {}
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
@@ -62,5 +67,35 @@ class Router:
         place = self.blocks[event["medium"], event.get("ownership"), event["group_idx"]]
         if event["type"] == "BlockStored":
             place.update(event["block_hashes"])
+            if len(event["token_ids"]) == event["block_size"] * len(event["block_hashes"]):
+                self._learn(event)  # vLLM's own events leave out hashes before a window, and no tokens
         else:
             place.difference_update(event["block_hashes"])
+
+    def longest(self, medium: str, tier: str, prompt: list[int]) -> int:
+        """Tokens of the longest prefix, shorter than the prompt, of which a tier has all groups' blocks."""
+        step = lcm(*(block for kind, _, block in self.groups.values() if kind != "mamba"))
+        ends = range((len(prompt) - 1) // step * step, 0, -step)
+        return next((end for end in ends if self._continues((medium, tier), prompt, end)), 0)
+
+    def _continues(self, place: tuple[str, str], prompt: list[int], end: int) -> bool:
+        for group, (kind, window, block) in self.groups.items():
+            first = max(end - window + 1, 0) // block if window else 0
+            first = end // block - 1 if kind == "mamba" else first
+            name, here = None, self.blocks[(*place, group)]
+            for at in range(end // block):
+                name = self._names.get((name, tuple(prompt[at * block : (at + 1) * block])))
+                if name is None or (at >= first and name not in here):
+                    return False
+        return True
+
+    def _learn(self, event: dict[str, Any]) -> None:
+        """Learn the names of blocks from their tokens and the block before."""
+        size, name = event["block_size"], event["parent_block_hash"]
+        if event["medium"] != "GPU":
+            window = event.get("kv_cache_spec_sliding_window") or 0
+            self.groups[event["group_idx"]] = event["kv_cache_spec_kind"], window, size
+        for at, one in enumerate(event["block_hashes"]):
+            tokens = tuple(event["token_ids"][at * size : (at + 1) * size])
+            self._names[name, tokens] = one
+            name = one

@@ -11,6 +11,7 @@ from unittest.mock import patch
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.cache.writing import SlowTier
 from kvferry.connector.adapters import Adapters
+from kvferry.connector.block_runs import DescribeBlocks
 from kvferry.connector.config import parse_config
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.local_prefix import LocalPrefix
@@ -139,6 +140,7 @@ class ServedEngine:
         rank: RankGeometry,
         half: SchedulerHalf,
         tiers: Sequence[LRUTier],
+        describe_blocks: DescribeBlocks | None = None,
     ) -> None:
         self._model, self._rank, self.half, self.tiers = model, rank, half, tiers
         self._pool = BlockPool(BLOCKS)
@@ -152,6 +154,7 @@ class ServedEngine:
             facts=Facts("e", half.incarnation, "test", {}),
             namespace=lambda _: None,
             prefix_cache=self if self._completes else None,
+            describe_blocks=describe_blocks,
         )
 
     @property
@@ -273,6 +276,8 @@ def served_engine(
     host_bytes: int,
     policy: str = "lru",
     slow: Mapping[str, int],
+    events: EventStream | None = None,
+    describe_blocks: DescribeBlocks | None = None,
 ) -> Iterator[ServedEngine]:
     """Start an engine with host memory and slow tiers of these capacities in bytes."""
     sizes = {one.group.label: one.file_bytes for one in model.form.groups}
@@ -305,9 +310,9 @@ def served_engine(
         for group, one in zip(rank.groups, model.block_groups, strict=True)
     )
     facts = made_up(groups=groups, num_blocks=BLOCKS, step_tokens=model.form.steps.step_tokens)
-    half = SchedulerHalf(facts, config, Adapters(), EventStream())
+    half = SchedulerHalf(facts, config, Adapters(), events or EventStream())
     with patch("kvferry.connector.tiers.tiering.open_tiers", opened):
-        engine = ServedEngine(model, rank, half, tiers)
+        engine = ServedEngine(model, rank, half, tiers, describe_blocks)
     try:
         yield engine
     finally:

@@ -3,21 +3,27 @@
 `keys.chunk` gives each chunk of the prompt one key for all groups. The key of a group's chunk is that key
 with its last byte replaced by the index of the group. This leaves 248 bits of digest, and one mapping or
 directory can hold the chunks of all groups. A *tail* is the incomplete chunk at the end of a prompt.
+
+A prefix ends with a chunk or with the prompt. If the engine knows chunks by their beginnings, a prefix may
+also end inside a chunk: a chunk with the same beginning stands in for the tail there.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from kvferry.cache.beginnings import BegunChunk, ChunkBeginnings
 from kvferry.cache.fetch import WantedChunk
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
 from kvferry.planning.coverage import ChunkedPrompt, Coverage, TierNumbers, chunks_to_load, coverage
 from kvferry.planning.retention import needed_chunks
-from kvferry.planning.select import LoadSpan
+from kvferry.planning.select import LoadSpan, attends_to_all
 from kvferry.tiers.index.key_table import TAG_BYTES, Tags, tags_of
 
 
@@ -27,6 +33,7 @@ class PromptChunks:
     Args:
         groups: KV cache groups of the model with the byte formats of their chunks.
         keys: chunk keys of the request.
+        beginnings: the tiers' chunks by their beginnings; None if prefixes end with chunks only.
 
     Attributes:
         keys: chunk keys of the request. The caller extends them as the request grows.
@@ -34,9 +41,13 @@ class PromptChunks:
             the last look-up. Another request has stored these chunks, so other prompts begin with them too.
     """
 
-    def __init__(self, groups: Sequence[CanonicalGroup], keys: ChunkKeys) -> None:
+    def __init__(
+        self, groups: Sequence[CanonicalGroup], keys: ChunkKeys, beginnings: ChunkBeginnings | None = None
+    ) -> None:
         self.keys = keys
         self.shared_tokens = 0
+        self._beginnings = beginnings
+        self._stand_ins: dict[bytes, BegunChunk] = {}  # chunks of the last look-up, by the tail they replace
         self._groups = tuple(groups)
         self._numbers = np.arange(len(self._groups), dtype=np.uint64)[:, None] << _LAST
         self._of_any = tags_of(())
@@ -158,7 +169,10 @@ class PromptChunks:
         tags = self._tags(chunked)
         found = coverage(self._groups, chunked, tier_numbers(tags.ravel()).reshape(tags.shape))
         self.shared_tokens = found.full_attention_tokens
-        return found
+        self._stand_ins.clear()
+        if self._beginnings is None or not self.has_tail:
+            return found
+        return self._end_inside(found, self._beginnings, tokens if in_full else tokens - 1, tier_numbers)
 
     def wanted_chunks(self, found: Coverage, span: LoadSpan) -> Iterator[WantedChunk]:
         """Yield the chunks that a load of the tokens in `span` needs, in the order of the prompt.
@@ -176,7 +190,47 @@ class PromptChunks:
             state = self._groups[group].kind is GroupKind.STATE
             whole = last == (number + 1) * size
             key = self.key(group, number) if whole else self.tail(group, last)
-            yield WantedChunk(group, number, key, 0 if state else last - number * size)
+            chunk = self._stand_ins.get(key) or BegunChunk(key, 0 if state else last - number * size)
+            yield WantedChunk(group, number, chunk.key, chunk.tokens)
+
+    def _end_inside(
+        self,
+        found: Coverage,
+        beginnings: ChunkBeginnings,
+        last: int,
+        tier_numbers: Callable[[Tags], TierNumbers],
+    ) -> Coverage:
+        """Return the coverage of the longest prefix that ends inside a chunk; `found` if none is longer.
+
+        Args:
+            found: coverage of the prefixes that end with chunks.
+            beginnings: the tiers' chunks by their beginnings.
+            last: position after the last token that may be loaded.
+            tier_numbers: as for `look_up`.
+        """
+        size, groups = self.keys.chunk_tokens, range(len(self._groups))
+
+        def lacking(end: int) -> int:
+            return sum(not beginnings.chunks_with(self.tail(group, end)) for group in groups)
+
+        attends = any(attends_to_all(one.kind) for one in self._groups)
+        furthest = found.full_attention_tokens if attends else last
+        for number in range(furthest // size, found.tokens // size - 1, -1):
+            low, high = number * size, (number + 1) * size
+            ends = beginnings.ends(max(low, found.tokens), min(high - 1, last))
+            # A chunk with a beginning has all shorter ones too.
+            for end in reversed(ends[: bisect_right(ends, 0, key=lacking)]):
+                numbers = np.empty((len(groups), number + 1), np.int64)
+                numbers[:, :number] = found.tier_numbers[:, :number]
+                for group in groups:
+                    chunks = beginnings.chunks_with(key := self.tail(group, end))
+                    of_each = tier_numbers(tags_of([chunk.key for chunk in chunks]))
+                    self._stand_ins[key] = chunks[fastest := int(of_each.argmin())]
+                    numbers[group, number] = of_each[fastest]
+                longer = coverage(self._groups, replace(found.chunked, tokens=end), numbers)
+                if longer.tokens == end:
+                    return longer
+        return found
 
     def _each(self, prompt: int) -> Iterator[tuple[int, int, bytes]]:
         """Yield the chunks of `all_keys`: index in the request, index of the KV cache group, and key."""

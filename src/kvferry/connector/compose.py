@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from math import lcm
 
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.connector.adapters import Adapters
@@ -27,7 +28,7 @@ from kvferry.connector.stream import EventStream
 from kvferry.connector.tiers.block_events import BlockEvents
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
-from kvferry.geometry import Group, RankGeometry
+from kvferry.geometry import Group, GroupKind, RankGeometry
 from kvferry.geometry.canonical import CanonicalForm
 from kvferry.tiers.index.key_table import KeyTable
 from kvferry.tiers.names import PEER
@@ -153,8 +154,10 @@ class Composition:
             table: table of the tiers' chunks.
             tiers: names of the tiers, by their bits in `table`.
         """
-        describe = self._describe_blocks
-        return None if describe is None else BlockEvents(describe, table, tiers, self.events)
+        if self._describe_blocks is None:
+            return None
+        blocks = lcm(*(one.block_tokens for one in self.engine.groups if one.kind is not GroupKind.STATE))
+        return BlockEvents(self._describe_blocks, table, tiers, self.events, blocks)
 
     def admission(
         self, sources: Sequence[Source], tier_weights: Mapping[str, float] | None = None

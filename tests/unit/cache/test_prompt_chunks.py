@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from kvferry.cache.beginnings import BegunChunk, ChunkBeginnings
 from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalGroup
@@ -188,3 +189,19 @@ def test_a_prompt_shorter_than_a_chunk_is_found_by_its_tail_only():
     assert (found.tier_numbers.tolist(), found.tokens) == ([[0]], 3)
     with_state = PromptChunks([FULL, STATE], ChunkKeys(8, range(3)))
     assert with_state.look_up(3, 0, in_host([with_state.tail(0, 3)])).tokens == 0
+
+
+def test_a_longer_chunk_stands_in_for_the_tail_that_it_begins_with():
+    tokens = [*range(8), 8, 9, 20, 21, 22]
+    beginnings = ChunkBeginnings(2)
+    chunks = PromptChunks([FULL], ChunkKeys(8, tokens), beginnings)
+    gone, here = (key_of([*range(10), *rest], 8, 0, 16) for rest in (range(30, 36), range(40, 46)))
+    both = [key_of(tokens, 8, 0, 10)]
+    for key in (gone, here):
+        beginnings.add(BegunChunk(key, 8), both)
+    assert chunks.look_up(13, 0, in_host([here])).tokens == 0, "the chunk before is missing"
+    found = chunks.look_up(13, 0, in_host([chunks.key(0, 0), here]))
+    assert (found.tokens, found.chunked.prompt) == (10, 13)
+    wanted = [(w.key, w.number, w.tokens) for w in chunks.wanted_chunks(found, LoadSpan(0, 10, 13))]
+    assert wanted == [(chunks.key(0, 0), 0, 8), (here, 1, 8)]
+    assert chunks.look_up(13, 10, in_host([chunks.key(0, 0), here])).tokens == 10, "the engine has them"

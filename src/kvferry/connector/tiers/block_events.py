@@ -6,6 +6,9 @@ that a request had, from the first step in which the request's chunk was complet
 
     remember ─▶ [BlocksStored of a tier ─▶ BlocksRemoved of that tier …] ─▶ forgotten
 
+While a block is reported as stored, a prompt that shares only the tokens up to its end can load them: the
+chunk is found by its beginnings too.
+
 A chunk of an earlier run, or of another engine, has no blocks here until a request of this engine has its
 tokens. At most `MOST_CHUNKS` chunks and `MOST_TOKENS` tokens are remembered. A chunk beyond that is reported
 as removed, although tiers still hold it: a router then underestimates this engine, and never sends a request
@@ -25,11 +28,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from kvferry.cache.beginnings import BegunChunk, ChunkBeginnings
 from kvferry.connector.block_runs import BlockRun, DescribeBlocks
 from kvferry.connector.engine import Request
 from kvferry.connector.events import BlocksRemoved, BlocksStored
@@ -48,13 +52,17 @@ class _Chunk:
     """The blocks of one chunk.
 
     Attributes:
-        runs: blocks that end in the chunk.
-        begin: position of the chunk's first token in the prompt.
+        chunk: the chunk.
+        runs: blocks that end in it.
+        begin: position of its first token in the prompt.
+        beginnings: keys of its beginnings; none if no prefix may end inside it.
         tiers: bits of the tiers for which the blocks are reported as stored.
     """
 
+    chunk: BegunChunk
     runs: Sequence[BlockRun]
     begin: int
+    beginnings: Sequence[bytes]
     tiers: int = 0
 
     @property
@@ -67,6 +75,9 @@ class BlockEvents:
     """Remembers the engine's blocks of each chunk, and emits events when a tier gains or loses the chunk.
 
     Only the engine's thread calls the methods.
+
+    Attributes:
+        beginnings: the chunks whose blocks are reported as stored in some tier, by their beginnings.
     """
 
     def __init__(
@@ -75,6 +86,7 @@ class BlockEvents:
         table: KeyTable,
         tiers: Mapping[int, str],
         events: EventStream,
+        block_tokens: int,
         most_chunks: int = MOST_CHUNKS,
         most_tokens: int = MOST_TOKENS,
     ) -> None:
@@ -85,27 +97,37 @@ class BlockEvents:
             table: table of the tiers' chunks. Nobody else may watch it.
             tiers: names of the tiers, by their bits in `table`.
             events: stream that receives `BlocksStored` and `BlocksRemoved`.
+            block_tokens: number of tokens per block of the engine; the least common multiple if its KV cache
+                groups differ.
             most_chunks: maximum number of remembered chunks.
             most_tokens: maximum number of tokens of all remembered chunks.
         """
         self._describe, self._table, self._tiers = describe, table, dict(tiers)
         self._events, self._most_chunks, self._most_tokens = events, most_chunks, most_tokens
+        self.beginnings = ChunkBeginnings(block_tokens)
         self._tokens = 0  # of all remembered chunks
         self._chunks: OrderedDict[int, _Chunk] = OrderedDict()  # by tag, the least recently used first
         self._holders: Counter[tuple[int, int, bytes]] = Counter()  # chunks by (tier bit, group, block hash)
         self._watch = table.watch(self._chunks)
 
     @log_errors
-    def remember(self, request: Request, key: bytes, spans: Sequence[tuple[int, range]]) -> None:
+    def remember(
+        self,
+        request: Request,
+        chunk: BegunChunk,
+        spans: Sequence[tuple[int, range]],
+        beginnings: Iterable[bytes] = (),
+    ) -> None:
         """Remember the blocks of a chunk of a request. `emit_changes` then reports the tiers that have it.
 
         Args:
             request: request with the chunk's tokens.
-            key: key of the chunk.
+            chunk: the chunk.
             spans: (index of the engine's KV cache group, range of the request's tokens) of each part of the
                 chunk.
+            beginnings: keys of the chunk's beginnings, which are computed only if the chunk is new here.
         """
-        tag = tag_of(key)
+        tag = tag_of(chunk.key)
         if tag in self._chunks:
             self._chunks.move_to_end(tag)
             return
@@ -113,8 +135,9 @@ class BlockEvents:
         runs = tuple(run for run in described if run is not None)
         if not runs:
             return
-        self._chunks[tag] = chunk = _Chunk(runs, min(tokens.start for _, tokens in spans))
-        self._tokens += chunk.tokens
+        begin = min(tokens.start for _, tokens in spans)
+        self._chunks[tag] = new = _Chunk(chunk, runs, begin, tuple(beginnings))
+        self._tokens += new.tokens
         self._watch.changed.append(tag)  # a tier may have had the chunk before
 
     @log_errors
@@ -153,6 +176,8 @@ class BlockEvents:
 
     def _add(self, chunk: _Chunk, bits: int) -> None:
         """Emit an event for each run of blocks that only this chunk brings to the tiers of these bits."""
+        if bits and not chunk.tiers:
+            self.beginnings.add(chunk.chunk, chunk.beginnings)
         chunk.tiers |= bits
         for bit, tier in self._tiers.items():
             if not bits & bit:
@@ -166,6 +191,8 @@ class BlockEvents:
 
     def _remove(self, chunk: _Chunk, bits: int, removed: dict[tuple[str, int], list[bytes]]) -> None:
         """Add to `removed` the blocks that the tiers of these bits lose with this chunk."""
+        if chunk.tiers and not chunk.tiers & ~bits:
+            self.beginnings.discard(chunk.chunk, chunk.beginnings)
         chunk.tiers &= ~bits
         for bit, tier in self._tiers.items():
             if not bits & bit:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 
+from kvferry.cache.beginnings import ChunkBeginnings
 from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.engine import Request
@@ -26,16 +27,25 @@ class Prompts:
     stored nor looked up.
     """
 
-    def __init__(self, canonical: CanonicalForm, adapters: Adapters, *, prompts_only: bool = False) -> None:
+    def __init__(
+        self,
+        canonical: CanonicalForm,
+        adapters: Adapters,
+        beginnings: ChunkBeginnings | None = None,
+        *,
+        prompts_only: bool = False,
+    ) -> None:
         """Create an empty collection of chunk keys.
 
         Args:
             canonical: format in which chunks are stored.
             adapters: the engine's LoRA adapters.
+            beginnings: the tiers' chunks by their beginnings; None if prefixes end with chunks only.
             prompts_only: True to compute no keys for generated tokens, because their KV differs from the KV
                 of equal tokens in a prompt.
         """
         self._canonical, self._adapters, self._prompts_only = canonical, adapters, prompts_only
+        self._beginnings = beginnings
         self._known: dict[str, PromptChunks] = {}
         self._unnamed: dict[str, Unnameable] = {}
         self._epoch, self._suspended = "", ""
@@ -61,7 +71,7 @@ class Prompts:
             self._unnamed[request.request_id] = error
             return None
         self._salt_of[request.request_id] = request.cache_salt or ""
-        chunks = self._known[request.request_id] = PromptChunks(self._canonical.groups, keys)
+        chunks = self._known[request.request_id] = self._chunks_with(keys)
         return chunks
 
     def get(self, request: Request) -> PromptChunks | None:
@@ -139,7 +149,7 @@ class Prompts:
         Raises:
             Unnameable: the content cannot be identified for certain.
         """
-        return PromptChunks(self._canonical.groups, self._keys(request))
+        return self._chunks_with(self._keys(request))
 
     def suspend(self, why: str) -> None:
         """Drop the chunk keys of all requests, and compute no keys until `start_anew` is called.
@@ -151,6 +161,9 @@ class Prompts:
         self._salt_of.clear()
         self._unnamed.clear()
         self._suspended = why
+
+    def _chunks_with(self, keys: ChunkKeys) -> PromptChunks:
+        return PromptChunks(self._canonical.groups, keys, self._beginnings)
 
     def _keys(self, request: Request) -> ChunkKeys:
         if self._suspended:

@@ -24,6 +24,7 @@ from math import lcm
 
 import numpy as np
 
+from kvferry.cache.beginnings import BegunChunk
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.connector.engine import BlockIds, Request, Step
 from kvferry.connector.part_blocks import PartBlocks
@@ -216,9 +217,7 @@ class Storing:
         """
         if self._block_events is not None:
             for number, key in keys.items():
-                tokens = range(number * self._chunk, min((number + 1) * self._chunk, until))
-                spans = [(part, tokens) for part in self._parts[group]]
-                self._block_events.remember(progress.request, key, spans)
+                self._remember_blocks(self._block_events, progress.request, group, number, key, until)
         names, ends = list(keys.values()), np.minimum((np.array(list(keys)) + 1) * self._chunk, until)
         kept = self._cache.host.contains(names)
         kept |= (ends <= progress.found + 1) & self._cache.available(
@@ -244,6 +243,37 @@ class Storing:
                 tables=tables,
                 available=range(some[0] * self._chunk, until),
             )
+
+    def _remember_blocks(
+        self, events: BlockEvents, request: Request, group: int, number: int, key: bytes, until: int
+    ) -> None:
+        """Pass the engine's blocks that every stored chunk with this key holds to the events about blocks.
+
+        Args:
+            events: receiver of the blocks.
+            request: request with the chunk's tokens.
+            group: index of the KV cache group in the storage format.
+            number: index of the chunk in the prompt.
+            key: key of the chunk.
+            until: number of tokens, from the start of the prompt, that the request has.
+        """
+        low, high = number * self._chunk, min((number + 1) * self._chunk, until)
+        chunks, one = self._prompts.get(request), self._canonical[group]
+        is_whole = self._first_needed_token(group, low, high) == low
+        ends = events.beginnings.ends(low, min(high, low + self._chunk - 1))
+        # Before the window of a prefix that ends with the chunk, the chunk may hold zeros.
+        tokens = range(low if is_whole else first_attended(one.kind, one.attention_span, high - 1), high)
+        events.remember(
+            request,
+            BegunChunk(key, high - low),
+            [(part, tokens) for part in self._parts[group]],
+            (chunks.tail(group, end) for end in ends) if is_whole and chunks and self._state is None else (),
+        )
+
+    def _first_needed_token(self, group: int, low: int, high: int) -> int:
+        """Return the first of the tokens ``[low, high)`` of a chunk that a prefix needs that ends with it."""
+        one, alignment = self._canonical[group], self._alignments[group]
+        return max(low, first_attended(one.kind, one.attention_span, high - 1) // alignment * alignment)
 
     def _chunks_per_order(self, group: int) -> int:
         """Return the maximum number of chunks per store order for a KV cache group.
@@ -313,12 +343,7 @@ class Storing:
             found: number of tokens, from the start of the prompt, that came from a prefix cache or a load.
         """
         one, low, high = self._canonical[group], number * self._chunk, min((number + 1) * self._chunk, until)
-        needed = max(
-            low,
-            first_attended(one.kind, one.attention_span, high - 1)
-            // self._alignments[group]
-            * self._alignments[group],
-        )
+        needed = self._first_needed_token(group, low, high)
         looked = first_attended(one.kind, one.attention_span, found) if one.attention_span and found else 0
         since = low
         for part in self._parts[group]:
@@ -358,7 +383,7 @@ class Storing:
             if self._block_events is not None:
                 # A state stands for the block that ends at its position.
                 spans = [(n, range(tokens - self._groups[n].block_tokens, tokens)) for n in blocks]
-                self._block_events.remember(request, key, spans)
+                self._block_events.remember(request, BegunChunk(key, 0), spans)
             if self._cache.host.contains([key])[0]:
                 continue
             table_slices = [

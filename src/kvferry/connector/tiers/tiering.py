@@ -110,7 +110,17 @@ class Tiering:
         self.weights = {HOST: tiers.host.load_weight, **{one.queue.name: weight for one, weight in opened}}
         self._cache = ChunkCache(host, self._arena.bytes_at, canonical.groups, behind)
         self._pinned = PinnedChunks(self._cache, [group.chunk_bytes for group in canonical.groups])
-        self._prompts = Prompts(canonical, composition.adapters, prompts_only=engine.reuses_prompts_only)
+        self._bits = bits = {
+            host.keys.bit: HOST,
+            **{one.queue.tier.keys.bit: one.queue.name for one in behind},
+        }
+        self._block_events = composition.block_events(table, bits)
+        self._prompts = Prompts(
+            canonical,
+            composition.adapters,
+            None if self._block_events is None else self._block_events.beginnings,
+            prompts_only=engine.reuses_prompts_only,
+        )
         groups = ranks[0].groups
         self.source = composition.tier_source(self._cache, self._prompts, canonical)
         self._stores = StoreOrders(self._cache, composition.pool, canonical.labels, events)
@@ -118,11 +128,6 @@ class Tiering:
         rule = snapshot_rule(config, engine, canonical, self.snapshot_tokens)
         self.chunking = (self.chunk_tokens, self.snapshot_tokens, rule.first if rule.usual else None)
         self._places = SnapshotPlaces(rule.first, rule.interval)
-        self._bits = bits = {
-            host.keys.bit: HOST,
-            **{one.queue.tier.keys.bit: one.queue.name for one in behind},
-        }
-        self._block_events = composition.block_events(table, bits)
         self._storing = Storing(
             cache=self._cache,
             prompts=self._prompts,

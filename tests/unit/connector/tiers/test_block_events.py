@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvferry.cache.beginnings import BegunChunk
 from kvferry.connector.block_runs import BlockRun
 from kvferry.connector.events import BlocksStored
 from kvferry.connector.plain import PlainRequest
@@ -33,14 +34,17 @@ class World:
         self.host, self.file = TierKeys(table), TierKeys(table)
         self.told = []
         tiers = {self.host.bit: "host", self.file.bit: "file"}
-        self.events = BlockEvents(blocks_of, table, tiers, EventStream(self.told.append), **options)
+        self.events = BlockEvents(blocks_of, table, tiers, EventStream(self.told.append), BLOCK, **options)
 
     def remember(self, tokens, begin=0, groups=(0,)):
         """Remember the chunk of these tokens that starts at `begin`; return its key."""
         request = PlainRequest(request_id="a", prompt_token_ids=list(tokens))
-        key = ChunkKeys(CHUNK, list(tokens)).at(len(tokens))
-        self.events.remember(request, key, [(group, range(begin, len(tokens))) for group in groups])
-        return key
+        keys = ChunkKeys(CHUNK, list(tokens))
+        chunk = BegunChunk(keys.at(len(tokens)), len(tokens) - begin)
+        spans = [(group, range(begin, len(tokens))) for group in groups]
+        inner = range(begin + BLOCK, min(len(tokens) + 1, begin + CHUNK), BLOCK)
+        self.events.remember(request, chunk, spans, (keys.at(end) for end in inner))
+        return chunk.key
 
     def news(self):
         """(what, tier, group, ends of blocks in tokens) since the last call."""
@@ -76,6 +80,31 @@ def test_a_chunk_that_a_tier_had_before_is_reported_when_a_request_has_its_token
     assert world.news() == [("+", "file", 0, [4, 8])]
     world.remember(range(8))
     assert world.news() == []
+
+
+def test_a_chunk_is_found_by_its_beginning_while_its_blocks_are_announced():
+    world = World()
+    first, second = (world.remember([*range(4), *rest]) for rest in (range(4), range(9, 13)))
+    beginning = ChunkKeys(CHUNK, range(4)).at(4)
+
+    def found():
+        world.events.emit_changes()
+        return [chunk.key for chunk in world.events.beginnings.chunks_with(beginning)]
+
+    assert found() == []
+    for key in (first, second):
+        world.host.add(key)
+    world.file.add(first)
+    assert found() == [first, second]
+    world.host.discard(first)
+    world.host.discard(second)
+    assert found() == [first]
+    world.file.discard(first)
+    assert found() == []
+    world.host.add(second)
+    assert found() == [second]
+    world.events.start_anew()
+    assert found() == []
 
 
 def test_an_event_carries_the_tokens_and_the_block_before():
