@@ -1,6 +1,6 @@
 """Record the requests of an engine as a trace for `kvferry replay`: lengths, times and keys, never tokens.
 
-A recording is a file of JSON lines. docs/recording.md describes them. The engine's thread only copies the
+A recording is a file of JSON lines. docs/control.md describes them. The engine's thread only copies the
 tokens of a request that has ended. Another thread computes the keys and writes the line.
 """
 
