@@ -110,9 +110,13 @@ def test_prefill_engine_hands_over_kv_from_its_tiers(both: Both) -> None:
     both.forget(host=True)
     loads(both.prefill)
     answer = both.through([asked])[0]
-    loaded = loads(both.prefill)[0]
-    assert answer["cached"] == loaded > 0
+    assert loads(both.prefill)[0] > 0
     assert distance(answer, reference) == 0.0
+    both.forget(host=True)
+    loads(both.decode)
+    answer = both.through([asked[:400] + prompt(200, 59)])[0]
+    assert loads(both.decode) == [599], "the whole prompt but its last token"
+    assert answer["cached"] == loads(both.prefill)[0] > 0, "the prefill engine's tiers had the beginning only"
     both.nothing_held()
 
 

@@ -10,7 +10,7 @@ also end inside a chunk: a chunk with the same beginning stands in for the tail 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -210,8 +210,8 @@ class PromptChunks:
         """
         size, groups = self.keys.chunk_tokens, range(len(self._groups))
 
-        def lacking(end: int) -> int:
-            return sum(not beginnings.chunks_with(self.tail(group, end)) for group in groups)
+        def is_lacking(end: int) -> bool:
+            return not all(beginnings.chunks_with(self.tail(group, end)) for group in groups)
 
         attends = any(attends_to_all(one.kind) for one in self._groups)
         furthest = found.full_attention_tokens if attends else last
@@ -219,7 +219,7 @@ class PromptChunks:
             low, high = number * size, (number + 1) * size
             ends = beginnings.ends(max(low, found.tokens), min(high - 1, last))
             # A chunk with a beginning has all shorter ones too.
-            for end in reversed(ends[: bisect_right(ends, 0, key=lacking)]):
+            for end in reversed(ends[: bisect_left(ends, 1, key=is_lacking)]):
                 numbers = np.empty((len(groups), number + 1), np.int64)
                 numbers[:, :number] = found.tier_numbers[:, :number]
                 for group in groups:

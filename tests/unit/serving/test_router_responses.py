@@ -84,7 +84,7 @@ def test_the_error_names_the_engine_that_has_gone_with_the_response(stage, fake,
         scene.client.get(f"{PATH}/resp_0"),
         scene.client.post(PATH, json={"input": "x", "previous_response_id": "resp_0"}),
     ):
-        assert answer.status_code == 404
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "10")
         assert f"{nobody} cannot be reached" in answer.json()["error"]["message"]
 
 
@@ -97,7 +97,7 @@ def test_the_error_names_the_engine_that_the_id_names(stage, fake, kv, serve_app
         scene.client.get(f"{PATH}/{name}"),
         scene.client.post(PATH, json={"input": "x", "previous_response_id": name}),
     ):
-        assert answer.status_code == 404
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "10")
         assert f"{engine.url} cannot be reached" in answer.json()["error"]["message"]
     assert asked(scene.decode) == 0
 

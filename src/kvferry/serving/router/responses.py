@@ -20,7 +20,7 @@ from kvferry.serving.router.endpoint import Call
 from kvferry.serving.router.events import is_events, relay_events
 from kvferry.serving.router.failures import is_failure
 from kvferry.serving.router.probe import probe
-from kvferry.serving.router.replies import RESPONSES, ApiError, Headers, Reply
+from kvferry.serving.router.replies import RESPONSES, RETRY_LATER, ApiError, Headers, Reply
 from kvferry.serving.router.upstream import (
     BROKEN,
     BrokenBeforeFirst,
@@ -61,7 +61,7 @@ def previous_response(path: str, body: dict[str, Any]) -> str | None:
 
 
 def not_found(response_id: str, unreachable: Sequence[Backend] = ()) -> Reply:
-    """Return the error for a response that no engine has.
+    """Return the error for a response that no engine has: 404, or 503 if an engine does not answer.
 
     Args:
         response_id: id of the response.
@@ -71,11 +71,11 @@ def not_found(response_id: str, unreachable: Sequence[Backend] = ()) -> Reply:
     if unreachable:
         urls = ", ".join(backend.url for backend in unreachable)
         message += f": no decode engine that answers has it, and {urls} cannot be reached"
-    else:
-        message += (
-            " on any decode engine; engines started with VLLM_ENABLE_RESPONSES_API_STORE=1 keep responses "
-            "until they end"
-        )
+        return ApiError(503, message, "engine_unavailable", (RETRY_LATER,)).reply(RESPONSES)
+    message += (
+        " on any decode engine; engines started with VLLM_ENABLE_RESPONSES_API_STORE=1 keep responses "
+        "until they end"
+    )
     return ApiError(404, message, "response_not_found").reply(RESPONSES)
 
 
