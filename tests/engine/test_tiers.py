@@ -246,8 +246,8 @@ def test_replay_of_a_recording_finds_the_hits_of_the_engine(family: Life) -> Non
     before = len(recorded(family))
     # An engine that publishes events also loads the first blocks of a chunk, which a replay does not know. So
     # these prompts branch off in the first block of a chunk.
-    first, other = prompt(600, 41), prompt(400, 42)
-    turns = [first, other, other, first[:512] + prompt(150, 43), first, first + prompt(200, 44), other[:300]]
+    first, other = prompt(522, 41), prompt(400, 42)
+    turns = [first, other, other, first[:512] + prompt(150, 43), first, first + prompt(200, 44), other[:266]]
     forgotten = {3, 5}  # the engine forgets its own prefixes before these
     for number, text in enumerate(turns):
         if number in forgotten:
