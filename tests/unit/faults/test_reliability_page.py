@@ -43,11 +43,15 @@ def test_every_public_report_has_a_test():
 def test_page_shows_the_kinds_of_faults_and_protections_of_the_present_campaign():
     """It is older than the campaign otherwise: `make faults SEED=1 FAULTS=510` writes it again."""
     part = PAGE.split("<!-- faults: ")[1].split("<!-- end of faults -->")[0]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in part.splitlines()]
-    shown = {tuple(row[:3]) for row in rows if len(row) == 6}
+    shown, area = set(), ""
+    for line in part.splitlines():
+        area = line.removeprefix("### ") if line.startswith("### ") else area
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) == 3:
+            shown.add((area, cells[0], cells[1]))
     kinds = {(str(kind.area), kind.name, kind.says) for kind in KINDS.values()}
-    assert shown - {("area", "kind of fault", "what happens"), ("---",) * 3} == kinds
-    assert {row[0] for row in rows if len(row) == 3} >= {*MUTANTS}
+    assert {row for row in shown if row[1] not in {"kind of fault", "---", "protection", *MUTANTS}} == kinds
+    assert {row[1] for row in shown} >= {*MUTANTS}
 
 
 @pytest.mark.long
@@ -62,21 +66,24 @@ def test_page_was_written_on_the_present_code():
 
 def test_campaigns_part_of_the_page_is_replaced_between_its_marks():
     verdict = judged(Fault(0, "preemption", "qwen3", 1), Trial("2 preemptions", "2 | answers", answers=1))
+    missed = judged(Fault(1, "stolen offer", "qwen3", 1), Trial("1 offer", "", answers=1))
     body = campaign_part(
         "make faults",
         "01234567",
         {"qwen3": 1e-4},
         KINDS,
-        [verdict],
-        totals([verdict], Leaks()),
-        {("pins", "qwen3"): "a|b"},
+        [verdict, missed],
+        totals([verdict, missed], Leaks()),
+        {("pins", "qwen3"): "a|b; c", ("pins", "dsv3"): "d"},
         90.0,
     )
     written = with_part(PAGE, "faults", body)
     assert "on commit `01234567`" in written
-    assert "| engines" in written
+    assert "### engines" in written
+    assert "preempts requests it has loaded. | 1 |" in written
+    assert "that another request has used up. | 1, 0, 1 |" in written
     assert "| wrong outputs | 0 |" in written
-    assert "| pins | qwen3 | a/b |" in written
+    assert "| pins | qwen3, dsv3 | a/b |" in written
     assert with_part(written, "faults", "") == with_part(PAGE, "faults", "")
 
 
