@@ -130,6 +130,9 @@ async def without(stage: Stage, protection: str) -> str:
             if verdict.injected and (verdict.wrong or verdict.forbidden):
                 found.append(f"{name}: {verdict.note}")
                 break
+            print(
+                f"{stage.family.name} without {protection}: {name} found nothing: {verdict.note}", flush=True
+            )
         else:
             return ""
     return "; ".join(found)

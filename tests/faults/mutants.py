@@ -34,8 +34,12 @@ def _no_lease_words(engine: Any) -> Iterator[None]:
 @contextmanager
 def _no_raised_words(engine: Any) -> Iterator[None]:
     """Blocks of leases that have ended are given back, and their words stay as they were."""
-    with mock.patch.object(LeaseWords, "end", return_value=None):
+    kept: list[tuple[LeaseWords, list[int]]] = []
+    end = LeaseWords.end
+    with mock.patch.object(LeaseWords, "end", lambda words, slots: kept.append((words, [*slots]))):
         yield
+    for words, slots in kept:
+        end(words, slots)  # no later lease with one of these words would be valid
 
 
 @contextmanager
