@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import secrets
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -16,7 +17,7 @@ def settle() -> None:
 
     It would lie at the same addresses: one engine's could then be taken for another one's, and nobody see it.
     """
-    size = (1 + os.getpid() % 1024) << 27
+    size = (1 << 27) + secrets.randbelow(1 << 31) * mmap.PAGESIZE
     _room.append(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0))
     gc.freeze()  # what the copies share is not looked through
 
