@@ -40,6 +40,11 @@ APART = {
 }
 """Tests by what they need beside the environment: the target `.venv/.NAME` of the Makefile installs it."""
 RELEASES = ("0.31.0", "0.33.0")
+SECOND_RUNNER = (
+    ("tests/engine/test_streaming.py",),
+    ("tests/engine/test_families.py", "-k", "gemma3] or qwen3]"),
+)
+"""Tests, the short ones too, that also run with vLLM's second model runner, the default on GPUs."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,12 @@ def parts() -> dict[str, Part]:
         "fuzz": Part(_long("tests/fuzz")),
         **_shares("families", 8, *MATRIX),
         **_shares("engines", 5, "tests/engine", *(f"--ignore={path}" for path in MATRIX)),
+        **{
+            f"second-runner-{number}": Part(
+                (*PYTEST, *tests), (f"{VENV}/.triton",), {"KVFERRY_TEST_RUNNER": "2"}
+            )
+            for number, tests in enumerate(SECOND_RUNNER, 1)
+        },
         **_shares("faults", 4, "tests/faults"),
         **{f"contract-{name}": Part(("make", "--silent", "contract", f"VLLM={name}")) for name in RELEASES},
         **{name: Part((*PYTEST, path), (f"{VENV}/.{name}",)) for name, path in APART.items()},

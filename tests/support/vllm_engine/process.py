@@ -19,9 +19,10 @@ from typing import Any
 from unittest import mock
 
 from support import namespaces
-from support.vllm_engine import copied, imported
+from support.vllm_engine import copied, imported, runners
 
 ENVIRONMENT = {
+    **runners.environment(),
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -55,6 +56,7 @@ def begin(
         from support.vllm_engine import inside, no_amx  # noqa: F401 - the import is what counts
 
         copied.inspect_models_here()
+        runners.declare()
         engine = inside.start(settings)
         pipe.send(("ready", inside.about(engine)))
     except BaseException as error:  # noqa: BLE001 - told to the test

@@ -26,6 +26,8 @@ from vllm.v1.core.single_type_kv_cache_manager import get_manager_for_kv_cache_s
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
     FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
@@ -45,6 +47,7 @@ from kvferry.engines.vllm.compat.specs import (
     attention_span_of,
     kind_of,
     snapshot_tokens,
+    writes_before_hooks,
 )
 from kvferry.engines.vllm.info import cache_group
 from kvferry.errors import ConfigError
@@ -271,6 +274,35 @@ def test_a_ring_is_one_block_however_long_the_prompt() -> None:
         assert moved == [block] != [0]
         span = LoadSpan(0, tokens, tokens + 1)
         assert blocks_needed(GroupKind.STATE, 0, 8, span, np.array(moved)).tolist() == [block]
+
+
+@pytest.mark.parametrize(
+    ("groups", "unit", "second", "writes"),
+    [
+        ([spec_of(FullAttentionSpec), spec_of(SlidingWindowSpec)], None, True, False),
+        ([spec_of(FullAttentionSpec)], BLOCK, True, False),
+        ([spec_of(FullAttentionSpec)], BLOCK // 2, True, True),
+        ([spec_of(FullAttentionSpec), spec_of(SlidingWindowSpec, block_size=2 * BLOCK)], None, True, True),
+        ([spec_of(FullAttentionSpec), spec_of(FullAttentionSpec, dtype=torch.float16)], None, True, True),
+        ([spec_of(FullAttentionSpec), spec_of(MambaSpec)], None, True, True),
+        ([spec_of(FullAttentionSpec), spec_of(MambaSpec)], BLOCK // 2, False, False),
+    ],
+    ids=[
+        "attention",
+        "whole blocks",
+        "parts of blocks",
+        "two sizes",
+        "two precisions",
+        "state",
+        "first runner",
+    ],
+)
+def test_second_runner_writes_before_hooks_if_it_zeroes_or_copies(
+    groups: list[Any], unit: int | None, second: bool, writes: bool
+) -> None:
+    engine = SimpleNamespace(use_v2_model_runner=second, cache_config=SimpleNamespace(prefix_match_unit=unit))
+    config = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec([str(n)], one) for n, one in enumerate(groups)])
+    assert writes_before_hooks(engine, config) == writes
 
 
 def test_vllm_reserves_no_blocks_for_sinks() -> None:

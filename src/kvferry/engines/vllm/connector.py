@@ -230,7 +230,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """Raise the lease words of blocks that the coming step may write.
 
         vLLM calls this hook in every step, before the forward pass. Its first model runner calls it before it
-        zeroes blocks, the second one after that (`EngineFacts.writes_before_hooks`). Both call
+        zeroes or copies blocks, the second one after that (`EngineFacts.writes_before_hooks`). Both call
         `start_load_kv` after the forward pass.
         """
         if kv_connector_metadata.orders.raised:

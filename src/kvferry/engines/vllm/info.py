@@ -13,6 +13,7 @@ from kvferry.engines.vllm.compat.specs import (
     reuses_prompts_only,
     snapshot_tokens,
     state_block_tokens,
+    writes_before_hooks,
 )
 from kvferry.engines.vllm.geometry import kind_of_group
 
@@ -38,8 +39,7 @@ def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         speculates=vllm_config.speculative_config is not None,
         reuses_prompts_only=reuses_prompts_only(kv_cache_config),
         has_rings=has_rings(kv_cache_config),
-        # The second runner zeroes and copies blocks, and only then calls `handle_preemptions`.
-        writes_before_hooks=bool(vllm_config.use_v2_model_runner),
+        writes_before_hooks=writes_before_hooks(vllm_config, kv_cache_config),
         # Data-parallel engines of a mixture of experts compute each step together.
         lockstep=vllm_config.parallel_config.data_parallel_size > 1,
         port_offset=int(vllm_config.parallel_config.data_parallel_index),

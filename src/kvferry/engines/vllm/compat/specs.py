@@ -229,6 +229,23 @@ def reuses_prompts_only(kv_cache_config: Any) -> bool:
     return _any_layer(kv_cache_config, RSWASpec)
 
 
+def writes_before_hooks(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Return whether a step may write to blocks before it calls the connector's `handle_preemptions`.
+
+    The second model runner first zeroes new blocks, if the cache has recurrent state or several precisions.
+    It then copies a block for each prefix hit that ends inside one, which needs blocks that are larger than
+    the unit of prefixes (``GPUModelRunner.update_requests``). The first model runner calls the hook before.
+
+    Args:
+        vllm_config, kv_cache_config: vLLM's configurations of the engine and of its KV cache.
+    """
+    if not vllm_config.use_v2_model_runner:
+        return False
+    sizes = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
+    one_size = len(sizes) == 1 and vllm_config.cache_config.prefix_match_unit in (None, *sizes)
+    return bool(kv_cache_config.needs_kv_cache_zeroing) or not one_size
+
+
 def _any_layer(kv_cache_config: Any, of: type[KVCacheSpec]) -> bool:
     return any(
         isinstance(spec, of)
