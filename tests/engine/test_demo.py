@@ -117,7 +117,7 @@ def test_demo_prints_a_table_of_transfers_and_answers_like_a_single_engine(start
     [
         ((signal.SIGINT,), WRITING),
         ((signal.SIGINT,), "decode-0 starting"),
-        ((signal.SIGINT,), "    -> "),
+        ((signal.SIGINT,), "    pair "),
         ((signal.SIGINT, signal.SIGINT), "Both engines are ready"),
         ((signal.SIGTERM,), "prefill-0 ready"),
     ],

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvferry.serving.demo import DemoModel, Screen
     from kvferry.serving.signals import StopSignals
 
-_FAMILIES = "gemma3,nemotronh"
+_FAMILIES = "smollm2,gemma3,nemotronh"
 _FAILED = 1
 
 
@@ -27,14 +27,14 @@ def demo(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="MODEL", help="Path or id of a model that vLLM can load; by default tiny built-in models."
+            metavar="MODEL", help="Path or id of a model that vLLM can load; by default those of --families."
         ),
     ] = None,
     vllm_args: Annotated[
         list[str] | None, typer.Argument(metavar="-- VLLM_ARGS", help="Arguments for both engines.")
     ] = None,
     families: Annotated[
-        str, typer.Option(metavar="NAMES", help="Tiny models to run, separated by commas.")
+        str, typer.Option(metavar="NAMES", help="Small and tiny models to run, separated by commas.")
     ] = _FAMILIES,
     prompts: Annotated[int, typer.Option(metavar="COUNT", min=1, max=64, help="Requests per model.")] = 4,
     answer_tokens: Annotated[int, count_option("Tokens per answer.", least=1, most=1024)] = 24,
@@ -43,7 +43,7 @@ def demo(
         typer.Option(metavar="DIR", help="Keep the engines' logs there; by default only after a failure."),
     ] = None,
 ) -> None:
-    """Send real text through two engines, and show what moved.
+    """Send prompts through two engines, and show what moved.
 
     A prefill and a decode engine serve the model. The end says what happened, with one row per request: what
     moved, how long that took, and whether the answer equals a single engine's.
@@ -93,21 +93,23 @@ def demo(
 def _models(
     model: str | None, families: str, arguments: list[str], screen: Screen, signals: StopSignals
 ) -> Iterator[DemoModel]:
-    """Yield the models to serve: the given model, or the tiny checkpoint of each family.
+    """Yield the models to serve: the given model, or the model of each family.
 
     Args:
-        model: path or id of a model; None for tiny checkpoints. A value that begins with ``-`` is treated as
-            the first of `arguments`.
-        families: names of model families, separated by commas.
+        model: path or id of a model; None for the models of `families`. A value that begins with ``-`` is
+            treated as the first of `arguments`.
+        families: names of model families, separated by commas. SmolLM2 is left out of the default ones if it
+            was not fetched.
         arguments: additional arguments of vLLM's API server.
         screen: output for the user.
         signals: handler of Ctrl-C and SIGTERM. These signals interrupt the writing of checkpoints.
 
     Raises:
-        ConfigError: both a model and families are given, or a family is unknown.
+        ConfigError: both a model and families are given, a family is unknown, or SmolLM2 was not fetched.
     """
-    from kvferry.serving.demo import DemoModel, family_model
+    from kvferry.serving.demo import DemoModel, chat_model, family_model
     from kvferry.serving.model_name import check_model
+    from kvferry.serving.smollm2 import SMOLLM2, missing_smollm2
 
     if model is not None and model.startswith("-"):
         # `kvferry demo -- --flag`: no model is given, and all arguments are for vLLM.
@@ -119,9 +121,16 @@ def _models(
         yield DemoModel(model, model, tuple(arguments))
         return
     names = [name.strip() for name in families.split(",")]
+    if SMOLLM2 in names and (missing := missing_smollm2()):
+        if families != _FAMILIES:
+            raise ConfigError(missing)
+        screen.note(f"Without real weights: {missing}.")
+        names.remove(SMOLLM2)
     screen.note("Tiny random checkpoints: writing those not kept from before ...")
     with signals.interruptible():
-        models = [family_model(name, arguments) for name in names]
+        models = [
+            chat_model(arguments) if name == SMOLLM2 else family_model(name, arguments) for name in names
+        ]
     yield from models
 
 

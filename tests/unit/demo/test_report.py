@@ -110,11 +110,20 @@ def test_a_load_that_failed_is_found_when_no_other_did_better(tmp_path: Path) ->
 
 def test_an_answer_is_one_line_without_what_a_terminal_would_act_on() -> None:
     out = io.StringIO()
-    with Screen(Console(file=out), 40).answering(1, "The prompt\n" * 9) as on_text:
+    screen = Screen(Console(file=out), 40)
+    screen.asked(1, "The prompt\n" * 9)
+    with screen.answering("pair") as on_text:
         for piece in ("\x1b[31mred\n", "[bold]", "x" * 100, "y" * 100):
             on_text(piece)
     lines = out.getvalue().splitlines()
     assert len(lines) == 3
-    assert lines[2].startswith("    ->  [31mred [bold]xxx")
+    assert lines[1].endswith(" ...")
+    assert lines[2].startswith("    pair    [31mred [bold]xxx")
     assert lines[2].endswith("x...")
     assert max(map(len, lines)) <= 40
+
+
+def test_a_short_question_is_shown_whole() -> None:
+    out = io.StringIO()
+    Screen(Console(file=out), 40).asked(12, "What is 2 + 3?")
+    assert out.getvalue() == "\n 12 What is 2 + 3?\n"

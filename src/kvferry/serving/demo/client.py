@@ -49,7 +49,8 @@ def ask(
         client: HTTP client.
         url: base URL of the OpenAI endpoint.
         body: JSON fields of the request, with the prompt and ``max_tokens``. Fields are added so that the
-            answer is streamed, is decoded greedily and has exactly ``max_tokens`` tokens.
+            answer is streamed, is decoded greedily and has exactly ``max_tokens`` tokens. With ``ignore_eos``
+            false it may be shorter.
         request_id: value of the ``X-Request-Id`` header.
         on_text: function that is called with each piece of text as it arrives.
 
@@ -57,7 +58,7 @@ def ask(
         CompletionError: the endpoint answers with a status other than 200 or an error event, or the stream
             breaks or has no token.
     """
-    whole = {**body, "temperature": 0.0, "ignore_eos": True, "stream": True}
+    whole = {"ignore_eos": True, **body, "temperature": 0.0, "stream": True}
     whole |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
     prompt: list[int] = []
     tokens: list[int] = []

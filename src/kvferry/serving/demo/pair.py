@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from kvferry.serving.devices import visible_devices
 from kvferry.serving.engine import EngineProcess, EngineSpec
 from kvferry.serving.launch import Fleet, fleet_specs, make_log_dir
 from kvferry.serving.signals import StopSignals
+from kvferry.serving.smollm2 import TITLE, smollm2_checkpoint
 from kvferry.serving.specs import flag
 from kvferry.serving.tiny import cache_directory, family, tiny_checkpoint
 
@@ -31,6 +32,11 @@ _TINY_ARGUMENTS = (
     "--max-model-len=2048",
     "--max-num-seqs=4",
     f"--kv-cache-memory-bytes={64 << 20}",
+)
+_QUESTIONS = (
+    "What is the capital of France?",
+    "How many days are there in a week?",
+    "What is 2 + 3?",
 )
 
 
@@ -43,12 +49,39 @@ class DemoModel:
         path: path or id that vLLM can load.
         arguments: additional arguments of vLLM's API server.
         environment: environment variables of the engine processes.
+        questions: questions to ask in a chat; if there are none, the model continues passages of a text.
     """
 
     title: str
     path: str
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    questions: tuple[str, ...] = ()
+
+
+_OFFLINE = {"HF_HUB_OFFLINE": "1"}
+
+
+def chat_model(arguments: Sequence[str] = ()) -> DemoModel:
+    """Return SmolLM2, which has real weights and answers questions. Its checkpoint must exist.
+
+    Args:
+        arguments: additional arguments of vLLM's API server.
+    """
+    # Its KV takes 46 KiB per token in float32.
+    own = (f"--kv-cache-memory-bytes={256 << 20}", f"--dtype={_dtype('float32')}")
+    return DemoModel(
+        title=f"{TITLE}: full attention, real weights",
+        path=str(smollm2_checkpoint()),
+        arguments=(*_TINY_ARGUMENTS, *own, *arguments),
+        environment=_OFFLINE,
+        questions=_QUESTIONS,
+    )
+
+
+def _dtype(on_a_cpu: str) -> str:
+    # float32 makes answers comparable on a CPU, but most GPU kernels do not support it.
+    return "bfloat16" if visible_devices().gpus else on_a_cpu
 
 
 def family_model(name: str, arguments: Sequence[str] = ()) -> DemoModel:
@@ -65,15 +98,13 @@ def family_model(name: str, arguments: Sequence[str] = ()) -> DemoModel:
     """
     chosen = family(name)
     options = chosen.engine_options()
-    if visible_devices().gpus:
-        # float32 makes answers comparable on a CPU, but most GPU kernels do not support it.
-        options["dtype"] = "bfloat16"
+    options["dtype"] = _dtype(options["dtype"])
     flags = [flag(option, value) for option, value in options.items()]
     return DemoModel(
         title=f"{name}: {chosen.groups}",
         path=str(tiny_checkpoint(name, cache_directory())),
         arguments=(*_TINY_ARGUMENTS, *flags, *arguments),
-        environment={"HF_HUB_OFFLINE": "1"},
+        environment=_OFFLINE,
     )
 
 
@@ -104,7 +135,9 @@ def measure(
     specs = fleet_specs(model.path, decode_settings={"transfer_log": str(log)}, arguments=model.arguments)
     screen.model(model.title)
     specs = tuple(replace(spec, environment={**spec.environment, **model.environment}) for spec in specs)
-    rows = _measured(specs, log, screen, signals, count=count, answer_tokens=answer_tokens)
+    rows = _measured(
+        specs, log, screen, signals, questions=model.questions, count=count, answer_tokens=answer_tokens
+    )
     screen.results(rows)
     return [row.verdict for row in rows]
 
@@ -115,6 +148,7 @@ def _measured(
     screen: Screen,
     signals: StopSignals,
     *,
+    questions: Sequence[str],
     count: int,
     answer_tokens: int,
 ) -> Sequence[RequestRow]:
@@ -126,6 +160,7 @@ def _measured(
             both engines are written into the same folder.
         screen: output for the user.
         signals: handler of stop signals. A signal ends the run even while a request is being served.
+        questions: questions to ask in a chat; if there are none, passages of a text are sent.
         count: number of requests.
         answer_tokens: length of each answer, in tokens.
     """
@@ -145,6 +180,7 @@ def _measured(
                 client=client,
                 url=url,
                 single_url=single_url,
+                questions=questions,
                 answer_tokens=answer_tokens,
                 log=log,
                 screen=screen,
@@ -162,6 +198,7 @@ class _Run:
         url: base URL of the router.
         single_url: base URL of the prefill engine. This engine also answers each prompt alone, for the
             comparison.
+        questions: questions to ask in a chat; if there are none, passages of a text are sent.
         answer_tokens: length of each answer, in tokens.
         log: path of the decode engine's transfer log (file with a line per finished KV load).
         screen: output for the user.
@@ -171,64 +208,79 @@ class _Run:
     client: httpx.Client
     url: str
     single_url: str
+    questions: Sequence[str]
     answer_tokens: int
     log: Path
     screen: Screen
     signals: StopSignals
 
     def rows(self, count: int) -> Sequence[RequestRow]:
-        """Send `count` prompts through the router, then to one engine alone, and return a row per prompt.
+        """Send prompts through the router and to one engine alone, and return a row per prompt.
 
         One more request is sent first. It makes the two engines connect, and has no row in the result.
 
         Args:
-            count: number of prompts.
+            count: number of prompts, at most.
         """
         served = self.client.get(f"{self.url}/v1/models").raise_for_status().json()["data"][0]
-        *texts, first = prompts(count + 1, served["max_model_len"] - self.answer_tokens)
+        *passages, first = prompts(count + 1, served["max_model_len"] - self.answer_tokens)
         body = {"model": served["id"], "max_tokens": self.answer_tokens}
         # The first request includes the engines' handshake, so its time is shown but is not a result.
-        self.screen.handshake(self._ask(self.url, {**body, "prompt": first}).first_token_seconds)
+        handshake = self._ask(self.url, {**body, "prompt": first}, f"demo-{uuid.uuid4().hex}")
+        self.screen.handshake(handshake.first_token_seconds)
         measured = []
-        for number, text in enumerate(texts, 1):
+        for number, text in enumerate(self.questions[:count] or passages, 1):
+            asked = {**body, **self._chat(text)} if self.questions else {**body, "prompt": text}
             request_id = f"demo-{uuid.uuid4().hex}"
-            with self.screen.answering(number, text) as on_text, self.signals.interruptible():
-                answer = ask(
-                    self.client, self.url, {**body, "prompt": text}, request_id=request_id, on_text=on_text
-                )
-            measured.append((answer, request_id))
-        self.screen.note("Asking one engine alone ...")
-        verdicts = [
-            self._judge(body, text, answer) for text, (answer, _) in zip(texts, measured, strict=True)
-        ]
+            self.screen.asked(number, text)
+            with self.screen.answering("pair") as on_text:
+                answer = self._ask(self.url, asked, request_id, on_text)
+            with self.screen.answering("alone") as on_text:
+                verdict = self._judge(asked, answer, on_text)
+            measured.append((answer, request_id, verdict))
         # The engine writes its log in a thread, which may end a line after the answer has come.
         return [
             RequestRow(
                 len(answer.prompt), read_transfer(self.log, request_id), answer.first_token_seconds, verdict
             )
-            for (answer, request_id), verdict in zip(measured, verdicts, strict=True)
+            for answer, request_id, verdict in measured
         ]
 
-    def _judge(self, body: Mapping[str, Any], text: str, answer: StreamedAnswer) -> AnswerVerdict:
+    def _chat(self, question: str) -> Mapping[str, Any]:
+        """Return the fields of a completion request that asks a question by the model's chat template."""
+        body = {"messages": [{"role": "user", "content": question}]}
+        answer = self.client.post(f"{self.single_url}/tokenize", json=body).raise_for_status()
+        return {"prompt": answer.json()["tokens"], "ignore_eos": False}
+
+    def _judge(
+        self, body: Mapping[str, Any], answer: StreamedAnswer, on_text: Callable[[str], None]
+    ) -> AnswerVerdict:
         """Let the prefill engine answer a prompt alone, and return the verdict on the two engines' `answer`.
 
         Args:
-            body: JSON fields of the request, except for the prompt.
-            text: text of the prompt.
+            body: JSON fields of the request.
             answer: answer of the prefill and decode engines together.
+            on_text: function that is called with each piece of the single engine's text as it arrives.
         """
         # A separate cache salt keeps the single engine from reusing the KV that it computed for the pair.
         alone = {**body, "logprobs": _LIKELIEST, "cache_salt": uuid.uuid4().hex}
-        single = self._ask(self.single_url, {**alone, "prompt": text})
+        single = self._ask(self.single_url, alone, f"demo-{uuid.uuid4().hex}", on_text)
 
         def prefill(tokens: Sequence[int]) -> Mapping[int, float]:
-            return self._ask(self.single_url, {**alone, "prompt": tokens, "max_tokens": 1}).logprobs[0]
+            again = {**alone, "prompt": tokens, "max_tokens": 1}
+            return self._ask(self.single_url, again, f"demo-{uuid.uuid4().hex}").logprobs[0]
 
         return compare(answer, single, prefill)
 
-    def _ask(self, url: str, body: Mapping[str, Any]) -> StreamedAnswer:
+    def _ask(
+        self,
+        url: str,
+        body: Mapping[str, Any],
+        request_id: str,
+        on_text: Callable[[str], None] = lambda _: None,
+    ) -> StreamedAnswer:
         with self.signals.interruptible():
-            return ask(self.client, url, body, request_id=f"demo-{uuid.uuid4().hex}")
+            return ask(self.client, url, body, request_id=request_id, on_text=on_text)
 
 
 def _client() -> httpx.Client:

@@ -62,23 +62,31 @@ class Screen:
         """
         self.note(f"The engines met: the first request had its first token after {format_seconds(seconds)}.")
 
-    @contextmanager
-    def answering(self, number: int, prompt: str) -> Iterator[Callable[[str], None]]:
-        """Print the start of a prompt, and yield a function that prints the answer on the next line.
-
-        Prompt and answer are each cut to one line of the console.
+    def asked(self, number: int, prompt: str) -> None:
+        """Print a prompt, cut to one line of the console.
 
         Args:
             number: number of the request, from 1.
             prompt: text of the prompt.
+        """
+        text, room = printable(prompt, " "), self._line - len(_INDENT) - 4
+        self.note(f"\n{number:>3} {text if len(text) <= room else text[:room] + ' ...'}")
+
+    @contextmanager
+    def answering(self, who: str) -> Iterator[Callable[[str], None]]:
+        """Yield a function that prints an answer after the name of the one who writes it.
+
+        The answer is cut to one line of the console.
+
+        Args:
+            who: name of the writer.
 
         Yields:
             Function to call with each piece of the answer's text as it arrives.
         """
-        begins = printable(prompt, " ")[: self._line - len(_INDENT) - 8]
-        self.note(f"\n{number:>3} {begins} ...")
-        room = self._line - len(_INDENT) - 8
-        self._piece(f"{_INDENT}-> ")
+        begin = f"{_INDENT}{who:<5}  "
+        room = self._line - len(begin) - len("...")
+        self._piece(begin)
 
         def on_text(text: str) -> None:
             nonlocal room
