@@ -44,7 +44,7 @@ SECONDS_OF_SOAK ?= 3600
 ##@ Try it
 .PHONY: demo
 demo: $(VENV)/.engine-$(ENGINE) ## serve a prefill and a decode engine, ask them, print what moved (MODEL=, ARGS=)
-	@$(if $(MODEL),,$(MAKE) --no-print-directory smollm2 || true)
+	@$(if $(MODEL)$(findstring --families,$(ARGS)),,$(MAKE) --no-print-directory smollm2 >/dev/null || true)
 	@$(VENV)/bin/kvferry demo $(MODEL) $(ARGS)
 
 ##@ Install
@@ -201,8 +201,12 @@ bench: $(VENV)/.dev $(if $(ARGS),,$(VENV)/.fronts) ## compare kvferry with other
 	$(PYTHON) -m benchmarks $(or $(ARGS),page)
 
 .PHONY: accuracy
-accuracy: $(VENV)/.engine-$(ENGINE) $(VENV)/.accuracy ## GSM8K by lm-eval: does a prefill/decode pair answer as one engine does? (MODEL=, ARGS=)
-	@$(PYTHON) -m benchmarks accuracy $(MODEL) $(ARGS)
+# In float32, so that a CPU gives the same text however requests are batched.
+REAL_WEIGHTS = "$$($(PYTHON) scripts/smollm2.py)" --questions benchmarks/accuracy/facts.jsonl --ways pair,blocks,tiers,spoiled
+REAL_ENGINES = -- --enforce-eager --dtype=$(if $(filter cpu,$(ENGINE)),float32,bfloat16) --max-model-len=2048 --max-num-seqs=8 \
+  --kv-cache-memory-bytes=536870912
+accuracy: $(VENV)/.engine-$(ENGINE) $(VENV)/.accuracy $(if $(MODEL),,smollm2) ## lm-eval: are answers from KV that moved those of one engine? (MODEL=, ARGS=)
+	@$(PYTHON) -m benchmarks accuracy $(if $(MODEL),$(MODEL) $(ARGS),$(REAL_WEIGHTS) $(ARGS) $(REAL_ENGINES))
 
 ##@ Build
 .PHONY: docs wheel release clean

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +15,7 @@ from kvferry.errors import ConfigError, KVFerryError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from benchmarks.accuracy.comparison import Comparison
+    from benchmarks.accuracy.comparison import Results
 
 _FAILED = 1
 _INTERRUPTED = 130
@@ -44,9 +45,14 @@ def accuracy(
             metavar="SHARE", min=0, max=1, help="Share of answers that must be the same text, 0 to 1."
         ),
     ] = 0,
-    spoil: Annotated[
-        bool, typer.Option("--spoil", help="Zero the KV that was moved: answers must change.")
-    ] = False,
+    ways: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="Ways to move KV, separated by commas: pair; blocks (of 64 and 128 tokens); tiers (files, "
+            "after a restart); spoiled (KV is zeroed, so answers must change).",
+        ),
+    ] = "pair",
     prefill_tp: Annotated[
         int, typer.Option(metavar="COUNT", help="Tensor-parallel ranks of the prefill engine.")
     ] = 1,
@@ -68,10 +74,10 @@ def accuracy(
     ] = 600,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Compare the answers of a prefill/decode pair with a single engine's.
+    """Compare answers from KV that moved with a single engine's.
 
-    lm-eval asks both the questions of GSM8K, and scores the answers. The exit code is 1 if the scores differ
-    by more than their standard error, if too few answers are the same text, or if no KV was moved.
+    lm-eval asks the questions of GSM8K, and scores the answers. The exit code is 1 if the scores differ by
+    more than their standard error, if too few answers are the same text, or if no KV was moved.
     """
     from rich.console import Console
 
@@ -79,8 +85,6 @@ def accuracy(
     from kvferry.serving.signals import StopRequested
     from kvferry.serving.temporary import temporary_folder
 
-    if spoil and min_same:
-        raise ConfigError("both --spoil and --min-same are given; with --spoil answers must differ")
     folder = log_dir or temporary_folder("kvferry-accuracy-")
     console = Console(stderr=True)
     try:
@@ -91,9 +95,8 @@ def accuracy(
             console,
             questions=questions,
             limit=limit,
-            # Spoiling zeroes the KV of all running requests.
-            concurrency=1 if spoil else concurrency,
-            spoil=spoil,
+            concurrency=concurrency,
+            ways=ways,
             least_same=min_same,
             parallel=(prefill_tp, decode_tp),
             lm_eval=lm_eval,
@@ -127,35 +130,39 @@ def _measure(
     questions: Path | None,
     limit: int | None,
     concurrency: int,
-    spoil: bool,
+    ways: str,
     least_same: float,
     parallel: tuple[int, int],
     lm_eval: Path | None,
     startup_timeout: float,
-) -> Comparison:
+) -> Results:
     """Check all options, then start the engines and compare them."""
     from benchmarks.accuracy.harness import Task, find_harness
     from benchmarks.accuracy.measure import Run
-    from benchmarks.accuracy.questions import count_questions
+    from benchmarks.accuracy.questions import read_questions
+    from benchmarks.accuracy.ways import read_ways
     from kvferry.serving.launch import fleet_specs
     from kvferry.serving.signals import StopSignals
 
+    chosen = read_ways(ways)
     harness = find_harness(lm_eval)
+    task = Task(questions=questions, limit=limit, concurrency=concurrency)
     if questions is not None:
-        count_questions(questions)
+        # A token has a character at least.
+        task = replace(task, answer_tokens=max(map(len, read_questions(questions))))
     specs = fleet_specs(
         model, prefill_tensor_parallel=parallel[0], decode_tensor_parallel=parallel[1], arguments=arguments
     )
     with StopSignals() as signals:
         run = Run(
             harness=harness,
-            task=Task(questions=questions, limit=limit, concurrency=concurrency),
+            task=task,
             folder=folder,
             console=console,
             signals=signals,
             startup_timeout_seconds=startup_timeout,
         )
-        return run.compare(specs, spoil=spoil, least_same=least_same)
+        return run.compare(specs, chosen, least_same=least_same)
 
 
 def _remove(folder: Path, log_dir: Path | None) -> None:

@@ -39,11 +39,13 @@ class Task:
         questions: file of questions; None for GSM8K.
         limit: number of questions to ask, the first ones; None for all.
         concurrency: number of questions that are asked at the same time.
+        answer_tokens: length at which an answer ends, in tokens.
     """
 
     questions: Path | None
     limit: int | None
     concurrency: int
+    answer_tokens: int = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,7 @@ def run_settings(task: Task, name: str, url: str, model: str, folder: Path) -> d
             # Prompts are sent as text, so lm-eval needs neither torch nor the model's tokenizer.
             "tokenizer_backend": "none",
             "num_concurrent": task.concurrency,
+            "max_gen_toks": task.answer_tokens,
             "timeout": _REQUEST_SECONDS,
         },
         "tasks": [name],

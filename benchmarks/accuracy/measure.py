@@ -1,20 +1,22 @@
-"""Evaluate a prefill/decode pair, then a single engine, and compare."""
+"""Evaluate a single engine, then each way to move KV, and compare."""
 
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.accuracy.comparison import Comparison, check_same_questions
+from benchmarks.accuracy.comparison import Comparison, Results, check_same_questions
 from benchmarks.accuracy.evaluation import Evaluation, read_evaluation
 from benchmarks.accuracy.harness import Harness, Task, log_path
 from benchmarks.accuracy.moved import check_moved, read_moved
-from benchmarks.accuracy.systems import System, alone, running, spoiled
+from benchmarks.accuracy.systems import System, running
+from benchmarks.accuracy.ways import Way, alone
 from kvferry.serving.engine import EngineSpec
 from kvferry.serving.log_tail import last_line
 from kvferry.serving.signals import StopSignals
@@ -22,7 +24,7 @@ from kvferry.serving.signals import StopSignals
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What both evaluations share.
+    """What all evaluations share.
 
     Attributes:
         harness: lm-eval.
@@ -40,12 +42,12 @@ class Run:
     signals: StopSignals
     startup_timeout_seconds: float
 
-    def compare(self, specs: Sequence[EngineSpec], *, spoil: bool, least_same: float) -> Comparison:
-        """Evaluate a prefill/decode pair, then an engine like the decode engine but without a connector.
+    def compare(self, specs: Sequence[EngineSpec], ways: Sequence[Way], *, least_same: float) -> Results:
+        """Evaluate an engine like the decode engine without a connector, then each way to move KV.
 
         Args:
             specs: specifications of the prefill engine and the decode engine.
-            spoil: True to zero what the decode engine has read (negative control).
+            ways: ways to move KV.
             least_same: share of answers that must have the same text, 0 to 1.
 
         Raises:
@@ -61,32 +63,40 @@ class Run:
             with self.console.status("downloading GSM8K ..."):
                 self.harness.check_dataset(self.folder / "download.log", self.signals.check)
 
-        with self._running("pair", [prefill, spoiled(decode) if spoil else decode]) as system:
-            pair = self._evaluate("pair", system)
-            moved = read_moved(system.engine_url, len(pair.answers))
-        check_moved(moved, len(pair.answers))
         with self._running("single", [alone(decode)]) as system:
-            single = self._evaluate("single", system)
-        check_same_questions(pair, single)
-        return Comparison(
+            single = self._evaluate("single", system, self.task)
+        return Results(
             model=decode.model,
             questions="GSM8K" if self.task.questions is None else self.task.questions.name,
-            pair=pair,
             single=single,
-            moved=moved,
-            spoiled=spoil,
-            least_same=least_same,
+            comparisons=tuple(self._compare(way, prefill, decode, single, least_same) for way in ways),
         )
+
+    def _compare(
+        self, way: Way, prefill: EngineSpec, decode: EngineSpec, single: Evaluation, least_same: float
+    ) -> Comparison:
+        # Spoiling zeroes the KV of all running requests.
+        task = replace(self.task, concurrency=1) if way.spoiled else self.task
+        with tempfile.TemporaryDirectory(dir=self.folder) as kept:
+            engines = way.engines(prefill, decode, Path(kept))
+            for _ in range(way.starts):
+                with self._running(way.name, engines) as system:
+                    found = self._evaluate(way.name, system, task)
+                    moved = read_moved(system.engine_url, way.source, len(found.answers))
+        check_moved(moved, len(found.answers))
+        check_same_questions(found, single)
+        return Comparison(way=way, found=found, single=single, moved=moved, least_same=least_same)
 
     def _running(self, name: str, specs: Sequence[EngineSpec]) -> AbstractContextManager[System]:
         return running(specs, self.folder / name, self.console, self.signals, self.startup_timeout_seconds)
 
-    def _evaluate(self, name: str, system: System) -> Evaluation:
+    def _evaluate(self, name: str, system: System, task: Task) -> Evaluation:
         """Let lm-eval ask a system, and read the results.
 
         Args:
             name: name of the folder for the results.
             system: running system.
+            task: questions to ask.
         """
         folder = self.folder / name
         shutil.rmtree(folder / "results", ignore_errors=True)  # an earlier run's, with --log-dir
@@ -96,6 +106,6 @@ class Run:
                 system.check()
                 status.update(f"{name}: {last_line(log_path(folder))}")
 
-            task = self.harness.evaluate(self.task, system.url, system.model, folder, check)
+            asked = self.harness.evaluate(task, system.url, system.model, folder, check)
         self.console.print(f"{name}: all questions are answered", highlight=False)
-        return read_evaluation(folder / "results", task)
+        return read_evaluation(folder / "results", asked)

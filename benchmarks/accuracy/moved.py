@@ -1,4 +1,4 @@
-"""The KV that a decode engine has read from its prefill engine, from the engine's metrics."""
+"""The KV that an engine has loaded instead of computing it, from the engine's metrics."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from kvferry.errors import KVFerryError
 
 _SETTLE_SECONDS = 10.0
 _POLL_SECONDS = 0.2
-_PEER = "peer"
 _LEAST_SHARE = 0.5
-"""Least share of the requests that must have used KV of the prefill engine."""
+"""Least share of the requests that must have used loaded KV."""
 
 
 class NothingMoved(KVFerryError):
@@ -24,10 +23,10 @@ class NothingMoved(KVFerryError):
 
 @dataclass(frozen=True, slots=True)
 class MovedKv:
-    """What a decode engine got from its prefill engine since it was started.
+    """What an engine got from one source since it was started.
 
     Attributes:
-        asked: number of requests that asked for the prefill engine's KV.
+        asked: number of requests that asked for the source's KV.
         served: number of these requests that got it.
         tokens: number of tokens whose KV was read.
         read_bytes: number of bytes that were read.
@@ -41,11 +40,12 @@ class MovedKv:
     misses: Mapping[str, int]
 
 
-def read_moved(url: str, questions: int) -> MovedKv:
-    """Read the metrics of a decode engine, and wait shortly if they do not have all requests yet.
+def read_moved(url: str, source: str, questions: int) -> MovedKv:
+    """Read the metrics of an engine, and wait shortly if they do not have all requests yet.
 
     Args:
         url: base URL of the engine.
+        source: source of the KV, as the metrics name it.
         questions: number of answered requests.
 
     Raises:
@@ -53,7 +53,7 @@ def read_moved(url: str, questions: int) -> MovedKv:
     """
     until = time.monotonic() + _SETTLE_SECONDS
     while True:
-        moved = parse_moved(_page(url))
+        moved = parse_moved(_page(url), source)
         if moved.served + sum(moved.misses.values()) >= questions or time.monotonic() > until:
             return moved
         time.sleep(_POLL_SECONDS)
@@ -67,18 +67,19 @@ def _page(url: str) -> str:
         raise KVFerryError(f"the metrics of {url} cannot be read: {error}") from error
 
 
-def parse_moved(page: str) -> MovedKv:
+def parse_moved(page: str, source: str) -> MovedKv:
     """Return the sums over all engines of a page of metrics. Missing metrics count as 0.
 
     Args:
         page: page in the format of Prometheus.
+        source: source of the KV, as the metrics name it.
     """
     lines = "\n".join(line for line in page.splitlines() if line.startswith("kvferry_"))
     sums: dict[str, int] = {}
     misses: dict[str, int] = {}
     for family in text_string_to_metric_families(lines):
         for sample in family.samples:
-            if sample.labels.get("source") != _PEER:
+            if sample.labels.get("source") != source:
                 continue
             sums[sample.name] = sums.get(sample.name, 0) + int(sample.value)
             if sample.name == "kvferry_misses_total" and sample.value:
@@ -94,10 +95,10 @@ def parse_moved(page: str) -> MovedKv:
 
 
 def check_moved(moved: MovedKv, questions: int) -> None:
-    """Check that the answers of a pair depend on KV that was moved.
+    """Check that answers depend on KV that was moved.
 
     Args:
-        moved: what the decode engine got.
+        moved: what the engine got.
         questions: number of answered requests.
 
     Raises:
@@ -107,7 +108,7 @@ def check_moved(moved: MovedKv, questions: int) -> None:
         return
     why = ", ".join(f"{reason}: {count}" for reason, count in sorted(moved.misses.items()))
     raise NothingMoved(
-        f"the comparison proves nothing: {moved.served} of {questions} requests got KV from the prefill "
-        f"engine ({moved.read_bytes} bytes), expected at least half; misses by reason: {why or 'none'} "
+        f"the comparison proves nothing: {moved.served} of {questions} requests got KV that was "
+        f"moved ({moved.read_bytes} bytes), expected at least half; misses by reason: {why or 'none'} "
         "(docs/metrics.md says what each reason means)"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvferry.errors import ConfigError
@@ -16,8 +17,8 @@ _OWN = "kvferry_questions"
 _ANSWER = re.compile(r"#### -?[0-9.,]+")
 
 
-def count_questions(path: Path) -> int:
-    """Check a file of questions, and return how many it has.
+def read_questions(path: Path) -> Sequence[str]:
+    """Check a file of questions, and return its answers.
 
     Each line is a JSON object with the strings ``question`` and ``answer``. The answer contains ``####`` and
     the final number, as in GSM8K.
@@ -47,7 +48,7 @@ def count_questions(path: Path) -> int:
             f"--questions {path} has {len(lines)} questions; give at least {EXAMPLES + 1}, because "
             f"{EXAMPLES} others are the examples before each question"
         )
-    return len(lines)
+    return [json.loads(line)["answer"] for line in lines]
 
 
 def _is_question(line: str) -> bool:

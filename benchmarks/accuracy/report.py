@@ -8,78 +8,80 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.accuracy.comparison import RULE, Comparison
-from benchmarks.accuracy.evaluation import Score
+from benchmarks.accuracy.comparison import RULE, Comparison, Results
+from benchmarks.accuracy.evaluation import Evaluation, Score
 from benchmarks.accuracy.questions import EXAMPLES
 from kvferry.units import format_bytes, format_count
 
 
-def show(found: Comparison, console: Console) -> None:
+def show(results: Results, console: Console) -> None:
     """Print the report with at most 80 columns."""
-    console.print(f"{found.model}", markup=False, soft_wrap=True)
+    console.print(f"{results.model}", markup=False, soft_wrap=True)
     console.print(
-        f"{found.count} questions of {found.questions}, {EXAMPLES} examples before each; "
-        f"lm-eval {found.pair.version}\n",
+        f"{len(results.single.answers)} questions of {results.questions}, {EXAMPLES} examples before each; "
+        f"lm-eval {results.single.version}\n",
         markup=False,
     )
-    console.print(_table(found))
-    moved = found.moved
-    console.print(
-        f"\nSame text: {found.same} of {found.count} answers.\n"
-        f"KV moved: {moved.served} of {moved.asked} requests got KV from the prefill engine, "
-        f"{format_count(moved.tokens)} tokens, {format_bytes(moved.read_bytes)}."
-    )
-    for reason, count in sorted(moved.misses.items()):
-        console.print(f"Requests that got none, because of {reason}: {count}.")
-    if found.spoiled:
-        console.print("The KV was spoiled on purpose, so answers must differ.")
-    else:
+    console.print(_table(results))
+    console.print()
+    for one in results.comparisons:
+        for reason, count in sorted(one.moved.misses.items()):
+            console.print(f"{one.way.title}: {count} requests got no KV, because of {reason}.")
+    if any(one.way.spoiled for one in results.comparisons):
+        console.print("KV that is zeroed on purpose must change the answers.")
+    if not all(one.way.spoiled for one in results.comparisons):
         console.print(RULE)
-    for sentence in found.failures:
+    for sentence in results.failures:
         console.print(sentence)
-    console.print("[red]failed[/]" if found.failures else "[green]passed[/]")
+    console.print("[red]failed[/]" if results.failures else "[green]passed[/]")
 
 
-def as_json(found: Comparison) -> dict[str, Any]:
+def as_json(results: Results) -> dict[str, Any]:
     """Return scores, counts and the verdict as values for JSON."""
     return {
-        "model": found.model,
-        "questions": found.questions,
-        "count": found.count,
-        "lm_eval": found.pair.version,
-        "scores": {
-            name: {
-                "pair": asdict(score),
-                "single": asdict(found.single.scores[name]),
-                "difference": found.difference(name),
-                "allowed": found.allowed(name),
-            }
-            for name, score in found.pair.scores.items()
-        },
-        "same": found.same,
-        "different": list(found.different),
-        "moved": asdict(found.moved),
-        "spoiled": found.spoiled,
-        "failures": list(found.failures),
-        "passed": not found.failures,
+        "model": results.model,
+        "questions": results.questions,
+        "count": len(results.single.answers),
+        "lm_eval": results.single.version,
+        "single": _scores(results.single),
+        "ways": {one.way.name: _comparison(one) for one in results.comparisons},
+        "failures": list(results.failures),
+        "passed": not results.failures,
     }
 
 
-def _table(found: Comparison) -> Table:
+def _comparison(one: Comparison) -> dict[str, Any]:
+    return {
+        "scores": _scores(one.found),
+        "allowed": {name: one.allowed(name) for name in one.found.scores},
+        "same": one.same,
+        "different": list(one.different),
+        "moved": asdict(one.moved),
+        "failures": list(one.failures),
+    }
+
+
+def _scores(evaluation: Evaluation) -> dict[str, Any]:
+    return {name: asdict(score) for name, score in evaluation.scores.items()}
+
+
+def _table(results: Results) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("exact match", no_wrap=True)
-    for name in ("pair", "single engine", "difference", "allowed"):
+    table.add_column("system", no_wrap=True)
+    names = list(results.single.scores)
+    for name in (*names, "same", "tokens", "KV moved"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name, score in found.pair.scores.items():
+    table.add_row("single engine", *(_score(results.single.scores[name]) for name in names))
+    for one in results.comparisons:
         table.add_row(
-            name,
-            _score(score),
-            _score(found.single.scores[name]),
-            f"{found.difference(name):+.4f}",
-            f"{found.allowed(name):.4f}",
+            one.way.title,
+            *(_score(one.found.scores[name]) for name in names),
+            f"{one.same}/{one.count}",
+            format_count(one.moved.tokens),
+            format_bytes(one.moved.read_bytes),
         )
     return table
 
 
 def _score(score: Score) -> str:
-    return f"{score.value:.4f} ± {score.error:.4f}"
+    return f"{score.value:.2f} ± {score.error:.2f}"

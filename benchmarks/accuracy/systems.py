@@ -1,11 +1,10 @@
-"""The two systems: a prefill and a decode engine with kvferry, and one engine without a connector."""
+"""A system that answers questions: a prefill and a decode engine behind a router, or one engine."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -15,16 +14,8 @@ from kvferry.errors import KVFerryError
 from kvferry.serving.demo.endpoint import routed
 from kvferry.serving.engine import EngineProcess, EngineSpec, EngineState
 from kvferry.serving.launch import Fleet, LaunchError, death_notice
-from kvferry.serving.ports import free_ports
 from kvferry.serving.progress import startup_progress
-from kvferry.serving.role import Role
 from kvferry.serving.signals import StopSignals
-
-_ROOT = Path(__file__).parents[2]
-_SPOILING = {
-    "kv_connector": "SpoilingConnector",
-    "kv_connector_module_path": "benchmarks.accuracy.spoiling",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +33,6 @@ class System:
     engine_url: str
     model: str
     check: Callable[[], None]
-
-
-def alone(decode: EngineSpec) -> EngineSpec:
-    """Return the specification of an engine without a connector that is otherwise like a decode engine."""
-    return replace(decode, name="single", role=Role.BOTH, port=free_ports(1)[0], kv_transfer=None)
-
-
-def spoiled(decode: EngineSpec) -> EngineSpec:
-    """Return the specification of a decode engine that zeroes its KV cache whenever a load has ended."""
-    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
-    return replace(
-        decode,
-        kv_transfer={**(decode.kv_transfer or {}), **_SPOILING},
-        environment={**decode.environment, "PYTHONPATH": path},
-    )
 
 
 @contextmanager

@@ -39,6 +39,8 @@ APART = {
     "nfs": "tests/unit/tiers/files/test_nfs.py",
 }
 """Tests by what they need beside the environment: the target `.venv/.NAME` of the Makefile installs it."""
+MORE = {"accuracy": ("smollm2",)}
+"""More targets that such tests need."""
 RELEASES = ("0.31.0", "0.33.0")
 SECOND_RUNNER = (
     ("tests/engine/test_streaming.py",),
@@ -75,6 +77,10 @@ def _shares(name: str, count: int, *arguments: str) -> dict[str, Part]:
     }
 
 
+def _targets(name: str) -> tuple[str, ...]:
+    return (f"{VENV}/.{name}", *MORE.get(name, ()))
+
+
 def parts() -> dict[str, Part]:
     """Return all parts by name, in the order in which they run."""
     many = {"KVFERRY_TEST_EXAMPLES": "5"}
@@ -100,7 +106,7 @@ def parts() -> dict[str, Part]:
         },
         **_shares("faults", 4, "tests/faults"),
         **{f"contract-{name}": Part(("make", "--silent", "contract", f"VLLM={name}")) for name in RELEASES},
-        **{name: Part((*PYTEST, path), (f"{VENV}/.{name}",)) for name, path in APART.items()},
+        **{name: Part((*PYTEST, path), _targets(name)) for name, path in APART.items()},
         **oracles,
         "properties": Part((*properties, *(f"--ignore={path}" for path in ORACLES)), (), many),
     }

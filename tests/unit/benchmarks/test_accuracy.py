@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,20 +12,20 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.accuracy import page, report
-from benchmarks.accuracy.comparison import Comparison, check_same_questions
+from benchmarks.accuracy import report
+from benchmarks.accuracy.comparison import Comparison, Results, check_same_questions
 from benchmarks.accuracy.evaluation import Answer, Evaluation, Score, read_evaluation
 from benchmarks.accuracy.harness import Harness, HarnessError, Task, find_harness
 from benchmarks.accuracy.moved import MovedKv, NothingMoved, check_moved, parse_moved
-from benchmarks.accuracy.questions import count_questions, write_task
-from benchmarks.accuracy.systems import alone, spoiled
+from benchmarks.accuracy.questions import read_questions, write_task
+from benchmarks.accuracy.ways import PEER, WAYS, alone, read_ways
 from kvferry.errors import ConfigError
 from kvferry.serving.launch import fleet_specs
 
 RUN = Path(__file__).parent / "lm_eval_run"
-"""What lm-eval wrote for the first two example questions, without prompts and settings."""
+"""What lm-eval wrote for two questions, without prompts and settings."""
 TASK = "kvferry_questions"
-EXAMPLES = Path(__file__).parents[3] / "benchmarks" / "accuracy" / "examples.jsonl"
+FACTS = Path(__file__).parents[3] / "benchmarks" / "accuracy" / "facts.jsonl"
 LINE = '{"question": "How many?", "answer": "All.\\n#### 7"}'
 MOVED = MovedKv(asked=4, served=4, tokens=900, read_bytes=2 << 20, misses={})
 
@@ -34,20 +35,21 @@ def evaluation(value: float, *texts: str, error: float = 0.0) -> Evaluation:
     return Evaluation("0.4.13", {"strict-match": Score(value, error)}, answers)
 
 
-def comparison(pair: Evaluation, single: Evaluation, *, spoil: bool = False, least: float = 0) -> Comparison:
-    return Comparison(
-        model="tiny",
-        questions="GSM8K",
-        pair=pair,
-        single=single,
-        moved=MOVED,
-        spoiled=spoil,
-        least_same=least,
+def comparison(found: Evaluation, single: Evaluation, way: str = "pair", least: float = 0) -> Comparison:
+    return Comparison(way=WAYS[way], found=found, single=single, moved=MOVED, least_same=least)
+
+
+def results(*comparisons: Comparison) -> Results:
+    return Results(
+        model="tiny", questions="GSM8K", single=comparisons[0].single, comparisons=tuple(comparisons)
     )
 
 
-def test_the_example_questions_can_be_asked():
-    assert count_questions(EXAMPLES) == 8
+def test_the_questions_of_the_project_can_be_asked():
+    answers = [answer.rpartition("#### ")[2] for answer in read_questions(FACTS)]
+    assert len(answers) == 24
+    # An engine that always gives the same number is near chance.
+    assert max(map(answers.count, answers)) <= 3
 
 
 @pytest.mark.parametrize(
@@ -64,9 +66,9 @@ def test_a_file_of_other_lines_is_refused(tmp_path, lines, says):
     path = tmp_path / "questions.jsonl"
     path.write_text("\n".join(lines))
     with pytest.raises(ConfigError, match=says):
-        count_questions(path)
+        read_questions(path)
     with pytest.raises(ConfigError, match="No such file"):
-        count_questions(tmp_path / "others.jsonl")
+        read_questions(tmp_path / "others.jsonl")
 
 
 def test_the_task_of_a_file_is_gsm8k_with_other_questions(tmp_path):
@@ -131,7 +133,7 @@ def test_equal_scores_pass_and_so_do_scores_within_their_standard_error():
     assert not comparison(evaluation(0.6, "a", "b"), evaluation(0.6, "a", "b")).failures
     assert not comparison(evaluation(0.55, "a", "c", error=0.04), single).failures
     (why,) = comparison(evaluation(0.549, "a", "c", error=0.04), single).failures
-    assert "strict-match differ by -0.0510, allowed is 0.0500" in why
+    assert "prefill/decode pair: the scores by strict-match differ by -0.0510, allowed is 0.0500" in why
     assert comparison(evaluation(0.651, "a", "c", error=0.04), single).failures
     assert comparison(evaluation(0.5, "a"), evaluation(0.6, "a")).failures
 
@@ -141,14 +143,17 @@ def test_too_few_equal_answers_fail_if_a_least_number_is_given():
     found = comparison(pair, single, least=0.75)
     assert (found.same, found.different, found.failures) == (3, (3,), ())
     (why,) = comparison(pair, single, least=0.8).failures
-    assert why.startswith("3 of 4 answers are the same text")
+    assert "3 of 4 answers are the same text" in why
 
 
-def test_spoiled_kv_must_change_an_answer_and_may_change_scores():
+def test_spoiled_kv_must_change_an_answer_and_most_scores():
     single = evaluation(1.0, "a", "b")
-    assert not comparison(evaluation(0.0, "a", "x"), single, spoil=True).failures
-    (why,) = comparison(evaluation(1.0, "a", "b"), single, spoil=True).failures
-    assert "cannot detect wrong KV" in why
+    assert not comparison(evaluation(0.5, "a", "x"), single, "spoiled").failures
+    (why,) = comparison(evaluation(0.51, "a", "x"), single, "spoiled").failures
+    assert "0.5100 with spoiled KV" in why
+    same = evaluation(0.0, "a", "b")
+    (why,) = comparison(same, same, "spoiled").failures
+    assert "no answer changed" in why
 
 
 def test_two_runs_must_have_asked_the_same_prompts():
@@ -181,18 +186,19 @@ vllm:something_total{source="peer"} nonsense
 """
 
 
-def test_the_evidence_is_summed_over_engines_for_peers_alone():
-    assert parse_moved(PAGE) == MovedKv(6, 4, 3600, 1_000_005, {"deadline": 2})
-    assert parse_moved("") == MovedKv(0, 0, 0, 0, {})
+def test_the_evidence_is_summed_over_engines_for_one_source_alone():
+    assert parse_moved(PAGE, WAYS["tiers"].source) == MovedKv(9, 9, 0, 0, {})
+    assert parse_moved(PAGE, PEER) == MovedKv(6, 4, 3600, 1_000_005, {"deadline": 2})
+    assert parse_moved("", PEER) == MovedKv(0, 0, 0, 0, {})
 
 
 def test_comparison_with_too_few_loads_is_an_error():
     check_moved(MOVED, 8)
-    for moved, questions in ((MOVED, 9), (replace(MOVED, read_bytes=0), 4), (parse_moved(""), 4)):
+    for moved, questions in ((MOVED, 9), (replace(MOVED, read_bytes=0), 4), (parse_moved("", PEER), 4)):
         with pytest.raises(NothingMoved, match="proves nothing"):
             check_moved(moved, questions)
     with pytest.raises(NothingMoved, match=r"4 of 20 requests .*deadline: 2"):
-        check_moved(parse_moved(PAGE), 20)
+        check_moved(parse_moved(PAGE, PEER), 20)
 
 
 def test_the_single_engine_differs_from_the_decode_engine_in_its_connector_alone():
@@ -202,9 +208,31 @@ def test_the_single_engine_differs_from_the_decode_engine_in_its_connector_alone
     assert decode.kv_transfer is not None
     assert single.arguments == decode.arguments
     assert single.port != decode.port
-    spoiling = spoiled(decode)
-    assert {**spoiling.kv_transfer, **decode.kv_transfer} == decode.kv_transfer
-    assert spoiling.kv_transfer["kv_connector"] == "SpoilingConnector"
+
+
+def test_each_way_changes_what_its_name_says(tmp_path):
+    prefill, decode = fleet_specs("model", arguments=["--enforce-eager"])
+    pair, blocks, tiers, spoiling = (way.engines(prefill, decode, tmp_path) for way in WAYS.values())
+    assert pair == [prefill, decode]
+    assert [one.arguments[-2:] for one in blocks] == [
+        ("--enforce-eager", "--block-size=64"),
+        ("--enforce-eager", "--block-size=128"),
+    ]
+    (engine,) = tiers
+    assert engine.kv_transfer["kv_connector_extra_config"]["tiers"] == [
+        {"type": "file", "path": str(tmp_path)}
+    ]
+    assert WAYS["tiers"].starts == 2
+    assert spoiling[0] == prefill
+    changed = spoiling[1].kv_transfer
+    assert {**changed, **decode.kv_transfer} == decode.kv_transfer
+    assert changed["kv_connector"] == "SpoilingConnector"
+
+
+def test_an_unknown_way_is_refused():
+    assert [way.name for way in read_ways("spoiled, pair,pair")] == ["spoiled", "pair"]
+    with pytest.raises(ConfigError, match="'teleport'; it may have pair, blocks, tiers, spoiled"):
+        read_ways("pair,teleport")
 
 
 def fake(folder: Path, script: str) -> Harness:
@@ -229,7 +257,7 @@ def test_lm_eval_gets_the_endpoint_and_its_files_are_found(tmp_path):
     work.mkdir()
     # The arguments are -I -m lm_eval run --config FILE.
     harness = fake(tmp_path, f'[ "$6" = {work}/run.yaml ] && cp -r {RUN} {work}/results')
-    task = Task(questions=EXAMPLES, limit=2, concurrency=3)
+    task = Task(questions=FACTS, limit=2, concurrency=3)
     name = harness.evaluate(task, "http://127.0.0.1:9", "tiny, model", work, lambda: None)
     assert read_evaluation(work / "results", name).scores
     settings = json.loads((work / "run.yaml").read_text())
@@ -256,7 +284,7 @@ REFUSED = (
 def test_a_failure_of_lm_eval_has_its_reason(tmp_path, output, says):
     (tmp_path / "output").write_text(output)
     harness = fake(tmp_path, f"cat {tmp_path}/output; exit 1")
-    task = Task(questions=EXAMPLES, limit=None, concurrency=1)
+    task = Task(questions=FACTS, limit=None, concurrency=1)
     with pytest.raises(HarnessError) as failed:
         harness.evaluate(task, "http://127.0.0.1:9", "tiny", tmp_path, lambda: None)
     assert says in str(failed.value)
@@ -283,7 +311,7 @@ def test_lm_eval_ends_if_an_engine_has_ended(tmp_path):
     assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
 
 
-def text_of(found: Comparison) -> str:
+def text_of(found: Results) -> str:
     console = Console(file=io.StringIO(), width=80)
     report.show(found, console)
     text = console.file.getvalue()
@@ -291,27 +319,31 @@ def text_of(found: Comparison) -> str:
     return text
 
 
-def test_report_states_the_rule_and_the_verdict():
-    good = comparison(evaluation(0.6, "a", "b", error=0.03), evaluation(0.58, "a", "x", error=0.03))
-    text = text_of(good)
-    assert "Same text: 1 of 2 answers." in text
-    assert "4 of 4 requests got KV" in text
+def scored(value: float, *texts: str, error: float = 0.0) -> Evaluation:
+    """Return a result with both filters of GSM8K."""
+    found = evaluation(value, *texts, error=error)
+    return replace(found, scores=dict.fromkeys(("strict-match", "flexible-extract"), Score(value, error)))
+
+
+def test_report_has_a_row_per_way_the_rule_and_the_verdict():
+    single = scored(0.58, "a", "x", error=0.03)
+    good = comparison(scored(0.6, "a", "b", error=0.03), single, "blocks")
+    spoiled = comparison(scored(0.0, "c", "d"), single, "spoiled")
+    text = text_of(results(good, spoiled))
+    rows = [re.split(" {2,}", line.strip()) for line in text.splitlines()]
+    assert ["single engine", "0.58 ± 0.03", "0.58 ± 0.03"] in rows
+    assert ["pair, blocks 64 to 128", "0.60 ± 0.03", "0.60 ± 0.03", "1/2", "900", "2 MiB"] in rows
+    assert ["pair, KV zeroed", "0.00 ± 0.00", "0.00 ± 0.00", "0/2", "900", "2 MiB"] in rows
     assert "standard error of the difference" in text
     assert text.endswith("passed\n")
-    assert text_of(replace(good, least_same=1)).endswith("failed\n")
-    spoil = text_of(replace(good, spoiled=True))
-    assert "spoiled on purpose" in spoil
-    assert "standard error of" not in spoil
+    assert text_of(results(replace(good, least_same=1))).endswith("failed\n")
+    assert "standard error of" not in text_of(results(spoiled))
 
 
-def test_the_json_has_all_that_the_page_shows():
-    found = comparison(evaluation(0.6, "a", "b"), evaluation(0.5, "a", "x"), least=1)
+def test_the_json_has_all_that_the_report_shows():
+    found = results(comparison(evaluation(0.6, "a", "b"), evaluation(0.5, "a", "x"), least=1))
     document = json.loads(json.dumps(report.as_json(found)))
     assert document["passed"] is False
-    assert document["different"] == [1]
-    summary = page.summary(document)
-    assert summary.answer == (
-        "A prefill/decode pair and a single engine score 0.600 and 0.500 by strict-match; 1 of 2 answers are "
-        "the same text."
-    )
-    assert len(summary.notes) == 2
+    assert document["single"]["strict-match"]["value"] == 0.5
+    assert document["ways"]["pair"]["different"] == [1]
+    assert len(document["failures"]) == len(document["ways"]["pair"]["failures"]) == 2
