@@ -10,6 +10,7 @@ import threading
 
 from kvferry.memory import device_copy, device_kernel
 from kvferry.memory.address_space import AddressSpace
+from support.triton_interpreter import skip_unused_checks
 
 _launches: list[int] = []
 _one_at_a_time = threading.Lock()  # the interpreter's state is global, and lanes are threads
@@ -17,6 +18,7 @@ _one_at_a_time = threading.Lock()  # the interpreter's state is global, and lane
 
 def pytest_configure() -> None:
     assert device_kernel.copy_cells_kernel is not None, device_kernel.WHY_NO_KERNEL
+    skip_unused_checks()
     AddressSpace.on_host = False  # type: ignore[assignment,method-assign]
     launch = device_copy._launch
 

@@ -9,6 +9,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+from support.triton_interpreter import skip_unused_checks
+
 ABSENT = ("flashinfer",)
 
 
@@ -46,6 +48,7 @@ def pretend(*, triton: bool) -> None:
 
         # vLLM for CPUs takes Triton only where it has a backend for them; the interpreter needs none.
         backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
+        skip_unused_checks()
     import torch
 
     torch.cuda.get_device_capability = lambda *_: (9, 0)
