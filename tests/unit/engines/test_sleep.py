@@ -11,8 +11,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.v1.engine.core import EngineCore
-
 from kvferry.engines.vllm.compat import memory, sleep
 
 
@@ -143,11 +141,3 @@ def test_the_connector_gets_the_cards_of_workers_whose_kv_cache_has_memory_again
     assert one.told == [["weights"]]
     assert one.wake_up()
     assert one.told[1:] == [None, {(0, 0): "a card", (0, 1): "another"}]
-
-
-def test_vllm_shares_cards_itself_from_the_release_that_has_hooks_for_sleep() -> None:
-    """Otherwise both would, and the second call would find no card."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
-    hooks = hasattr(KVConnectorBase_V1, "restore_kv_caches")
-    assert hasattr(EngineCore, "_set_kv_connector_handshake_metadata") == hooks
