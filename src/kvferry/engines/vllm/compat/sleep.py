@@ -73,7 +73,7 @@ def _told(core: Any, sleep: Callable[[], Any]) -> Any:
 
 def _share_cards(core: Any) -> None:
     connector = core.scheduler.get_kv_connector()
-    if connector is None:
+    if not hasattr(connector, "on_sleep"):  # not one of kvferry's, which may not expect it
         return
     found = core.model_executor.get_kv_connector_handshake_metadata() or ()
     cards = {place: card for of_worker in found if of_worker is not None for place, card in of_worker.items()}
