@@ -91,11 +91,12 @@ def test_an_engine_that_has_slept_hands_over_and_uses_its_tiers_as_before(traine
     assert trained.loads() == ["tiers"], "tiers have kept what the KV cache has lost"
     offer = engine.call("prefill", [SLEPT])[0]["params"]
     assert distance(trained.beside(SLEPT, offer), said) < 1e-4
-    assert [source for source, *_ in engine.call("other", "new_loads")] == ["peer"], "handed over again"
+    assert engine.call("other", "loads_of", "peer") == {"ready": 2}, "handed over again"
     trained.loads()
     offer = engine.call("other", "prefill", [TURNED])[0]["params"]
     assert distance(trained.say(TURNED, offer), trained.beside(TURNED)) < 1e-4
-    assert trained.loads() == ["peer"], "it reads from others again"
+    assert trained.loads() == ["peer"]
+    assert engine.call("loads_of", "peer") == {"ready": 1}, "it reads from others again"
 
 
 def test_kv_of_other_weights_is_never_used(trained: Trained) -> None:
