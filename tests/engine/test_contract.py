@@ -11,8 +11,8 @@ from kvferry.engines.vllm.version import minor_release, vllm_version
 
 pytestmark = pytest.mark.engine
 
-PATCHED = {"on_pause"}
-"""Hooks that kvferry adds to vLLM, which calls them as `compat.pauses` makes it."""
+PATCHED = {"on_pause", "on_sleep", "on_asleep"}
+"""Hooks that kvferry adds to vLLM, which calls them as `compat.pauses` and `compat.sleep` make it."""
 SINCE = {
     "get_external_cache_hit_sources": "0.32",
     "get_loaded_kv_cache_group_ids": "0.32",
@@ -229,6 +229,25 @@ def test_every_member_of_vllms_connector_is_handed_on_to_children_or_left_for_a_
         mine, base = getattr(FerryMultiConnector, name), getattr(KVConnectorBase_V1, name, theirs[name])
         if callable(mine):
             assert parameters(mine) == parameters(base) or name == "request_finished", name
+
+
+def test_sleep_and_wake_up_go_through_the_calls_that_are_hooked() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm.v1.worker.gpu_worker import Worker
+
+    for worker in (CPUWorker, Worker):
+        assert parameters(worker.sleep) == ["self", "level"]
+        assert parameters(worker.discard) == parameters(worker.wake_up) == ["self", "tags"]
+    sleep, release = map(inspect.getsource, (EngineCore.sleep, EngineCore.release_kv_cache_memory))
+    assert sleep.index("self.pause_scheduler(") < sleep.index("model_executor.sleep("), "leases end first"
+    assert release.index("self._reset_caches(") < release.index("model_executor.discard(")
+    shares = hasattr(EngineCore, "_set_kv_connector_handshake_metadata")
+    assert shares == hasattr(KVConnectorBase_V1, "restore_kv_caches"), "or none or both would pass cards on"
+    if shares:
+        wakes = inspect.getsource(EngineCore.wake_up)
+        assert wakes.index("model_executor.wake_up(") < wakes.index("_set_kv_connector_handshake_metadata(")
 
 
 def test_entries_of_connectors_have_the_keys_of_vllms_own_setting() -> None:

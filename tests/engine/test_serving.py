@@ -434,6 +434,22 @@ def test_a_pause_does_not_wait_for_a_ticket_that_nobody_claims(served):
     assert served.expired(served.prefill) == expired
 
 
+def test_an_engine_that_sleeps_ends_its_leases_and_hands_over_again_when_it_is_awake(served):
+    asked, path = {"do_remote_decode": True, "do_remote_prefill": False}, "/v1/completions"
+    early, later = "Sleeper: " + TEXT, "Awake: " + TEXT
+    offer = served.post(served.prefill, path, prompt=early, kv_transfer_params=asked).json()
+    assert served.client.post(f"{served.prefill}/sleep").status_code == 200
+    refused = served.misses(served.decode).get("refused", 0)
+    params = offer["kv_transfer_params"]
+    assert served.post(served.decode, path, prompt=early, kv_transfer_params=params).status_code == 200
+    assert served.misses(served.decode)["refused"] == refused + 1
+    assert served.client.post(f"{served.prefill}/wake_up").json()["status"] == "awake"
+    loaded = served.metric(served.decode, TRANSFERRED)
+    answer = served.post(served.url, path, prompt=later)
+    assert served.metric(served.decode, TRANSFERRED) > loaded
+    assert answer.json()["choices"] == served.post(served.decode, path, prompt=later).json()["choices"]
+
+
 def test_an_idle_prefill_engine_frees_the_kv_that_its_router_no_longer_wants(served):
     body = {"model": served.model, "prompt": "Unwanted: " + TEXT}
     granted, expired = served.metric(served.prefill, GRANTED), served.expired(served.prefill)

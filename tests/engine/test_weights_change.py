@@ -17,11 +17,12 @@ from kvferry.connector.worker.stale import MOVED
 from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
 from support.vllm_engine.inside import distance
 from support.vllm_engine.pair import SOON, connector, prompt
-from support.vllm_engine.process import Engine, EngineError
+from support.vllm_engine.process import Engine
 
 pytestmark = pytest.mark.engine
 
 KEPT, OFFERED, PULLED, MOVED_PROMPT = (prompt(500, seed) for seed in (1, 2, 3, 5))
+SLEPT, TURNED, UNCLAIMED = (prompt(500, seed) for seed in (6, 7, 8))
 EARLY = prompt(200, 4)
 """One step computes it."""
 
@@ -32,7 +33,7 @@ class Trained:
     def __init__(self, folder: Path, checkpoints: Path) -> None:
         model = tiny_checkpoint("qwen3", checkpoints)
         self.model, self.other_model = str(model), str(other_weights(model, folder))
-        own = {"kv_cache_memory_bytes": 32 << 20, "max_num_batched_tokens": 256}
+        own = {"kv_cache_memory_bytes": 32 << 20, "max_num_batched_tokens": 256, "sleeps": True}
         transfer = connector(tiers=[{"type": "host", "capacity": "64 MiB"}], transfer=True)
         options = {**FAMILIES["qwen3"].engine_options(), **own, "kv_transfer_config": transfer}
         self.engine = Engine(folder / "trained.log", model=str(model), **options)
@@ -53,6 +54,12 @@ class Trained:
         answer: dict[str, Any] = self.engine.call("other", "generate", [text], [params])[0]
         return answer
 
+    def fall_asleep(self, level: int = 1) -> None:
+        """Pause the engine, run its steps until nothing is left to do, and let it sleep, as a server does."""
+        self.engine.call("pause")
+        self.engine.call("step", SOON)
+        self.engine.call("fall_asleep", level)
+
     def loads(self) -> list[str]:
         """Sources of the engine's loads since the last call."""
         return [source for source, *_ in self.engine.call("new_loads")]
@@ -64,6 +71,32 @@ def trained(running: Any, checkpoints: Path, tmp_path_factory: pytest.TempPathFa
     found = Trained(tmp_path_factory.mktemp("trained"), checkpoints)
     yield found
     found.engine.close()
+
+
+def test_an_engine_that_has_slept_hands_over_and_uses_its_tiers_as_before(trained: Trained) -> None:
+    engine = trained.engine
+    said = trained.beside(SLEPT)
+    offer = engine.call("prefill", [SLEPT])[0]["params"]
+    assert distance(trained.beside(SLEPT, offer), said) < 1e-4
+    assert engine.call("other", "new_loads"), "handed over before"
+
+    unclaimed = engine.call("prefill", [UNCLAIMED])[0]["params"]
+    trained.fall_asleep()
+    assert distance(trained.beside(UNCLAIMED, unclaimed), trained.beside(UNCLAIMED)) < 1e-4
+    assert engine.call("other", "new_loads") == [], "what a sleeping engine offered is computed"
+
+    engine.call("wake_up")
+    trained.loads()
+    assert distance(trained.say(SLEPT), said) < 1e-4
+    assert trained.loads() == ["tiers"], "tiers have kept what the KV cache has lost"
+    offer = engine.call("prefill", [SLEPT])[0]["params"]
+    assert distance(trained.beside(SLEPT, offer), said) < 1e-4
+    assert engine.call("other", "loads_of", "peer") == {"ready": 2}, "handed over again"
+    trained.loads()
+    offer = engine.call("other", "prefill", [TURNED])[0]["params"]
+    assert distance(trained.say(TURNED, offer), trained.beside(TURNED)) < 1e-4
+    assert trained.loads() == ["peer"]
+    assert engine.call("loads_of", "peer") == {"ready": 1}, "it reads from others again"
 
 
 def test_kv_of_other_weights_is_never_used(trained: Trained) -> None:
@@ -115,10 +148,21 @@ def test_tiers_stay_in_use_if_weights_change_after_a_reset(trained: Trained) -> 
     assert trained.loads() == ["tiers"]
 
 
-def test_running_engine_refuses_to_release_its_memory(trained: Trained) -> None:
-    for of_worker in (True, False):
-        with pytest.raises(EngineError, match="does not sleep: kvferry and its peers"):
-            trained.engine.call("give_up_memory", of_worker=of_worker)
+def test_weights_that_change_while_the_engine_sleeps_leave_nothing_of_the_old_ones(trained: Trained) -> None:
+    """As a trainer does it: sleep, new weights, and only then memory for the KV cache."""
+    engine = trained.engine
+    before = trained.say(KEPT)
+    trained.fall_asleep(level=2)
+    engine.call("wake_up", ["weights"])
+    engine.call("reload_weights", trained.model)
+    engine.call("wake_up", ["kv_cache"])
+    trained.loads()
+    after = trained.say(KEPT)
+    assert trained.loads() == [], "what is kept is of other weights"
+    assert distance(trained.say(KEPT), after) < 1e-4
+    assert trained.loads() == ["tiers"], "what is kept since is used"
+    assert distance(after, trained.beside(KEPT)) < 1e-4
+    assert distance(after, before) > 0.01
 
 
 def test_tiers_never_fill_memory_that_the_engine_has_left(trained: Trained) -> None:

@@ -18,6 +18,7 @@ from kvferry.transport.transfers import Transfers
 from support.engines import EngineSpec, Family, ranks
 from support.keys import KEYS
 from support.oracle import fill
+from support.unmapped import take_away
 from transport.memory import place
 
 SLOTS = 64
@@ -63,6 +64,11 @@ class ProducerRanks:
     def zero(self) -> None:
         for memory in self._memories:
             memory.bytes[:] = 0
+
+    def sleep(self) -> None:
+        self.close()
+        for memory in self._memories:
+            take_away(memory.address, memory.bytes.nbytes)
 
     def close(self) -> None:
         for thread in self._threads:

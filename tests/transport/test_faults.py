@@ -129,6 +129,22 @@ def test_a_producer_killed_before_a_read_is_a_failure(world, transports, request
     well(world, reader)
 
 
+@pytest.mark.parametrize("transports", ["any", "tcp"])
+def test_a_read_from_an_engine_that_sleeps_is_a_failure_and_touches_none_of_its_memory(
+    world, transports, request
+):
+    if transports == "tcp":
+        request.getfixturevalue("over_tcp")
+    reader = world.reader(large.RANK)
+    producer = well(world, reader, "P", world.producer)
+    producer.tell("sleep")
+    reader.submit("load", "P", large.SPAN, large.FORWARD, large.FORWARD)
+    result = reader.result("load")
+    assert result.failure is not None
+    assert result.peer_lost
+    producer.tell("end", [0])  # its process goes on
+
+
 def test_a_producer_killed_in_the_middle_of_a_read_is_a_failure(over_tcp, world):
     reader = world.reader(large.RANK)
     producer = well(world, reader, "P", world.producer)

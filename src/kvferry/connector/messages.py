@@ -20,7 +20,7 @@ from kvferry.transport.read_order import ReadOrder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """The description that a worker sends to the scheduler at start.
+    """The description that a worker sends to the scheduler at start, and when the engine has slept.
 
     Attributes:
         geometry: memory layout of the worker's KV cache.
@@ -30,6 +30,8 @@ class WorkerInfo:
             several connectors, the settings tell which of them the worker belongs to.
         key: fingerprint of the worker's secret key; None if the worker exchanges no KV.
         machine: boot id of the kernel that the worker runs on.
+        stale: number of the last epoch (time between two cache resets) in which the weights changed; None if
+            they have not changed.
     """
 
     geometry: RankGeometry
@@ -37,6 +39,7 @@ class WorkerInfo:
     settings: ConnectorConfig
     key: str | None = None
     machine: str = field(default_factory=boot_id)
+    stale: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

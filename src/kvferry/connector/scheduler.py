@@ -69,7 +69,7 @@ class SchedulerHalf:
 
     Attributes:
         events: stream that receives the events about requests.
-        incarnation: random number of this run of the engine.
+        incarnation: random number of this run of the engine. It changes when the engine wakes up.
         adapters: the engine's LoRA adapters.
     """
 
@@ -121,7 +121,7 @@ class SchedulerHalf:
         self._admission: Admission | None = None
         self._calls: AdminCalls | None = None
         self._admin: AdminServer | None = None
-        self._draining = False
+        self._draining = self._paused = self._sleep_resets = False
         self._stale: StaleKV | None = None
         self._epoch = 0
         self._stepped = clock()
@@ -258,8 +258,13 @@ class SchedulerHalf:
 
     @property
     def busy(self) -> bool:
-        """Whether the tiers, or KV kept for peers, need engine steps even if the engine has no requests."""
-        return bool(self._calls) or self._producer.busy or (self._tiering is not None and self._tiering.busy)
+        """Whether the tiers, or KV kept for peers, need engine steps even if the engine has no requests.
+
+        A pause also waits for loads whose requests have ended, because they may still write to the KV cache.
+        """
+        if bool(self._calls) or self._producer.busy or (self._tiering is not None and self._tiering.busy):
+            return True
+        return self._paused and self._admission is not None and len(self._admission.pins) > 0
 
     @property
     def holds_blocks(self) -> bool:
@@ -409,16 +414,58 @@ class SchedulerHalf:
 
     def on_pause(self, *, paused: bool) -> None:
         """Record that the engine was paused or resumed."""
+        self._calm, self._paused = False, paused
         self._producer.on_pause(paused=paused)
 
-    def reset(self) -> None:
-        """Invalidate all KV that was kept, offered or stored so far, because the engine's cache is reset."""
+    def on_sleep(self) -> None:
+        """End all leases, because the engine is about to give up the memory of its KV cache.
+
+        The next reset is the one with which the engine falls asleep.
+        """
+        self._calm, self._sleep_resets = False, True
+        self._producer.on_sleep()
+
+    def on_asleep(self, *, failed: bool) -> None:
+        """Record that the engine sleeps, or that it could not fall asleep."""
+        self._sleep_resets = False
+        if failed:
+            self.reset()
+
+    def wake(self, workers: Sequence[WorkerInfo]) -> None:
+        """Let peers read again, after workers have registered the memory of the KV cache anew.
+
+        Do nothing if they have not.
+
+        Args:
+            workers: descriptions of all workers, sorted by rank.
+        """
         self._calm = False
-        self._epoch += 1
-        self._turn_names.start_anew()
+        if any(worker.stale is not None and worker.stale >= self._epoch for worker in workers):
+            self.reset()
+        ranks = tuple(worker.card for worker in workers if worker.card is not None)
+        if self._server is None or _runs(ranks) == _runs(self._server.ranks):
+            return
+        self.incarnation = new_incarnation()
+        self._server.renew(ranks, self.incarnation)
+        self._producer.renew(self.incarnation)
+        if self._peers is not None:
+            self._peers.reconnect()
+
+    def reset(self) -> None:
+        """Invalidate all KV that was kept, offered or stored so far, because the engine's cache is reset.
+
+        If the engine falls asleep, chunks in the tiers stay valid. `wake` invalidates them if the weights
+        have changed meanwhile.
+        """
+        self._calm = False
         self._producer.reset()
         if self._peers is not None:
             self._peers.start_anew()
+        if self._sleep_resets:
+            self._sleep_resets = False
+            return
+        self._epoch += 1
+        self._turn_names.start_anew()
         if self._tiering is not None:
             self._tiering.start_anew()
         if self._stale is not None:
@@ -448,3 +495,8 @@ class SchedulerHalf:
             tokens, name = request.num_prompt_tokens, request.request_id
             whole = self.parts.masked_tables(name, step.block_ids(name))
             orders.saves.append((self._engine.tables(whole, tokens), tokens))
+
+
+def _runs(ranks: Sequence[RankCard]) -> list[int]:
+    """Return the number by which peers recognise the present run of each worker."""
+    return [rank.incarnation for rank in ranks]

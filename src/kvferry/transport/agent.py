@@ -199,13 +199,15 @@ class Agent:
         self._nixl.release_dlist_handle(handle)
 
     def close(self) -> None:
-        """Deregister all memory of this agent from NIXL, so that no peer can read it any more.
+        """Deregister all memory of this agent and end it, so that no peer can read the memory any more.
 
-        No READ (one-sided read) from or into this memory may be in flight.
+        No READ (one-sided read) from or into this memory may be in flight. A further call does nothing.
         """
         for descriptors in self._registered:
             self._nixl.deregister_memory(descriptors)
         self._registered.clear()
+        # Some transports answer READs in the progress thread without looking up the registration.
+        self._nixl = None
 
 
 def _not_started(error: Exception) -> str:

@@ -14,6 +14,8 @@ import logging
 import threading
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from kvferry.errors import ProtocolError
 from kvferry.limited_log import LimitedLog
 from kvferry.terminal import shown
@@ -170,6 +172,23 @@ class ControlServer:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-control-server", daemon=True)
         self._thread.start()
+
+    def renew(self, ranks: tuple[RankCard, ...], incarnation: int) -> None:
+        """Describe the ranks anew to peers, as if the engine had been started again.
+
+        Peers that know the engine repeat the handshake before they use a lease that is granted from now on.
+
+        Args:
+            ranks: description of every worker of the engine.
+            incarnation: new random number for the engine's run.
+        """
+        self._card = ProducerCard(structs.replace(self._card.facts, incarnation=incarnation), ranks)
+        self.tickets.renew(incarnation)
+
+    @property
+    def ranks(self) -> tuple[RankCard, ...]:
+        """Descriptions of the engine's workers, as peers get them in handshakes."""
+        return self._card.ranks
 
     @property
     def keepers(self) -> dict[Address, int]:

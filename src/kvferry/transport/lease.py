@@ -94,6 +94,15 @@ class LeaseWords:
         """Memory address of the first lease word. The other words follow it, 8 bytes each."""
         return int(self.array.ctypes.data)
 
+    def renewed(self, slots: int) -> LeaseWords:
+        """Return new words for the first `slots` slots, with the same generations and a new incarnation.
+
+        Peers that know only the old incarnation reject what they read.
+        """
+        words = LeaseWords(new_incarnation(), slots)
+        words.array |= self.array[:slots] & np.uint64(_GENERATIONS - 1)
+        return words
+
     def add(self, count: int) -> int:
         """Append words (integers that peers can read) that belong to no lease. Return the index of the first.
 
@@ -217,6 +226,10 @@ class LeaseBook:
         self._held[name] = self._unclaimed[name] = held
         self._note_due(name, held)
         return LeaseWord(slot, self._generations[slot], self._incarnation)
+
+    def renew(self, incarnation: int) -> None:
+        """Set the incarnation (random number of the engine's run) of leases granted from now on."""
+        self._incarnation = incarnation
 
     def restart(self, name: str) -> None:
         """Let a lease run for the default duration from now on, as if it were granted now.

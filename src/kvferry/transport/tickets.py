@@ -101,6 +101,10 @@ class TicketBook:
         self._open: dict[bytes, _OpenTicket] = {}
         self._tickets: dict[str, bytes] = {}  # ticket by lease, until it is withdrawn
 
+    def renew(self, incarnation: int) -> None:
+        """Set the incarnation (random number of the engine's run) that replies contain from now on."""
+        self._incarnation = incarnation
+
     def __len__(self) -> int:
         """Return the number of tickets (random ids that name leases) that can be redeemed."""
         return len(self._open)

@@ -196,7 +196,7 @@ class Transfers:
         """End the lanes (reading threads), and release the memory that peers read.
 
         A lane ends when its reads have ended. Wait at most `patience_seconds` for each lane. A lane that
-        takes longer is left running.
+        takes longer is left running. Afterwards peers may be connected and words raised, without any effect.
         """
         for lane in self._lanes:
             lane.stop()
@@ -207,6 +207,7 @@ class Transfers:
                 "whether a peer hangs",
                 patience_seconds,
             )
+        self._lanes = []
         self._validator.close()
         self._exposed.close()
 

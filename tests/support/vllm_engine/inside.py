@@ -14,7 +14,7 @@ from kvferry.planning.select import LoadSpan
 from kvferry.serving.router.bodies import ASK_FOR_KV
 from kvferry.tiers.names import TIERS
 from kvferry.transport.redeem import Grant, Redeemed
-from support.vllm_engine import any_layout, copied, kernel_blocks, overlapped, pages, parts, runners
+from support.vllm_engine import any_layout, copied, kernel_blocks, overlapped, pages, parts, runners, sleeping
 from support.vllm_engine.agree_inside import facts, restart_other  # noqa: F401 - called by name
 from support.vllm_engine.multi_inside import (  # noqa: F401 - called by name
     chosen,
@@ -27,6 +27,7 @@ from support.vllm_engine.multi_inside import (  # noqa: F401 - called by name
 )
 from support.vllm_engine.pages import Digests, digests_of, negate
 from support.vllm_engine.parts import ferries, half, worker_half
+from support.vllm_engine.sleeping import fall_asleep, pause, wake_up  # noqa: F401 - called by name
 from support.vllm_engine.tiers_inside import (  # noqa: F401 - called by name
     abort_at_random,
     ask_for,
@@ -61,12 +62,7 @@ def start(settings: dict[str, Any]) -> Any:
         "dtype": "float32",
     }
     settings = {**defaults, **settings}
-    if settings.pop("test_device", False):
-        _make_test_device()
-    if settings.pop("any_layout", False):
-        any_layout.declare()
-    if tokens := settings.pop("kernel_tokens", 0):
-        kernel_blocks.declare(tokens)
+    _stand_in(settings)
     if asynchronous := settings.get("async_scheduling", False):
         overlapped.declare()
     if settings.get("tensor_parallel_size", 1) > 1:
@@ -94,6 +90,18 @@ def start(settings: dict[str, Any]) -> Any:
             lambda event: engine.begun.append(event) if isinstance(event, LoadBegan) else None
         )
     return engine
+
+
+def _stand_in(settings: dict[str, Any]) -> None:
+    """Stand in for devices and kernels that a CPU lacks, as settings of the tests ask; takes these out."""
+    if settings.pop("test_device", False):
+        _make_test_device()
+    if settings.pop("any_layout", False):
+        any_layout.declare()
+    if settings.pop("sleeps", False):
+        sleeping.declare()
+    if tokens := settings.pop("kernel_tokens", 0):
+        kernel_blocks.declare(tokens)
 
 
 def _make_test_device() -> None:
@@ -387,14 +395,6 @@ def replace_adapter(engine: Any, folder: str, other: str) -> None:
 def reload_weights(engine: Any, checkpoint: str) -> None:
     """Load another checkpoint's weights into the running engine, as a trainer does."""
     engine.collective_rpc("reload_weights", kwargs={"weights_path": checkpoint})
-
-
-def give_up_memory(engine: Any, *, of_worker: bool) -> None:
-    """Have the engine sleep; or its worker alone discard its cache, as ``/collective_rpc`` can."""
-    if of_worker:
-        engine.collective_rpc("discard", args=(("kv_cache",),))
-    else:
-        engine.sleep(level=1)
 
 
 def move_cache(engine: Any, how: str) -> None:

@@ -191,11 +191,13 @@ class Half:
 
     def on_weights_changed(self) -> None: ...
 
+    def fall_asleep(self) -> None: ...
+
 
 @pytest.fixture
 def worker(bound: BoundLayers, monkeypatch: pytest.MonkeyPatch) -> VLLMWorker:
-    for name in ("built_of", "hook_weight_changes", "keep_memory"):
-        monkeypatch.setattr(worker_module, name, lambda *_: None)
+    for name in ("built_of", "hook_weight_changes", "hook_sleep"):
+        monkeypatch.setattr(worker_module, name, lambda *_, **__: None)
     monkeypatch.setattr(worker_module, "WorkerHalf", Half)
     config = SimpleNamespace(**vars(bound.config), kv_transfer_config=SimpleNamespace(engine_id="one"))
     made = VLLMWorker(config, bound.caches)

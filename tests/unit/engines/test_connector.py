@@ -12,7 +12,6 @@ from kvferry.connector.config import ConnectorConfig
 from kvferry.engines.vllm import connector
 from kvferry.engines.vllm.compat.contract import KVConnectorRole
 from kvferry.engines.vllm.connector import KVFerryConnector
-from kvferry.engines.vllm.multi.connector import FerryMultiConnector
 from kvferry.errors import ConfigError
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
@@ -24,6 +23,7 @@ class Half:
     def __init__(self, vllm_config: Any, caches: Any) -> None:
         self.engine_id = vllm_config.kv_transfer_config.engine_id
         self.again: list[Any] = []
+        self.woken = False
 
     def start(self, kv_cache_config: Any) -> Any:
         return kv_cache_config
@@ -83,14 +83,17 @@ def test_caches_that_are_registered_again_are_compared_and_start_no_second_half(
     assert worker._workers == {"registers twice": half}
 
 
-@pytest.mark.parametrize("role", [SCHEDULER, WORKER])
-def test_an_engine_that_may_sleep_gets_no_connector(role: KVConnectorRole) -> None:
-    engine = config_of("sleeps")
-    engine.model_config.enable_sleep_mode = True
-    with pytest.raises(ConfigError, match="leave --enable-sleep-mode out"):
-        KVFerryConnector(engine, role, "its own")
-    assert not KVFerryConnector.supports_sleep_mode(None)
-    assert not FerryMultiConnector.supports_sleep_mode(None)
+def test_a_worker_is_described_again_only_after_it_has_woken_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when another engine of the process has run the last step."""
+    first, second = config_of("first to sleep"), config_of("second to sleep")
+    worker = KVFerryConnector(first, WORKER, "of the first")
+    registered(worker, first, monkeypatch)
+    KVFerryConnector(second, SCHEDULER, "of the second")
+    registered(worker, second, monkeypatch)
+    assert worker.get_handshake_metadata() is None
+    KVFerryConnector(first, SCHEDULER, "of the first, again")
+    worker._workers["first to sleep"].woken = True
+    assert worker.get_handshake_metadata() == "of the first, again"
 
 
 @pytest.mark.parametrize("role", [SCHEDULER, WORKER])

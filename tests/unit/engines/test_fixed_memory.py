@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.engines.vllm.compat import memory
 from kvferry.engines.vllm.fixed_memory import check_fixed_memory
 from kvferry.errors import ConfigError
 
@@ -18,11 +17,6 @@ def engine(device="cuda", **model):
     return SimpleNamespace(
         device_config=SimpleNamespace(device_type=device), model_config=SimpleNamespace(**model)
     )
-
-
-def test_sleep_mode_is_refused_with_tiers_alone_too():
-    with pytest.raises(ConfigError, match="enable_sleep_mode is set"):
-        check_fixed_memory(engine(enable_sleep_mode=True), transfers=False, environment={})
 
 
 @pytest.mark.parametrize("name", VARIABLES)
@@ -46,16 +40,3 @@ def test_expandable_segments_are_refused_by_the_variable_that_asks_for_them(name
 )
 def test_memory_that_stays_is_taken(of, transfers, environment):
     check_fixed_memory(of, transfers=transfers, environment=environment)
-
-
-def test_no_call_makes_a_worker_give_up_its_memory(monkeypatch):
-    """vLLM asks for no setting before it sleeps or discards."""
-    done = []
-    worker = SimpleNamespace(sleep=done.append, discard=done.append, wake_up=done.append)
-    monkeypatch.setattr(memory, "worker_of", lambda _: worker)
-    memory.keep_memory(None)
-    for call in (lambda: worker.sleep(level=1), lambda: worker.discard(("kv_cache",))):
-        with pytest.raises(ConfigError, match="does not sleep: kvferry and its peers"):
-            call()
-    worker.wake_up(None)
-    assert done == [None]

@@ -54,6 +54,11 @@ class PeerConnections:
         self._used.pop(name, None)
         self._used[name] = self._clock()
 
+    def start_anew(self) -> None:
+        """Forget all peers, because the workers have ended their connections."""
+        self._new.clear()
+        self._used.clear()
+
     def take_new(self) -> dict[str, tuple[RankCard, ...]]:
         """Return, and forget, the handshakes of the ranks of peers to connect to, by name of the peer."""
         found = {name: peer.ranks for name, peer in self._new.items()}

@@ -97,7 +97,7 @@ class Producer:
         self._siblings = Siblings(engine.parent_of)
         self._wanted = BlocksWanted(engine.groups, engine.tokens_in_flight)
         self._unclaimed = UnclaimedLeases(self._book, self._wanted)
-        self._stopped = False
+        self._stopped = self._sleeps = False
         self._turns: TurnKeeper | None = None
         if config.turn_seconds:
             self._turns = TurnKeeper(
@@ -224,7 +224,7 @@ class Producer:
         """
         self._wanted.remove(request)
         if not wants_prefill(request.kv_transfer_params):
-            if self._turns is not None and not self._stopped:
+            if self._turns is not None and not (self._stopped or self._unclaimed.paused):
                 self._turns.finished(request, block_ids)
             return False, None
         readable = request.request_id in self._streams
@@ -240,8 +240,9 @@ class Producer:
             return False, made
         tokens = request.num_prompt_tokens - self._unsettled
         over = stream is not None and stream.over  # its readers have failed or left, and no other has a claim
-        if tokens < 1 or self._stopped or over:
-            return False, write_nothing(stopped=self._stopped)
+        stopped = self._stopped or self._sleeps
+        if tokens < 1 or stopped or over:
+            return False, write_nothing(stopped=stopped)
         tables = self._engine.tables(block_ids, tokens)
         if stream is not None and stream.word is not None:
             ticket = stream.ticket
@@ -372,8 +373,29 @@ class Producer:
         return list(leases)
 
     def on_pause(self, *, paused: bool) -> None:
-        """Record that the engine was paused or resumed. While it is paused, unclaimed leases end soon."""
+        """Record that the engine was paused or resumed.
+
+        While it is paused, no turns are kept and unclaimed leases end soon, because a paused engine can reset
+        its cache only when no lease keeps blocks.
+        """
         self._unclaimed.paused = paused
+        if not paused:
+            self._sleeps = False
+        elif self._turns is not None:
+            self._turns.give_up()
+
+    def on_sleep(self) -> None:
+        """End all leases, and offer nothing until the engine is resumed, because it is about to sleep."""
+        self.reset()
+        self._sleeps = True
+
+    def renew(self, incarnation: int) -> None:
+        """Grant leases under another incarnation, because the workers have registered their memory anew.
+
+        Args:
+            incarnation: new random number for this run of the engine.
+        """
+        self._book.renew(incarnation)
 
     def reset(self) -> None:
         """Withdraw all offers of KV, and all KV kept for next turns, because this KV is no longer valid.

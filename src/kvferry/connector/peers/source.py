@@ -367,6 +367,10 @@ class PeerSource:
         for name in [name for name, pull in self._pulls.items() if not pull.settled]:
             self._exclude_peer(name, "the cache was reset")
 
+    def reconnect(self) -> None:
+        """Have the workers connect to peers anew when loads use them, because they have started anew."""
+        self._connections.start_anew()
+
     def give_up_oldest_claim(self, why: str) -> None:
         """End the claim of the request that has waited longest, and exclude its peer.
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -33,7 +35,7 @@ from kvferry.connector.worker.loads import AttemptResults, Loads
 from kvferry.connector.worker.mover import ChunkMover
 from kvferry.connector.worker.orders import MergedCopyReport
 from kvferry.connector.worker.stale import StaleEpochs
-from kvferry.errors import KVFerryError
+from kvferry.errors import ConfigError, KVFerryError
 from kvferry.geometry import Group, RankGeometry
 from kvferry.memory.device_stream import DeviceEvent
 from kvferry.planning.descriptors import Int64s
@@ -52,6 +54,8 @@ IDLE_WAIT_SECONDS = 0.003
 
 The engine would only sleep and look again. A request that arrives meanwhile is delayed by the wait.
 """
+
+_NOT_STARTED = "a worker half was used before `start`"
 
 BURST_SECONDS, GAP_SECONDS = 0.010, 0.001
 """If a load has ended in such a step, maximum seconds of the whole wait, and until the next load ends.
@@ -104,6 +108,8 @@ class WorkerHalf:
         """
         self._clock = clock
         self._geometry: RankGeometry | None = None
+        self._info: WorkerInfo | None = None
+        self._open: Callable[[], Transfers] | None = None
         self._mirror: CacheMirror | None = None
         self._transfers, self._mover = transfers, mover
         self._loads, self._attempt_results = Loads(clock), AttemptResults()
@@ -147,20 +153,69 @@ class WorkerHalf:
         if config.tiers:
             engine_bytes = int(load_costs(config.costs).copy_engine_bytes)
             self._mover = ChunkMover(rank_coordinates, self._arrived.set, engine_bytes=engine_bytes)
-        if not config.transfers:
-            return WorkerInfo(geometry=geometry, card=None, settings=config.without_host)
+        self._info = WorkerInfo(geometry=geometry, card=None, settings=config.without_host)
+        if config.transfers:
+            settings = _transfer_settings(config)
+            self._info = replace(self._info, key=settings.keys.fingerprint)
+            self._open = partial(self._open_transfers, engine_id, geometry, settings, reads=reads)
+            self._transfers = self._open()
+        return self.info
+
+    def _open_transfers(
+        self, engine_id: str, geometry: RankGeometry, settings: TransferSettings, *, reads: bool
+    ) -> Transfers:
         words = LeaseWords(new_incarnation(), LEASE_SLOTS)
+        if self._transfers is not None:
+            words = self._transfers.words.renewed(LEASE_SLOTS)
         name = f"{engine_id}/{geometry.pp_rank}.{geometry.tp_rank}/{words.incarnation:x}"
-        settings = _transfer_settings(config)
-        self._transfers = Transfers(name, geometry, words, settings, on_result=self._arrived.set)
+        transfers = Transfers(name, geometry, words, settings, on_result=self._arrived.set)
         if reads:
-            self._transfers.warm_up()
-        return WorkerInfo(
-            geometry=geometry,
-            card=self._transfers.card,
-            settings=config.without_host,
-            key=settings.keys.fingerprint,
-        )
+            transfers.warm_up()
+        return transfers
+
+    @property
+    def info(self) -> WorkerInfo:
+        """Description of this rank for the scheduler, after `start`."""
+        if self._info is None:
+            raise KVFerryError(_NOT_STARTED)
+        card = None if self._transfers is None else self._transfers.card
+        return replace(self._info, card=card, stale=self._stale.last)
+
+    def fall_asleep(self) -> None:
+        """Deregister the KV cache, because the engine is about to give up its memory.
+
+        No KV is moved from now on until `wake`. A further call does nothing.
+
+        Raises:
+            ConfigError: loads into the KV cache are under way.
+        """
+        if self._stale.asleep:
+            return
+        if self._orders:
+            raise ConfigError(
+                "KV is still loaded into the memory that this engine would give up; pause it first (/pause)"
+            )
+        if self._mover is not None:
+            self._mover.finish()
+        self._stale.asleep = True
+        if self._transfers is not None:
+            self._transfers.close()
+
+    def wake(self) -> None:
+        """Register the KV cache anew, because it has memory again. `info` then has a new card for peers.
+
+        A further call does nothing.
+
+        Raises:
+            ConfigError: NIXL cannot register the memory.
+        """
+        if not self._stale.asleep:
+            return
+        if self._open is not None:
+            self._transfers = self._open()
+        self._stale.asleep = False
+        if self._stale:
+            self._invalidate()
 
     def on_weights_changed(self) -> None:
         """Fail all loads ordered so far, because the model weights have changed.
@@ -353,7 +408,7 @@ class WorkerHalf:
 
     def _described(self) -> RankGeometry:
         if self._geometry is None:
-            raise KVFerryError("a worker half was used before `start`")
+            raise KVFerryError(_NOT_STARTED)
         return self._geometry
 
     def _needed(self, span: LoadSpan, tables: Sequence[Int64s]) -> list[Int64s]:

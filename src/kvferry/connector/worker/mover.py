@@ -121,6 +121,10 @@ class ChunkMover:
         """
         return _take_all(self._ended_loads)
 
+    def finish(self) -> None:
+        """Wait until all queued orders are carried out."""
+        self._jobs.join()
+
     def close(self) -> None:
         """Carry out all queued orders, end the thread, and detach the host memory that holds chunks."""
         self._put(_LAST, None)
@@ -140,6 +144,7 @@ class ChunkMover:
         while (item := self._jobs.get())[2] is not None:
             if item[2]():
                 self._jobs.put(item)
+            self._jobs.task_done()
 
     def _attach(self, card: ArenaCard) -> None:
         try:

@@ -11,7 +11,8 @@ Engines compare weights only at the handshake. So after a change no peer may rea
 engine reads from no peer.
 
 If the engine's KV cache has moved to other memory, all epochs are stale for good, also those that begin
-later: transfers and stores know only the memory that was registered.
+later: transfers and stores know only the memory that was registered. While the engine sleeps, its KV cache
+has no memory, so all epochs are stale until it wakes up.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 
 CHANGED = "the weights of this engine have changed since it was started"
 MOVED = "the KV cache of this engine is no longer in the memory that was registered for transfers"
+ASLEEP = "this engine sleeps: its KV cache has no memory"
 
 
 @dataclass(slots=True)
@@ -32,30 +34,32 @@ class StaleEpochs:
         last: number of the last epoch in which the weights changed; None if they have not changed since the
             start.
         moved: True if the KV cache has moved to memory that is not registered.
+        asleep: True while the engine sleeps.
     """
 
     last: int | None = None
     moved: bool = False
+    asleep: bool = False
     _current: int = 0
 
     def __contains__(self, epoch: int) -> bool:
         """Return whether KV of an epoch is stale.
 
-        The weights have changed in this epoch or in a later one, or the KV cache has moved.
+        The weights have changed in this epoch or in a later one, or the KV cache has moved or has no memory.
 
         Args:
             epoch: number of the epoch (time between two cache resets), counted from 0.
         """
-        return self.moved or (self.last is not None and epoch <= self.last)
+        return self.moved or self.asleep or (self.last is not None and epoch <= self.last)
 
     def __bool__(self) -> bool:
         """Return whether any epoch is stale, so that no KV may be exchanged with peers."""
-        return self.moved or self.last is not None
+        return self.moved or self.asleep or self.last is not None
 
     @property
     def reason(self) -> str:
         """Reason why KV of stale epochs is not used."""
-        return MOVED if self.moved else CHANGED
+        return MOVED if self.moved else ASLEEP if self.asleep else CHANGED
 
     def on_step(self, epoch: int) -> None:
         """Record the epoch of a step that computes tokens or begins a load.

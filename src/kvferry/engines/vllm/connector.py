@@ -24,6 +24,7 @@ from kvferry.engines.vllm.compat.frees import defer_frees
 from kvferry.engines.vllm.compat.hit_sources import Label, hit_source
 from kvferry.engines.vllm.compat.pauses import tell_of_pauses
 from kvferry.engines.vllm.compat.process import share_logging, sleep_between_polls
+from kvferry.engines.vllm.compat.sleep import tell_of_sleep
 from kvferry.engines.vllm.config import keep_transfer, read_settings, unused_keys
 from kvferry.engines.vllm.fixed_memory import check_fixed_memory
 from kvferry.engines.vllm.meta import SchedulerMeta, WorkerCard, WorkerMeta
@@ -76,6 +77,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         check_fixed_memory(vllm_config, transfers=config.transfers)
         self._scheduler: VLLMScheduler | None = None
         self._workers: dict[str, VLLMWorker] = {}
+        self._started = False
         self._current: VLLMWorker | None = None
         self._arriving: VLLMWorker | None = None
         self._cache_configs[_engine_id(vllm_config)] = kv_cache_config
@@ -88,6 +90,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             defer_frees(vllm_config)
             guard_arrivals()
             tell_of_pauses()
+            tell_of_sleep()
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -107,14 +110,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler is not None and self._scheduler.completes_prefixes
 
     @classmethod
-    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 - as vLLM calls it
-        """Return False: the engine may not release its KV cache, which NIXL has registered (`fixed_memory`).
-
-        vLLM calls this hook since 0.33.
-        """
-        return False
-
-    @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         return layout.requested_layout(vllm_config, read_settings(vllm_config))
 
@@ -131,7 +126,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.bind_manager(kv_cache_manager)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        self.scheduler.start(sorted_cards(metadata))
+        if not self._started:
+            self.scheduler.start(sorted_cards(metadata))
+            self._started = True
+        elif metadata:
+            self.scheduler.wake(sorted_cards(metadata))
 
     def on_new_request(self, request: Any) -> None:
         self.scheduler.on_new_request(request)
@@ -163,6 +162,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def on_pause(self, paused: bool) -> None:
         """Tell the scheduler half that the engine was paused or resumed (`tell_of_pauses`)."""
         self.scheduler.half.on_pause(paused=paused)
+
+    def on_sleep(self) -> None:
+        """Tell the scheduler half that the engine is about to sleep (`tell_of_sleep`)."""
+        self.scheduler.half.on_sleep()
+
+    def on_asleep(self, failed: bool) -> None:
+        """Tell the scheduler half that the engine sleeps, or could not fall asleep (`tell_of_sleep`)."""
+        self.scheduler.half.on_asleep(failed=failed)
 
     def reset_cache(self) -> bool | None:
         self.scheduler.half.reset()
@@ -214,11 +221,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
         The handshake describes this rank to the scheduler half: its memory layout, address and settings. vLLM
         calls this method on each worker after it has created the engine's scheduler, and passes all
-        handshakes to the scheduler half.
+        handshakes to the scheduler half. It does so again when the engine has woken up. Return None if the
+        engine has not slept since the last call.
         """
-        worker, self._arriving = self._arriving, None
+        woken = next((worker for worker in self._workers.values() if worker.woken), None)
+        worker, self._arriving = self._arriving or woken, None
+        if worker is None:
+            return None
         own, self._own_cache_config = self._own_cache_config, None
-        assert worker is not None
         self._current = self._workers[worker.engine_id] = worker
         return worker.start(own or self._cache_configs[worker.engine_id])
 

@@ -1,4 +1,4 @@
-"""Check that an engine never releases or moves the memory of its KV cache."""
+"""Check that an engine does not move the memory of its KV cache while it runs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from kvferry.engines.vllm.compat.memory import expandable_segments, sleeps
+from kvferry.engines.vllm.compat.memory import expandable_segments
 from kvferry.errors import ConfigError
 
 
 def check_fixed_memory(
     vllm_config: Any, *, transfers: bool, environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Check that the engine's KV cache stays in the memory that vLLM allocates at start.
+    """Check that the engine's KV cache stays in the memory that vLLM allocates, except while it sleeps.
 
     Args:
         vllm_config: the engine's configuration.
@@ -21,14 +21,9 @@ def check_fixed_memory(
         environment: environment variables of the process.
 
     Raises:
-        ConfigError: the engine may sleep (release this memory); or `transfers` is True and torch uses
-            expandable segments, whose memory cannot be registered reliably.
+        ConfigError: `transfers` is True and torch uses expandable segments, whose memory cannot be registered
+            reliably.
     """
-    if sleeps(vllm_config):
-        raise ConfigError(
-            "enable_sleep_mode is set, and a sleeping engine gives up the memory of its KV cache, which "
-            "kvferry and its peers go on using; leave --enable-sleep-mode out"
-        )
     if transfers and (name := expandable_segments(vllm_config, environment)) is not None:
         raise ConfigError(
             f"{name} has expandable_segments:True, with which the memory of the KV cache cannot be "

@@ -128,6 +128,14 @@ class VLLMScheduler:
             self._record(self._config.record, workers[0].geometry.labels)
         self._explaining.start()
 
+    def wake(self, cards: tuple[WorkerCard, ...]) -> None:
+        """Let peers read again, after the engine has slept.
+
+        Args:
+            cards: handshakes of all workers, sorted by (pp_rank, tp_rank).
+        """
+        self.half.wake([card.info for card in cards])
+
     def _record(self, path: str, labels: Sequence[str]) -> None:
         """Start to record requests in a file.
 

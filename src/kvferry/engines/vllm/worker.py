@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 from kvferry.connector.worker.half import WorkerHalf
@@ -11,7 +12,7 @@ from kvferry.engines.vllm import layout
 from kvferry.engines.vllm.built import built_of
 from kvferry.engines.vllm.cache_guard import CacheGuard
 from kvferry.engines.vllm.compat.contract import KVConnectorTransferResults
-from kvferry.engines.vllm.compat.memory import keep_memory
+from kvferry.engines.vllm.compat.memory import hook_sleep
 from kvferry.engines.vllm.compat.process import tensor_and_pipeline_rank
 from kvferry.engines.vllm.compat.weights import hook_weight_changes
 from kvferry.engines.vllm.config import read_settings
@@ -33,13 +34,14 @@ class VLLMWorker:
         engine_id: id of the engine.
         layout: memory layout of the cache, such as ``BHLNC``; ``unknown`` before `start`.
         half: the worker half.
+        woken: True if the engine has slept and woken up since the last call of `start`.
     """
 
     def __init__(self, vllm_config: Any, caches: dict[str, Any]) -> None:
         """Store the engine's cache tensors, and patch the vLLM worker.
 
-        The worker then reports changes of the weights to the worker half, and refuses calls that would
-        release the memory of the KV cache.
+        The worker then tells the worker half when the weights change, when the KV cache loses its memory and
+        when it has memory again.
 
         Args:
             vllm_config: the engine's configuration.
@@ -52,12 +54,17 @@ class VLLMWorker:
         self._built = built_of(vllm_config)
         self.engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self.layout = "unknown"
-        self.half = WorkerHalf()
+        self.half, self.woken = WorkerHalf(), False
         self._copy: CopyBlocks | None = None
         self._guard: CacheGuard | None = None
         self._card: WorkerCard | None = None
         hook_weight_changes(vllm_config, self.half.on_weights_changed)
-        keep_memory(vllm_config)
+        hook_sleep(
+            vllm_config,
+            release=self.half.fall_asleep,
+            restore=self._wake,
+            lose_weights=self.half.on_weights_changed,
+        )
 
     def set_copy(self, copy: CopyBlocks) -> None:
         """Store vLLM's operation for copying blocks between the device's KV cache and the host buffer."""
@@ -66,7 +73,7 @@ class VLLMWorker:
     def start(self, kv_cache_config: Any) -> WorkerCard:
         """Describe and register the KV cache, start the transfers, and return the worker's handshake.
 
-        A further call changes nothing and returns the same handshake.
+        A further call changes nothing. If the engine has slept since, the handshake has another card.
 
         Args:
             kv_cache_config: vLLM's configuration of the KV cache.
@@ -75,8 +82,9 @@ class VLLMWorker:
             ConfigError: kvferry cannot move this cache, the engine computes in other memory than it handed
                 over, a setting is invalid, or NIXL is missing or cannot start.
         """
+        self.woken = False
         if self._card is not None:
-            return self._card
+            return replace(self._card, info=self.half.info)
         caches, settings = self._caches, read_settings(self._vllm_config)
         tp_rank, pp_rank = tensor_and_pipeline_rank()
         self.layout = layout.read_back(kv_cache_config, caches)
@@ -104,6 +112,10 @@ class VLLMWorker:
         """
         if self._guard is not None:
             self._on_moved(self._guard.find_other(caches))
+
+    def _wake(self) -> None:
+        self.half.wake()
+        self.woken = True
 
     def raise_words(self, meta: SchedulerMeta) -> None:
         """Tell peers which blocks the coming step may write. Call this before the step writes to the cache.

@@ -160,6 +160,31 @@ def test_unclaimed_leases_end_soon_while_the_engine_is_paused() -> None:
     assert ended(engine) == set()
 
 
+def test_no_turns_are_kept_while_the_engine_is_paused() -> None:
+    engine = start(turn_seconds=600)
+    keep_turn(engine, "a")
+    engine.producer.on_pause(paused=True)
+    assert ended_turns(engine) == {"a"}
+    keep_turn(engine, "b")
+    assert not len(engine.producer._book.held)
+    engine.producer.on_pause(paused=False)
+    keep_turn(engine, "c")
+    assert engine.producer._book.held == ["c"]
+
+
+def test_an_engine_that_falls_asleep_ends_its_leases_at_once_and_offers_nothing() -> None:
+    engine = start()
+    for name in "ab":
+        offer(engine, name)
+    ended(engine, LeasesClaimed(["b"]))
+    engine.producer.on_pause(paused=True)
+    engine.producer.on_sleep()
+    assert ended(engine) == {"a", "b"}
+    assert end(engine, "c") == (False, write_nothing(stopped=True))
+    engine.producer.on_pause(paused=False)
+    offer(engine, "d")
+
+
 def test_a_prompt_of_one_token_is_offered() -> None:
     assert end(start(), "a", tokens=1)[1]["remote_num_tokens"] == 1
 

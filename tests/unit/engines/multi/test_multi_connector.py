@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.engines.vllm.config import read_settings
 from kvferry.engines.vllm.connector import KVFerryConnector
-from kvferry.engines.vllm.multi.children import children_of
+from kvferry.engines.vllm.multi.children import check, children_of
 from kvferry.engines.vllm.multi.connector import FerryMultiConnector
 from kvferry.engines.vllm.multi.meta import MultiEvents, MultiMeta, MultiWorkerMeta
 from kvferry.engines.vllm.multi.stats import MultiStats
@@ -28,7 +29,7 @@ from kvferry.observe.metrics_delta import MetricsDelta
 from kvferry.top.derive import compute_figures
 from kvferry.top.exposition import parse_page
 from kvferry.top.window import window
-from support.tiny_connectors import Tally
+from support.tiny_connectors import Hybrid, Tally
 
 OURS = {"kv_connector": "KVFerryConnector", "kv_connector_module_path": "kvferry.engines.vllm.connector"}
 TIERS = {**OURS, "kv_connector_extra_config": {"tiers": [{"type": "host"}]}}
@@ -115,6 +116,15 @@ def test_children_that_do_not_go_together_are_an_error_at_start(children, more, 
     with pytest.raises(ConfigError, match=sentence) as caught:
         multi(*children, **more)
     assert "\n" not in str(caught.value)
+
+
+def test_an_engine_that_may_sleep_takes_only_children_that_follow_it(monkeypatch) -> None:
+    engine = config(OURS, entry())
+    engine.model_config = SimpleNamespace(enable_sleep_mode=True)
+    for can in (True, False):
+        monkeypatch.setattr(Hybrid, "supports_sleep_mode", lambda _, can=can: can, raising=False)
+        with nullcontext() if can else pytest.raises(ConfigError, match="Hybrid cannot do with sleep mode"):
+            check(children_of(engine), engine)
 
 
 def test_without_the_hybrid_manager_every_child_will_do() -> None:

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Mapping
+from functools import wraps
+from typing import Any
 
 from kvferry.engines.vllm.compat.models import worker_of
-from kvferry.errors import ConfigError
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Environment variables for torch's allocator. torch uses the first one that is set."""
 
-_GIVES_UP = ("sleep", "discard")
-"""Methods of a worker behind ``/sleep``, ``/release_kv_cache_memory`` and the same calls in Python.
-
-These methods do not check ``enable_sleep_mode``. They release the memory of the KV cache even if only
-``enable_cumem_allocator`` or another ``sleep_mode_backend`` is set.
-"""
-
-
-def sleeps(vllm_config: Any) -> bool:
-    """Return True if the engine may sleep (release its device memory): ``enable_sleep_mode`` is set."""
-    return bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
+_CACHE, _WEIGHTS = "kv_cache", "weights"
+"""vLLM's tags of memory that a worker can give up and get back."""
+_LOSES_WEIGHTS = 2
+"""Level of sleep from which the weights are discarded."""
 
 
 def expandable_segments(vllm_config: Any, environment: Mapping[str, str] = os.environ) -> str | None:
@@ -48,19 +41,52 @@ def expandable_segments(vllm_config: Any, environment: Mapping[str, str] = os.en
     return None
 
 
-def keep_memory(vllm_config: Any) -> None:
-    """Make the worker in this process refuse every call that would release the memory of its KV cache.
+def hook_sleep(
+    vllm_config: Any,
+    *,
+    release: Callable[[], None],
+    restore: Callable[[], None],
+    lose_weights: Callable[[], None],
+) -> None:
+    """Make a worker call functions when it gives up the memory of its KV cache and gets it back; mutates it.
+
+    ``/sleep``, ``/release_kv_cache_memory`` and ``/wake_up`` end in the patched methods. There vLLM 0.33
+    calls hooks of connectors (``unregister_kv_caches``, ``restore_kv_caches``). They would not do: 0.32 lacks
+    them, and they do not tell whether the weights are lost.
+
+    Args:
+        vllm_config: the engine's configuration.
+        release: function to call before the memory of the KV cache is given up. An exception prevents that.
+        restore: function to call when the KV cache has memory again, at the same addresses.
+        lose_weights: function to call before the weights are discarded.
 
     Raises:
         ConfigError: the worker is not in this process.
     """
     worker = worker_of(vllm_config)
-    for name in _GIVES_UP:
-        setattr(worker, name, _refuse)
+    sleep, discard, wake_up = worker.sleep, worker.discard, worker.wake_up
 
+    def give_up(tags: Collection[str]) -> None:
+        if _CACHE in tags:
+            release()
+        if _WEIGHTS in tags:
+            lose_weights()
 
-def _refuse(*_: Any, **__: Any) -> NoReturn:
-    raise ConfigError(
-        "this engine does not sleep: kvferry and its peers go on using the memory of its KV cache; pause it "
-        "(/pause), or run it without kvferry"
-    )
+    @wraps(sleep)
+    def sleep_after_release(level: int = 1) -> None:
+        give_up((_CACHE, _WEIGHTS) if level >= _LOSES_WEIGHTS else (_CACHE,))
+        sleep(level=level)
+
+    @wraps(discard)
+    def discard_after_release(tags: tuple[str, ...]) -> None:
+        give_up(tags)
+        discard(tags)
+
+    @wraps(wake_up)
+    def wake_up_and_restore(tags: list[str] | None = None) -> None:
+        wake_up(tags)
+        if tags is None or _CACHE in tags:
+            restore()
+
+    worker.sleep, worker.discard = sleep_after_release, discard_after_release
+    worker.wake_up = wake_up_and_restore

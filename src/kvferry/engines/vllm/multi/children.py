@@ -48,6 +48,15 @@ class Child:
         return isinstance(self.cls, type) and issubclass(self.cls, KVFerryConnector)
 
     @property
+    def can_sleep(self) -> bool:
+        """True if the child connector can follow an engine that gives up the memory of its KV cache.
+
+        vLLM's own connectors have been asked since 0.33.
+        """
+        asked = getattr(self.cls, "supports_sleep_mode", None)
+        return self.is_kvferry or (asked is not None and bool(asked(self.config.kv_transfer_config)))
+
+    @property
     def hands_over(self) -> bool:
         """True if the child connector hands KV to other engines.
 
@@ -104,9 +113,16 @@ def check(children: Sequence[Child], vllm_config: Any) -> None:
         vllm_config: the engine's configuration.
 
     Raises:
-        ConfigError: vLLM's hybrid KV cache manager is on, and a child does not support it; or more than one
-            child hands KV to other engines.
+        ConfigError: vLLM's hybrid KV cache manager or its sleep mode is on, and a child does not support it;
+            or more than one child hands KV to other engines.
     """
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        without = [child.name for child in children if not child.can_sleep]
+        if without:
+            raise ConfigError(
+                f"{', '.join(without)} cannot do with sleep mode in this release of vLLM; leave "
+                f"--enable-sleep-mode out, or leave {'it' if len(without) == 1 else 'them'} out of connectors"
+            )
     if not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         without = [child.name for child in children if not supports_hybrid(child.config)]
         if without:

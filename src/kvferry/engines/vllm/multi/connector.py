@@ -29,6 +29,7 @@ from kvferry.engines.vllm.compat.hit_sources import Label
 from kvferry.engines.vllm.compat.pauses import tell_of_pauses
 from kvferry.engines.vllm.compat.prefix_cache import VLLMPrefixCache
 from kvferry.engines.vllm.compat.process import share_logging
+from kvferry.engines.vllm.compat.sleep import tell_of_sleep
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.info import cache_group, step_tokens
 from kvferry.engines.vllm.multi.block_holders import BlockHolders, Ending
@@ -53,8 +54,7 @@ NOT_FORWARDED = {
     "role": "an instance's own",
     "has_connector_metadata": "asks for what `bind_connector_metadata` was given, which is ours",
     "bind_gpu_block_pool": "children are given it by `bind_kv_cache_manager`, of which it is a part",
-    "unregister_kv_caches": "vLLM calls it before sleep, which `supports_sleep_mode` refuses",
-    "restore_kv_caches": "vLLM calls it after sleep, which `supports_sleep_mode` refuses",
+    "supports_sleep_mode": "children that do not support it are refused (`check`)",
 }
 """Members of vLLM's base class that are not forwarded to the children. The value is the reason."""
 
@@ -85,6 +85,7 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
             defer_frees(vllm_config)
             guard_arrivals()
             tell_of_pauses()
+            tell_of_sleep()
         self._speeds = Speeds()
         self._steps = StepTimes(self._speeds)
         weights = {child.name: child.load_weight for child in children}
@@ -118,14 +119,6 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
     @property
     def requires_kv_delivery(self) -> bool:
         return any(child.requires_kv_delivery for child in self._connectors)
-
-    @classmethod
-    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 - as vLLM calls it
-        """Return False: a child may be a `KVFerryConnector`, which keeps its registered memory.
-
-        vLLM calls this hook since 0.33.
-        """
-        return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -261,10 +254,22 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
         return any(child.has_pending_push_work() for child in self._connectors)
 
     def on_pause(self, paused: bool) -> None:
-        """Tell the children that know this hook that the engine was paused or resumed (`tell_of_pauses`)."""
-        for child in self._connectors:
-            if (on_pause := getattr(child, "on_pause", None)) is not None:
-                on_pause(paused)
+        """Tell kvferry's children that the engine was paused or resumed (`tell_of_pauses`)."""
+        for child in self._ferries():
+            child.on_pause(paused)
+
+    def on_sleep(self) -> None:
+        """Tell kvferry's children that the engine is about to sleep (`tell_of_sleep`)."""
+        for child in self._ferries():
+            child.on_sleep()
+
+    def on_asleep(self, failed: bool) -> None:
+        """Tell kvferry's children that the engine sleeps, or could not fall asleep (`tell_of_sleep`)."""
+        for child in self._ferries():
+            child.on_asleep(failed)
+
+    def _ferries(self) -> Iterable[KVFerryConnector]:
+        return (child for child in self._connectors if isinstance(child, KVFerryConnector))
 
     def reset_cache(self) -> bool | None:
         answers = [child.reset_cache() for child in self._connectors]

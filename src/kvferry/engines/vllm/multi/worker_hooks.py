@@ -53,6 +53,14 @@ class WorkerHooks(KVConnectorBase_V1):
             with as_current_config(child.config):
                 connector.register_kv_caches(kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        for child in self._connectors:
+            child.unregister_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        for child in self._connectors:
+            child.restore_kv_caches()
+
     def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
         for child in self._connectors:
             child.set_host_xfer_buffer_ops(copy_operation)
