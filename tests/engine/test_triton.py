@@ -37,6 +37,9 @@ def _pair(family: str, prefill: str, decode: str, *layouts: str, **options: Any)
 SETUPS = (
     _pair("gemma3", "BLHNC-16", "BLHNC-64"),
     _pair("gemma3", "LBNHC-64", "LBHNC-32", "LBNHC", "LBHNC"),
+    _pair("qwen3", "BHLNC-64", "BHLNC-16"),
+    _pair("qwen3", "LHBNC-32", "BLNHC-64", "LHBNC", "BLNHC"),
+    _pair("qwen3", "BLNHC-16", "LHBNC-32", "BLNHC", "LHBNC", **CODES),
     _pair("gptoss", "LBHNC-32", "BHLNC-16", "LBHNC", "BHLNC"),
     _pair("dsv3", "LBNHC-16", "BLHNC-64", "engine", "BLHNC"),
     _pair("dsv3", "BHLNC-64", "LBNHC-32", "BHLNC", "engine", **CODES),
