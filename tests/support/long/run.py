@@ -47,6 +47,8 @@ SECOND_RUNNER = (
     ("tests/engine/test_families.py", "-k", "gemma3] or qwen3]"),
 )
 """Tests, the short ones too, that also run with vLLM's second model runner, the default on GPUs."""
+TRITON = "tests/engine/test_triton.py"
+"""Tests with Triton's attention backends for GPUs, which run on that runner."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Part:
 
 
 def _long(*arguments: str) -> tuple[str, ...]:
-    ignored = [f"--ignore={path}" for path in APART.values() if path not in arguments]
+    ignored = [f"--ignore={path}" for path in (*APART.values(), TRITON) if path not in arguments]
     return (*PYTEST, "-m", "long", *ignored, *arguments)
 
 
@@ -103,6 +105,14 @@ def parts() -> dict[str, Part]:
                 (*PYTEST, *tests), (f"{VENV}/.triton",), {"KVFERRY_TEST_RUNNER": "2"}
             )
             for number, tests in enumerate(SECOND_RUNNER, 1)
+        },
+        **{
+            name: replace(
+                part,
+                needs=(f"{VENV}/.triton",),
+                environment={"KVFERRY_TEST_RUNNER": "2", "KVFERRY_TEST_BACKEND": "triton"},
+            )
+            for name, part in _shares("triton", 3, TRITON).items()
         },
         **_shares("faults", 4, "tests/faults"),
         **{f"contract-{name}": Part(("make", "--silent", "contract", f"VLLM={name}")) for name in RELEASES},

@@ -14,7 +14,17 @@ from kvferry.planning.select import LoadSpan
 from kvferry.serving.router.bodies import ASK_FOR_KV
 from kvferry.tiers.names import TIERS
 from kvferry.transport.redeem import Grant, Redeemed
-from support.vllm_engine import any_layout, copied, kernel_blocks, overlapped, pages, parts, runners, sleeping
+from support.vllm_engine import (
+    any_layout,
+    backends,
+    copied,
+    kernel_blocks,
+    overlapped,
+    pages,
+    parts,
+    runners,
+    sleeping,
+)
 from support.vllm_engine.agree_inside import facts, restart_other  # noqa: F401 - called by name
 from support.vllm_engine.multi_inside import (  # noqa: F401 - called by name
     chosen,
@@ -76,6 +86,7 @@ def start(settings: dict[str, Any]) -> Any:
     engine.finished = {}
     overlapped.check(engine, wanted=asynchronous)
     runners.check(engine)
+    backends.check(engine)
     worker = worker_half(engine)
     _count_drafts(engine)
     if worker is not None:

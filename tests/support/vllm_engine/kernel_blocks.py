@@ -14,11 +14,11 @@ def declare(tokens: int) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(lambda kv_cache_spec=None: [tokens])
-    _keep_block_size()
+    keep_block_size()
     _zero_whole_blocks(tokens)
 
 
-def _keep_block_size() -> None:
+def keep_block_size() -> None:
     """Let an engine with MLA have the blocks that it was asked for; vLLM would make them the kernel's."""
     from vllm.platforms.cpu import CpuPlatform
 

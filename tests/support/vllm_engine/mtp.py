@@ -8,6 +8,7 @@ from typing import Any
 
 from kvferry.serving.tiny import FAMILIES, Family, tiny_checkpoint, trained_tokenizer
 from kvferry.serving.tiny.checkpoint import _write
+from support.vllm_engine.small import SMALL
 
 _SCALE = 0.08
 MODULES = {"mimo": 1, "mimo3": 3}
@@ -15,19 +16,20 @@ MODULES = {"mimo": 1, "mimo3": 3}
 
 
 def family_of(name: str) -> Family:
-    """A family of `kvferry.serving.tiny`, or MiMo."""
-    return FAMILIES[name] if name not in MODULES else _mimo(MODULES[name])
+    """A family of `kvferry.serving.tiny` or of `small`, or MiMo."""
+    return _mimo(MODULES[name]) if name in MODULES else (SMALL | FAMILIES)[name]
 
 
 def checkpoint_of(name: str, folder: Path) -> Path:
     """Write the checkpoint of such a family if it is not there; its folder."""
-    if name not in MODULES:
+    if name in FAMILIES:
         return tiny_checkpoint(name, folder)
     model = folder / name
     if not model.exists():
         model.mkdir(parents=True)
         _write(family_of(name), trained_tokenizer(folder), model)
-        _add_modules(model, MODULES[name])
+        if name in MODULES:
+            _add_modules(model, MODULES[name])
     return model
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from support.vllm_engine import backends
 from support.vllm_engine.drafts import speculation
 from support.vllm_engine.inside import distance
 from support.vllm_engine.mtp import checkpoint_of, family_of
@@ -88,7 +89,7 @@ class Setup:
                 "model": model,
                 **family_of(self.family).engine_options(),
                 **self.options,
-                "any_layout": bool(self.layouts),
+                "any_layout": bool(self.layouts) and not backends.TRITON,
                 "async_scheduling": self.asynchronous,
                 "kv_transfer_config": connector(**self.connector, **layout),
                 **drafts,

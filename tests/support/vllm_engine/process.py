@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 from support import namespaces
-from support.vllm_engine import copied, imported, runners
+from support.vllm_engine import backends, copied, imported, runners
 
 ENVIRONMENT = {
     **runners.environment(),
@@ -57,6 +57,7 @@ def begin(
 
         copied.inspect_models_here()
         runners.declare()
+        backends.declare()
         engine = inside.start(settings)
         pipe.send(("ready", inside.about(engine)))
     except BaseException as error:  # noqa: BLE001 - told to the test
