@@ -21,6 +21,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from support.long.record import Counts, Machine, PartRecord, counts_of, read_record, write_record
+from support.vllm_engine.runners import VARIABLE
 
 VENV = Path(".venv")
 PYTEST = (f"{VENV}/bin/python", "-m", "pytest")
@@ -99,9 +100,7 @@ def parts() -> dict[str, Part]:
         **_shares("families", 8, *MATRIX),
         **_shares("engines", 5, "tests/engine", *(f"--ignore={path}" for path in MATRIX)),
         **{
-            f"second-runner-{number}": Part(
-                (*PYTEST, *tests), (f"{VENV}/.triton",), {"KVFERRY_TEST_RUNNER": "2"}
-            )
+            f"second-runner-{number}": Part((*PYTEST, *tests), (f"{VENV}/.triton",), {VARIABLE: "2"})
             for number, tests in enumerate(SECOND_RUNNER, 1)
         },
         **_shares("faults", 4, "tests/faults"),

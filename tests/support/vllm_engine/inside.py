@@ -67,7 +67,8 @@ def start(settings: dict[str, Any]) -> Any:
         any_layout.declare()
     if tokens := settings.pop("kernel_tokens", 0):
         kernel_blocks.declare(tokens)
-    if asynchronous := settings.get("async_scheduling", False):
+    settings["async_scheduling"] = asynchronous = runners.is_asynchronous(settings)
+    if asynchronous:
         overlapped.declare()
     if settings.get("tensor_parallel_size", 1) > 1:
         copied.declare()

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-RUNNER = os.environ.get("KVFERRY_TEST_RUNNER", "1")
+VARIABLE = "KVFERRY_TEST_RUNNER"
+RUNNER = os.environ.get(VARIABLE, "1")
 """Number of the runner: the same tests run with both."""
 _SUPPORT = Path(__file__).parents[1]
 _TRITON = Path(sys.prefix) / "triton"
@@ -26,6 +27,14 @@ def environment() -> dict[str, str]:
         "TRITON_INTERPRET": "1",
         "PYTHONPATH": os.pathsep.join(path),
     }
+
+
+def is_asynchronous(settings: dict[str, Any]) -> bool:
+    """Whether an engine with these settings schedules a step while the one before runs.
+
+    With the second runner it always does, as on a GPU.
+    """
+    return RUNNER == "2" or settings.get("async_scheduling", False)
 
 
 def declare() -> None:
