@@ -35,6 +35,10 @@ PAIR_AND_TIER := $(addprefix tests/engine/, \
   'test_tiers.py::test_prompt_is_loaded_from_files[gemma3]' \
   'test_tiers.py::test_kv_events_tell_a_router_which_tier_has_which_blocks[gemma3]' \
   'test_tiers.py::test_loaded_chunks_are_used_and_damaged_chunks_are_not[gemma3]')
+# Tests that run with vLLM's second model runner in place of the first, one of a kind: `make test-all` has both.
+SECOND_RUNNER := $(addprefix tests/engine/, test_streaming.py \
+  'test_speculative.py::test_answer_equals_a_single_engines[gemma3-no-draft-to-eagle]' \
+  'test_tiers.py::test_prompt_is_loaded_from_files[gemma3]')
 # Of `make faults`, `make soak` and `make mutants`.
 SEED ?= 1
 MUTANTS ?= 80
@@ -166,6 +170,7 @@ check: $(VENV)/.dev ## ruff, mypy --strict, import-linter, hadolint
 test: $(VENV)/.dev $(VENV)/.triton ## what every change must pass, the same list in every run: under 20 minutes on two cores (WORKERS=)
 	$(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup -m "not long" $(SHARED)
 	$(PYTHON) -m pytest -m "not long" tests/transport tests/engine tests/faults
+	KVFERRY_TEST_RUNNER=2 $(PYTHON) -m pytest -m "not long" $(SECOND_RUNNER)
 
 test-fast: export KVFERRY_TEST_EXAMPLES := 0.2
 test-fast: $(VENV)/.dev ## the quick unit tests, without engine, NIXL and tests marked slow: under two minutes on two cores

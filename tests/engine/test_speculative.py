@@ -13,7 +13,7 @@ import pytest
 
 from support.vllm_engine.drafts import TOKENS
 from support.vllm_engine.inside import distance
-from support.vllm_engine.marks import families
+from support.vllm_engine.marks import families, with_second_runner
 from support.vllm_engine.mtp import MODULES
 from support.vllm_engine.pair import Pair, Setup, prompt
 
@@ -50,8 +50,8 @@ SETUPS = (
 )
 pytestmark = pytest.mark.engine
 drafts_move = families("pair", SETUPS, str(MOVED))
-drafts_move_or_not = families("pair", SETUPS, str(MOVED), str(MADE_HERE))
-drafts_do_not_move = families("pair", SETUPS, str(MADE_HERE))
+drafts_move_or_not = families("pair", SETUPS, str(MOVED), *with_second_runner(str(MADE_HERE)))
+drafts_do_not_move = families("pair", SETUPS, *with_second_runner(str(MADE_HERE)))
 REPEATED = prompt(45, 20) * 5
 """N-grams draft what follows from what went before."""
 LONG = 24

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.serving.router.bodies import ASK_FOR_KV
-from support.vllm_engine.marks import engines
+from support.vllm_engine.marks import engines, with_second_runner
 from support.vllm_engine.pair import Pair, Setup, prompt
 from support.waiting import wait_for
 
@@ -29,7 +29,9 @@ ALONE = Setup("gemma3", "streamed", OPTIONS, exact=True, connector=CONNECTOR, en
 OVERLAPPED = replace(ALONE, label="streamed-overlapped", asynchronous=True)
 """A step is scheduled while the one before runs, so tokens in flight count as computed."""
 
-pytestmark = engines("pair", [OVERLAPPED], [ALONE, replace(OVERLAPPED, family="qwen3")])
+pytestmark = engines(
+    "pair", with_second_runner(OVERLAPPED), [OVERLAPPED, ALONE, replace(OVERLAPPED, family="qwen3")]
+)
 
 
 @pytest.fixture(scope="module")

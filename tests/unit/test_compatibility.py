@@ -9,11 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from support.long.run import parts
+from support.vllm_engine.runners import VARIABLE
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "compatibility.md"
 README = (ROOT / "README.md").read_text()
 DATA = tomllib.loads((ROOT / "docs" / "compatibility.toml").read_text())
 COLUMNS = ("transfer", "other TP", "other block size", "tiers", "speculative")
+SETTINGS = {"V1": "V1", "V2": "V2", "Triton": "Triton backend", "weights": "real weights"}
+"""Of engines of tests: its name in the data, and its column."""
 SAID = {
     "engine": "CPU engine",
     "plan": "planned",
@@ -27,7 +32,7 @@ Reference: what works with which model family, and how that was proved. The numb
 table. Nothing in it was proved on a GPU.
 
 - *CPU engine*: real vLLM engines on a CPU move, or store and load, the KV of a tiny random checkpoint. The
-  test compares bytes, state or answers with those of a single engine.
+  test compares bytes, state or answers with those of a single engine. [More about these engines](#engines).
 - *planned*: vLLM's own classes of the family, in full size, agree with kvferry's geometry, or the planner
   gives every rank what it needs at TP 1 to 16. No test runs an engine for this feature.
 - *cache manager*: vLLM's own cache manager allocates blocks for the family's kinds of state, and kvferry
@@ -36,7 +41,20 @@ table. Nothing in it was proved on a GPU.
 - *not yet*: no test proves it. It may work.
 
 """
-ENGINES = """## What else may differ between two engines
+ENGINES = """## Engines
+
+The tests above that ran with engines, by what those engines were:
+
+- *V1*: vLLM's first model runner, on the attention backend for CPUs, with random weights.
+- *V2*: vLLM's second model runner, the default on GPUs, with asynchronous scheduling. Triton's interpreter
+  runs its kernels.
+- *Triton backend*: TRITON_ATTN, an attention backend of GPUs, and its layouts. Triton's interpreter runs its
+  kernels.
+- *real weights*: a trained model answers questions. The answers must be right, and wrong if a block is
+  spoiled.
+
+"""
+OTHERWISE = """## What else may differ between two engines
 
 Real vLLM engines on a CPU handed these over: the bytes are the producer's, the answer is a single engine's,
 and a spoiled block changes it. Three tests change what vLLM's CPU build says of itself:
@@ -56,6 +74,13 @@ def cell(said: str, numbers: dict[str, int]) -> str:
     return SAID[how] + (f" [{numbers[proof]}]" if proof else "")
 
 
+def proofs_of(family: str, setting: str) -> list[str]:
+    """Names of the proofs of a family that ran with engines of a setting, in the order of `proofs`."""
+    names = DATA["settings"].get(family, {}).get(setting, [])
+    of_table = DATA["families"][family] if setting == "V1" else []
+    return [name for name in DATA["proofs"] if name in names or f"engine:{name}" in of_table]
+
+
 def page() -> str:
     """The page, from the data."""
     numbers = {name: number for number, name in enumerate(DATA["proofs"], 1)}
@@ -66,8 +91,15 @@ def page() -> str:
     of_engines = ["| what | models | shown by |", "|---|---|---|"]
     for what, (models, proof) in DATA["engines"].items():
         of_engines.append(f"| {what} | {models} | [{numbers[proof]}] |")
-    text = "\n".join([*lines, "", *notes]) + "\n\n" + ENGINES + "\n".join(of_engines)
-    return HEAD + text + "\n\n" + DATA["releases"]["text"]
+    of_settings = [f"| family | {' | '.join(SETTINGS.values())} |", "|---" * (len(SETTINGS) + 1) + "|"]
+    for family in DATA["families"]:
+        if any(ran := [proofs_of(family, setting) for setting in SETTINGS]):
+            found = [" ".join(f"[{numbers[name]}]" for name in names) or SAID[""] for names in ran]
+            of_settings.append(f"| {family} | {' | '.join(found)} |")
+    tables = [[*lines, "", *notes], of_settings, of_engines]
+    heads = (HEAD, ENGINES, OTHERWISE)
+    text = [head + "\n".join(table) for head, table in zip(heads, tables, strict=True)]
+    return "\n\n".join([*text, DATA["releases"]["text"]])
 
 
 def test_the_page_says_what_the_data_say():
@@ -82,6 +114,29 @@ def test_every_test_that_proves_something_exists(proof):
     tree = ast.parse((ROOT / file).read_text())
     tests = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     assert name in tests, f"{file} has no test {name}; change docs/compatibility.toml"
+
+
+def test_settings_are_of_known_families_and_shown_by_engines():
+    assert DATA["settings"].keys() <= DATA["families"].keys()
+    for settings in DATA["settings"].values():
+        assert settings.keys() <= SETTINGS.keys()
+        for name in [name for names in settings.values() for name in names]:
+            assert DATA["proofs"][name].startswith("tests/engine/")
+
+
+def test_every_file_whose_tests_prove_something_of_the_second_runner_is_run_with_it():
+    run = {
+        argument
+        for part in parts().values()
+        if part.environment.get(VARIABLE) == "2"
+        for argument in part.command
+    }
+    files = {
+        DATA["proofs"][name].partition("::")[0]
+        for of in DATA["settings"].values()
+        for name in of.get("V2", [])
+    }
+    assert files <= run
 
 
 def test_everything_else_that_may_differ_is_shown_by_engines():

@@ -21,6 +21,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from support.long.record import Counts, Machine, PartRecord, counts_of, read_record, write_record
+from support.vllm_engine.runners import VARIABLE
 
 VENV = Path(".venv")
 PYTEST = (f"{VENV}/bin/python", "-m", "pytest")
@@ -42,11 +43,13 @@ APART = {
 MORE = {"accuracy": ("smollm2",)}
 """More targets that such tests need."""
 RELEASES = ("0.31.0", "0.33.0")
-SECOND_RUNNER = (
-    ("tests/engine/test_streaming.py",),
-    ("tests/engine/test_families.py", "-k", "gemma3] or qwen3]"),
-)
-"""Tests, the short ones too, that also run with vLLM's second model runner, the default on GPUs."""
+SECOND_RUNNER = tuple(
+    f"tests/engine/test_{name}.py"
+    for name in (
+        "families", "tiers", "recovery", "streaming", "next_turn", "speculative", "speculative_tiers",
+    )
+)  # fmt: skip
+"""Test files, the short tests too, that also run with vLLM's second model runner, the default on GPUs."""
 TRITON = "tests/engine/test_triton.py"
 """Tests with Triton's attention backends for GPUs, which run on that runner."""
 
@@ -71,10 +74,10 @@ def _long(*arguments: str) -> tuple[str, ...]:
     return (*PYTEST, "-m", "long", *ignored, *arguments)
 
 
-def _shares(name: str, count: int, *arguments: str) -> dict[str, Part]:
-    """Return parts with about equal shares of the same tests."""
+def _shares(name: str, count: int, part: Part) -> dict[str, Part]:
+    """Return parts with about equal shares of the tests of one."""
     return {
-        f"{name}-{number}": Part(_long(f"--share={number}/{count}", *arguments))
+        f"{name}-{number}": replace(part, command=(*part.command, f"--share={number}/{count}"))
         for number in range(1, count + 1)
     }
 
@@ -94,27 +97,21 @@ def parts() -> dict[str, Part]:
         for seed in range(1, 6)
     }
     properties = (*PYTEST, *on_all_cores, "--timeout=3600", "--hypothesis-seed=1", "tests/unit/planning")
+    # Prompts that end at the ends of blocks suffice here; those of every length take minutes per family.
+    of_second = (*PYTEST, "-k", "not every_length", *SECOND_RUNNER)
+    second_runner = Part(of_second, (f"{VENV}/.triton",), {VARIABLE: "2"})
+    triton = replace(
+        second_runner, command=_long(TRITON), environment={VARIABLE: "2", "KVFERRY_TEST_BACKEND": "triton"}
+    )
     return {
         "unit": Part(_long(*on_all_cores, "tests/unit"), (f"{VENV}/.triton",)),
         "transport": Part(_long("tests/transport")),
         "fuzz": Part(_long("tests/fuzz")),
-        **_shares("families", 8, *MATRIX),
-        **_shares("engines", 5, "tests/engine", *(f"--ignore={path}" for path in MATRIX)),
-        **{
-            f"second-runner-{number}": Part(
-                (*PYTEST, *tests), (f"{VENV}/.triton",), {"KVFERRY_TEST_RUNNER": "2"}
-            )
-            for number, tests in enumerate(SECOND_RUNNER, 1)
-        },
-        **{
-            name: replace(
-                part,
-                needs=(f"{VENV}/.triton",),
-                environment={"KVFERRY_TEST_RUNNER": "2", "KVFERRY_TEST_BACKEND": "triton"},
-            )
-            for name, part in _shares("triton", 3, TRITON).items()
-        },
-        **_shares("faults", 4, "tests/faults"),
+        **_shares("families", 8, Part(_long(*MATRIX))),
+        **_shares("engines", 5, Part(_long("tests/engine", *(f"--ignore={path}" for path in MATRIX)))),
+        **_shares("second-runner", 8, second_runner),
+        **_shares("triton", 3, triton),
+        **_shares("faults", 4, Part(_long("tests/faults"))),
         **{f"contract-{name}": Part(("make", "--silent", "contract", f"VLLM={name}")) for name in RELEASES},
         **{name: Part((*PYTEST, path), _targets(name)) for name, path in APART.items()},
         **oracles,

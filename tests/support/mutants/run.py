@@ -13,12 +13,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from support.mutants.draw import SWITCH, Mutant, draw
+from support.vllm_engine.runners import VARIABLE
 
 ROOT = Path(__file__).parents[3]
 FOLDERS = ("planning", "connector", "tiers", "transport", "engines", "serving")
@@ -28,17 +29,19 @@ SECONDS_OF_A_MUTANT = 1200
 
 @dataclass(frozen=True)
 class Stage:
-    """Tests that run together: those of `make test` without engines, or with them.
+    """Tests that run together: those of `make test` without engines, with them, or with vLLM's second runner.
 
     Attributes:
         name: name of the stage.
         paths: folders of the tests.
         options: further arguments of pytest.
+        environment: variables of the environment.
     """
 
     name: str
     paths: tuple[str, ...]
     options: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -48,6 +51,7 @@ class Stage:
 STAGES = (
     Stage("unit", ("tests/unit", "tests/fuzz", "src/kvferry"), ("-n", "2", "--dist=loadgroup")),
     Stage("engine", ("tests/transport", "tests/engine", "tests/faults")),
+    Stage("second runner", ("tests/engine/test_streaming.py",), environment={VARIABLE: "2"}),
 )
 
 
@@ -102,7 +106,7 @@ class Copy:
         noted = self.folder / f"failing-{stage.name}.json"
         if not noted.exists():
             self.logs.mkdir(exist_ok=True)
-            _, output = self.pytest(*stage.arguments, KVFERRY_MUTANT_LOG=str(self.logs))
+            _, output = self.pytest(*stage.arguments, KVFERRY_MUTANT_LOG=str(self.logs), **stage.environment)
             noted.write_text(json.dumps(_failed(output)))
         self.failing |= {*json.loads(noted.read_text())}
 
@@ -125,9 +129,8 @@ class Copy:
             file.write("\n".join(tests))
             file.flush()
             rest = [f"--deselect={test}" for test in sorted(self.failing)]
-            code, text = self.pytest(
-                "-x", f"@{file.name}", *rest, seconds=SECONDS_OF_A_MUTANT, KVFERRY_MUTANT=str(mutant.number)
-            )
+            variables = {**stage.environment, "KVFERRY_MUTANT": str(mutant.number)}
+            code, text = self.pytest("-x", f"@{file.name}", *rest, seconds=SECONDS_OF_A_MUTANT, **variables)
         if "ERROR: not found:" in text:
             raise RuntimeError(text[-2000:])
         if code in {0, 5}:

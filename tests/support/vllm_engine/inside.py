@@ -73,7 +73,8 @@ def start(settings: dict[str, Any]) -> Any:
     }
     settings = {**defaults, **settings}
     _stand_in(settings)
-    if asynchronous := settings.get("async_scheduling", False):
+    settings["async_scheduling"] = asynchronous = runners.is_asynchronous(settings)
+    if asynchronous:
         overlapped.declare()
     if settings.get("tensor_parallel_size", 1) > 1:
         copied.declare()

@@ -7,11 +7,18 @@ from typing import Any
 
 import pytest
 
+from support.vllm_engine.runners import RUNNER
+
 
 def engines(fixture: str, representative: Iterable[Any], others: Iterable[Any]) -> list[pytest.MarkDecorator]:
     """Run a module's tests with each set-up. Those with `others` are long."""
     short = [*representative]
     return [pytest.mark.engine, families(fixture, [*short, *others], *map(str, short))]
+
+
+def with_second_runner(*setups: Any) -> tuple[Any, ...]:
+    """Set-ups that are short with vLLM's second runner; none with the first, with which they are long."""
+    return setups if RUNNER == "2" else ()
 
 
 def families(fixture: str, setups: Iterable[Any], *short: str) -> pytest.MarkDecorator:
