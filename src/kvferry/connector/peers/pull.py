@@ -37,6 +37,7 @@ class Pull:
         incarnation: random number that identifies the run of the peer's engine that granted the lease; None
             until it is known.
         settled: True when the request will read no more from this peer.
+        gone: True if the peer is excluded because it cannot be reached or has not answered in time.
         loading: True while a load from this peer is under way.
         bid: last offer for the request to load KV from this peer; None if there was none.
     """
@@ -55,6 +56,7 @@ class Pull:
     ready: int = 0
     incarnation: int | None = None
     settled: bool = False
+    gone: bool = False
     loading: bool = False
     bid: Bid | None = None
 

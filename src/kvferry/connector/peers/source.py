@@ -10,6 +10,9 @@ conversation. There is one `Pull` for each request that came with a ticket, or f
 A peer may grant blocks before it has computed the whole prompt. Then a load reads what is computed, and goes
 on with each further grant (`feed`).
 
+A peer is excluded if it refuses the ticket, cannot be reached (`gone`) or has not answered in time. Until
+then its bid is *promised*, and the request waits for it (`choosing`).
+
 The ticket is redeemed as the request arrives. From then on heartbeats keep the lease alive, however long the
 request queues. The request's claim on the lease ends once: when the request's loads have succeeded, when the
 engine computes the prompt instead, or when this peer is excluded.
@@ -236,7 +239,7 @@ class PeerSource:
         if pull is None:
             return SourceMiss(PEER, MissReason.NOT_STORED, detail="no peer keeps an earlier turn of it")
         if (why := pull.bidding.exclusion_reason(pull.peer)) is not None:
-            return SourceMiss(PEER, MissReason.REFUSED, detail=why)
+            return SourceMiss(PEER, MissReason.GONE if pull.gone else MissReason.REFUSED, detail=why)
         return SourceMiss(
             PEER, MissReason.LOCAL, detail=f"{counted(pull.tokens, 'token')} offered, {local_tokens} here"
         )
@@ -463,8 +466,8 @@ class PeerSource:
         if not isinstance(peer, PeerInfo):
             return peer
         known = pull.grant is not None
-        if (reason := self._update(pull)) is not None:
-            return Unusable(reason)
+        if (unusable := self._update(pull)) is not None:
+            return unusable
         if pull.grant is None:
             return Pending()
         if not known:
@@ -473,20 +476,23 @@ class PeerSource:
             return Unusable(refusal)
         return peer
 
-    def _update(self, pull: Pull) -> str | None:
+    def _update(self, pull: Pull) -> Unusable | None:
         """Store the peer's last answer to a ticket. Return why its KV cannot be read; None if it can.
 
         Args:
             pull: state of the exchange with the peer. This method sets `grant`, `ready` and `incarnation`.
         """
         if pull.settled:
-            return pull.bidding.exclusion_reason(pull.peer) or "the claim on its lease has ended"
+            return Unusable(
+                pull.bidding.exclusion_reason(pull.peer) or "the claim on its lease has ended", pull.gone
+            )
         if pull.is_whole or pull.claim is None:
             return None
         answer = self._claims.answer(pull.claim)
         if isinstance(answer, Unusable):
-            return answer.reason
-        return pull.take(answer) if isinstance(answer, Redeemed) else None
+            return answer
+        reason = pull.take(answer) if isinstance(answer, Redeemed) else None
+        return None if reason is None else Unusable(reason)
 
     def _process_turn_answers(self, request: Request, local_tokens: int) -> Bid | None:
         """Process the answers of peers that were asked for an earlier turn of the conversation.
@@ -542,6 +548,7 @@ class PeerSource:
             return None
         peer = self._ready_peer(pull)
         if isinstance(peer, Unusable):
+            pull.gone = peer.gone
             self._exclude_peer(request.request_id, peer.reason)
             return None
         looking = isinstance(peer, Pending)

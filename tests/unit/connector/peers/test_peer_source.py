@@ -264,6 +264,17 @@ def test_an_unusable_peer_is_excluded_and_its_lease_released(answer, says):
     assert (engine.client.released, len(engine.source)) == (["theirs"], 0)
 
 
+@pytest.mark.parametrize(("gone", "miss"), [(True, MissReason.GONE), (False, MissReason.REFUSED)])
+@pytest.mark.parametrize("of", ["peer", "ticket"])
+def test_a_peer_that_is_gone_is_told_apart_from_one_that_refuses(of, gone, miss):
+    engine = with_peer(redeemed=Pending())
+    one = engine.arrive(offered())
+    assert engine.source.bids(one, 0)[0].promised
+    setattr(engine.client, "answer" if of == "peer" else "redeemed", Unusable("that is why", gone))
+    assert not engine.source.bids(one, 0)
+    assert engine.source.why_no_bid(one, 0) == SourceMiss("peer", miss, detail="that is why")
+
+
 def test_a_peer_that_is_refused_when_a_request_arrives_is_not_sent_its_ticket():
     engine = with_peer(NOBODY)
     one = engine.arrive(offered())
@@ -309,8 +320,9 @@ def test_all_requests_of_a_step_share_the_time_to_wait_for_their_tickets():
         engine.source.bids(one, 0)
     assert waits == pytest.approx([STEP_WAIT_SECONDS * share for share in (1.0, 0.6, 0.2, 0.0)], abs=1e-9)
     engine.step()
-    engine.source.bids(ones[0], 0)
-    assert waits[-1] == STEP_WAIT_SECONDS
+    for one in (ones[0], engine.arrive(offered("e", of="e"))):
+        engine.source.bids(one, 0)
+    assert waits[-2:] == [0.0, STEP_WAIT_SECONDS], "only right after its question"
 
 
 @pytest.mark.parametrize(("theirs", "alignment_tokens"), [(4, 4), (16, 16), (24, 8), (64, 16)])
