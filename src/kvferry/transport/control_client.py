@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -33,6 +33,7 @@ from kvferry.transport.handshake import (
     MAX_REMEMBERED,
     Address,
     Handshakes,
+    PeerInfo,
     PeerStatus,
     Pending,
     Unusable,
@@ -112,6 +113,8 @@ class ControlClient:
         handshake_seconds: float = 5.0,
         heartbeat_seconds: float = 5.0,
         *,
+        meets: Sequence[Address] = (),
+        on_met: Callable[[], None] = lambda: None,
         linger_seconds: float = 0.5,
         max_unresolved: int = MAX_UNRESOLVED,
         resolve: ResolveName | None = None,
@@ -131,13 +134,16 @@ class ControlClient:
                 for a lease.
             heartbeat_seconds: seconds between two heartbeats to the same peer.
             max_unresolved: maximum number of commands that wait for a peer's name to be resolved.
+            meets: (host, port) of the control channels of peers with which the thread does handshakes before
+                anything is asked of them.
+            on_met: function that the thread calls when such a handshake has ended.
             linger_seconds: time to send the queued messages of a socket after it is closed.
             resolve: function that resolves the names in `peers`; None for the system's resolver.
             runs: function that returns whether the engine still runs steps. If it does not, no heartbeats are
                 sent, so that the engine does not keep blocks of others without using them.
             clock: function that returns the current time in seconds.
         """
-        self._runs = runs
+        self._runs, self._meets, self._on_met = runs, frozenset(meets), on_met
         self._max_unresolved = max_unresolved
         self._clock, self._linger_milliseconds = clock, int(linger_seconds * 1000)
         self._keys, self._heartbeat_seconds = keys, heartbeat_seconds
@@ -189,6 +195,11 @@ class ControlClient:
             answer = self._handshakes.start(address)
             self._queue_command(address, None)
         return answer
+
+    def known(self, address: Address) -> PeerInfo | None:
+        """Return the description of a peer whose handshake has ended well; None for any other."""
+        answer = self._handshakes.status(address)
+        return answer if isinstance(answer, PeerInfo) else None
 
     def forget(self, address: Address) -> None:
         """Forget the status of a peer that failed, so that the next `look_up` starts a new handshake."""
@@ -336,6 +347,7 @@ class ControlClient:
     def _run(self) -> None:
         delay = DelayMonitor("control channel, asking")
         self._next_beat = self._clock() + self._heartbeat_seconds
+        self._meet()
         stop = False
         while not stop:
             heard = self._poller.wait(delay.before_wait(self._wait_seconds(self._next_beat)))
@@ -387,6 +399,11 @@ class ControlClient:
         soonest = min([beat, *self._handshakes.deadlines, *self._redemptions.deadlines])
         return min(1.0, max(0.0, soonest - self._clock()) + 0.001)
 
+    def _meet(self) -> None:
+        """Begin a handshake with each configured peer that is not known, or no longer refused."""
+        for address in self._meets:
+            self.look_up(address)
+
     def _send_heartbeats(self) -> None:
         """Send a heartbeat for every lease that this engine holds, and close the sockets to unused peers.
 
@@ -395,6 +412,7 @@ class ControlClient:
         grow without bound, because clients' requests can name any peer address.
         """
         self._handshakes.forget_refusals()
+        self._meet()
         runs = self._runs()
         if not runs and (leases := sum(len(peer.held) for peer in self._peers.values())):
             self._log.say(
@@ -570,3 +588,5 @@ class ControlClient:
                 peer.held.add(ticket)  # before this thread can execute its release
         elif message := self._handshakes.handle_reply(address, data):
             self._send(address, message)
+        elif address in self._meets:
+            self._on_met()

@@ -632,6 +632,17 @@ def test_a_producer_that_has_ended_is_given_up_although_no_time_passes(ends):
     assert granted(client, again) == Unusable(handshake.GONE, gone=True)
 
 
+def test_a_configured_peer_is_met_although_it_starts_later_and_nothing_is_asked_of_it(ends):
+    with socket.create_server((HOST, 0)) as other:
+        port = other.getsockname()[1]
+    met = threading.Event()
+    client = ends.client(meets=[(HOST, port)], on_met=met.set, heartbeat_seconds=0.05)
+    assert client.known((HOST, port)) is None
+    ends.server(port=port)
+    wait_for(lambda: client.known((HOST, port)) == PeerInfo(facts(), cards()))
+    wait_for(met.is_set)
+
+
 def test_a_ticket_that_arrives_before_its_producer_is_known_is_redeemed_once(ends):
     server, client, asked = ends.server(), ends.client(), list[bytes]()
     redeem = server.tickets.redeem

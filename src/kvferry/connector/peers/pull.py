@@ -91,9 +91,7 @@ class Pull:
     @property
     def peer(self) -> str:
         """Name of the peer: engine id and address, with the random number of the peer's run once known."""
-        host, port = self.address
-        run = "" if self.incarnation is None else f"#{self.incarnation:x}"
-        return f"{self.engine_id}@{host}:{port}{run}"
+        return peer_name(self.engine_id, self.address, self.incarnation)
 
     def mismatch(self, peer: PeerInfo) -> str | None:
         """Return the reason why the KV that this peer offered cannot be read; None if it can be read.
@@ -113,6 +111,13 @@ class Pull:
         if granted != groups:
             return f"block tables for {granted} groups, the peer has {groups}"
         return None
+
+
+def peer_name(engine_id: str, address: Address, incarnation: int | None) -> str:
+    """Return the name of a peer: engine id and address, with the random number of the peer's run if known."""
+    host, port = address
+    run = "" if incarnation is None else f"#{incarnation:x}"
+    return f"{engine_id}@{host}:{port}{run}"
 
 
 def layers_of(ranks: Iterable[RankGeometry], *, attend_to_all: bool) -> set[str]:

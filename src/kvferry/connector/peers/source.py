@@ -21,7 +21,7 @@ engine computes the prompt instead, or when this peer is excluded.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from kvferry.connector.adapters import Adapters
@@ -35,7 +35,7 @@ from kvferry.connector.peers.claims import Claims
 from kvferry.connector.peers.connections import PeerConnections
 from kvferry.connector.peers.feed import LoadFeeds
 from kvferry.connector.peers.offer import read_offer
-from kvferry.connector.peers.pull import Pull
+from kvferry.connector.peers.pull import Pull, peer_name
 from kvferry.connector.peers.turn_finder import TurnFinder
 from kvferry.connector.pins import Pins, may_hold
 from kvferry.connector.prompt_content import content_of
@@ -44,7 +44,7 @@ from kvferry.errors import NotYetNamed, ProtocolError, Unnameable
 from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.tiers.names import PEER, TIERS
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.handshake import PeerInfo, Pending, Unusable
+from kvferry.transport.handshake import Address, PeerInfo, Pending, Unusable
 from kvferry.transport.redeem import Redeemed
 from kvferry.units import counted
 
@@ -85,6 +85,7 @@ class PeerSource:
         turns: TurnFinder,
         adapters: Adapters,
         idle: Callable[[], bool],
+        meets: Sequence[Address] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the source. It has no requests yet.
@@ -101,6 +102,8 @@ class PeerSource:
             turns: object that asks peers for KV of earlier turns of a conversation.
             adapters: the engine's LoRA adapters.
             idle: function that returns whether the engine computes no request at present.
+            meets: (host, port) of the control channels of peers that the workers connect to before the first
+                load, as soon as `client` knows them.
             clock: function that returns monotonic seconds.
         """
         self._adapters, self._clock = adapters, clock
@@ -114,6 +117,7 @@ class PeerSource:
         self._pulls: dict[str, Pull] = {}
         self._claims = Claims(client, idle, clock)
         self._feeds, self._connections = LoadFeeds(), PeerConnections(ranks, clock)
+        self._meets, self._met = tuple(meets), dict[Address, int]()
         self._stopped = ""
 
     def __len__(self) -> int:
@@ -401,6 +405,11 @@ class PeerSource:
         self._stopped = why
 
     @property
+    def busy(self) -> bool:
+        """True if the workers shall connect to a configured peer, even if the engine has no requests."""
+        return any(True for _ in self._new_peers())
+
+    @property
     def calm(self) -> bool:
         """True if steps need no call of `hand_over`, until another method is called.
 
@@ -417,9 +426,20 @@ class PeerSource:
             orders: message to all workers for the coming step. This object is mutated.
         """
         self._claims.step()
+        for address, peer in self._new_peers():
+            facts = peer.facts
+            self._connections.use(peer_name(facts.engine_id, address, facts.incarnation), peer)
+            self._met[address] = facts.incarnation
         orders.connects = self._connections.take_new()
         orders.disconnects = self._connections.take_unused(lambda: self._feeds.peers)
         orders.reads = self._feeds.take_reads(self._update)
+
+    def _new_peers(self) -> Iterator[tuple[Address, PeerInfo]]:
+        """Yield the configured peers, each with its address, whose present run the workers have not met."""
+        for address in self._meets:
+            peer = self._client.known(address)
+            if peer is not None and peer.facts.incarnation != self._met.get(address):
+                yield address, peer
 
     def _redeem(self, pull: Pull, request: Request) -> None:
         """Send a request's ticket (random id that claims a lease) to the peer that offered KV.

@@ -48,6 +48,9 @@ class Client:
     def look_up(self, address, incarnation=None):
         return self.answer
 
+    def known(self, address):
+        return self.answer if isinstance(self.answer, PeerInfo) else None
+
     def redeem(self, address, ticket, tokens, content, *, foreseen=False):
         self.claimed.append(name_of(ticket))
         self.asked.append((tokens, content))
@@ -112,7 +115,7 @@ def offered(name="a", of="theirs", **changes):
     return one
 
 
-def with_peer(answer=KNOWN, ranks=RANKS, turns=None, most_held=2, redeemed=GRANTED) -> FakeEngine:
+def with_peer(answer=KNOWN, ranks=RANKS, turns=None, most_held=2, redeemed=GRANTED, meets=()) -> FakeEngine:
     """An engine whose control client gives these answers of a peer."""
     engine = FakeEngine()
     engine.client, engine.pins, engine.turns = Client(answer, redeemed), Pins(1), Turns(turns)
@@ -126,6 +129,7 @@ def with_peer(answer=KNOWN, ranks=RANKS, turns=None, most_held=2, redeemed=GRANT
         turns=engine.turns,
         adapters=engine.adapters,
         idle=lambda: False,
+        meets=meets,
         clock=engine.clock,
     )
     engine.half = PartialHalf(source=engine.source)
@@ -477,6 +481,18 @@ def test_a_request_without_an_offer_that_can_be_read_is_not_served(params, count
     one = request("a", TOKENS, kv_transfer_params=params)
     assert not engine.source.arrived(one, engine.half.bidding)
     assert (len(refused(engine)), engine.client.claimed, len(engine.source)) == (count, [], 0)
+
+
+def test_workers_connect_to_a_configured_peer_before_the_first_ticket_and_after_its_restart():
+    engine = with_peer(Pending(), meets=[ADDRESS])
+    assert not engine.source.busy
+    assert engine.step().connects == {}
+    for run, name in ((11, PEER), (12, f"{UNREDEEMED}#c")):
+        engine.client.answer = PeerInfo(facts("engine", run), cards())
+        assert engine.source.busy, "an idle engine runs a step for it"
+        assert engine.step().connects == {name: cards()}
+        assert not engine.source.busy
+        assert engine.step().connects == {}
 
 
 def test_workers_disconnect_an_unused_peer():
