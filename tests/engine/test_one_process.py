@@ -55,8 +55,11 @@ def test_two_engines_in_one_process_hand_over_to_each_other(
             both.call("step", SOON)
             both.call("reset_prefix_cache")
             both.call("other", "reset_prefix_cache")
+        counted = both.call("other", "counted")
     finally:
         both.close()
+    tickets = {name: n for name, n in counted.items() if name.startswith("tickets")}
+    assert tickets == {"tickets hit": 4}, "the first one met a producer that it did not know"
     prefills, decodes = map(recorded, traces)
     assert [line["local_tokens"] for line in prefills] == [answer["cached"] for answer in answers]
     assert prefills[2]["local_tokens"] > prefills[1]["local_tokens"] == 0, "it has been computed before"

@@ -91,10 +91,17 @@ def computed_here(pair: Pair, text: list[int], offer: dict[str, Any]) -> None:
     pair.decode.call("reset_prefix_cache")
 
 
-def test_the_pair_works_over_tcp(pair: Pair) -> None:
+def test_the_pair_works_over_tcp_from_the_first_ticket_although_the_producer_answers_slowly(
+    pair: Pair,
+) -> None:
+    """The engines have not met, and the decode engine knows how fast it computes."""
     text = prompt(300, 1)
-    answer = pair.through([text])[0]
-    assert answer["moved"]
+    pair.decode.call("generate", [prompt(300, 2)])
+    pair.prefill.call("answer_slowly", 1.0)
+    with counting(pair.decode, tickets__hit=1):
+        answer = pair.through([text])[0]
+        assert answer["moved"]
+    pair.prefill.call("answer_slowly", 0.0)
     pair.agree(answer, pair.reference([text])[0])
     pair.forget()
 
@@ -344,7 +351,10 @@ def test_dead_producer_costs_its_requests_only_a_recompute(pair: Pair) -> None:
     references = [pair.decode.call("generate", [text])[0] for text in texts]
     pair.decode.call("reset_prefix_cache")
     pair.prefill.kill()
+    before = Counter(pair.decode.call("counted"))
     for text, offer, reference in zip(texts, offers, references, strict=True):
         answer = pair.decode.call("generate", [text], [offer])[0]
         assert not pair.decode.call("loaded")
         pair.agree(answer, reference)
+    now = Counter(pair.decode.call("counted")) - before
+    assert {name: n for name, n in now.items() if name.startswith("tickets")} == {"tickets gone": 2}

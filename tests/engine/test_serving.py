@@ -146,6 +146,11 @@ def served(running, model, tmp_path_factory):
     served.close()
 
 
+def test_the_decode_engine_has_met_the_prefill_engine_before_any_request(served):
+    log = served.errors.parent / "decode-0.log"
+    wait_for(lambda: re.search(r"peer \S+ .* at 127\.0\.0\.1:\d+: 1 rank known", log.read_text()))
+
+
 def test_completion_equals_a_single_engines_and_its_kv_is_transferred(served):
     prompt = TEXT * 20
     before = served.metric(served.decode, "vllm:external_prefix_cache_hits_total")

@@ -94,6 +94,7 @@ def busy(page: Page, times: int = 1, engine: int = 0) -> None:
     counted.count("misses", "peer", "looking", "", by=2 * times)
     counted.count("misses", "peer", "local", "", by=2 * times)
     counted.count("misses", "tiers", "not_stored", "1 sliding_window(64)", by=5 * times)
+    counted.count("tickets", "hit", by=6 * times)
     counted.set("pending_loads", "peer", to=2)
     counted.count("loads", "peer", "ready", by=6 * times)
     counted.count("loads", "peer", "failed", by=times)

@@ -24,8 +24,8 @@ SETTINGS: Mapping[str, tuple[Any, str | None, str]] = {
         list[str],
         "PEER",
         (
-            "Host name, address or network of other engines; repeatable; by default this machine if --host "
-            "is loopback, else all."
+            "Host name, address or network of other engines, or HOST:PORT to meet one at the start; "
+            "repeatable; by default this machine if --host is loopback, else all."
         ),
     ),
     "lease_seconds": (float, "SECONDS", "Time that blocks are kept for a consumer that sends no heartbeats."),

@@ -24,6 +24,7 @@ from kvferry.connector.load import Load
 from kvferry.connector.load_results import LoadOutcome
 from kvferry.connector.local_prefix import LocalPrefix
 from kvferry.connector.messages import Report
+from kvferry.connector.peers.offer import has_offer
 from kvferry.connector.policies import Policy
 from kvferry.connector.source import Source
 from kvferry.connector.stream import EventStream, log_errors
@@ -78,6 +79,7 @@ class AdmissionEvents:
                 tokens=tokens,
                 sources=names,
                 declined=declined,
+                ticket=has_offer(request.kv_transfer_params),
                 trace_headers=headers,
             )
         )

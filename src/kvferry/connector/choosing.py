@@ -2,13 +2,14 @@
 
 Sources that have answered are used at once. A request waits for a source that is still looking only if
 
+- the request came with a ticket for more tokens than the best answer has (`Bid.promised`), or
 - no source that has answered has a bid that is better than computing, or
-- the policy estimates times, and the answer is expected to save more time than it takes, or
-- the request came with a ticket for more tokens than the best answer has (`Bid.promised`).
+- the policy estimates times, and the answer is expected to save more time than it takes.
 
-A wait ends when it has taken as long as what it could save: no request waits longer than the engine would
-take to compute its prompt, once the speed of computing is known, and none beyond its patience. Waiting for a
-ticket may take `PROMISE_SECONDS` in any case.
+Another engine has computed a ticket's tokens for this request, so only patience limits the wait for it. The
+source withdraws the bid if the ticket's engine refuses it or is gone. Every other wait ends when it has taken
+as long as what it could save: no request waits longer than the engine would take to compute its prompt, once
+the speed of computing is known, and none beyond its patience.
 
 The bid chosen before stays chosen until another one is better by a margin. So requests that wait for free
 blocks do not switch back and forth.
@@ -26,13 +27,6 @@ from kvferry.connector.speeds import Speeds
 
 MARGIN = 1.1
 """Factor by which the value of another bid must exceed the value of the bid chosen before."""
-
-PROMISE_SECONDS = 0.5
-"""Seconds that a request may wait for a ticket's peer, even if the engine would compute the tokens sooner.
-
-Another engine has computed these tokens for this request. They are not computed again because a message is
-late by some milliseconds, or because two engines meet for the first time.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +96,18 @@ class BidChooser:
             missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
             computed_tokens: number of tokens that the engine computes if no bid is taken.
         """
+        more_tokens = computed_tokens if answered is None else bid.tokens - answered.tokens
+        if bid.promised:
+            return self.patience_seconds if more_tokens > 0 else 0.0
         saved = self.policy.saved_seconds(bid, answered, missing_tokens, computed_tokens)
         if saved is not None:
             expected = max(map(self.answer_times.seconds, bid.unanswered), default=0.0)
             return min(saved, self.patience_seconds) if expected < saved else 0.0
-        more_tokens = computed_tokens if answered is None else bid.tokens - answered.tokens
-        if more_tokens <= 0 or not (answered is None or bid.promised):
+        if answered is not None:
             return 0.0
         if not self.speeds.computing_is_known:
             return self.patience_seconds
-        seconds = self.speeds.compute_seconds(more_tokens)
-        return min(max(seconds, PROMISE_SECONDS) if bid.promised else seconds, self.patience_seconds)
+        return min(self.speeds.compute_seconds(computed_tokens), self.patience_seconds)
 
 
 def choose(

@@ -100,6 +100,7 @@ class Composition:
         ranks: Sequence[RankGeometry],
         keepers: Callable[[], Mapping[Address, int]],
         names: TurnNames,
+        meets: Sequence[Address] = (),
     ) -> PeerSource:
         """Create the source that loads KV from peers (other engines).
 
@@ -112,6 +113,8 @@ class Composition:
                 its incarnation, a random number that identifies the peer's present run.
             names: object that computes the names of turns, which are digests of their tokens and of all else
                 that determines their KV. Peers find turns by these names.
+            meets: (host, port) of the control channels of peers that the workers connect to before the first
+                load.
         """
         config = self.config
         return PeerSource(
@@ -124,6 +127,7 @@ class Composition:
             turns=TurnFinder(client, keepers, names),
             adapters=self.adapters,
             idle=self._idle,
+            meets=meets,
             clock=self._clock,
         )
 

@@ -57,7 +57,9 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         peers: host names, addresses and networks of the machines that may be peers. This engine connects only
             to these machines and accepts connections only from them. None for this machine if `host` is
             loopback, else for all machines. Of peers' host names, the engine resolves only those in this
-            list; without a list, only `advertise_host`.
+            list; without a list, only `advertise_host`. A host may have the port of an engine's control
+            channel, such as ``10.0.0.1:5600``: this engine then connects to it at its start, instead of with
+            the first ticket.
         lease_seconds: seconds for which blocks are kept for a consumer that sends no heartbeat. While other
             requests wait for blocks, a lease that no consumer has claimed ends after a quarter of this time.
         load_timeout_seconds: seconds after its start at which an unfinished load counts as failed.

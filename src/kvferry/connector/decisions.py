@@ -22,6 +22,7 @@ class MissReason(StrEnum):
     OTHER_NAMESPACE = "other_namespace"  # the tiers hold another model of the same name
     UNNAMED = "unnamed"  # no chunk key can be computed for the prompt's content
     REFUSED = "refused"  # the offer or the peer is not usable
+    GONE = "gone"  # the peer cannot be reached, or has not answered in time
     SKIPPED = "skipped"  # the request must not read a cache, for example with prompt logprobs
     LOOKING = "looking"  # the look-up did not end in time
     LOST_BID = "lost_bid"  # another source, or computing the prompt, was better

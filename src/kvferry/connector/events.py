@@ -36,6 +36,7 @@ class Arrived:
         tokens: number of tokens of the request's prompt.
         sources: names of the sources that may be able to serve the request.
         declined: reasons why other sources cannot serve the request.
+        ticket: True if the request came with a peer's ticket for KV.
         trace_headers: (name, value) of each W3C header of the trace that the request belongs to; empty
             without a trace.
     """
@@ -46,6 +47,7 @@ class Arrived:
     tokens: int
     sources: tuple[str, ...]
     declined: tuple[SourceMiss, ...] = ()
+    ticket: bool = False
     trace_headers: tuple[tuple[str, str], ...] = ()
 
 

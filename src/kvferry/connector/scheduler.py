@@ -181,7 +181,7 @@ class SchedulerHalf:
         ranks = tuple(worker.card for worker in workers if worker.card is not None)
         if ranks and self._keys is not None:
             check_rank_keys(self._keys, workers)
-            sources.append(self._start_peer_channel(composition, self._keys, ranks, facts))
+            sources.append(self._start_peer_channel(composition, self._keys, ranks, facts, wake))
         if self._tiers is not None:
             check_one_machine(workers)
             self._tiering = Tiering(self._tiers, composition, namespace=namespace, ranks=geometries)
@@ -206,7 +206,12 @@ class SchedulerHalf:
         self._admin = AdminServer(admin.host, port, admin_token(keys), actions, self._calls)
 
     def _start_peer_channel(
-        self, composition: Composition, keys: Keys, ranks: tuple[RankCard, ...], facts: Facts
+        self,
+        composition: Composition,
+        keys: Keys,
+        ranks: tuple[RankCard, ...],
+        facts: Facts,
+        wake: Callable[[], None],
     ) -> PeerSource:
         """Start both ends of the control channel to other engines; return the source that loads KV from them.
 
@@ -215,12 +220,15 @@ class SchedulerHalf:
             keys: secret keys of the channel.
             ranks: descriptions of all ranks of this engine, for peers.
             facts: facts about this engine that peers compare at the handshake.
+            wake: function that makes the engine run a step soon.
         """
         config, peers = self._config, peers_allowed(self._config)
         port = config.port + self._engine.port_offset if config.port else parse_port_range(config.ports) or 0
         self._server = server = ControlServer(config.host, port, ProducerCard(facts, ranks), keys, peers)
         self._messages = server.events
         self._producer.start(server, composition.pool, len(ranks))
+        own = config.advertise_host or config.host, server.port
+        meets = [address for address in peers.engines if address != own]
         self._client = ControlClient(
             structs.replace(facts, keeps_turns=self._producer.keeps_turns),
             lambda theirs: check_readable(theirs, ranks),
@@ -228,11 +236,13 @@ class SchedulerHalf:
             peers=peers,
             handshake_seconds=config.handshake_seconds,
             heartbeat_seconds=config.lease_seconds / 4,
+            meets=meets,
+            on_met=wake,
             runs=lambda: self._clock() - self._stepped < _STUCK_LEASES * config.lease_seconds,
         )
         geometries = [card.geometry for card in ranks]
         self._peers = composition.peer_source(
-            self._client, geometries, lambda: server.keepers, self._turn_names
+            self._client, geometries, lambda: server.keepers, self._turn_names, meets
         )
         return self._peers
 
@@ -258,13 +268,18 @@ class SchedulerHalf:
 
     @property
     def busy(self) -> bool:
-        """Whether the tiers, or KV kept for peers, need engine steps even if the engine has no requests.
+        """Whether the tiers or peers need engine steps even if the engine has no requests.
 
         A pause also waits for loads whose requests have ended, because they may still write to the KV cache.
         """
-        if bool(self._calls) or self._producer.busy or (self._tiering is not None and self._tiering.busy):
-            return True
-        return self._paused and self._admission is not None and len(self._admission.pins) > 0
+        loads_write = self._paused and self._admission is not None and len(self._admission.pins) > 0
+        return (
+            bool(self._calls)
+            or self._producer.busy
+            or (self._peers is not None and self._peers.busy)
+            or (self._tiering is not None and self._tiering.busy)
+            or loads_write
+        )
 
     @property
     def holds_blocks(self) -> bool:

@@ -58,6 +58,7 @@ _ALL = (
     _counter("hits", "Requests for which a source loaded tokens.", "source"),
     _counter("hit_tokens", "Tokens that a source loaded, by the tier they came from.", "source", "tier"),
     _counter("misses", "Requests for which a source loaded nothing.", "source", "reason", "group"),
+    _counter("tickets", "Requests that came with a ticket, by what became of it.", "outcome"),
     _counter("recomputed_tokens", "Tokens that were computed because their load failed.", "source"),
     _gauge("pending_loads", "Loads in flight.", "source"),
     _counter("loads", "Loads that have ended.", "source", "outcome"),

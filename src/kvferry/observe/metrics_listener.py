@@ -18,7 +18,7 @@ from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss
 from kvferry.connector.events import Event
 from kvferry.connector.load_results import LoadOutcome
 from kvferry.observe.metrics_delta import MetricsDelta
-from kvferry.tiers.names import HOST
+from kvferry.tiers.names import HOST, PEER
 
 
 @dataclass(slots=True)
@@ -30,6 +30,7 @@ class _RequestCounts:
 
     Attributes:
         sources: names of the sources that may serve the request.
+        ticket: True if the request came with a peer's ticket.
         asked: last event with the sources' answers for the request; None before the first such event.
         failed: maps the name of a source to the reason why its latest failed load failed.
         until: maps the name of an attempt to the position after the last token that its loads cover.
@@ -42,6 +43,7 @@ class _RequestCounts:
     """
 
     sources: tuple[str, ...]
+    ticket: bool = False
     asked: events.SourcesAsked | None = None
     failed: dict[str, MissReason] = field(default_factory=dict)
     until: dict[str, int] = field(default_factory=dict)
@@ -121,9 +123,9 @@ class MetricsListener:
 
     def _arrived(self, event: events.Arrived) -> None:
         for source_miss in event.declined:
-            self._miss(source_miss)
+            self._miss(source_miss, ticket=event.ticket)
         if event.sources:
-            self._requests[event.request_id] = _RequestCounts(event.sources)
+            self._requests[event.request_id] = _RequestCounts(event.sources, event.ticket)
 
     def _asked(self, event: events.SourcesAsked) -> None:
         if (request := self._requests.get(event.request_id)) is not None:
@@ -194,21 +196,27 @@ class MetricsListener:
         for source in request.sources:
             succeeded = [load for load in of_use if load.source == source]
             if succeeded:
-                self._hit(source, succeeded)
+                self._hit(source, succeeded, ticket=request.ticket)
             else:
-                self._miss(request.source_miss(source))
+                self._miss(request.source_miss(source), ticket=request.ticket)
         request.asked = None
 
-    def _hit(self, source: str, succeeded: list[events.LoadBegan]) -> None:
+    def _hit(self, source: str, succeeded: list[events.LoadBegan], *, ticket: bool) -> None:
+        self._ended_ticket(source, "hit", ticket=ticket)
         self._counted.count("queries", source)
         self._counted.count("hits", source)
         for load in succeeded:
             for part in trim_parts(load.parts, load.end - load.begin):
                 self._counted.count("hit_tokens", source, part.place, by=part.tokens)
 
-    def _miss(self, source_miss: SourceMiss) -> None:
+    def _miss(self, source_miss: SourceMiss, *, ticket: bool) -> None:
+        self._ended_ticket(source_miss.source, source_miss.reason, ticket=ticket)
         self._counted.count("queries", source_miss.source)
         self._counted.count("misses", source_miss.source, source_miss.reason, source_miss.group)
+
+    def _ended_ticket(self, source: str, outcome: str, *, ticket: bool) -> None:
+        if ticket and source == PEER:
+            self._counted.count("tickets", outcome)
 
     def _finished(self, event: events.Finished) -> None:
         self._requests.pop(event.request_id, None)

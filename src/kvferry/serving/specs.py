@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +102,10 @@ _OURS = {
     "--kv-transfer-config": "kvferry router with engines of your own",
     "--kv-offloading-size": "--tiers, before the --: it would replace kvferry's connector",
 }
+
+
+_ADDRESSES = ("host", "port", "ports", "advertise_host", "peers")
+"""Connector settings that name addresses of engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,9 +213,13 @@ def group_specs(
     if not machine.gpus:
         for group in groups:
             check_attention(group.arguments)
-    configs = {group.role: kv_transfer_config(group.role, group.settings) for group in groups}
     environments = engine_environments(machine, workers)
-    ports = free_ports(len(numbered))
+    every = free_ports(2 * len(numbered))
+    ports, control_ports = every[::2], every[1::2]
+    settings = _meeting(groups, list(zip((group for group, _ in numbered), control_ports, strict=True)))
+    configs = [
+        kv_transfer_config(group.role, one) for (group, _), one in zip(numbered, settings, strict=True)
+    ]
     return tuple(
         EngineSpec(
             name=f"{group.name}-{number}",
@@ -219,12 +227,38 @@ def group_specs(
             model=model,
             port=port,
             tensor_parallel=group.tensor_parallel,
-            kv_transfer=configs[group.role],
+            kv_transfer=config,
             arguments=(*memory_arguments(machine, workers, group.arguments), *group.arguments),
             environment=environment,
         )
-        for (group, number), port, environment in zip(numbered, ports, environments, strict=True)
+        for (group, number), port, environment, config in zip(
+            numbered, ports, environments, configs, strict=True
+        )
     )
+
+
+def _meeting(
+    groups: Sequence[EngineGroup], engines: Sequence[tuple[EngineGroup, int]]
+) -> list[dict[str, Any]]:
+    """Return each engine's connector settings, with which decode engines meet prefill engines at start.
+
+    The settings stay as they are if they name addresses, or if an engine has several control channels.
+
+    Args:
+        groups: engines of the fleet.
+        engines: (group, free port for the control channel) of each engine.
+    """
+    given = [dict(group.settings or {}) for group, _ in engines]
+    named = any(one.get(name) is not None for one in given for name in _ADDRESSES)
+    if named or any(group.parallel.data > 1 for group in groups):
+        return given
+    met = [f"127.0.0.1:{port}" for group, port in engines if group.role is Role.PREFILL]
+    added: dict[Role, Callable[[int], dict[str, Any]]] = {
+        Role.PREFILL: lambda port: {"port": port},
+        Role.DECODE: lambda _: {"peers": ["localhost", *met]},
+        Role.BOTH: lambda _: {},
+    }
+    return [{**one, **added[group.role](port)} for one, (group, port) in zip(given, engines, strict=True)]
 
 
 def split_arguments(option: str, text: str) -> list[str]:

@@ -7,6 +7,7 @@ These rules limit the addresses.
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -18,7 +19,9 @@ Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 MAX_ENTRIES = 1024
 _LOOPBACK = ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128")
-_KINDS = "a host name, an address, or a network such as 10.0.0.0/8"
+_KINDS = "a host name, an address, or a network such as 10.0.0.0/8; a host may have its engine's port"
+_ENGINE = re.compile(r"(\[[^\[\]/]+\]|[^:\[\]/]+):([1-9][0-9]{0,4})")
+"""An entry with a port: a host name, an IPv4 address, or an IPv6 address in brackets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +31,12 @@ class AllowedPeers:
     Attributes:
         networks: IP networks whose addresses are allowed; None to allow all addresses.
         names: host names that the engine may resolve, in lower case. Their IP addresses are allowed too.
+        engines: (host, port) of control channels to which the engine connects when it starts.
     """
 
     networks: tuple[Network, ...] | None = None
     names: tuple[str, ...] = ()
+    engines: tuple[tuple[str, int], ...] = ()
 
     def allows(self, address: IP) -> bool:
         """Return whether the allowed networks contain an IP address. Allowed host names are not considered.
@@ -88,9 +93,9 @@ def parse_allowed_peers(entries: Sequence[str] | None, host: str, advertised: st
     """Parse the setting ``peers``, the list of machines that may be peers of this engine.
 
     Args:
-        entries: value of the setting: host names, IP addresses and IP networks. None if the setting is not
-            set. Then an engine that listens on loopback accepts loopback addresses only, and any other engine
-            accepts all addresses.
+        entries: value of the setting: host names, IP addresses and IP networks. Hosts may have the port of
+            an engine's control channel. None if the setting is not set. Then an engine that listens on
+            loopback accepts loopback addresses only, and any other engine accepts all addresses.
         host: address that the engine listens on.
         advertised: host name or IP address under which peers reach this engine; None if not set. If `entries`
             is None and `host` is not loopback, a host name given here becomes an allowed name, because other
@@ -109,15 +114,19 @@ def parse_allowed_peers(entries: Sequence[str] | None, host: str, advertised: st
             f"peers has {len(entries)} entries, expected 1 to {MAX_ENTRIES}; name the engines' machines or "
             "networks, or leave peers out to allow all that have the key"
         )
-    networks, names = list[Network](), list[str]()
-    for number, entry in enumerate(entries):
+    networks, names, engines = list[Network](), list[str](), list[tuple[str, int]]()
+    for number, text in enumerate(entries):
+        entry = text
+        if (found := _ENGINE.fullmatch(text)) is not None and int(found[2]) < 1 << 16:
+            entry = found[1]
+            engines.append((str(_address_of(entry) or entry), int(found[2])))
         if entry == "localhost":
             networks += _LOOPBACK
         elif (network := _network(entry, number)) is not None:
             networks.append(network)
         else:
             names.append(_name(entry, number))
-    return AllowedPeers(tuple(networks), tuple(names))
+    return AllowedPeers(tuple(networks), tuple(names), tuple(engines))
 
 
 def _network(entry: str, number: int) -> Network | None:

@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -25,10 +25,19 @@ import zmq
 from kvferry.limited_log import LimitedLog
 from kvferry.transport import security
 from kvferry.transport.allowed_peers import ANY_PEER, AllowedPeers
-from kvferry.transport.control_socket import ControlSocket
+from kvferry.transport.control_socket import SOCKETS, ControlSocket
 from kvferry.transport.delay_monitor import DelayMonitor
 from kvferry.transport.gather_address import resolve_gather_address
-from kvferry.transport.handshake import Address, Handshakes, PeerStatus, Pending, Unusable
+from kvferry.transport.handshake import (
+    MAX_HANDSHAKES,
+    MAX_REMEMBERED,
+    Address,
+    Handshakes,
+    PeerInfo,
+    PeerStatus,
+    Pending,
+    Unusable,
+)
 from kvferry.transport.messages import (
     MAX_TICKETS,
     AskTurn,
@@ -66,11 +75,24 @@ class _Peer:
         socket: socket that is connected to the control channel.
         held: tickets (random ids) of the peer's leases that this engine keeps alive with heartbeats.
         used: True if a message was sent since the last heartbeat, so that a reply may still come.
+        connected: True once the peer has accepted a connection.
     """
 
     socket: ControlSocket
     held: set[bytes] = field(default_factory=set)
     used: bool = False
+    connected: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Events:
+    """Name of the socket that has the connection events of a peer.
+
+    Attributes:
+        address: (host, port) of the peer's control channel.
+    """
+
+    address: Address
 
 
 class ControlClient:
@@ -91,6 +113,8 @@ class ControlClient:
         handshake_seconds: float = 5.0,
         heartbeat_seconds: float = 5.0,
         *,
+        meets: Sequence[Address] = (),
+        on_met: Callable[[], None] = lambda: None,
         linger_seconds: float = 0.5,
         max_unresolved: int = MAX_UNRESOLVED,
         resolve: ResolveName | None = None,
@@ -110,13 +134,16 @@ class ControlClient:
                 for a lease.
             heartbeat_seconds: seconds between two heartbeats to the same peer.
             max_unresolved: maximum number of commands that wait for a peer's name to be resolved.
+            meets: (host, port) of the control channels of peers with which the thread does handshakes before
+                anything is asked of them.
+            on_met: function that the thread calls when such a handshake has ended.
             linger_seconds: time to send the queued messages of a socket after it is closed.
             resolve: function that resolves the names in `peers`; None for the system's resolver.
             runs: function that returns whether the engine still runs steps. If it does not, no heartbeats are
                 sent, so that the engine does not keep blocks of others without using them.
             clock: function that returns the current time in seconds.
         """
-        self._runs = runs
+        self._runs, self._meets, self._on_met = runs, frozenset(meets), on_met
         self._max_unresolved = max_unresolved
         self._clock, self._linger_milliseconds = clock, int(linger_seconds * 1000)
         self._keys, self._heartbeat_seconds = keys, heartbeat_seconds
@@ -129,8 +156,9 @@ class ControlClient:
         self._unresolved: list[_Command] = []
         self._unnamed: set[Address] = set()
         self._context: zmq.Context[Any] = zmq.Context()
+        self._context.max_sockets = SOCKETS * (MAX_REMEMBERED + MAX_HANDSHAKES)
         self._peers: dict[Address, _Peer] = {}
-        self._poller = SocketPoller[Address]()
+        self._poller = SocketPoller[Address | _Events]()
         self._names = PeerResolver(peers, self._poller.wake, resolve, clock)
         self._log = LimitedLog(logger)
         self._stop = False
@@ -168,6 +196,11 @@ class ControlClient:
             self._queue_command(address, None)
         return answer
 
+    def known(self, address: Address) -> PeerInfo | None:
+        """Return the description of a peer whose handshake has ended well; None for any other."""
+        answer = self._handshakes.status(address)
+        return answer if isinstance(answer, PeerInfo) else None
+
     def forget(self, address: Address) -> None:
         """Forget the status of a peer that failed, so that the next `look_up` starts a new handshake."""
         self._handshakes.forget(address)
@@ -200,7 +233,8 @@ class ControlClient:
         """Return the producer's reply to a `redeem` request (ticket in exchange for block tables and lease).
 
         If the producer has not replied within `handshake_seconds`, forget its status, so that the next
-        `look_up` of the producer starts a new handshake.
+        `look_up` of the producer starts a new handshake. A producer that cannot be reached any more is not
+        waited for.
 
         Args:
             number: id of the exchange, from `redeem`.
@@ -211,8 +245,11 @@ class ControlClient:
             Unusable, with the reason, if the producer refused or has not replied in time. Otherwise Pending.
         """
         answer = self._redemptions.answer(number, wait_seconds)
-        if isinstance(answer, Unusable) and (silent := self._redemptions.silent_producer(number)) is not None:
-            self.forget(silent)
+        if (silent := self._redemptions.silent_producer(number)) is not None:
+            if isinstance(answer, Unusable):
+                self.forget(silent)
+            elif isinstance(status := self._handshakes.status(silent), Unusable) and status.gone:
+                return status
         return answer
 
     def end_redemption(self, number: int) -> bool:
@@ -310,6 +347,7 @@ class ControlClient:
     def _run(self) -> None:
         delay = DelayMonitor("control channel, asking")
         self._next_beat = self._clock() + self._heartbeat_seconds
+        self._meet()
         stop = False
         while not stop:
             heard = self._poller.wait(delay.before_wait(self._wait_seconds(self._next_beat)))
@@ -323,14 +361,17 @@ class ControlClient:
             peer.socket.close(self._linger_milliseconds)
         self._context.term()
 
-    def _run_once(self, heard: list[Address]) -> None:
+    def _run_once(self, heard: list[Address | _Events]) -> None:
         """Run one iteration of the thread: receive replies, execute queued commands, handle deadlines.
 
         Args:
-            heard: addresses of the peers whose replies have arrived.
+            heard: addresses of the peers whose replies or connection events have arrived.
         """
-        for address in heard:
-            self._receive(address)
+        for name in heard:
+            if isinstance(name, _Events):
+                self._take_event(name.address)
+            else:
+                self._receive(name)
         unresolved, self._unresolved = self._unresolved, []
         self._unnamed.clear()
         for command in unresolved:
@@ -358,6 +399,11 @@ class ControlClient:
         soonest = min([beat, *self._handshakes.deadlines, *self._redemptions.deadlines])
         return min(1.0, max(0.0, soonest - self._clock()) + 0.001)
 
+    def _meet(self) -> None:
+        """Begin a handshake with each configured peer that is not known, or no longer refused."""
+        for address in self._meets:
+            self.look_up(address)
+
     def _send_heartbeats(self) -> None:
         """Send a heartbeat for every lease that this engine holds, and close the sockets to unused peers.
 
@@ -366,6 +412,7 @@ class ControlClient:
         grow without bound, because clients' requests can name any peer address.
         """
         self._handshakes.forget_refusals()
+        self._meet()
         runs = self._runs()
         if not runs and (leases := sum(len(peer.held) for peer in self._peers.values())):
             self._log.say(
@@ -396,8 +443,8 @@ class ControlClient:
 
     def _execute(self, address: Address, message: Request | None) -> None:
         peer = self._peers.get(address)
-        if peer is None and isinstance(message, Redeem):
-            return  # the handshake will send it; a ticket alone must not open a connection
+        if isinstance(message, Redeem) and (peer is None or not self._redemptions.is_unsent(message.number)):
+            return  # the handshake sends it; a ticket alone must not open a connection
         opened = peer is None
         if peer is None or message is None:
             # A name may be resolved at any moment. So commands that follow a waiting command wait too.
@@ -411,10 +458,9 @@ class ControlClient:
             socket = self._connect(place, address[1])
             peer = self._peers[address] = _Peer(socket, held)
             self._poller.add(address, socket.raw)
+            self._poller.add(_Events(address), socket.events)
         if message is None:
-            self._send(address, self._handshakes.open(address))
-            for question in self._redemptions.unanswered(address):
-                self._send(address, question)  # replies on the old socket are lost, because it is closed
+            self._greet(address)
             return
         self._send(address, message)
         peer.used = True
@@ -424,6 +470,33 @@ class ControlClient:
             peer.held.difference_update(message.tickets)
         if opened and isinstance(message, Release):
             self._close(address)  # opened for this message only, which is still sent
+
+    def _greet(self, address: Address, *, again: bool = False) -> None:
+        """Begin a connection with a handshake and the questions that the peer has not answered.
+
+        Replies to them over an earlier connection are lost.
+
+        Args:
+            address: (host, port) of the peer's control channel.
+            again: True if ZeroMQ has opened the connection again.
+        """
+        self._send(address, self._handshakes.open(address, again=again))
+        for question in self._redemptions.unanswered(address):
+            self._send(address, question)
+
+    def _take_event(self, address: Address) -> None:
+        """Take a connection event of a peer. A peer to which no connection can be opened is Unusable.
+
+        Args:
+            address: (host, port) of the peer's control channel.
+        """
+        peer = self._peers[address]
+        if not peer.socket.is_up():
+            self._handshakes.refuse_unreachable(address)
+        elif peer.connected:
+            self._greet(address, again=True)  # another run of the engine may have the port now
+        else:
+            peer.connected = True
 
     def _close(self, address: Address) -> set[bytes]:
         """Close the socket to a peer, if there is one.
@@ -439,6 +512,7 @@ class ControlClient:
         if peer is None:
             return set()
         self._poller.remove(address)
+        self._poller.remove(_Events(address))
         peer.socket.close(self._linger_milliseconds)
         return peer.held
 
@@ -514,3 +588,5 @@ class ControlClient:
                 peer.held.add(ticket)  # before this thread can execute its release
         elif message := self._handshakes.handle_reply(address, data):
             self._send(address, message)
+        elif address in self._meets:
+            self._on_met()

@@ -10,10 +10,14 @@ import time
 from typing import Any
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from kvferry.transport import security
 from kvferry.transport.endpoint import zmq_endpoint
 from kvferry.transport.messages import MAX_REPLY_BYTES, Reply, Request, decode_reply, encode
+
+SOCKETS = 3
+"""Number of ZeroMQ sockets that a `ControlSocket` takes: its own, and two for its connection events."""
 
 
 class ControlSocket:
@@ -21,6 +25,7 @@ class ControlSocket:
 
     Attributes:
         raw: underlying ZeroMQ socket, for use in a poller.
+        events: ZeroMQ monitor socket, for use in a poller. When it is readable, call `is_up`.
     """
 
     def __init__(self, context: zmq.Context[Any], host: str, port: int, keys: security.Keys) -> None:
@@ -40,10 +45,21 @@ class ControlSocket:
             self.raw.maxmsgsize = MAX_REPLY_BYTES
             self.raw.linger = 0
             security.secure_client(self.raw, keys)
+            self.events: zmq.Socket[Any] = self.raw.get_monitor_socket(
+                zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED
+            )
             self.raw.connect(zmq_endpoint(self.raw, host, port))
         except zmq.ZMQError:
-            self.raw.close()
+            self.close()
             raise
+
+    def is_up(self) -> bool:
+        """Take the next connection event, and return whether the producer has accepted the connection.
+
+        False means that an attempt to connect has failed: nobody listens there, or the host is unreachable.
+        ZeroMQ tries again, also after a connection has ended.
+        """
+        return recv_monitor_message(self.events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
     def send(self, message: Request) -> bool:
         """Queue a message to the producer and return True.
@@ -79,4 +95,7 @@ class ControlSocket:
 
     def close(self, linger_milliseconds: int = 0) -> None:
         """Close the socket. Queued messages are still sent, for at most `linger_milliseconds`."""
+        if (events := getattr(self, "events", None)) is not None:
+            self.raw.disable_monitor()
+            events.close()
         self.raw.close(linger=linger_milliseconds)

@@ -41,6 +41,11 @@ logger = logging.getLogger(__name__)
 REFUSAL_SECONDS = 10.0
 """Seconds for which a refused peer is not contacted again."""
 
+GONE_SECONDS = 1.0
+"""The same for a peer to which no connection can be opened. It may be back soon, and asking takes no time."""
+
+GONE = "no connection can be opened to it; has its engine ended, or is its host unreachable?"
+
 REFRESH_SECONDS = 2.0
 """Minimum seconds between handshakes with a known peer whose tickets name another run of its engine."""
 
@@ -85,9 +90,11 @@ class Unusable:
 
     Attributes:
         reason: why this engine cannot read from the peer, as text for logs.
+        gone: True if the peer cannot be reached or has not answered in time.
     """
 
     reason: str
+    gone: bool = False
 
 
 PeerStatus: TypeAlias = Pending | PeerInfo | Unusable
@@ -132,7 +139,7 @@ class Handshakes:
         """
         self._facts, self._check, self._patience_seconds, self._clock = facts, check, patience_seconds, clock
         self._answers: dict[Address, PeerStatus] = {}
-        self._refused_at: dict[Address, float] = {}
+        self._refused_until: dict[Address, float] = {}
         self._asked_anew: dict[Address, float] = {}
         self._looking: dict[Address, None] = {}
         self._known_since: dict[Address, float] = {}
@@ -145,11 +152,11 @@ class Handshakes:
     def status(self, address: Address, incarnation: int | None = None) -> PeerStatus | None:
         """Return the status of a peer. Return None if the caller must start a new handshake with the peer.
 
-        A new handshake is needed if the peer is unknown, or became Unusable more than `REFUSAL_SECONDS` ago.
-        It is also needed if `incarnation` differs from the one that the peer reported in the last handshake,
-        because the peer may have restarted. But then None is returned at most once per `REFRESH_SECONDS`; the
-        other calls return the old PeerInfo. So a caller that passes `incarnation` must compare it with
-        `PeerInfo.facts.incarnation`.
+        A new handshake is needed if the peer is unknown, or became Unusable some time ago (`REFUSAL_SECONDS`,
+        or `GONE_SECONDS` if no connection can be opened to it). It is also needed if `incarnation` differs
+        from the one that the peer reported in the last handshake, because the peer may have restarted. But
+        then None is returned at most once per `REFRESH_SECONDS`; the other calls return the old PeerInfo. So
+        a caller that passes `incarnation` must compare it with `PeerInfo.facts.incarnation`.
 
         Args:
             address: (host, port) of the peer's control channel.
@@ -195,9 +202,15 @@ class Handshakes:
         """Deadlines of all handshakes under way, in seconds of the constructor's `clock`."""
         return [one.began + self._patience(one) for one in list(self._running.values())]
 
-    def open(self, address: Address) -> Hello:
-        """Start the timeout of the handshake with a peer, and return the first message to send to it."""
-        self._running[address] = _Handshake(self._clock())
+    def open(self, address: Address, *, again: bool = False) -> Hello:
+        """Start the timeout of the handshake with a peer, and return the first message to send to it.
+
+        Args:
+            address: (host, port) of the peer's control channel.
+            again: True if the connection was opened again. The timeout of a handshake under way goes on.
+        """
+        running = self._running.get(address) if again else None
+        self._running[address] = _Handshake(self._clock() if running is None else running.began)
         return Hello(PROTOCOL, self._facts)
 
     def handle_reply(self, address: Address, answer: bytes) -> AskRanks | None:
@@ -225,20 +238,25 @@ class Handshakes:
             self.refuse(address, f"its answer cannot be used: {error}")
         return None
 
-    def refuse(self, address: Address, reason: str) -> None:
-        """Set the status of a peer to Unusable for `REFUSAL_SECONDS`, and log the reason.
+    def refuse(
+        self, address: Address, reason: str, *, gone: bool = False, seconds: float = REFUSAL_SECONDS
+    ) -> None:
+        """Set the status of a peer to Unusable, and log the reason.
 
         Args:
             address: (host, port) of the peer's control channel.
             reason: why this engine cannot read from the peer, as text for logs.
+            gone: True if the peer cannot be reached or has not answered in time.
+            seconds: seconds for which the peer is not contacted again.
         """
         reason = shown(reason, _REASON_CHARACTERS)
         host, port = address
         self._log.say(f"{address}", f"peer at {shown(host)}:{port} cannot be used: {reason}")
         self._running.pop(address, None)
         self._looking.pop(address, None)
-        self._answers[address] = Unusable(reason)
-        if (oldest := _store_limited(self._refused_at, address, self._clock())) is not None and isinstance(
+        self._answers[address] = Unusable(reason, gone)
+        until = self._clock() + seconds
+        if (oldest := _store_limited(self._refused_until, address, until)) is not None and isinstance(
             self._answers.get(oldest), Unusable
         ):
             self._answers.pop(oldest, None)
@@ -262,7 +280,12 @@ class Handshakes:
                     address,
                     f"no answer within {patience:g} s; is it up and reachable, and does it have the "
                     "same key?",
+                    gone=True,
                 )
+
+    def refuse_unreachable(self, address: Address) -> None:
+        """Set the status of a peer to Unusable, because an attempt to connect to it has failed."""
+        self.refuse(address, GONE, gone=True, seconds=GONE_SECONDS)
 
     def is_refused(self, address: Address) -> bool:
         """Return whether the status of a peer is Unusable."""
@@ -285,12 +308,9 @@ class Handshakes:
         return self._answers.get(address) is None and address not in self._running
 
     def forget_refusals(self) -> None:
-        """Forget the status of peers that became Unusable more than `REFUSAL_SECONDS` ago.
-
-        These peers may be contacted again.
-        """
-        for address in [one for one in self._refused_at if self._refusal_is_over(one)]:
-            del self._refused_at[address]
+        """Forget the status of the Unusable peers that may be contacted again."""
+        for address in [one for one in self._refused_until if self._refusal_is_over(one)]:
+            del self._refused_until[address]
             if self.is_refused(address):
                 self._answers.pop(address, None)
 
@@ -329,16 +349,16 @@ class Handshakes:
         )
 
     def _refusal_is_over(self, address: Address) -> bool:
-        return self._clock() - self._refused_at.get(address, -REFUSAL_SECONDS) > REFUSAL_SECONDS
+        return self._clock() > self._refused_until.get(address, float("-inf"))
 
 
 def _store_limited(times: dict[Address, float], address: Address, now: float) -> Address | None:
-    """Set the time of a peer in a dict. If the dict then exceeds `MAX_REMEMBERED`, remove its oldest entry.
+    """Set the time of a peer in a dict. If the dict then exceeds `MAX_REMEMBERED`, remove its first entry.
 
     Args:
         times: dict to change: maps the (host, port) of a peer to a time in seconds.
         address: (host, port) of the peer.
-        now: current time in seconds, to be stored for the peer.
+        now: time in seconds, to be stored for the peer.
 
     Returns:
         Address of the peer whose entry was removed; None if no entry was removed.

@@ -43,6 +43,7 @@ class _PendingRedemption:
         foreseen: True if the producer may learn of the ticket later.
         news: time of the last reply that covered more tokens, by the same clock; of `begin` before that.
         asked: True while a reply to `message` is missing.
+        sent: True if `message` has been sent.
         granted: True once the producer has accepted the ticket, even if it has ended the lease since.
         again: time of the next request while the redemption is growing, by the same clock.
         answer: last reply that granted or refused; None if there is none.
@@ -54,6 +55,7 @@ class _PendingRedemption:
     foreseen: bool
     news: float
     asked: bool = True
+    sent: bool = False
     granted: bool = False
     again: float = 0.0
     answer: Redeemed | NotRedeemed | None = None
@@ -125,13 +127,13 @@ class Redemptions:
             Unusable, with the reason, if the producer refused or has not replied in time. Otherwise Pending.
         """
         asked = self._asked[number]
-        if asked.answer is None and not asked.foreseen and wait_seconds > 0:
+        if asked.answer is None and wait_seconds > 0:
             with self._heard:
                 self._heard.wait_for(lambda: asked.answer is not None, wait_seconds)
         if isinstance(asked.answer, NotRedeemed):
             return Unusable(asked.answer.reason)
         if asked.asked and self._clock() >= asked.deadline:
-            return Unusable(SILENT.format(seconds=self._patience_seconds))
+            return Unusable(SILENT.format(seconds=self._patience_seconds), gone=True)
         return Pending() if asked.answer is None else asked.answer
 
     def silent_producer(self, number: int) -> Address | None:
@@ -201,8 +203,20 @@ class Redemptions:
         """
         found = [one for one in list(self._asked.values()) if one.address == address and one.asked]
         for one in found:
-            one.deadline = self._clock() + self._patience_seconds
+            one.deadline, one.sent = self._clock() + self._patience_seconds, True
         return [one.message for one in found]
+
+    def is_unsent(self, number: int) -> bool:
+        """Return whether a request has not been sent, and record that it is sent now. False after `end`.
+
+        Args:
+            number: id of the request, from `begin`.
+        """
+        asked = self._asked.get(number)
+        if asked is None or asked.sent:
+            return False
+        asked.sent = True
+        return True
 
     def due(self) -> list[tuple[Address, Redeem]]:
         """Return the requests to send again now, because the producer may have computed more tokens.
@@ -214,7 +228,7 @@ class Redemptions:
         for one in found:
             known = one.answer.tokens if isinstance(one.answer, Redeemed) else 0
             one.message = structs.replace(one.message, known_tokens=known)
-            one.deadline, one.asked = now + self._patience_seconds, True
+            one.deadline, one.asked, one.sent = now + self._patience_seconds, True, False
         return [(one.address, one.message) for one in found]
 
     @property

@@ -597,6 +597,18 @@ def _grants(book: Any) -> dict[str, list[list[int]]]:
     return found
 
 
+def answer_slowly(engine: Any, seconds: float) -> None:
+    """Let the control channel take so long to redeem a ticket."""
+    book = parts.tickets(engine)
+    redeem = type(book).redeem
+
+    def slow(message: Any) -> Any:
+        time.sleep(seconds)
+        return redeem(book, message)
+
+    book.redeem = slow
+
+
 def granted(engine: Any, offer: dict[str, Any]) -> list[list[int]]:
     """The block tables that this engine keeps for an offer."""
     return engine.granted[offer["remote_request_id"]]

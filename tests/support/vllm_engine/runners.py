@@ -42,7 +42,6 @@ def is_asynchronous(settings: dict[str, Any]) -> bool:
 def declare() -> None:
     """In an engine's process: sample by PyTorch, because Triton's interpreter does not run that kernel."""
     if RUNNER != "1":
-        from triton.runtime import interpreter
         from vllm.v1.sample.ops import topk_topp_sampler
 
         topk_topp_sampler.HAS_TRITON = False

@@ -1,4 +1,4 @@
-"""Waiting for sources that are still looking: a request waits only as long as that can save time."""
+"""Waiting for sources that are still looking: only a ticket is waited for longer than that can save time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import assume, given, strategies as st
 
 from kvferry.connector.answer_times import AnswerTimes
 from kvferry.connector.bids import Bid
-from kvferry.connector.choosing import PROMISE_SECONDS, BidChooser, choose
+from kvferry.connector.choosing import BidChooser, choose
 from kvferry.connector.policies import CostPolicy, FirstPolicy, WeightPolicy, policy_named
 from kvferry.connector.speeds import Speeds
 from support.clock import Clock
@@ -57,13 +57,11 @@ def wait(ours, bids, missing=PROMPT, computed=None, step=0.01, until=30.0):
     step=st.sampled_from([0.02, 0.3]),
 )
 def test_no_wait_is_longer_than_patience_or_computing(named, bids, patience, answers, more, step):
-    name, _, rates = named
+    _, _, rates = named
     waited, _ = wait(chooser(*named, patience, answers), bids, computed=PROMPT + more, step=step)
     limit = patience
-    if "computed" in rates:
-        compute = (PROMPT + more) / rates["computed"] * (1 + 1e-6)
-        grace = PROMISE_SECONDS if name != "cost" and any(one.promised for one in bids) else 0.0
-        limit = min(patience, max(compute, grace))
+    if "computed" in rates and not any(one.promised for one in bids):
+        limit = min(patience, (PROMPT + more) / rates["computed"] * (1 + 1e-6))
     assert waited < limit + step, "the last question that is answered with a wait comes before the limit"
 
 
@@ -98,6 +96,7 @@ def test_the_cost_policy_waits_only_if_it_saves_time(named, bids, waited, answer
     _, weights, rates = named
     measured = speeds(rates)
     ours = chooser("cost", weights, rates, answers=answers)
+    bids = [replace(one, promised=False) for one in bids]
 
     def seconds(one):
         loading = max((measured.load_seconds(p.place, p.tokens) for p in one.parts), default=0.0)
@@ -155,26 +154,35 @@ def test_a_source_without_tokens_or_weight_is_no_answer():
     assert (round(waited, 1), found) == (2.0, None)
 
 
+TICKET = replace(PENDING, promised=True)
+
+
+@pytest.mark.parametrize("answers", [{}, {"peer": 5.0}], ids=["", "slow lately"])
+@pytest.mark.parametrize("rates", [COMPUTING, {}], ids=["", "the speed of computing is not known"])
+@pytest.mark.parametrize("name", ["weight", "first", "cost"])
+def test_a_ticket_is_waited_for_until_patience_ends_however_fast_the_engine_computes(name, rates, answers):
+    waited, found = wait(chooser(name, {}, rates, answers=answers), [TICKET], TOKENS)
+    assert (round(waited, 1), found) == (10.0, None)
+
+
 @pytest.mark.parametrize(
-    ("rates", "tokens", "seconds"),
-    [
-        (COMPUTING, 5_000, 1.0),
-        (COMPUTING, 9_900, PROMISE_SECONDS),
-        (COMPUTING, 9_999, 0.0),
-        ({}, 9_000, 10.0),
-    ],
-    ids=["half", "nearly all", "all", "the speed of computing is not known"],
+    ("tokens", "seconds"), [(5_000, 10.0), (9_900, 10.0), (9_999, 0.0)], ids=["half", "nearly all", "all"]
 )
 @pytest.mark.parametrize("name", ["weight", "first"])
-def test_a_ticket_is_waited_for_as_long_as_computing_what_it_has_more(name, rates, tokens, seconds):
-    ticket, ready = replace(PENDING, promised=True), bid("tiers", tiers=tokens)
-    waited, found = wait(chooser(name, {}, rates), [ticket, ready], TOKENS)
+def test_a_ticket_is_waited_for_if_it_has_more_than_the_best_answer(name, tokens, seconds):
+    ready = bid("tiers", tiers=tokens)
+    waited, found = wait(chooser(name, {}, COMPUTING), [TICKET, ready], TOKENS)
     assert (round(waited, 1), found) == (seconds, ready)
 
 
+def test_the_cost_policy_computes_at_once_what_loading_would_delay():
+    slow = {"computed": 5_000.0, "peer": 1_000.0}
+    assert wait(chooser("cost", {}, slow), [TICKET], TOKENS) == (0.0, None)
+
+
 def test_first_waits_for_no_ticket_whose_source_comes_later():
-    ticket, ready = replace(PENDING, promised=True), bid("tiers", tiers=5_000)
-    assert wait(chooser("first", {}, COMPUTING), [ready, ticket], TOKENS) == (0.0, ready)
+    ready = bid("tiers", tiers=5_000)
+    assert wait(chooser("first", {}, COMPUTING), [ready, TICKET], TOKENS) == (0.0, ready)
 
 
 def test_the_rest_of_a_prefix_that_a_ticket_promises_is_waited_for_like_the_ticket():
@@ -183,17 +191,16 @@ def test_the_rest_of_a_prefix_that_a_ticket_promises_is_waited_for_like_the_tick
     assert (both.looking, both.promised) == (True, True)
     assert not Bid.composed(bid("tiers", looking=True, tiers=5_000), tail).promised
     ours = chooser("weight", {}, COMPUTING)
-    assert ours.choose([head, both], TOKENS, waited=0.9, before=None) is both
-    assert ours.choose([head, both], TOKENS, waited=1.1, before=None) is head
+    assert ours.choose([head, both], TOKENS, waited=9.9, before=None) is both
+    assert ours.choose([head, both], TOKENS, waited=10.1, before=None) is head
 
 
 def test_a_choice_that_waits_for_blocks_is_left_for_a_ticket_that_is_better_by_the_margin():
     measured = speeds(COMPUTING)
     ours = BidChooser(WeightPolicy({}), measured, 10.0)
     ready = bid("tiers", tiers=9_500)
-    ticket = replace(PENDING, promised=True)
-    assert ours.choose([ticket, ready], TOKENS, waited=0.0, before=None) is ticket
-    assert ours.choose([ticket, ready], TOKENS, waited=0.0, before=ready) is ready
+    assert ours.choose([TICKET, ready], TOKENS, waited=0.0, before=None) is TICKET
+    assert ours.choose([TICKET, ready], TOKENS, waited=0.0, before=ready) is ready
 
 
 def test_answer_times_of_computing_peers_are_kept_apart():

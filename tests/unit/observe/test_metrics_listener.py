@@ -165,6 +165,19 @@ def test_a_source_that_bid_nothing_has_said_why(miss: MissReason) -> None:
     assert misses(asked(misses=lacks)) == {f"tiers {miss} several": 1, "peer refused ": 1}
 
 
+@pytest.mark.parametrize("miss", [MissReason.GONE, MissReason.REFUSED, MissReason.LOCAL, MissReason.LOST_BID])
+def test_a_ticket_counts_with_what_became_of_it(miss: MissReason) -> None:
+    lack = SourceMiss("peer", miss)
+    ticket = Arrived("a", 0.0, tokens=PROMPT, sources=SOURCES, ticket=True)
+    missed = counts(ticket, asked(misses=[lack]), Scheduled("a", 1.0, 0, PROMPT))
+    assert {n for n in missed if n.startswith("tickets")} == {f"tickets {miss}"}
+    loaded = counts(ticket, asked(), load_began(), load_ended(), Scheduled("a", 1.0, 80, PROMPT))
+    assert {n for n in loaded if n.startswith("tickets")} == {"tickets hit"}
+    declined = counts(Arrived("a", 0.0, tokens=PROMPT, sources=(), declined=(lack,), ticket=True))
+    assert declined[f"tickets {miss}"] == 1
+    assert not any(name.startswith("tickets") for name in counts(replace(ticket, ticket=False)))
+
+
 def test_a_source_that_said_nothing_is_said_to_have_nothing_stored() -> None:
     nothing = {"peer not_stored ": 1, "tiers not_stored ": 1}
     assert misses() == misses(asked()) == nothing

@@ -54,7 +54,7 @@ def test_an_engines_command_carries_its_connector_and_the_users_arguments_last()
     )
     command = spec.command()
     given = json.loads(command[command.index("--kv-transfer-config") + 1])
-    assert given["kv_connector_extra_config"] == {"attempts": 3}
+    assert given["kv_connector_extra_config"].items() >= {"attempts": 3}.items()
     assert command[-2:] == ["--dtype", "float32"]
 
 
@@ -148,3 +148,28 @@ def test_connector_config_holds_only_given_settings():
 def test_an_unknown_connector_setting_is_refused_with_the_nearest_one():
     with pytest.raises(ConfigError, match="lease_seconds"):
         kv_transfer_config(Role.BOTH, {"lease_second": 5})
+
+
+def test_decode_engines_of_a_fleet_meet_its_prefill_engines_at_their_start():
+    *prefills, decode, other = (
+        spec.kv_transfer["kv_connector_extra_config"]
+        for spec in fleet_specs("m", prefill=2, decode=2, machine=GPUS)
+    )
+    ports = [one["port"] for one in prefills]
+    assert len(set(ports)) == 2
+    assert decode == other == {"peers": ["localhost", *(f"127.0.0.1:{port}" for port in ports)]}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefill_settings": {"port": 5}},
+        {"decode_settings": {"ports": "20000-20099"}},
+        {"arguments": ["-dp", "2"]},
+    ],
+    ids=["port", "ports", "data parallel"],
+)
+def test_engines_with_addresses_of_their_own_meet_at_the_first_ticket(options):
+    specs = fleet_specs("m", machine=Devices(gpus=tuple("01234567"), cores=(0,)), **options)
+    for spec, side in zip(specs, ("prefill", "decode"), strict=True):
+        assert spec.kv_transfer["kv_connector_extra_config"] == options.get(f"{side}_settings", {})

@@ -62,7 +62,10 @@ def test_addresses_networks_and_names_are_listed():
         (["10.0.0.300"], r"peers\[0\] is '10.0.0.300'; give a host name, an address, or a network"),
         (["*.svc"], "a name stands for all its addresses, like that of a headless service"),
         ([""], r"peers\[0\] is ''; give a host name"),
-        (["node7:5600"], "is 'node7:5600'; give a host name"),
+        (["node7:0"], "is 'node7:0'; give a host name"),
+        (["node7:65536"], "is 'node7:65536'; give a host name"),
+        (["node7:5600:1"], "is 'node7:5600:1'; give a host name"),
+        (["10.0.0.0/8:5600"], "which is no network"),
         (["http://node7"], "which is no network"),
         (["a" * 64], "give a host name"),
         (["node7\n"], "give a host name"),
@@ -73,3 +76,19 @@ def test_a_malformed_entry_is_refused_with_one_sentence(entries, said):
     with pytest.raises(ConfigError, match=said) as refused:
         parse_allowed_peers(entries, "10.0.0.1", None)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("entry", "engine", "host"),
+    [
+        ("10.0.0.1:5600", ("10.0.0.1", 5600), "10.0.0.1"),
+        ("[fd00::1]:5600", ("fd00::1", 5600), "fd00::1"),
+        ("node7:65535", ("node7", 65535), "node7"),
+        ("localhost:5600", ("127.0.0.1", 5600), "127.0.0.1"),
+    ],
+)
+def test_an_entry_with_a_port_allows_the_host_and_names_an_engine_to_meet(entry, engine, host):
+    found = parse_allowed_peers([entry], "10.0.0.9", None)
+    assert found.engines == (engine,)
+    assert found.may_allow(host)
+    assert not found.may_allow("10.0.0.2") or found.names

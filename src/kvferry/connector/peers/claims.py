@@ -17,8 +17,9 @@ from kvferry.transport.handshake import Address, Pending, Unusable
 from kvferry.transport.redeem import PromptContent, Redeemed
 
 STEP_WAIT_SECONDS = 0.0005
-"""Maximum seconds that a step waits for answers of producers, over all requests. A nearby peer that is
-already connected answers within this time, so the prompt need not wait for the next step."""
+"""Maximum seconds after its question that a step waits for a producer's answer, and that a step waits in all.
+A nearby peer that is already connected answers within this time, so the prompt need not wait for the next
+step. No later step waits, so a slow producer does not delay the requests that run."""
 
 IDLE_STEP_WAIT_SECONDS = 0.002
 """Maximum seconds that a step waits if the engine computes nothing. This delays no running request."""
@@ -33,12 +34,14 @@ class Claim:
         ticket: random id that the request sends to the producer to claim the lease.
         prompt: digests of the content of the offered tokens, sent with the ticket.
         number: id of the message that sent the ticket. The control client finds the answer by this id.
+        began: time at which the request claimed the lease, monotonic seconds.
     """
 
     address: Address
     ticket: bytes
     prompt: PromptContent
     number: int
+    began: float
 
 
 @dataclass(slots=True)
@@ -104,7 +107,7 @@ class Claims:
                 address, ticket, tokens, content, foreseen=foreseen
             )
         shared.users[number] = shared.users.get(number, 0) + 1
-        return Claim(address, ticket, content, number)
+        return Claim(address, ticket, content, number, self._clock())
 
     def answer(self, claim: Claim) -> Redeemed | Unusable | Pending:
         """Return the producer's last answer to a claim on a lease: the block tables and the lease.
@@ -112,17 +115,20 @@ class Claims:
         While the producer computes the prompt, later calls return answers that cover more tokens.
 
         Wait for the answer if it has not arrived. All calls in one engine step together wait at most
-        `STEP_WAIT_SECONDS`, or `IDLE_STEP_WAIT_SECONDS` if the engine computes nothing. Return Pending if
-        there is still no answer. Return Unusable with the reason if the producer has refused the ticket, or
-        has not answered within ``handshake_seconds``.
+        `IDLE_STEP_WAIT_SECONDS` if the engine computes nothing. Else they wait at most `STEP_WAIT_SECONDS`,
+        and only that long after `begin`. Return Pending if there is still no answer. Return Unusable with the
+        reason if the producer has refused the ticket, cannot be reached, or has not answered within
+        ``handshake_seconds``.
 
         Args:
             claim: claim that `begin` returned.
         """
-        most = IDLE_STEP_WAIT_SECONDS if self._idle() else STEP_WAIT_SECONDS
-        began = self._clock()
-        answer = self._client.redemption(claim.number, most - self._waited_seconds)
-        self._waited_seconds += self._clock() - began
+        now = self._clock()
+        most = IDLE_STEP_WAIT_SECONDS - self._waited_seconds
+        if not self._idle():
+            most = STEP_WAIT_SECONDS - max(self._waited_seconds, now - claim.began)
+        answer = self._client.redemption(claim.number, max(0.0, most))
+        self._waited_seconds += self._clock() - now
         return answer
 
     def step(self) -> None:

@@ -8,6 +8,7 @@ from kvferry.connector.load import Load
 from kvferry.connector.messages import LoadRead
 from kvferry.connector.peers.pull import Pull
 from kvferry.planning.increments import next_part
+from kvferry.transport.handshake import Unusable
 from kvferry.transport.read_order import ReadOrder
 
 
@@ -104,7 +105,7 @@ class LoadFeeds:
         if self._feeds.pop(load.key, None) is not None:
             self._dropped.append(LoadRead(load.key, None, failure="no request waits for it any more"))
 
-    def take_reads(self, failure_of: Callable[[Pull], str | None]) -> list[LoadRead]:
+    def take_reads(self, failure_of: Callable[[Pull], Unusable | None]) -> list[LoadRead]:
         """Return the messages of the coming step to the workers.
 
         Args:
@@ -113,7 +114,8 @@ class LoadFeeds:
         """
         reads, self._dropped = self._dropped, []
         for key, feed in list(self._feeds.items()):
-            read = feed.next_read(failure_of(feed.pull))
+            unusable = failure_of(feed.pull)
+            read = feed.next_read(None if unusable is None else unusable.reason)
             if read is not None:
                 reads.append(read)
                 if read.last or read.failure is not None:

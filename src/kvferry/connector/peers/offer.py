@@ -117,6 +117,15 @@ def read_wanted(params: Any) -> Wanted:
         return Wanted()
 
 
+def has_offer(params: Any) -> bool:
+    """Return whether a request's ``kv_transfer_params`` contain an offer of KV blocks, sound or malformed.
+
+    Args:
+        params: the request's ``kv_transfer_params``, as the client sent them; None if there are none.
+    """
+    return params is not None and not (isinstance(params, dict) and not params.get("do_remote_prefill"))
+
+
 def read_offer(params: Any) -> Offer | None:
     """Return the offer of KV blocks in a request's ``kv_transfer_params``; None if they contain no offer.
 
@@ -126,7 +135,7 @@ def read_offer(params: Any) -> Offer | None:
     Raises:
         ProtocolError: the offer is malformed.
     """
-    if params is None or (isinstance(params, dict) and not params.get("do_remote_prefill")):
+    if not has_offer(params):
         return None
     try:
         return msgspec.convert(params, Offer)

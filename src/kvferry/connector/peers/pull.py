@@ -37,6 +37,7 @@ class Pull:
         incarnation: random number that identifies the run of the peer's engine that granted the lease; None
             until it is known.
         settled: True when the request will read no more from this peer.
+        gone: True if the peer is excluded because it cannot be reached or has not answered in time.
         loading: True while a load from this peer is under way.
         bid: last offer for the request to load KV from this peer; None if there was none.
     """
@@ -55,6 +56,7 @@ class Pull:
     ready: int = 0
     incarnation: int | None = None
     settled: bool = False
+    gone: bool = False
     loading: bool = False
     bid: Bid | None = None
 
@@ -89,9 +91,7 @@ class Pull:
     @property
     def peer(self) -> str:
         """Name of the peer: engine id and address, with the random number of the peer's run once known."""
-        host, port = self.address
-        run = "" if self.incarnation is None else f"#{self.incarnation:x}"
-        return f"{self.engine_id}@{host}:{port}{run}"
+        return peer_name(self.engine_id, self.address, self.incarnation)
 
     def mismatch(self, peer: PeerInfo) -> str | None:
         """Return the reason why the KV that this peer offered cannot be read; None if it can be read.
@@ -111,6 +111,13 @@ class Pull:
         if granted != groups:
             return f"block tables for {granted} groups, the peer has {groups}"
         return None
+
+
+def peer_name(engine_id: str, address: Address, incarnation: int | None) -> str:
+    """Return the name of a peer: engine id and address, with the random number of the peer's run if known."""
+    host, port = address
+    run = "" if incarnation is None else f"#{incarnation:x}"
+    return f"{engine_id}@{host}:{port}{run}"
 
 
 def layers_of(ranks: Iterable[RankGeometry], *, attend_to_all: bool) -> set[str]:

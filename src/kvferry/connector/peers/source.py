@@ -10,6 +10,9 @@ conversation. There is one `Pull` for each request that came with a ticket, or f
 A peer may grant blocks before it has computed the whole prompt. Then a load reads what is computed, and goes
 on with each further grant (`feed`).
 
+A peer is excluded if it refuses the ticket, cannot be reached (`gone`) or has not answered in time. Until
+then its bid is *promised*, and the request waits for it (`choosing`).
+
 The ticket is redeemed as the request arrives. From then on heartbeats keep the lease alive, however long the
 request queues. The request's claim on the lease ends once: when the request's loads have succeeded, when the
 engine computes the prompt instead, or when this peer is excluded.
@@ -18,7 +21,7 @@ engine computes the prompt instead, or when this peer is excluded.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from kvferry.connector.adapters import Adapters
@@ -32,7 +35,7 @@ from kvferry.connector.peers.claims import Claims
 from kvferry.connector.peers.connections import PeerConnections
 from kvferry.connector.peers.feed import LoadFeeds
 from kvferry.connector.peers.offer import read_offer
-from kvferry.connector.peers.pull import Pull
+from kvferry.connector.peers.pull import Pull, peer_name
 from kvferry.connector.peers.turn_finder import TurnFinder
 from kvferry.connector.pins import Pins, may_hold
 from kvferry.connector.prompt_content import content_of
@@ -41,7 +44,7 @@ from kvferry.errors import NotYetNamed, ProtocolError, Unnameable
 from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.tiers.names import PEER, TIERS
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.handshake import PeerInfo, Pending, Unusable
+from kvferry.transport.handshake import Address, PeerInfo, Pending, Unusable
 from kvferry.transport.redeem import Redeemed
 from kvferry.units import counted
 
@@ -82,6 +85,7 @@ class PeerSource:
         turns: TurnFinder,
         adapters: Adapters,
         idle: Callable[[], bool],
+        meets: Sequence[Address] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the source. It has no requests yet.
@@ -98,6 +102,8 @@ class PeerSource:
             turns: object that asks peers for KV of earlier turns of a conversation.
             adapters: the engine's LoRA adapters.
             idle: function that returns whether the engine computes no request at present.
+            meets: (host, port) of the control channels of peers that the workers connect to before the first
+                load, as soon as `client` knows them.
             clock: function that returns monotonic seconds.
         """
         self._adapters, self._clock = adapters, clock
@@ -111,6 +117,7 @@ class PeerSource:
         self._pulls: dict[str, Pull] = {}
         self._claims = Claims(client, idle, clock)
         self._feeds, self._connections = LoadFeeds(), PeerConnections(ranks, clock)
+        self._meets, self._met = tuple(meets), dict[Address, int]()
         self._stopped = ""
 
     def __len__(self) -> int:
@@ -236,7 +243,7 @@ class PeerSource:
         if pull is None:
             return SourceMiss(PEER, MissReason.NOT_STORED, detail="no peer keeps an earlier turn of it")
         if (why := pull.bidding.exclusion_reason(pull.peer)) is not None:
-            return SourceMiss(PEER, MissReason.REFUSED, detail=why)
+            return SourceMiss(PEER, MissReason.GONE if pull.gone else MissReason.REFUSED, detail=why)
         return SourceMiss(
             PEER, MissReason.LOCAL, detail=f"{counted(pull.tokens, 'token')} offered, {local_tokens} here"
         )
@@ -402,6 +409,11 @@ class PeerSource:
         self._stopped = why
 
     @property
+    def busy(self) -> bool:
+        """True if the workers shall connect to a configured peer, even if the engine has no requests."""
+        return any(True for _ in self._new_peers())
+
+    @property
     def calm(self) -> bool:
         """True if steps need no call of `hand_over`, until another method is called.
 
@@ -418,9 +430,20 @@ class PeerSource:
             orders: message to all workers for the coming step. This object is mutated.
         """
         self._claims.step()
+        for address, peer in self._new_peers():
+            facts = peer.facts
+            self._connections.use(peer_name(facts.engine_id, address, facts.incarnation), peer)
+            self._met[address] = facts.incarnation
         orders.connects = self._connections.take_new()
         orders.disconnects = self._connections.take_unused(lambda: self._feeds.peers)
         orders.reads = self._feeds.take_reads(self._update)
+
+    def _new_peers(self) -> Iterator[tuple[Address, PeerInfo]]:
+        """Yield the configured peers, each with its address, whose present run the workers have not met."""
+        for address in self._meets:
+            peer = self._client.known(address)
+            if peer is not None and peer.facts.incarnation != self._met.get(address):
+                yield address, peer
 
     def _redeem(self, pull: Pull, request: Request) -> None:
         """Send a request's ticket (random id that claims a lease) to the peer that offered KV.
@@ -467,8 +490,8 @@ class PeerSource:
         if not isinstance(peer, PeerInfo):
             return peer
         known = pull.grant is not None
-        if (reason := self._update(pull)) is not None:
-            return Unusable(reason)
+        if (unusable := self._update(pull)) is not None:
+            return unusable
         if pull.grant is None:
             return Pending()
         if not known:
@@ -477,20 +500,23 @@ class PeerSource:
             return Unusable(refusal)
         return peer
 
-    def _update(self, pull: Pull) -> str | None:
+    def _update(self, pull: Pull) -> Unusable | None:
         """Store the peer's last answer to a ticket. Return why its KV cannot be read; None if it can.
 
         Args:
             pull: state of the exchange with the peer. This method sets `grant`, `ready` and `incarnation`.
         """
         if pull.settled:
-            return pull.bidding.exclusion_reason(pull.peer) or "the claim on its lease has ended"
+            return Unusable(
+                pull.bidding.exclusion_reason(pull.peer) or "the claim on its lease has ended", pull.gone
+            )
         if pull.is_whole or pull.claim is None:
             return None
         answer = self._claims.answer(pull.claim)
         if isinstance(answer, Unusable):
-            return answer.reason
-        return pull.take(answer) if isinstance(answer, Redeemed) else None
+            return answer
+        reason = pull.take(answer) if isinstance(answer, Redeemed) else None
+        return None if reason is None else Unusable(reason)
 
     def _process_turn_answers(self, request: Request, local_tokens: int) -> Bid | None:
         """Process the answers of peers that were asked for an earlier turn of the conversation.
@@ -546,6 +572,7 @@ class PeerSource:
             return None
         peer = self._ready_peer(pull)
         if isinstance(peer, Unusable):
+            pull.gone = peer.gone
             self._exclude_peer(request.request_id, peer.reason)
             return None
         looking = isinstance(peer, Pending)

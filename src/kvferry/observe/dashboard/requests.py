@@ -59,6 +59,13 @@ HITS = PanelRow(
             (Query(rate("kvferry_queries_total", "source"), "{{source}}"),),
         ),
         Panel(
+            "Tickets",
+            "Requests whose prompt another engine had computed: hits, and why others were not loaded.",
+            "reqps",
+            (Query(rate("kvferry_tickets_total", "outcome"), "{{outcome}}"),),
+            stacked=True,
+        ),
+        Panel(
             "Hit tokens",
             "Tokens loaded by each source, by the tier they came from.",
             "short",

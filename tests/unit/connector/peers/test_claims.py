@@ -107,14 +107,21 @@ def test_a_prompt_whose_requests_have_ended_is_redeemed_anew_with_the_ticket():
     assert client.released == [ticket("a")]
 
 
-def test_an_idle_engine_waits_longer_for_an_answer_and_no_step_waits_twice():
-    clock, idle = Clock(), True
+@pytest.mark.parametrize(
+    ("idle", "waits"),
+    [
+        (True, [IDLE_STEP_WAIT_SECONDS, 0.0, IDLE_STEP_WAIT_SECONDS]),
+        (False, [STEP_WAIT_SECONDS, 0.0, 0.0]),
+    ],
+    ids=["idle", "computing"],
+)
+def test_no_step_waits_twice_and_a_computing_engine_waits_only_right_after_the_question(idle, waits):
+    clock = Clock()
     claims = Claims(client := Client(), lambda: idle, clock)
     client.answers, client.clock = False, clock
     one = begin(claims)
     for _ in range(2):
         claims.answer(one)
     claims.step()
-    idle = False
     claims.answer(one)
-    assert client.waits == pytest.approx([IDLE_STEP_WAIT_SECONDS, 0.0, STEP_WAIT_SECONDS])
+    assert client.waits == pytest.approx(waits)

@@ -48,6 +48,9 @@ class Client:
     def look_up(self, address, incarnation=None):
         return self.answer
 
+    def known(self, address):
+        return self.answer if isinstance(self.answer, PeerInfo) else None
+
     def redeem(self, address, ticket, tokens, content, *, foreseen=False):
         self.claimed.append(name_of(ticket))
         self.asked.append((tokens, content))
@@ -112,7 +115,7 @@ def offered(name="a", of="theirs", **changes):
     return one
 
 
-def with_peer(answer=KNOWN, ranks=RANKS, turns=None, most_held=2, redeemed=GRANTED) -> FakeEngine:
+def with_peer(answer=KNOWN, ranks=RANKS, turns=None, most_held=2, redeemed=GRANTED, meets=()) -> FakeEngine:
     """An engine whose control client gives these answers of a peer."""
     engine = FakeEngine()
     engine.client, engine.pins, engine.turns = Client(answer, redeemed), Pins(1), Turns(turns)
@@ -126,6 +129,7 @@ def with_peer(answer=KNOWN, ranks=RANKS, turns=None, most_held=2, redeemed=GRANT
         turns=engine.turns,
         adapters=engine.adapters,
         idle=lambda: False,
+        meets=meets,
         clock=engine.clock,
     )
     engine.half = PartialHalf(source=engine.source)
@@ -264,6 +268,17 @@ def test_an_unusable_peer_is_excluded_and_its_lease_released(answer, says):
     assert (engine.client.released, len(engine.source)) == (["theirs"], 0)
 
 
+@pytest.mark.parametrize(("gone", "miss"), [(True, MissReason.GONE), (False, MissReason.REFUSED)])
+@pytest.mark.parametrize("of", ["peer", "ticket"])
+def test_a_peer_that_is_gone_is_told_apart_from_one_that_refuses(of, gone, miss):
+    engine = with_peer(redeemed=Pending())
+    one = engine.arrive(offered())
+    assert engine.source.bids(one, 0)[0].promised
+    setattr(engine.client, "answer" if of == "peer" else "redeemed", Unusable("that is why", gone))
+    assert not engine.source.bids(one, 0)
+    assert engine.source.why_no_bid(one, 0) == SourceMiss("peer", miss, detail="that is why")
+
+
 def test_a_peer_that_is_refused_when_a_request_arrives_is_not_sent_its_ticket():
     engine = with_peer(NOBODY)
     one = engine.arrive(offered())
@@ -309,8 +324,9 @@ def test_all_requests_of_a_step_share_the_time_to_wait_for_their_tickets():
         engine.source.bids(one, 0)
     assert waits == pytest.approx([STEP_WAIT_SECONDS * share for share in (1.0, 0.6, 0.2, 0.0)], abs=1e-9)
     engine.step()
-    engine.source.bids(ones[0], 0)
-    assert waits[-1] == STEP_WAIT_SECONDS
+    for one in (ones[0], engine.arrive(offered("e", of="e"))):
+        engine.source.bids(one, 0)
+    assert waits[-2:] == [0.0, STEP_WAIT_SECONDS], "only right after its question"
 
 
 @pytest.mark.parametrize(("theirs", "alignment_tokens"), [(4, 4), (16, 16), (24, 8), (64, 16)])
@@ -465,6 +481,18 @@ def test_a_request_without_an_offer_that_can_be_read_is_not_served(params, count
     one = request("a", TOKENS, kv_transfer_params=params)
     assert not engine.source.arrived(one, engine.half.bidding)
     assert (len(refused(engine)), engine.client.claimed, len(engine.source)) == (count, [], 0)
+
+
+def test_workers_connect_to_a_configured_peer_before_the_first_ticket_and_after_its_restart():
+    engine = with_peer(Pending(), meets=[ADDRESS])
+    assert not engine.source.busy
+    assert engine.step().connects == {}
+    for run, name in ((11, PEER), (12, f"{UNREDEEMED}#c")):
+        engine.client.answer = PeerInfo(facts("engine", run), cards())
+        assert engine.source.busy, "an idle engine runs a step for it"
+        assert engine.step().connects == {name: cards()}
+        assert not engine.source.busy
+        assert engine.step().connects == {}
 
 
 def test_workers_disconnect_an_unused_peer():
