@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from support.vllm_engine.checkpoints import checkpoint_of, family_of
 from support.vllm_engine.drafts import speculation
 from support.vllm_engine.inside import distance
-from support.vllm_engine.mtp import checkpoint_of, family_of
 from support.vllm_engine.process import Engine
 
 VOCABULARY = 1000
@@ -47,7 +47,7 @@ class Setup:
     """A pair to be started.
 
     Attributes:
-        family: of `kvferry.serving.tiny`, or of `mtp`.
+        family: of `checkpoints`.
         label: tells setups of one family apart.
         options: of both engines, on top of the family's own.
         exact: the engine agrees with itself to the last bit, so must the pair. If it does not on this

@@ -53,7 +53,7 @@ def begin(
     os.dup2(out, 1)
     os.dup2(out, 2)
     try:
-        from support.vllm_engine import inside, no_amx  # noqa: F401 - the import is what counts
+        from support.vllm_engine import inside, no_amx, no_torchvision  # noqa: F401 - the import counts
 
         copied.inspect_models_here()
         runners.declare()
