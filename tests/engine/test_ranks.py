@@ -78,6 +78,9 @@ QWEN3, GEMMA3 = 4 * 3 * 128, (3 + 5 * 2) * 128
 GEMMA4, GEMMA4_ONCE = (2 * 3 + 3 * 2) * 128, (3 + 3 * 2) * 128
 # Halves of those: 0 to 4, and 3 and 4.
 QWEN3_HALVES, GEMMA3_HALVES = 4 * 5 * 64, (5 + 5 * 2) * 64
+# Heads of 64 elements in place of 32. Two layers see everything, two a window. Of chunks of 384 tokens,
+# which three of Llama 4's layers attend to, 300 tokens are in the first.
+GPTOSS, LLAMA4 = 2 * (2 * 3 + 2 * 2) * 128, 4 * 3 * 128
 PAIRS = (
     pytest.param(Ranks("gemma3", 1, 2, GEMMA3, tiers=True), id="gemma3-1-to-2"),
     pytest.param(Ranks("gemma3", 2, 1, GEMMA3), id="gemma3-2-to-1", marks=pytest.mark.long),
@@ -92,6 +95,11 @@ PAIRS = (
             Ranks("gemma3", 1, 2, GEMMA3, layout="BLHNC"),
             Ranks("gemma4", 1, 2, GEMMA4, copied="layers.3."),
             Ranks("gemma4", 2, 1, GEMMA4_ONCE, copied="layers.3."),
+            Ranks("gptoss", 1, 2, GPTOSS),
+            Ranks("gptoss", 2, 1, GPTOSS),
+            Ranks("llama4", 1, 2, LLAMA4),
+            Ranks("llama4", 2, 1, LLAMA4),
+            Ranks("gemma3", 2, 2, GEMMA3),
         )
     ),
 )
