@@ -148,6 +148,12 @@ class Served:
                 found[" ".join([name, *of])] = float(value)
         return found
 
+    def sources(self) -> Counter[str]:
+        """Prompt tokens of the decode engine by where vLLM says they came from."""
+        told = self._client.get(f"{self.decode}/metrics").text
+        line = r'^vllm:prompt_tokens_by_source_total{.*\bsource="(\w+)".*} (\S+)$'
+        return Counter({name: float(count) for name, count in re.findall(line, told, re.MULTILINE)})
+
     def forget(self) -> None:
         """Let the decode engine forget its own prefix cache; tiers keep what they have."""
         self._client.post(f"{self.decode}/reset_prefix_cache").raise_for_status()
@@ -360,13 +366,14 @@ def test_stalled_read_expires_on_an_otherwise_idle_engine(
     text, left = prompt(300, 911), prompt(300, 912)
     reference = served.alone(served.prefill, text)
     offers = served.offer(text), served.offer(left)
-    before = quiet(served, served.decode)
+    before, sources = quiet(served, served.decode), served.sources()
     with served.held(standstill.PEERS):
         served.leave(left, 1.0, **offers[1])
         wait_for(lambda: served.metrics(served.decode)["loads_total dropped peer"] > 0)
         answer = served.straight(text, **offers[0])
         assert served.metrics(served.decode)["late_blocks"] > 0
     assert answer.tokens == reference.tokens
+    assert served.sources() - sources == {"local_compute": len(text)}, "what did not arrive counts as loaded"
 
     def landed() -> bool:
         """Once the engine has something to do again, it sees so."""
@@ -389,11 +396,12 @@ def test_hanging_tier_expires_on_an_otherwise_idle_engine(
     quiet(served, served.decode)
     for number in range(10):
         served.straight(prompt(900, 921 + number))  # host memory has no room for all, even without windows
-    before = quiet(served, served.decode)
+    before, sources = quiet(served, served.decode), served.sources()
     served.forget()
     with served.held(standstill.FILES):
         answer = served.straight(text)
     assert answer.tokens == first.tokens
+    assert served.sources() - sources == {"local_compute": len(text)}, "what did not arrive counts as loaded"
     grown = quiet(served, served.decode) - before
     assert grown["loads_total expired tiers"] == grown["misses_total  deadline tiers"] == 1
 
