@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import zlib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from kvferry.connector.events import LoadBegan
@@ -528,6 +530,11 @@ def new_loads(engine: Any) -> list[tuple[str, int, int]]:
     """(source, first token, last token) of the loads that have begun since the last call."""
     seen, engine.begun[:] = list(engine.begun), []
     return [(event.source, event.begin, event.end) for event in seen]
+
+
+def operations(engine: Any) -> list[str]:
+    """Names of vLLM's libraries of operations in this process."""
+    return sorted(set(re.findall(r"/vllm/(_C\w*)\.", Path("/proc/self/maps").read_text())))
 
 
 def tier_counts(engine: Any) -> dict[str, Any]:
