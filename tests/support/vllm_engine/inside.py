@@ -16,6 +16,7 @@ from kvferry.planning.select import LoadSpan
 from kvferry.serving.router.bodies import ASK_FOR_KV
 from kvferry.tiers.names import TIERS
 from kvferry.transport.redeem import Grant, Redeemed
+from support.vision import noise
 from support.vllm_engine import any_layout, copied, kernel_blocks, overlapped, pages, parts, runners
 from support.vllm_engine.agree_inside import facts, restart_other  # noqa: F401 - called by name
 from support.vllm_engine.multi_inside import (  # noqa: F401 - called by name
@@ -152,6 +153,7 @@ def generate(
     tokens: int = 8,
     salt: str | None = None,
     adapter: str | None = None,
+    image: int | None = None,
 ) -> list[dict[str, Any]]:
     """Greedy continuations with logprobs, all prompts at once.
 
@@ -162,10 +164,13 @@ def generate(
         tokens: of each continuation.
         salt: of the engine's prefix cache.
         adapter: folder of a LoRA adapter; or its name, "=", and the folder.
+        image: seed of an image that goes with every prompt.
     """
     from vllm import SamplingParams
 
-    salted = {"cache_salt": salt} if salt else {}
+    more: dict[str, Any] = {"cache_salt": salt} if salt else {}
+    if image is not None:
+        more["multi_modal_data"] = {"image": noise(image)}
     params = params or [None] * len(prompts)
     sampling = [
         SamplingParams(
@@ -177,7 +182,7 @@ def generate(
         )
         for p in params
     ]
-    texts = [{"prompt_token_ids": list(p), **salted} for p in prompts]
+    texts = [{"prompt_token_ids": list(p), **more} for p in prompts]
     outputs = engine.generate(texts, sampling, use_tqdm=False, lora_request=lora_of(adapter))
     outputs = outputs[: len(prompts)]  # what `add` added has higher numbers
     return [_answer(output) for output in outputs]
@@ -224,10 +229,10 @@ def samples(engine: Any, text: list[int], params: dict[str, Any], count: int, to
 
 
 def prefill(
-    engine: Any, prompts: list[list[int]], salt: str | None = None, adapter: str | None = None
+    engine: Any, prompts: list[list[int]], salt: str | None = None, adapter: str | None = None, **how: Any
 ) -> list[dict[str, Any]]:
     """Compute prompts for another engine."""
-    return generate(engine, prompts, [ASK_FOR_KV] * len(prompts), tokens=1, salt=salt, adapter=adapter)
+    return generate(engine, prompts, [ASK_FOR_KV] * len(prompts), 1, salt, adapter, **how)
 
 
 def own_gap(engine: Any, prompts: list[list[int]], tokens: int = 8) -> float:
