@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
 from kvferry.transport.messages import compare_facts
+from support.vllm_engine.checkpoints import checkpoint_of, family_of
 from support.vllm_engine.inside import distance
-from support.vllm_engine.odd_models import PHI3, checkpoint
 from support.vllm_engine.pair import connector, prompt
 from support.vllm_engine.process import Engine
 
@@ -38,14 +37,11 @@ class Engines:
         self.host.ready()
 
     def model(self, name: str) -> Path:
-        if name in FAMILIES:
-            return tiny_checkpoint(name, self._checkpoints)
-        return checkpoint(PHI3, self._checkpoints)
+        return checkpoint_of(name, self._checkpoints)
 
     def options(self, name: str, **options: Any) -> Options:
-        family = FAMILIES[name].engine_options() if name in FAMILIES else {"dtype": "float32"}
         own = {"model": str(self.model(name)), "kv_cache_memory_bytes": 32 << 20}
-        return {**own, **family, "kv_transfer_config": connector(), **options}
+        return {**own, **family_of(name).engine_options(), "kv_transfer_config": connector(), **options}
 
     def facts(self, name: str, **options: Any) -> Any:
         key = f"{name} {sorted(options.items(), key=str)}"

@@ -36,6 +36,8 @@ SETUPS = (
     Setup("dsv2"),
     Setup("qwen3next", options=SHORT_STEPS, asynchronous=True),
     Setup("qwen3next", "uncached", {**NO_CACHE, **SHORT_STEPS}),
+    Setup("qwen3_5", options=SHORT_STEPS, asynchronous=True),
+    Setup("qwen3_5", "uncached", {**NO_CACHE, **SHORT_STEPS}),
     Setup(
         "nemotronh",
         "cached-bfloat16",

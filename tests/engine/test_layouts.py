@@ -26,6 +26,7 @@ WHOLE = {"block_size": 256, "max_num_batched_tokens": 256}
 # vLLM makes blocks of attention as large as a state: of 128 tokens it makes 256 here, and of 16 it makes 160.
 # A state takes as much room on every processor if its dtype is named.
 DELTA = {"family": "qwen3next", "options": {**STEPS, "mamba_ssm_cache_dtype": "float32"}}
+QWEN3_5 = {**DELTA, "family": "qwen3_5"}
 
 REPRESENTATIVE = (
     Setup(
@@ -74,6 +75,8 @@ ALL = (
     Setup(**SNAPSHOTS, label="256-to-128", layouts=("BLHNC", "LBHNC"), prefill_options=WHOLE),
     Setup(**DELTA, label="160-to-256", layouts=("LBHNC", "BLHNC"), prefill_options=SMALLEST | SPLIT),
     Setup(**DELTA, label="256-to-160", layouts=("BLHNC", "LBHNC"), decode_options=SMALLEST | SPLIT),
+    Setup(**QWEN3_5, label="160-to-256", layouts=("BLHNC", "LBHNC"), prefill_options=SMALLEST | SPLIT),
+    Setup(**QWEN3_5, label="256-to-160", layouts=("LBHNC", "BLHNC"), decode_options=SMALLEST | SPLIT),
 )
 pytestmark = engines("pair", REPRESENTATIVE, ALL)
 LEFT = re.compile(f"{MOVED}: layer .*: the layer computes in .*; expected .*: start it anew")

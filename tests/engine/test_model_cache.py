@@ -12,7 +12,8 @@ import pytest
 from kvferry.geometry import GroupKind
 from kvferry.geometry.models import per_layer, read_model
 from kvferry.plan.side import EngineSide, shape
-from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
+from kvferry.serving.tiny import FAMILIES
+from support.vllm_engine.checkpoints import checkpoint_of, family_of
 from support.vllm_engine.process import Engine
 
 KINDS = {
@@ -27,7 +28,10 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.parametrize(
         "family",
-        [pytest.param(name, marks=[] if name in REPRESENTATIVE else pytest.mark.long) for name in FAMILIES],
+        [
+            pytest.param(name, marks=[] if name in REPRESENTATIVE else pytest.mark.long)
+            for name in (*FAMILIES, "qwen3_5")
+        ],
     ),
 ]
 
@@ -35,10 +39,10 @@ pytestmark = [
 def test_engine_caches_the_layers_read_from_the_config(
     family: str, checkpoints: Path, tmp_path: Path
 ) -> None:
-    model = tiny_checkpoint(family, checkpoints)
+    model = checkpoint_of(family, checkpoints)
     # Unless it is named, vLLM for CPUs chooses the dtype of a gated delta net's state by the processor.
     named = {"mamba_ssm_cache_dtype": "float32"} if family == "qwen3next" else {}
-    options = FAMILIES[family].engine_options() | named
+    options = family_of(family).engine_options() | named
     engine = Engine(tmp_path / "log", model=str(model), **options)
     try:
         engine.ready()

@@ -78,6 +78,9 @@ QWEN3, GEMMA3 = 4 * 3 * 128, (3 + 5 * 2) * 128
 GEMMA4, GEMMA4_ONCE = (2 * 3 + 3 * 2) * 128, (3 + 3 * 2) * 128
 # Halves of those: 0 to 4, and 3 and 4.
 QWEN3_HALVES, GEMMA3_HALVES = 4 * 5 * 64, (5 + 5 * 2) * 64
+# Heads of 64 elements in place of 32. Two layers see everything, two a window. Of chunks of 384 tokens,
+# which three of Llama 4's layers attend to, 300 tokens are in the first.
+GPTOSS, LLAMA4 = 2 * (2 * 3 + 2 * 2) * 128, 4 * 3 * 128
 PAIRS = (
     pytest.param(Ranks("gemma3", 1, 2, GEMMA3, tiers=True), id="gemma3-1-to-2"),
     pytest.param(Ranks("gemma3", 2, 1, GEMMA3), id="gemma3-2-to-1", marks=pytest.mark.long),
@@ -92,6 +95,11 @@ PAIRS = (
             Ranks("gemma3", 1, 2, GEMMA3, layout="BLHNC"),
             Ranks("gemma4", 1, 2, GEMMA4, copied="layers.3."),
             Ranks("gemma4", 2, 1, GEMMA4_ONCE, copied="layers.3."),
+            Ranks("gptoss", 1, 2, GPTOSS),
+            Ranks("gptoss", 2, 1, GPTOSS),
+            Ranks("llama4", 1, 2, LLAMA4),
+            Ranks("llama4", 2, 1, LLAMA4),
+            Ranks("gemma3", 2, 2, GEMMA3),
         )
     ),
 )
@@ -139,6 +147,12 @@ class Served:
             if not name.endswith(("_created", "_bucket")):
                 found[" ".join([name, *of])] = float(value)
         return found
+
+    def sources(self) -> Counter[str]:
+        """Prompt tokens of the decode engine by where vLLM says they came from."""
+        told = self._client.get(f"{self.decode}/metrics").text
+        line = r'^vllm:prompt_tokens_by_source_total{.*\bsource="(\w+)".*} (\S+)$'
+        return Counter({name: float(count) for name, count in re.findall(line, told, re.MULTILINE)})
 
     def forget(self) -> None:
         """Let the decode engine forget its own prefix cache; tiers keep what they have."""
@@ -352,13 +366,14 @@ def test_stalled_read_expires_on_an_otherwise_idle_engine(
     text, left = prompt(300, 911), prompt(300, 912)
     reference = served.alone(served.prefill, text)
     offers = served.offer(text), served.offer(left)
-    before = quiet(served, served.decode)
+    before, sources = quiet(served, served.decode), served.sources()
     with served.held(standstill.PEERS):
         served.leave(left, 1.0, **offers[1])
         wait_for(lambda: served.metrics(served.decode)["loads_total dropped peer"] > 0)
         answer = served.straight(text, **offers[0])
         assert served.metrics(served.decode)["late_blocks"] > 0
     assert answer.tokens == reference.tokens
+    assert served.sources() - sources == {"local_compute": len(text)}, "what did not arrive counts as loaded"
 
     def landed() -> bool:
         """Once the engine has something to do again, it sees so."""
@@ -381,11 +396,12 @@ def test_hanging_tier_expires_on_an_otherwise_idle_engine(
     quiet(served, served.decode)
     for number in range(10):
         served.straight(prompt(900, 921 + number))  # host memory has no room for all, even without windows
-    before = quiet(served, served.decode)
+    before, sources = quiet(served, served.decode), served.sources()
     served.forget()
     with served.held(standstill.FILES):
         answer = served.straight(text)
     assert answer.tokens == first.tokens
+    assert served.sources() - sources == {"local_compute": len(text)}, "what did not arrive counts as loaded"
     grown = quiet(served, served.decode) - before
     assert grown["loads_total expired tiers"] == grown["misses_total  deadline tiers"] == 1
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from support.vllm_engine.checkpoints import MODULES
 from support.vllm_engine.drafts import TOKENS
 from support.vllm_engine.inside import distance
 from support.vllm_engine.marks import families, with_second_runner
-from support.vllm_engine.mtp import MODULES
 from support.vllm_engine.pair import Pair, Setup, prompt
 
 SHORT_STEPS = {"max_num_batched_tokens": 256}

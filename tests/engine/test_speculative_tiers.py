@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from support.vllm_engine.checkpoints import checkpoint_of
 from support.vllm_engine.drafts import speculation
 from support.vllm_engine.inside import distance
-from support.vllm_engine.mtp import checkpoint_of
 from support.vllm_engine.pair import prompt
 from support.vllm_engine.tiered import Tiered
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvferry.geometry import Field
-from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
 from support.processor import HAS_AVX512
+from support.vllm_engine.checkpoints import checkpoint_of, family_of
 from support.vllm_engine.inside import distance
 from support.vllm_engine.pair import connector, prompt
 from support.vllm_engine.states import Page, RankEngine
@@ -27,7 +27,7 @@ class Case:
     """A model on one rank and on two.
 
     Attributes:
-        family: of `kvferry.serving.tiny`.
+        family: of `checkpoints`.
         options: of both engines.
         order: how the engine of one rank keeps convolutions; the other one has the default, SD.
         error: largest difference of a state's element between the engines, relative to the largest element of
@@ -49,6 +49,7 @@ CASES = (
     Case("falconh1"),
     # Without AVX-512, a rounding in bfloat16 routes a token to another expert: the third layer is 0.4 apart.
     Case("qwen3next", {"max_num_batched_tokens": 256}, error=0.05, layers=0 if HAS_AVX512 else 2),
+    Case("qwen3_5", {"max_num_batched_tokens": 256}, error=0.05),
     # vLLM's attention of LFM2 on a CPU gives neither transformers' values nor, with two ranks, its own: its
     # last layer, the only one behind attention, differs by 0.4 of 2.8.
     Case("lfm2", layers=2, answers=False),
@@ -87,8 +88,8 @@ def engines(request, tmp_path_factory, checkpoints: Path) -> Iterator[Engines]:
     case: Case = request.param
     folder = tmp_path_factory.mktemp(case.family)
     options = {
-        "model": str(tiny_checkpoint(case.family, checkpoints)),
-        **FAMILIES[case.family].engine_options(),
+        "model": str(checkpoint_of(case.family, checkpoints)),
+        **family_of(case.family).engine_options(),
         **case.options,
         "kv_transfer_config": connector(),
     }

@@ -15,8 +15,8 @@ import pytest
 from support.explain import events, explain
 from support.lora import random_adapter
 from support.vllm_engine.both import loads
+from support.vllm_engine.checkpoints import checkpoint_of
 from support.vllm_engine.inside import distance
-from support.vllm_engine.mtp import checkpoint_of
 from support.vllm_engine.pair import SOON, Pair, Setup, connector, prompt
 from support.vllm_engine.process import Engine
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from support.lora import random_adapter
+from support.vllm_engine.checkpoints import checkpoint_of, family_of
 from support.vllm_engine.inside import distance
-from support.vllm_engine.mtp import checkpoint_of, family_of
 from support.vllm_engine.pair import prompt
 from support.vllm_engine.process import Engine
 

@@ -1,4 +1,4 @@
-"""A model that takes images, without weights: vLLM's own processing of prompts runs on it."""
+"""A model that takes images: vLLM's own processing of prompts runs on it without weights."""
 
 from __future__ import annotations
 
@@ -50,6 +50,36 @@ def paligemma(folder: Path, tokenizers: Path) -> Path:
     path.write_text(json.dumps({**json.loads(path.read_text()), "image_seq_length": IMAGE_TOKENS}))
     (folder / "processor_config.json").write_text('{"processor_class": "PaliGemmaProcessor"}')
     return folder
+
+
+def with_weights(model: Path) -> Path:
+    """Give the tiny PaliGemma random weights; its folder."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoConfig, PaliGemmaForConditionalGeneration
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        made = PaliGemmaForConditionalGeneration(AutoConfig.from_pretrained(model))
+        for name, weight in made.named_parameters():
+            if weight.ndim > 1:
+                torch.nn.init.normal_(weight, 0.0, 0.01 if "embed_tokens" in name else 0.15)
+    made.to(torch.bfloat16).save_pretrained(model)
+    path = model / "model.safetensors"
+    # vLLM reads the names of published checkpoints, which transformers no longer writes.
+    weights = {
+        name.replace("vision_tower.", "vision_tower.vision_model."): w for name, w in load_file(path).items()
+    }
+    save_file(weights, path, {"format": "pt"})
+    return model
+
+
+def noise(seed: int) -> Any:
+    """Return an image of random pixels, the same for the same seed."""
+    import numpy as np
+    from PIL import Image
+
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (64, 48, 3), np.uint8))
 
 
 def model_config(model: Path, **arguments: Any) -> Any:

@@ -92,9 +92,6 @@ def _attention(printed: Mapping[str, Any], how: str) -> list[Finding]:
     if "attention" not in printed:
         found = f"vLLM's, over bfloat16, its default on a CPU, does not work here: {how}"
         return [bad(subject, found, REMEDY)]
-    if printed["attention"] == "amx":
-        found = "over bfloat16 uses AMX, whose pages tiers cannot keep"
-        return [note(subject, found, f"for tiers, {REMEDY}")]
     return [ok(subject, f"over bfloat16 works on this CPU ({printed['attention']})")]
 
 

@@ -13,8 +13,6 @@ attention backend on a CPU.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import json
 import logging
 import os
@@ -32,6 +30,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from support.vllm_engine import no_torchvision
+
 MAX_MODEL_LEN = 1024
 SETUPS = {"cuda L": ("cuda", "LBNHC"), "cuda B": ("cuda", "BLHNC"), "cpu": ("cpu", "LBHNC")}
 """Whose rules for block sizes, and which layout. CUDA's attention kernels take multiples of 16 tokens, but
@@ -40,7 +40,6 @@ _GROUPS = ("_TP", "_PP", "_DP", "_EP", "_EPLB", "_DCP", "_PCP", "_WORLD")
 _OVER_ALL = ("_TP", "_EP", "_WORLD")
 _SMALL = 512
 """Hidden size up to which a model has memory: some look at what they make."""
-_MISSING = ("torchvision", "cutlass", "cuda")
 
 
 def ask(questions: Iterable[tuple[dict[str, Any], int]]) -> Iterator[dict[str, Any]]:
@@ -50,8 +49,9 @@ def ask(questions: Iterable[tuple[dict[str, Any], int]]) -> Iterator[dict[str, A
         **os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_V2_MODEL_RUNNER": "0", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, __file__], input=lines, capture_output=True, text=True, env=environment, check=False
-    )
+        [sys.executable, "-m", __name__], input=lines, capture_output=True, text=True, env=environment,
+        cwd=Path(__file__).parents[2], check=False,
+    )  # fmt: skip
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
     return map(json.loads, done.stdout.splitlines())
@@ -74,36 +74,17 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"}
 
 
-class _Missing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds modules that are not installed here, in which every name means nothing."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        known = name.partition(".")[0] in _MISSING
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if known else None
-
-    def create_module(self, spec: Any) -> Any:
-        return mock.MagicMock(__spec__=spec, __path__=[])
-
-    def exec_module(self, module: Any) -> None:
-        pass
-
-
 def _replace() -> None:
     """Take out of vLLM's way what this machine lacks, or has and other machines lack."""
-    from transformers import AutoConfig
-    from transformers.utils import import_utils
-
-    # Asked once and remembered: it must stay known as missing.
-    import_utils.is_torchvision_available()
-    import_utils.is_torchvision_v2_available()
     import torch
+    from transformers import AutoConfig
 
     torch.cpu._is_amx_tile_supported = lambda: False  # as `no_amx`
     import torch._dynamo
 
     with suppress(ImportError):
         import tvm_ffi  # noqa: F401  # asks for CUDA's bindings once, when imported
-    sys.meta_path.append(_Missing())
+    sys.meta_path.append(no_torchvision.Missing("cutlass", "cuda"))
     torch.Event = torch.cuda.Event = type("Event", (), {"__init__": lambda *_, **__: None})
 
     from vllm.model_executor.layers.fused_moe import (

@@ -15,11 +15,12 @@ from unittest import mock
 
 _MODELS = (
     "deepseek_v2", "falcon_h1", "gemma3", "gemma4", "gpt_oss", "granitemoehybrid", "lfm2", "llama", "mamba2",
-    "nemotron_h", "qwen3", "qwen3_next", "zamba2",
+    "nemotron_h", "qwen3", "qwen3_5", "qwen3_next", "zamba2",
 )  # fmt: skip
 MODULES = (
     "pytest",
     "support.vllm_engine.no_amx",
+    "support.vllm_engine.no_torchvision",
     "vllm",
     "vllm.entrypoints.llm",
     "vllm.model_executor.model_loader",

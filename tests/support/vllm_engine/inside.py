@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import zlib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from kvferry.connector.events import LoadBegan
@@ -14,6 +16,7 @@ from kvferry.planning.select import LoadSpan
 from kvferry.serving.router.bodies import ASK_FOR_KV
 from kvferry.tiers.names import TIERS
 from kvferry.transport.redeem import Grant, Redeemed
+from support.vision import noise
 from support.vllm_engine import (
     any_layout,
     backends,
@@ -170,6 +173,7 @@ def generate(
     tokens: int = 8,
     salt: str | None = None,
     adapter: str | None = None,
+    image: int | None = None,
 ) -> list[dict[str, Any]]:
     """Greedy continuations with logprobs, all prompts at once.
 
@@ -180,10 +184,13 @@ def generate(
         tokens: of each continuation.
         salt: of the engine's prefix cache.
         adapter: folder of a LoRA adapter; or its name, "=", and the folder.
+        image: seed of an image that goes with every prompt.
     """
     from vllm import SamplingParams
 
-    salted = {"cache_salt": salt} if salt else {}
+    more: dict[str, Any] = {"cache_salt": salt} if salt else {}
+    if image is not None:
+        more["multi_modal_data"] = {"image": noise(image)}
     params = params or [None] * len(prompts)
     sampling = [
         SamplingParams(
@@ -195,7 +202,7 @@ def generate(
         )
         for p in params
     ]
-    texts = [{"prompt_token_ids": list(p), **salted} for p in prompts]
+    texts = [{"prompt_token_ids": list(p), **more} for p in prompts]
     outputs = engine.generate(texts, sampling, use_tqdm=False, lora_request=lora_of(adapter))
     outputs = outputs[: len(prompts)]  # what `add` added has higher numbers
     return [_answer(output) for output in outputs]
@@ -242,10 +249,10 @@ def samples(engine: Any, text: list[int], params: dict[str, Any], count: int, to
 
 
 def prefill(
-    engine: Any, prompts: list[list[int]], salt: str | None = None, adapter: str | None = None
+    engine: Any, prompts: list[list[int]], salt: str | None = None, adapter: str | None = None, **how: Any
 ) -> list[dict[str, Any]]:
     """Compute prompts for another engine."""
-    return generate(engine, prompts, [ASK_FOR_KV] * len(prompts), tokens=1, salt=salt, adapter=adapter)
+    return generate(engine, prompts, [ASK_FOR_KV] * len(prompts), 1, salt, adapter, **how)
 
 
 def own_gap(engine: Any, prompts: list[list[int]], tokens: int = 8) -> float:
@@ -540,6 +547,11 @@ def new_loads(engine: Any) -> list[tuple[str, int, int]]:
     """(source, first token, last token) of the loads that have begun since the last call."""
     seen, engine.begun[:] = list(engine.begun), []
     return [(event.source, event.begin, event.end) for event in seen]
+
+
+def operations(engine: Any) -> list[str]:
+    """Names of vLLM's libraries of operations in this process."""
+    return sorted(set(re.findall(r"/vllm/(_C\w*)\.", Path("/proc/self/maps").read_text())))
 
 
 def tier_counts(engine: Any) -> dict[str, Any]:

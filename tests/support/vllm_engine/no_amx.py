@@ -1,7 +1,7 @@
 """Lets vLLM's CPU backends take the same instructions on every machine: importing this turns AMX off.
 
-With AMX, attention over bfloat16 keeps its pages in another order, of which no adapter is proved, and other
-models can be built. Tests of a family in bfloat16 would then test other things from machine to machine.
+With AMX, attention over bfloat16 packs its pages in another order (`support.backends.amx`), and other models
+can be built. Tests of a family in bfloat16 would then test other things from machine to machine.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from support.vllm_engine import backends
+from support.vllm_engine.checkpoints import checkpoint_of, family_of
 from support.vllm_engine.drafts import speculation
 from support.vllm_engine.inside import distance
-from support.vllm_engine.mtp import checkpoint_of, family_of
 from support.vllm_engine.process import Engine
 
 VOCABULARY = 1000
@@ -48,7 +48,7 @@ class Setup:
     """A pair to be started.
 
     Attributes:
-        family: of `kvferry.serving.tiny`, or of `mtp`.
+        family: of `checkpoints`.
         label: tells setups of one family apart.
         options: of both engines, on top of the family's own.
         exact: the engine agrees with itself to the last bit, so must the pair. If it does not on this

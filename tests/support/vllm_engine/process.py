@@ -52,8 +52,12 @@ def begin(
     out = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     os.dup2(out, 1)
     os.dup2(out, 2)
+    if settings.pop("without_avx512", False):
+        import torch
+
+        torch.cpu._is_avx512_supported = lambda: False
     try:
-        from support.vllm_engine import inside, no_amx  # noqa: F401 - the import is what counts
+        from support.vllm_engine import inside, no_amx, no_torchvision  # noqa: F401 - the import counts
 
         copied.inspect_models_here()
         runners.declare()

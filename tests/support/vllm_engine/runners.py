@@ -66,5 +66,4 @@ def _hasten_interpreter() -> None:
 
 def check(engine: Any) -> None:
     """Assert that an engine has this runner."""
-    runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
-    assert runner.vllm_config.use_v2_model_runner == (RUNNER == "2"), type(runner)
+    assert engine.llm_engine.vllm_config.use_v2_model_runner == (RUNNER == "2")

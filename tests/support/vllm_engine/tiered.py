@@ -8,7 +8,7 @@ from typing import Any
 from kvferry.tiers.format.body import make_header
 from kvferry.tiers.format.chunk import encode_header
 from kvferry.tiers.format.decode import decode_header
-from support.vllm_engine.mtp import checkpoint_of, family_of
+from support.vllm_engine.checkpoints import checkpoint_of, family_of
 from support.vllm_engine.pair import connector
 from support.vllm_engine.process import Engine
 
@@ -35,7 +35,7 @@ class Tiered:
         """Start it, and wait until it is up.
 
         Args:
-            family: of `kvferry.serving.tiny`, or of `mtp`.
+            family: of `checkpoints`.
             checkpoints: folder of checkpoints.
             directory: of the file tier.
             log: file for what the engine prints.

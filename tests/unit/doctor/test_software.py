@@ -57,12 +57,7 @@ CPU = {"connector": True, "platform": True, "device": "cpu"}
     ("lines", "code", "state", "said"),
     [
         (({"trying": "attention"}, {"attention": "vec"}), 0, State.OK, "works on this CPU (vec)"),
-        (
-            ({"trying": "attention"}, {"attention": "amx"}),
-            0,
-            State.NOTE,
-            "AMX, whose pages tiers cannot keep",
-        ),
+        (({"trying": "attention"}, {"attention": "amx"}), 0, State.OK, "works on this CPU (amx)"),
         (({"trying": "attention"},), -4, State.BAD, "does not work here: signal 4 ended it"),
     ],
 )

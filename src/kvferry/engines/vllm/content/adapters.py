@@ -215,6 +215,35 @@ def cpu_kv(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
     )
 
 
+def amx_kv(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
+    """Describe pages of CPU_ATTN's kernels for AMX, which hold a K array and then a V array for each head.
+
+    Both arrays consist of pairs, as AMX multiplies them: two elements of a token in K, an element of two
+    tokens in V. Sixteen pairs form a row of a tile. The K array has the shape
+    ``[tokens / 16][D / 2][16 tokens][2]``. The V array has the shape ``[D / 16][tokens / 2][16][2 tokens]``.
+    ``D`` is the head size.
+
+    Args:
+        s: shape and strides of the layer's cache tensor.
+        shard: range of the layer's KV heads that this rank holds.
+
+    Returns:
+        Fields of the page; empty if the shape of the layer's cache tensor does not fit this description.
+    """
+    if s.slots != s.heads or s.content != s.k + s.v or s.tokens % 16 or s.k % 2 or s.v % 16:
+        return ()
+    pair, row = 2 * s.item, 32 * s.item
+    heads = Axis("head", ((s.heads, s.slot),), shard.start, shard.total)
+    k_tokens = Axis("token", ((s.kernel_blocks, s.kernel), (s.tokens // 16, s.k // 2 * row), (16, pair)))
+    v_tokens = Axis("token", ((s.kernel_blocks, s.kernel), (s.tokens // 2, row), (2, s.item)))
+    k_content = Axis("content", ((s.k // 2, row), (2, s.item)))
+    v_content = Axis("content", ((s.v // 16, s.tokens // 2 * row), (16, pair)))
+    return (
+        WrittenField(Field("k", s.item, 0, (heads, k_tokens, k_content)), "k"),
+        WrittenField(Field("v", s.item, s.tokens * s.k * s.item, (heads, v_tokens, v_content)), "v"),
+    )
+
+
 def planes(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
     """Describe pages of the backend B12X, which hold one array for K and then one array for V.
 
@@ -376,7 +405,7 @@ ADAPTERS: dict[str, tuple[Adapter, ...]] = {
     "AITER_TRITON_MLA": _MLA,
     "AMX_MLA": _MLA,
     "B12X": (planes,),
-    "CPU_ATTN": (cpu_kv,),
+    "CPU_ATTN": (cpu_kv, amx_kv),
     "CPU_MLA": _MLA,
     "CUTLASS_MLA": _MLA,
     "DEEPSEEK_V32_INDEXER": (indexer,),
