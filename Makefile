@@ -205,13 +205,14 @@ flood: $(VENV)/.dev ## floods of both channels: memory, threads, descriptors, lo
 bench: $(VENV)/.dev $(if $(ARGS),,$(VENV)/.fronts) ## compare kvferry with other connectors; writes benchmarks/figures.md; or run one benchmark (ARGS="layout --help")
 	$(PYTHON) -m benchmarks $(or $(ARGS),page)
 
-.PHONY: accuracy
-# In float32, so that a CPU gives the same text however requests are batched.
-REAL_WEIGHTS = "$$($(PYTHON) scripts/smollm2.py)" --questions benchmarks/accuracy/facts.jsonl --ways pair,blocks,tiers,spoiled
-REAL_ENGINES = -- --enforce-eager --dtype=$(if $(filter cpu,$(ENGINE)),float32,bfloat16) --max-model-len=2048 --max-num-seqs=8 \
-  --kv-cache-memory-bytes=536870912
+.PHONY: accuracy recall
+OWN_MODELS := smollm2,gemma3,lfm2
+ALL_WAYS := pair,tp-2-1,tp-1-2,blocks,tiers,spoiled,spoiled-full,spoiled-window,spoiled-state
 accuracy: $(VENV)/.engine-$(ENGINE) $(VENV)/.accuracy $(if $(MODEL),,smollm2) ## lm-eval: are answers from KV that moved those of one engine? (MODEL=, ARGS=)
-	@$(PYTHON) -m benchmarks accuracy $(if $(MODEL),$(MODEL) $(ARGS),$(REAL_WEIGHTS) $(ARGS) $(REAL_ENGINES))
+	@$(PYTHON) -m benchmarks accuracy $(or $(MODEL),$(OWN_MODELS) --ways $(ALL_WAYS)) $(ARGS)
+
+recall: $(VENV)/.dev ## train the tiny models of `make accuracy` again, minutes each (MODEL=gemma3)
+	$(PYTHON) -m benchmarks.accuracy.recall.train $(MODEL)
 
 ##@ Build
 .PHONY: docs wheel release clean

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,62 +19,94 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from benchmarks.accuracy.comparison import Results
+    from benchmarks.accuracy.harness import Task
+    from benchmarks.accuracy.subjects import Subject
+    from benchmarks.accuracy.ways import MakeFleet
 
 _FAILED = 1
 _INTERRUPTED = 130
 
+Models = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODELS",
+        help="Paths or ids of models that vLLM can load, separated by commas, or smollm2, gemma3 and lfm2, "
+        "which come with questions.",
+    ),
+]
+VllmArguments = Annotated[
+    list[str] | None, typer.Argument(metavar="-- VLLM_ARGS", help="Arguments for every engine.")
+]
+Questions = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="JSON lines with question and answer, as in GSM8K; by default GSM8K, which is downloaded.",
+    ),
+]
+Limit = Annotated[int | None, typer.Option(metavar="COUNT", min=1, help="Ask only the first questions.")]
+Concurrency = Annotated[int, typer.Option(metavar="COUNT", min=1, help="Questions to ask at the same time.")]
+LeastSame = Annotated[
+    float,
+    typer.Option(metavar="SHARE", min=0, max=1, help="Share of answers that must be the same text, 0 to 1."),
+]
+WayNames = Annotated[
+    str,
+    typer.Option(
+        metavar="NAMES",
+        help="Ways to move KV, separated by commas: pair; tp-2-1 and tp-1-2 (tensor-parallel ranks); blocks "
+        "(of 64 and 128 tokens); tiers (files, after a restart); spoiled (loaded KV is zeroed, so answers "
+        "must change), or spoiled-full, spoiled-window, spoiled-state (only of such layers).",
+    ),
+]
+PrefillRanks = Annotated[
+    int, typer.Option(metavar="COUNT", help="Tensor-parallel ranks of the prefill engine.")
+]
+DecodeRanks = Annotated[
+    int, typer.Option(metavar="COUNT", help="Tensor-parallel ranks of the other two engines.")
+]
+Environment = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Environment with lm-eval; by default that of `make accuracy`."),
+]
+LogFolder = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="Keep logs and lm-eval's results there; by default only after a failure."
+    ),
+]
+StartupTimeout = Annotated[
+    float, typer.Option(metavar="SECONDS", min=1, help="Time for the engines to become ready.")
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options that hold for all models: those of the command, by their names there."""
+
+    limit: int | None
+    concurrency: int
+    min_same: float
+    ways: str
+    prefill_tp: int
+    decode_tp: int
+    lm_eval: Path | None
+    startup_timeout: float
+
 
 def accuracy(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Path or id of a model that vLLM can load.")],
-    vllm_args: Annotated[
-        list[str] | None, typer.Argument(metavar="-- VLLM_ARGS", help="Arguments for every engine.")
-    ] = None,
-    questions: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="JSON lines with question and answer, as in GSM8K; by default GSM8K, which is downloaded.",
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(metavar="COUNT", min=1, help="Ask only the first questions.")
-    ] = None,
-    concurrency: Annotated[
-        int, typer.Option(metavar="COUNT", min=1, help="Questions to ask at the same time.")
-    ] = 8,
-    min_same: Annotated[
-        float,
-        typer.Option(
-            metavar="SHARE", min=0, max=1, help="Share of answers that must be the same text, 0 to 1."
-        ),
-    ] = 0,
-    ways: Annotated[
-        str,
-        typer.Option(
-            metavar="NAMES",
-            help="Ways to move KV, separated by commas: pair; blocks (of 64 and 128 tokens); tiers (files, "
-            "after a restart); spoiled (KV is zeroed, so answers must change).",
-        ),
-    ] = "pair",
-    prefill_tp: Annotated[
-        int, typer.Option(metavar="COUNT", help="Tensor-parallel ranks of the prefill engine.")
-    ] = 1,
-    decode_tp: Annotated[
-        int, typer.Option(metavar="COUNT", help="Tensor-parallel ranks of the other two engines.")
-    ] = 1,
-    lm_eval: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Environment with lm-eval; by default that of `make accuracy`."),
-    ] = None,
-    log_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Keep logs and lm-eval's results there; by default only after a failure."
-        ),
-    ] = None,
-    startup_timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1, help="Time for the engines to become ready.")
-    ] = 600,
+    models: Models,
+    vllm_args: VllmArguments = None,
+    questions: Questions = None,
+    limit: Limit = None,
+    concurrency: Concurrency = 8,
+    min_same: LeastSame = 0,
+    ways: WayNames = "pair",
+    prefill_tp: PrefillRanks = 1,
+    decode_tp: DecodeRanks = 1,
+    lm_eval: Environment = None,
+    log_dir: LogFolder = None,
+    startup_timeout: StartupTimeout = 600,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compare answers from KV that moved with a single engine's.
@@ -82,89 +117,103 @@ def accuracy(
     from rich.console import Console
 
     from benchmarks.accuracy import report
+    from benchmarks.accuracy.subjects import read_subjects
+
+    options = Options(
+        limit=limit,
+        concurrency=concurrency,
+        min_same=min_same,
+        ways=ways,
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
+        lm_eval=lm_eval,
+        startup_timeout=startup_timeout,
+    )
+    console = Console(stderr=True)
+    with _log_folder(log_dir, console) as folder:
+        found = _measure(read_subjects(models, questions, vllm_args or []), options, folder, console)
+        if as_json:
+            print(json.dumps({one.model: report.as_json(one) for one in found}))
+        else:
+            report.show_every(found, Console(highlight=False))
+        if any(one.failures for one in found):
+            raise typer.Exit(_FAILED)
+
+
+@contextmanager
+def _log_folder(log_dir: Path | None, console: Console) -> Iterator[Path]:
+    """Yield the folder for logs and results. It is kept if it was named, and after a failure."""
     from kvferry.serving.signals import StopRequested
     from kvferry.serving.temporary import temporary_folder
 
-    folder = log_dir or temporary_folder("kvferry-accuracy-")
-    console = Console(stderr=True)
+    folder, kept = log_dir or temporary_folder("kvferry-accuracy-"), log_dir is not None
     try:
-        found = _measure(
-            model,
-            vllm_args or [],
-            folder,
-            console,
-            questions=questions,
-            limit=limit,
-            concurrency=concurrency,
-            ways=ways,
-            least_same=min_same,
-            parallel=(prefill_tp, decode_tp),
-            lm_eval=lm_eval,
-            startup_timeout=startup_timeout,
-        )
+        yield folder
     except (StopRequested, KeyboardInterrupt):
-        _remove(folder, log_dir)
         raise typer.Exit(_INTERRUPTED) from None
     except ConfigError:
-        _remove(folder, log_dir)
         raise
-    except KVFerryError:
+    except (KVFerryError, typer.Exit):
+        kept = True
         console.print(f"Logs and results are kept in {folder}.", highlight=False, soft_wrap=True)
         raise
-    if as_json:
-        print(json.dumps(report.as_json(found)))
-    else:
-        report.show(found, Console(highlight=False))
-    if found.failures:
-        console.print(f"Logs and results are kept in {folder}.", highlight=False, soft_wrap=True)
-        raise typer.Exit(_FAILED)
-    _remove(folder, log_dir)
+    finally:
+        if not kept:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _measure(
-    model: str,
-    arguments: list[str],
-    folder: Path,
-    console: Console,
-    *,
-    questions: Path | None,
-    limit: int | None,
-    concurrency: int,
-    ways: str,
-    least_same: float,
-    parallel: tuple[int, int],
-    lm_eval: Path | None,
-    startup_timeout: float,
-) -> Results:
-    """Check all options, then start the engines and compare them."""
-    from benchmarks.accuracy.harness import Task, find_harness
+    subjects: Sequence[Subject], options: Options, folder: Path, console: Console
+) -> Sequence[Results]:
+    """Check all options, then start the engines of each model and compare them."""
+    from benchmarks.accuracy.harness import find_harness
     from benchmarks.accuracy.measure import Run
-    from benchmarks.accuracy.questions import read_questions
     from benchmarks.accuracy.ways import read_ways
-    from kvferry.serving.launch import fleet_specs
     from kvferry.serving.signals import StopSignals
 
-    chosen = read_ways(ways)
-    harness = find_harness(lm_eval)
-    task = Task(questions=questions, limit=limit, concurrency=concurrency)
-    if questions is not None:
-        # A token has a character at least.
-        task = replace(task, answer_tokens=max(map(len, read_questions(questions))))
-    specs = fleet_specs(
-        model, prefill_tensor_parallel=parallel[0], decode_tensor_parallel=parallel[1], arguments=arguments
-    )
+    ways, harness = read_ways(options.ways), find_harness(options.lm_eval)
+    found = []
     with StopSignals() as signals:
-        run = Run(
-            harness=harness,
-            task=task,
-            folder=folder,
-            console=console,
-            signals=signals,
-            startup_timeout_seconds=startup_timeout,
-        )
-        return run.compare(specs, chosen, least_same=least_same)
+        for number, subject in enumerate(subjects):
+            run = Run(
+                harness=harness,
+                task=_task(subject, options),
+                folder=folder / f"model-{number}",
+                console=console,
+                signals=signals,
+                startup_timeout_seconds=options.startup_timeout,
+            )
+            shown = [way for way in ways if subject.can_show(way)]
+            found.append(
+                run.compare(subject.name, _fleet(subject, options), shown, least_same=options.min_same)
+            )
+    return found
 
 
-def _remove(folder: Path, log_dir: Path | None) -> None:
-    if log_dir is None:
-        shutil.rmtree(folder, ignore_errors=True)
+def _task(subject: Subject, options: Options) -> Task:
+    from benchmarks.accuracy.harness import Task
+    from benchmarks.accuracy.questions import read_questions
+
+    task = partial(
+        Task,
+        questions=subject.questions,
+        limit=options.limit,
+        concurrency=options.concurrency,
+        examples=subject.examples,
+    )
+    if subject.questions is None:
+        return task()
+    # A token has a character at least.
+    return task(answer_tokens=max(map(len, read_questions(subject.questions))))
+
+
+def _fleet(subject: Subject, options: Options) -> MakeFleet:
+    from kvferry.serving.launch import fleet_specs
+
+    return partial(
+        fleet_specs,
+        subject.model,
+        prefill_tensor_parallel=options.prefill_tp,
+        decode_tensor_parallel=options.decode_tp,
+        arguments=subject.arguments,
+    )

@@ -70,7 +70,7 @@ class Comparison:
         A comparison succeeds if all scores agree and enough answers are the same text. With spoiled KV it
         succeeds if an answer differs, and at most half of the single engine's right answers are left.
         """
-        found = self._spoiled_failures() if self.way.spoiled else self._failures()
+        found = self._spoiled_failures() if self.way.spoils else self._failures()
         return tuple(f"{self.way.title}: {sentence}" for sentence in found)
 
     def _failures(self) -> Iterator[str]:
@@ -104,12 +104,14 @@ class Results:
     Attributes:
         model: path or id of the model.
         questions: name of the file of questions, or GSM8K.
+        examples: number of solved questions at the start of each prompt.
         single: result of the single engine.
         comparisons: at least one comparison.
     """
 
     model: str
     questions: str
+    examples: int
     single: Evaluation
     comparisons: tuple[Comparison, ...]
 

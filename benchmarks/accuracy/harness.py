@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accuracy.questions import GSM8K, write_task
+from benchmarks.accuracy.questions import EXAMPLES, GSM8K, write_task
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.serving.log_tail import error_line
 
@@ -40,12 +40,14 @@ class Task:
         limit: number of questions to ask, the first ones; None for all.
         concurrency: number of questions that are asked at the same time.
         answer_tokens: length at which an answer ends, in tokens.
+        examples: number of solved questions at the start of each prompt, if `questions` is a file.
     """
 
     questions: Path | None
     limit: int | None
     concurrency: int
     answer_tokens: int = 256
+    examples: int = EXAMPLES
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,11 @@ class Harness:
         Raises:
             HarnessError: lm-eval failed.
         """
-        name = GSM8K if task.questions is None else write_task(task.questions, self.gsm8k, folder)
+        name = (
+            GSM8K
+            if task.questions is None
+            else write_task(task.questions, self.gsm8k, folder, examples=task.examples)
+        )
         settings = folder / "run.yaml"
         settings.write_text(json.dumps(run_settings(task, name, url, model, folder)), encoding="utf-8")
         offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -16,7 +16,7 @@ from benchmarks.accuracy.evaluation import Evaluation, read_evaluation
 from benchmarks.accuracy.harness import Harness, Task, log_path
 from benchmarks.accuracy.moved import check_moved, read_moved
 from benchmarks.accuracy.systems import System, running
-from benchmarks.accuracy.ways import Way, alone
+from benchmarks.accuracy.ways import MakeFleet, Way, alone
 from kvferry.serving.engine import EngineSpec
 from kvferry.serving.log_tail import last_line
 from kvferry.serving.signals import StopSignals
@@ -42,11 +42,12 @@ class Run:
     signals: StopSignals
     startup_timeout_seconds: float
 
-    def compare(self, specs: Sequence[EngineSpec], ways: Sequence[Way], *, least_same: float) -> Results:
+    def compare(self, model: str, fleet: MakeFleet, ways: Sequence[Way], *, least_same: float) -> Results:
         """Evaluate an engine like the decode engine without a connector, then each way to move KV.
 
         Args:
-            specs: specifications of the prefill engine and the decode engine.
+            model: name of the model in the report.
+            fleet: function that makes the specifications of the engines.
             ways: ways to move KV.
             least_same: share of answers that must have the same text, 0 to 1.
 
@@ -57,31 +58,30 @@ class Run:
             NothingMoved: too little KV was moved to compare anything.
             StopRequested: a signal was received.
         """
-        prefill, decode = specs
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for way in ways:
+            way.engines(fleet, self.folder)  # an error is raised now, not after other engines ran
         if self.task.questions is None:
             # Before the engines: they may take minutes to start.
             with self.console.status("downloading GSM8K ..."):
                 self.harness.check_dataset(self.folder / "download.log", self.signals.check)
 
-        with self._running("single", [alone(decode)]) as system:
-            single = self._evaluate("single", system, self.task)
+        with self._running("single", [alone(fleet()[-1])]) as system:
+            single = self._evaluate("single", system)
         return Results(
-            model=decode.model,
+            model=model,
             questions="GSM8K" if self.task.questions is None else self.task.questions.name,
+            examples=self.task.examples,
             single=single,
-            comparisons=tuple(self._compare(way, prefill, decode, single, least_same) for way in ways),
+            comparisons=tuple(self._compare(way, fleet, single, least_same) for way in ways),
         )
 
-    def _compare(
-        self, way: Way, prefill: EngineSpec, decode: EngineSpec, single: Evaluation, least_same: float
-    ) -> Comparison:
-        # Spoiling zeroes the KV of all running requests.
-        task = replace(self.task, concurrency=1) if way.spoiled else self.task
+    def _compare(self, way: Way, fleet: MakeFleet, single: Evaluation, least_same: float) -> Comparison:
         with tempfile.TemporaryDirectory(dir=self.folder) as kept:
-            engines = way.engines(prefill, decode, Path(kept))
+            engines = way.engines(fleet, Path(kept))
             for _ in range(way.starts):
                 with self._running(way.name, engines) as system:
-                    found = self._evaluate(way.name, system, task)
+                    found = self._evaluate(way.name, system)
                     moved = read_moved(system.engine_url, way.source, len(found.answers))
         check_moved(moved, len(found.answers))
         check_same_questions(found, single)
@@ -90,13 +90,12 @@ class Run:
     def _running(self, name: str, specs: Sequence[EngineSpec]) -> AbstractContextManager[System]:
         return running(specs, self.folder / name, self.console, self.signals, self.startup_timeout_seconds)
 
-    def _evaluate(self, name: str, system: System, task: Task) -> Evaluation:
+    def _evaluate(self, name: str, system: System) -> Evaluation:
         """Let lm-eval ask a system, and read the results.
 
         Args:
             name: name of the folder for the results.
             system: running system.
-            task: questions to ask.
         """
         folder = self.folder / name
         shutil.rmtree(folder / "results", ignore_errors=True)  # an earlier run's, with --log-dir
@@ -106,6 +105,6 @@ class Run:
                 system.check()
                 status.update(f"{name}: {last_line(log_path(folder))}")
 
-            asked = self.harness.evaluate(task, system.url, system.model, folder, check)
+            asked = self.harness.evaluate(self.task, system.url, system.model, folder, check)
         self.console.print(f"{name}: all questions are answered", highlight=False)
         return read_evaluation(folder / "results", asked)

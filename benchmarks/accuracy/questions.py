@@ -62,7 +62,7 @@ def _is_question(line: str) -> bool:
     return isinstance(question, str) and isinstance(answer, str) and bool(_ANSWER.search(answer))
 
 
-def write_task(path: Path, gsm8k: Path, folder: Path) -> str:
+def write_task(path: Path, gsm8k: Path, folder: Path, *, examples: int = EXAMPLES) -> str:
     """Write the task that asks the questions of a file, and return the task's name.
 
     The task takes prompts, stop texts and scoring from lm-eval's own GSM8K. The examples before a question
@@ -72,6 +72,7 @@ def write_task(path: Path, gsm8k: Path, folder: Path) -> str:
         path: file of questions.
         gsm8k: file of lm-eval's own task.
         folder: folder for the task's file.
+        examples: number of solved questions at the start of each prompt.
     """
     task = {
         "include": str(gsm8k),
@@ -83,7 +84,7 @@ def write_task(path: Path, gsm8k: Path, folder: Path) -> str:
         "training_split": None,
         "fewshot_split": "test",
         "test_split": "test",
-        "num_fewshot": EXAMPLES,
+        "num_fewshot": examples,
     }
     # JSON is YAML.
     (folder / f"{_OWN}.yaml").write_text(json.dumps(task, indent=2), encoding="utf-8")

@@ -7,10 +7,12 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from torch import Generator
 
 from benchmarks.accuracy import report
 from benchmarks.accuracy.comparison import Comparison, Results, check_same_questions
@@ -18,9 +20,19 @@ from benchmarks.accuracy.evaluation import Answer, Evaluation, Score, read_evalu
 from benchmarks.accuracy.harness import Harness, HarnessError, Task, find_harness
 from benchmarks.accuracy.moved import MovedKv, NothingMoved, check_moved, parse_moved
 from benchmarks.accuracy.questions import read_questions, write_task
+from benchmarks.accuracy.recall.models import MODELS
+from benchmarks.accuracy.recall.task import PAIRS, WORDS, draw
+from benchmarks.accuracy.spoiling import (
+    FullSpoilingConnector,
+    SpoilingConnector,
+    StateSpoilingConnector,
+    WindowSpoilingConnector,
+)
+from benchmarks.accuracy.subjects import read_subjects
 from benchmarks.accuracy.ways import PEER, WAYS, alone, read_ways
 from kvferry.errors import ConfigError
 from kvferry.serving.launch import fleet_specs
+from kvferry.serving.role import Role
 
 RUN = Path(__file__).parent / "lm_eval_run"
 """What lm-eval wrote for two questions, without prompts and settings."""
@@ -41,7 +53,11 @@ def comparison(found: Evaluation, single: Evaluation, way: str = "pair", least: 
 
 def results(*comparisons: Comparison) -> Results:
     return Results(
-        model="tiny", questions="GSM8K", single=comparisons[0].single, comparisons=tuple(comparisons)
+        model="tiny",
+        questions="GSM8K",
+        examples=5,
+        single=comparisons[0].single,
+        comparisons=tuple(comparisons),
     )
 
 
@@ -211,27 +227,80 @@ def test_the_single_engine_differs_from_the_decode_engine_in_its_connector_alone
 
 
 def test_each_way_changes_what_its_name_says(tmp_path):
-    prefill, decode = fleet_specs("model", arguments=["--enforce-eager"])
-    pair, blocks, tiers, spoiling = (way.engines(prefill, decode, tmp_path) for way in WAYS.values())
-    assert pair == [prefill, decode]
-    assert [one.arguments[-2:] for one in blocks] == [
+    fleet = partial(fleet_specs, "model", arguments=["--enforce-eager"])
+    engines = {name: way.engines(fleet, tmp_path) for name, way in WAYS.items()}
+    assert [one.role for one in engines["pair"]] == [Role.PREFILL, Role.DECODE]
+    assert [one.tensor_parallel for one in (*engines["tp-2-1"], *engines["tp-1-2"])] == [2, 1, 1, 2]
+    assert [one.arguments[-2:] for one in engines["blocks"]] == [
         ("--enforce-eager", "--block-size=64"),
         ("--enforce-eager", "--block-size=128"),
     ]
-    (engine,) = tiers
+    (engine,) = engines["tiers"]
     assert engine.kv_transfer["kv_connector_extra_config"]["tiers"] == [
         {"type": "file", "path": str(tmp_path)}
     ]
     assert WAYS["tiers"].starts == 2
-    assert spoiling[0] == prefill
-    changed = spoiling[1].kv_transfer
-    assert {**changed, **decode.kv_transfer} == decode.kv_transfer
-    assert changed["kv_connector"] == "SpoilingConnector"
+    prefill, decode = engines["spoiled"]
+    assert prefill.kv_transfer == engines["pair"][0].kv_transfer
+    assert decode.kv_transfer["kv_connector"] == "SpoilingConnector"
+
+
+def test_each_negative_control_zeroes_the_kinds_of_groups_that_it_names():
+    assert {name: way.spoils for name, way in WAYS.items() if way.spoils} == {
+        "spoiled": SpoilingConnector.kinds,
+        "spoiled-full": FullSpoilingConnector.kinds,
+        "spoiled-window": WindowSpoilingConnector.kinds,
+        "spoiled-state": StateSpoilingConnector.kinds,
+    }
+
+
+def test_a_model_is_not_asked_with_spoiled_groups_that_it_does_not_have(tmp_path):
+    gemma, lfm, own = read_subjects(f"gemma3, lfm2,{tmp_path}", FACTS, ["--seed=1"])
+    found = {one.name: [way.name for way in WAYS.values() if one.can_show(way)] for one in (gemma, lfm, own)}
+    assert found == {
+        "gemma3": [name for name in WAYS if name != "spoiled-state"],
+        "lfm2": [name for name in WAYS if name != "spoiled-window"],
+        str(tmp_path): list(WAYS),
+    }
+    assert (gemma.examples, own.examples) == (0, 5)
+    assert own.arguments == ("--seed=1",)
+    assert gemma.arguments[-1] == "--seed=1"
+
+
+@pytest.mark.parametrize("trained", MODELS.values(), ids=MODELS)
+def test_questions_of_a_trained_model_need_every_part_of_the_prompt(trained):
+    lines = [json.loads(line) for line in (trained.folder / "questions.jsonl").read_text().splitlines()]
+    places, gaps = set(), set()
+    for line in lines:
+        words = line["question"].split()
+        (asked,) = (n for n, word in enumerate(words) if word.isupper())
+        key = words.pop(asked).lower()
+        assert words.count(key) == 1
+        assert line["answer"] == f"#### {words[words.index(key) + 1]}"
+        places.add(words.index(key) // 2)
+        gaps.add((len(words) - asked) // 2)
+    assert len(places) == len(words) // 2 == PAIRS
+    assert gaps == set(range(trained.reach + 1))
+
+
+def test_a_sequence_to_train_on_has_the_answer_and_the_places_where_it_is_found():
+    drawn = draw(3, 6, 4, 2, Generator().manual_seed(1))
+    for tokens, targets, pair, near in zip(drawn.tokens, drawn.targets, drawn.pair, drawn.near, strict=True):
+        words = [WORDS[token] for token in tokens]
+        asked = words[9]
+        assert words[-4:-2] == ["Answer:", "####"]
+        assert WORDS[targets[-3]] == words[-2]
+        (places,) = pair[-3].nonzero(as_tuple=True)
+        assert {(words[at - 1], words[at]) for at in places} == {(asked.lower(), words[-2])}
+        assert near[-3].nonzero().tolist() == [[9]]
+        for at in (targets[1:-4] >= 0).nonzero().flatten() + 1:
+            assert words[at + 1] == WORDS[targets[at]]
+            assert words[at] in words[1:at]
 
 
 def test_an_unknown_way_is_refused():
     assert [way.name for way in read_ways("spoiled, pair,pair")] == ["spoiled", "pair"]
-    with pytest.raises(ConfigError, match="'teleport'; it may have pair, blocks, tiers, spoiled"):
+    with pytest.raises(ConfigError, match="'teleport'; it may have pair, tp-2-1, tp-1-2, blocks"):
         read_ways("pair,teleport")
 
 
@@ -338,6 +407,21 @@ def test_report_has_a_row_per_way_the_rule_and_the_verdict():
     assert text.endswith("passed\n")
     assert text_of(results(replace(good, least_same=1))).endswith("failed\n")
     assert "standard error of" not in text_of(results(spoiled))
+
+
+def test_several_models_have_one_table_in_the_end_with_a_row_per_system():
+    single = scored(1.0, "a", "b")
+    one = results(comparison(single, single), comparison(scored(0.0, "c", "d"), single, "spoiled-window"))
+    other = replace(results(comparison(scored(0.5, "a", "d"), single)), model="models/other")
+    console = Console(file=io.StringIO(), width=80)
+    report.show_every([one, other], console)
+    last = console.file.getvalue().rpartition("right answers")[2].splitlines()
+    assert [re.split(" {2,}", line.strip()) for line in last] == [
+        ["tiny", "other"],
+        ["single engine", "1.00", "1.00"],
+        ["prefill/decode pair", "1.00", "0.50"],
+        ["pair, window zeroed", "0.00"],
+    ]
 
 
 def test_the_json_has_all_that_the_report_shows():
