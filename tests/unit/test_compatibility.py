@@ -48,8 +48,8 @@ The tests above that ran with engines, by what those engines were:
 - *V1*: vLLM's first model runner, on the attention backend for CPUs, with random weights.
 - *V2*: vLLM's second model runner, the default on GPUs, with asynchronous scheduling. Triton's interpreter
   runs its kernels.
-- *Triton backend*: TRITON_ATTN, an attention backend of GPUs, and its layouts. Triton's interpreter runs its
-  kernels.
+- *Triton backend*: TRITON_ATTN and TRITON_MLA, attention backends of GPUs, with their layouts. Triton's
+  interpreter runs their kernels.
 - *real weights*: a trained model answers questions. The answers must be right, and wrong if a block is
   spoiled.
 
