@@ -1,7 +1,7 @@
 """Train a model that recalls pairs, and write its files: `python -m benchmarks.accuracy.recall.train NAME`.
 
-A tiny model left to itself takes hours to discover that it must look for the key that it saw before. So the
-loss also has the attention that it gives to the right place.
+A model discovers late that it must look for the key that it saw before. So the loss also has the attention
+that it gives to the right place.
 """
 
 from __future__ import annotations

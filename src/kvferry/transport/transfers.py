@@ -207,7 +207,6 @@ class Transfers:
                 "whether a peer hangs",
                 patience_seconds,
             )
-        self._lanes = []
         self._validator.close()
         self._exposed.close()
 

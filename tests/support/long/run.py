@@ -33,15 +33,15 @@ MATRIX = tuple(
 """Test files that run every model family."""
 ORACLES = ("tests/unit/planning/test_oracle.py", "tests/unit/planning/test_canonical_oracle.py")
 APART = {
-    "accuracy": "tests/engine/test_accuracy.py",
     "fronts": "tests/engine/test_fronts.py",
     "ray": "tests/engine/test_ray_serve.py",
     "kubernetes": "tests/unit/deploy",
     "nfs": "tests/unit/tiers/files/test_nfs.py",
 }
 """Tests by what they need beside the environment: the target `.venv/.NAME` of the Makefile installs it."""
-MORE = {"accuracy": ("smollm2",)}
-"""More targets that such tests need."""
+ACCURACY = "tests/engine/test_accuracy.py"
+ASKED = {"smollm2": ("smollm2",), "gemma3": (), "lfm2": ()}
+"""Models whose answers are scored, a part each, and the targets that they need beside lm-eval's."""
 RELEASES = ("0.31.0", "0.33.0")
 SECOND_RUNNER = tuple(
     f"tests/engine/test_{name}.py"
@@ -70,7 +70,7 @@ class Part:
 
 
 def _long(*arguments: str) -> tuple[str, ...]:
-    ignored = [f"--ignore={path}" for path in (*APART.values(), TRITON) if path not in arguments]
+    ignored = [f"--ignore={path}" for path in (*APART.values(), ACCURACY, TRITON) if path not in arguments]
     return (*PYTEST, "-m", "long", *ignored, *arguments)
 
 
@@ -80,10 +80,6 @@ def _shares(name: str, count: int, part: Part) -> dict[str, Part]:
         f"{name}-{number}": replace(part, command=(*part.command, f"--share={number}/{count}"))
         for number in range(1, count + 1)
     }
-
-
-def _targets(name: str) -> tuple[str, ...]:
-    return (f"{VENV}/.{name}", *MORE.get(name, ()))
 
 
 def parts() -> dict[str, Part]:
@@ -113,7 +109,11 @@ def parts() -> dict[str, Part]:
         **_shares("triton", 3, triton),
         **_shares("faults", 4, Part(_long("tests/faults"))),
         **{f"contract-{name}": Part(("make", "--silent", "contract", f"VLLM={name}")) for name in RELEASES},
-        **{name: Part((*PYTEST, path), _targets(name)) for name, path in APART.items()},
+        **{
+            f"accuracy-{model}": Part((*PYTEST, ACCURACY, "-k", model), (f"{VENV}/.accuracy", *targets))
+            for model, targets in ASKED.items()
+        },
+        **{name: Part((*PYTEST, path), (f"{VENV}/.{name}",)) for name, path in APART.items()},
         **oracles,
         "properties": Part((*properties, *(f"--ignore={path}" for path in ORACLES)), (), many),
     }

@@ -241,7 +241,7 @@ def test_each_way_changes_what_its_name_says(tmp_path):
     ]
     assert WAYS["tiers"].starts == 2
     prefill, decode = engines["spoiled"]
-    assert prefill.kv_transfer == engines["pair"][0].kv_transfer
+    assert prefill.kv_transfer["kv_connector"] == "KVFerryConnector"
     assert decode.kv_transfer["kv_connector"] == "SpoilingConnector"
 
 

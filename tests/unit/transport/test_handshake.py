@@ -60,7 +60,7 @@ def test_a_silent_peer_is_given_up_at_its_deadline_and_not_before(handshakes, cl
     clock.now += 0.1
     handshakes.refuse_silent()
     assert handshakes.status(PEER, 1) == Unusable(
-        "no answer within 5 s; is it up and reachable, and does it have the same key?"
+        "no answer within 5 s; is it up and reachable, and does it have the same key?", gone=True
     )
 
 
