@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from support.vllm_engine.inside import distance
-from support.vllm_engine.marks import engines
+from support.vllm_engine.marks import engines, with_second_runner
 from support.vllm_engine.pair import SOON, Pair, Setup, connector, prompt
 
 NO_CACHE = {"enable_prefix_caching": False}
@@ -23,10 +23,12 @@ def keeping(family: str, label: str, options: dict[str, Any], **more: Any) -> Se
     return Setup(family, f"turns-{label}", options, decode_options=keeps, **more)
 
 
+WINDOWS = keeping("gemma3", "cached", SHORT_STEPS, exact=True)
 pytestmark = engines(
     "pair",
-    [keeping("gemma3", "cached", SHORT_STEPS, exact=True)],
+    with_second_runner(WINDOWS),
     [
+        WINDOWS,
         keeping("nemotronh", "uncached", {**NO_CACHE, **SHORT_STEPS}),
         keeping("gptoss", "cached", SHORT_STEPS),
         keeping("dsv3", "cached", {}),

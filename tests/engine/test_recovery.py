@@ -13,9 +13,10 @@ import pytest
 from support.explain import explain
 from support.vllm_engine.pair import SOON, Pair, Setup, prompt
 from support.vllm_engine.process import Engine
+from support.vllm_engine.runners import SLOWNESS
 from support.waiting import wait_for
 
-LEASE, DEADLINE = 2.0, 2.0
+LEASE = DEADLINE = 2.0 * SLOWNESS
 OVER_TCP = Setup(
     "gemma3",
     "over-tcp",

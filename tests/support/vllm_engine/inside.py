@@ -264,17 +264,17 @@ def own_gap(engine: Any, prompts: list[list[int]], tokens: int = 8) -> float:
     """
     alone = []
     for prompt in prompts:
-        engine.reset_prefix_cache()
+        reset_prefix_cache(engine)
         alone += generate(engine, [prompt], tokens=tokens)
-    engine.reset_prefix_cache()
+    reset_prefix_cache(engine)
     gap = max(distance(a, b) for a, b in zip(alone, generate(engine, prompts, tokens=tokens), strict=True))
     for prompt, decoded in zip(prompts, alone, strict=True):
         for n in range(1, tokens):
-            engine.reset_prefix_cache()
+            reset_prefix_cache(engine)
             longer = generate(engine, [prompt + decoded["tokens"][:n]], tokens=tokens - n)[0]
             rest = {"tokens": decoded["tokens"][n:], "logprobs": decoded["logprobs"][n:]}
             gap = max(gap, distance(rest, longer))
-    engine.reset_prefix_cache()
+    reset_prefix_cache(engine)
     return gap
 
 
@@ -448,7 +448,9 @@ def register_again(engine: Any) -> None:
 
 
 def reset_prefix_cache(engine: Any) -> bool:
-    """Forget all cached prefixes."""
+    """Forget all cached prefixes, after steps that were scheduled ahead, which may hold blocks."""
+    ahead = engine.llm_engine.engine_core.engine_core.batch_queue
+    steps(engine, len(ahead or ()))
     return bool(engine.reset_prefix_cache())
 
 

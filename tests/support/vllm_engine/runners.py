@@ -15,6 +15,8 @@ from support.triton_interpreter import skip_unused_checks
 VARIABLE = "KVFERRY_TEST_RUNNER"
 RUNNER = os.environ.get(VARIABLE, "1")
 """Number of the runner: the same tests run with both."""
+SLOWNESS = 1.0 if RUNNER == "1" else 5.0
+"""How many times longer a step may take: for leases and deadlines of tests that many steps must keep."""
 _SUPPORT = Path(__file__).parents[1]
 _TRITON = Path(sys.prefix) / "triton"
 
