@@ -286,6 +286,7 @@ def test_metrics_of_a_transfer_equal_the_log_on_two_ranks(served: Served) -> Non
             "hits_total peer": 2,
             "loads_total ready peer": 2,
             "load_seconds_count peer": 2,
+            "tickets_total hit": 2,
         }
     )
     # The log's order of labels is the alphabet's: tier after source, outcome before it.

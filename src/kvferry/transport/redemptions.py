@@ -207,16 +207,19 @@ class Redemptions:
         return [one.message for one in found]
 
     def is_unsent(self, number: int) -> bool:
-        """Return whether a request has not been sent, and record that it is sent now. False after `end`.
+        """Return whether a request has not been sent, and record that it is sent now.
+
+        True after `end`: a release follows, and the producer ends only the lease of a ticket that it has been
+        sent.
 
         Args:
             number: id of the request, from `begin`.
         """
         asked = self._asked.get(number)
-        if asked is None or asked.sent:
-            return False
-        asked.sent = True
-        return True
+        if asked is None:
+            return True
+        unsent, asked.sent = not asked.sent, True
+        return unsent
 
     def due(self) -> list[tuple[Address, Redeem]]:
         """Return the requests to send again now, because the producer may have computed more tokens.

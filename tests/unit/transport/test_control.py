@@ -656,6 +656,20 @@ def test_a_ticket_that_arrives_before_its_producer_is_known_is_redeemed_once(end
     assert asked == [LEASE]
 
 
+def test_tickets_that_are_given_back_at_once_end_their_leases(ends):
+    """Most are given back before the client's thread has sent them."""
+    server, client = ends.server(), ends.client()
+    status(client, server.port)
+    names = [f"lease {number}" for number in range(50)]
+    for name in names:
+        publish(server, ticket(name), name)
+    for name in names:
+        number = client.redeem((HOST, server.port), ticket(name), 4, CONTENT)
+        assert client.end_redemption(number)
+        client.release((HOST, server.port), ticket(name))
+    wait_for(lambda: all(LeasesReleased([name]) in server.events for name in names), 20.0)
+
+
 def test_a_question_whose_answer_was_lost_with_the_connection_is_asked_again(ends):
     """The port is the same, as after a restart, or if the network has ended the connection."""
     first = ends.server()
