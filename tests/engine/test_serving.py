@@ -616,7 +616,7 @@ def test_ticket_is_refused_for_another_prompt_a_second_time_and_if_made_up(serve
         return sum(misses.get(reason, 0) for reason in ("refused", *other))
 
     mine, victims = ticket_for(texts[0]), ticket_for(texts[1])
-    before, in_vain = refused(), refused("looking")
+    before, in_vain = refused(), refused("looking", "gone")
     old = {"remote_block_ids": [[1, 2, 3, 4]], "remote_lease": {"slot": 0, "generation": 0, "incarnation": 1}}
     attempts = (
         (1, mine),  # another user's prompt, with a ticket of one's own
@@ -629,8 +629,8 @@ def test_ticket_is_refused_for_another_prompt_a_second_time_and_if_made_up(serve
     thieves = [f"thief {attempt}" for attempt in range(len(attempts))]  # none has anything of it already
     for (number, offer), thief in zip(attempts, thieves, strict=True):
         answer(number, offer, cache_salt=thief)
-    # At the last address something else listens: the request's patience ends as soon as the handshake's.
-    assert refused("looking") == in_vain + 6
+    # At the last address something else listens, and does not answer.
+    assert refused("looking", "gone") == in_vain + 6
     assert refused() >= before + 5
     assert served.metric(served.prefill, "kvferry_leases") >= 2, "a redemption that failed ends no lease"
     moved = served.metric(served.decode, "vllm:external_prefix_cache_hits_total")
