@@ -25,7 +25,7 @@ LEASE, DEADLINE, HANDSHAKE = 3.0, 2.0, 1.5
 """Seconds: short, so that what has to run out does so often."""
 CHUNK = 64
 LATE = "its deadline passed"
-UNANSWERED = "it had not answered when|no answer within|it did not answer within"
+UNANSWERED = "it had not answered when|no answer within|it did not answer within|no connection can be opened"
 UNKNOWN_TICKET = "it does not know the ticket"
 NO_ANSWER = "not an answer of protocol"
 """What kvferry says of a load or a source, for `Stage.failed`."""
