@@ -241,7 +241,16 @@ def test_each_way_changes_what_its_name_says(tmp_path):
     ]
     assert WAYS["tiers"].starts == 2
     prefill, decode = engines["spoiled"]
-    assert prefill.kv_transfer["kv_connector"] == "KVFerryConnector"
+    for spoiled, sound in zip((prefill, decode), engines["pair"], strict=True):
+        # A port is drawn for every engine.
+        for one in (spoiled, sound):
+            one.kv_transfer["kv_connector_extra_config"].pop("port", None)
+            one.kv_transfer["kv_connector_extra_config"].pop("peers", None)
+        same = sound.kv_transfer.keys() - {"kv_connector", "kv_connector_module_path"}
+        assert {name: spoiled.kv_transfer[name] for name in same} == {
+            name: sound.kv_transfer[name] for name in same
+        }
+    assert prefill.kv_transfer == engines["pair"][0].kv_transfer
     assert decode.kv_transfer["kv_connector"] == "SpoilingConnector"
 
 

@@ -667,7 +667,7 @@ def test_tickets_that_are_given_back_at_once_end_their_leases(ends):
         number = client.redeem((HOST, server.port), ticket(name), 4, CONTENT)
         assert client.end_redemption(number)
         client.release((HOST, server.port), ticket(name))
-    wait_for(lambda: all(LeasesReleased([name]) in server.events for name in names), 20.0)
+    wait_for(lambda: all(LeasesReleased([name]) in server.events for name in names))
 
 
 def test_a_question_whose_answer_was_lost_with_the_connection_is_asked_again(ends):
