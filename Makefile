@@ -18,7 +18,7 @@ KERNEL := hatch_build.py src/kvferry/memory/strided_copy.c
 # Processes that run unit tests.
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 # Tests that run beside each other. Those of engines need both cores.
-SHARED := tests/unit tests/fuzz src/kvferry benchmarks examples scripts tests/support
+SHARED := tests/unit tests/fuzz tests/transport src/kvferry benchmarks examples scripts tests/support
 # Options of `make demo` and `make accuracy`: MODEL=path-or-id, ARGS="--prompts 3 ...". ARGS also holds the command of `make bench`, by
 # default `page`.
 MODEL ?=
@@ -169,7 +169,7 @@ check: $(VENV)/.dev ## ruff, mypy --strict, import-linter, hadolint
 # Engines need both cores: a pair at a time, and nothing beside it.
 test: $(VENV)/.dev $(VENV)/.triton ## what every change must pass, the same list in every run: under 20 minutes on two cores (WORKERS=)
 	$(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup -m "not long" $(SHARED)
-	$(PYTHON) -m pytest -m "not long" tests/transport tests/engine tests/faults
+	$(PYTHON) -m pytest -m "not long" tests/engine tests/faults
 	KVFERRY_TEST_RUNNER=2 $(PYTHON) -m pytest -m "not long" $(SECOND_RUNNER)
 
 test-fast: export KVFERRY_TEST_EXAMPLES := 0.2

@@ -14,7 +14,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 KEYS = "tests/unit/keys/test_chunk.py"
 FORMAT = "tests/unit/tiers/format/test_format.py::test_any_bytes_are_refused_by_the_projects_own_error"
-SERIAL = ["tests/transport", "tests/engine", "tests/faults"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("collection")]
 
@@ -38,10 +37,10 @@ def drawn(*paths: str, hash_seed: int) -> dict[str, str]:
     return dict(re.findall(r"drawn (\S+) (\w+)", output))
 
 
-# Two workers collect the other tests in every run, and pytest-xdist compares their lists.
-@pytest.mark.parametrize("paths", [SERIAL, pytest.param(["tests"], marks=pytest.mark.long)], ids=len)
-def test_collecting_twice_gives_the_same_list(paths: list[str]) -> None:
-    lists = [pytest_in_a_process("--collect-only", *paths, hash_seed=seed).splitlines() for seed in (1, 2)]
+# In every run pytest-xdist compares the lists of two workers, of all tests but those of engines.
+@pytest.mark.long
+def test_collecting_twice_gives_the_same_list() -> None:
+    lists = [pytest_in_a_process("--collect-only", "tests", hash_seed=seed).splitlines() for seed in (1, 2)]
     one, two = (hashlib.blake2b("\n".join(names[:-1]).encode()).hexdigest() for names in lists)
     assert one == two, sorted({*lists[0]} ^ {*lists[1]})[:20]
 

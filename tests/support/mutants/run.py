@@ -49,8 +49,12 @@ class Stage:
 
 
 STAGES = (
-    Stage("unit", ("tests/unit", "tests/fuzz", "src/kvferry"), ("-n", "2", "--dist=loadgroup")),
-    Stage("engine", ("tests/transport", "tests/engine", "tests/faults")),
+    Stage(
+        "unit",
+        ("tests/unit", "tests/fuzz", "tests/transport", "src/kvferry"),
+        ("-n", "2", "--dist=loadgroup"),
+    ),
+    Stage("engine", ("tests/engine", "tests/faults")),
     Stage(
         "second runner",
         ("tests/engine/test_next_turn.py", "tests/engine/test_streaming.py"),

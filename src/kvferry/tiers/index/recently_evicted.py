@@ -7,8 +7,6 @@ a probability of 2^-63.
 
 from __future__ import annotations
 
-from array import array
-
 _SLOTS = 1 << 17
 
 
@@ -24,7 +22,7 @@ class RecentlyEvicted:
     """
 
     def __init__(self, slots: int = _SLOTS) -> None:
-        self._marks = array("Q", bytes(8 * slots))
+        self._marks = memoryview(bytearray(8 * slots)).cast("Q")
 
     def __contains__(self, key: bytes) -> bool:
         slot, mark = self._slot_and_mark(key)
