@@ -1,4 +1,4 @@
-"""Transfer methods of a route (direct, over-read, staged), and the choice among them by expected cost.
+"""Transfer methods of a route (direct, over-read, staged, shared), and the choice among them by expected cost.
 
 A *cell* is the part of a block that is copied as one unit, and an *image* is a cell packed into contiguous
 staging memory.
@@ -9,6 +9,8 @@ staging memory.
 - *staged*: the source *gathers* the cell: it copies the cell's bytes into an image in the byte order of the
   destination. The destination reads the image directly into place. If the destination's own runs are short
   too, it reads the image into staging memory and *scatters* it: it copies the bytes from there into place.
+- *shared*: the source gathers the cell into host memory that the destination has mapped, because both run on
+  one machine. The destination scatters the image from there. The transport carries no KV.
 
 A `TransferMethod` is one of these methods for one route, with its work per cell. `Costs` turns work into
 seconds. ``kvferry doctor --calibrate`` measures the costs of a machine. The defaults are those of two cores
@@ -55,12 +57,14 @@ class Strategy(StrEnum):
 
     DIRECT: the destination reads each contiguous run of bytes into place. OVER_READ: the destination reads
     whole ranges of the source, gaps included, and copies the needed bytes into place. STAGED: the source
-    packs the bytes into contiguous memory, and the destination reads them from there.
+    packs the bytes into contiguous memory, and the destination reads them from there. SHARED: the source
+    packs the bytes into host memory that both sides have mapped, and the destination copies them from there.
     """
 
     DIRECT = "direct"
     OVER_READ = "over-read"
     STAGED = "staged"
+    SHARED = "shared"
 
 
 _LIMITS = {"copy_engine_bytes": (1, 1 << 40)}
@@ -166,7 +170,7 @@ class Work:
         scatter = self._copy(cells, self.scatter_calls, self.scatter_runs, here)
         if not self.gather_runs:
             return read + scatter
-        segments = max(1.0, cells * self.read_bytes / segment_bytes(cells * self.read_bytes))
+        segments = max(1.0, cells * self.bytes / segment_bytes(cells * self.bytes))
         gather = self._copy(cells, self.gather_calls, self.gather_runs, c)
         ours = read + scatter + segments * c.read_descriptor_seconds
         hidden = c.overlap * min(gather, ours) * (1 - 1 / segments)
@@ -188,8 +192,9 @@ class TransferMethod:
     is copied as one unit. An image is a cell packed into contiguous memory.
 
     Attributes:
-        strategy: direct, over-read (the destination reads whole pages and unpacks them) or staged (the source
-            packs cells before the destination reads them).
+        strategy: direct, over-read (the destination reads whole pages and unpacks them), staged (the source
+            packs cells before the destination reads them) or shared (the source packs cells into host memory
+            that the destination has mapped).
         work: numbers of descriptors, bytes and copies that one cell costs.
         image: layout of images; None for the direct strategy.
         landing: copies by which the destination unpacks an image that the source has packed. None if no image
@@ -222,7 +227,12 @@ def segment_bytes(total: float) -> int:
 
 
 def transfer_methods(
-    route: Route, costs: Costs, max_image_bytes: int, region_starts: Sequence[int] = ()
+    route: Route,
+    costs: Costs,
+    max_image_bytes: int,
+    region_starts: Sequence[int] = (),
+    *,
+    shared: bool = False,
 ) -> tuple[TransferMethod, ...]:
     """Return all methods that can transfer the cells of a route.
 
@@ -235,6 +245,7 @@ def transfer_methods(
         max_image_bytes: maximum size of one image in bytes. Methods with larger images are left out.
         region_starts: first address of each registered region of the source. No read may cross these
             addresses. Empty if one region holds all pages.
+        shared: True if the destination has mapped host memory of the source.
 
     Raises:
         ConfigError: a cell has too many runs for a direct transfer, and cannot be packed into an image of at
@@ -265,6 +276,8 @@ def transfer_methods(
             bytes=size,
         )
         found.append(TransferMethod(Strategy.STAGED, work, image, landing))
+        if shared:
+            found.append(TransferMethod(Strategy.SHARED, replace(work, read_bytes=0), image, landing))
     fitting = [method for method in found if method.image is None or method.image.stride <= max_image_bytes]
     if not fitting:
         raise ConfigError(

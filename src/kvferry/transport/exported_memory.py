@@ -47,13 +47,13 @@ class ExportedMemory:
                 peers cannot validate.
         """
         self._agent = agent
-        outgoing = StagingArea(settings.staging_bytes, geometry.regions[0])
+        self._outgoing = outgoing = StagingArea(settings.staging_bytes, geometry.regions[0], shared=True)
         first_word = words.add(outgoing.units)
         areas = [outgoing.region] if outgoing.units else []
         for region in geometry.regions:
             request_huge_pages(region, touched=True)
         for region in areas:
-            request_huge_pages(region, touched=False)
+            request_huge_pages(region, touched=outgoing.file is not None)
         agent.register([*geometry.regions, *areas, Region(words.address, words.array.nbytes)])
         self._gatherer: GatherServer | None = None
         offered = None
@@ -75,6 +75,7 @@ class ExportedMemory:
                 address=region.address,
                 bytes=region.length,
                 words=outgoing.units,
+                file=outgoing.file,
             )
         self.card = RankCard(
             geometry=geometry,
@@ -90,4 +91,5 @@ class ExportedMemory:
         if self._gatherer is not None:
             self._gatherer.close()
             self._gatherer = None
+        self._outgoing.close()
         self._agent.close()

@@ -184,8 +184,8 @@ class Lane:
             validator: object that decides whether a peer's transport metadata may be loaded.
             in_flight: maximum number of orders that are executed at the same time; further orders wait.
             on_result: function that the thread calls when `results` has a new result.
-            clock: function that returns the current time in seconds, for timeouts and for the pauses between
-                attempts to connect a peer.
+            clock: function that returns the current time in seconds, for timeouts, for the pauses between
+                attempts to connect a peer, and for the speed of READs.
         """
         self._clock = clock
         self._on_result = on_result
@@ -198,6 +198,7 @@ class Lane:
         self._held: deque[ReadOrder] = deque()
         self._results: deque[ReadResult] = deque()
         self._reads: list[_Read] = []
+        self._unmeasured: list[ConnectedPeer] = []
         self._wake = threading.Event()
         self._stop = False
         self._ready = threading.Event()
@@ -282,7 +283,10 @@ class Lane:
         self._links = PeerConnections(
             partial(self._make_peer, agent),
             lambda cards: self._validator.validate(cards, self._wake.set),
-            lambda: [read.peer for read in self._reads],
+            lambda: [
+                *(read.peer for read in self._reads),
+                *(peer for peer in self._unmeasured if peer.measuring),
+            ],
             self._clock,
         )
         self._resources = PackedReadResources(
@@ -292,14 +296,19 @@ class Lane:
             list(range(len(self._landing) - MAX_SEGMENTS, len(self._landing))),
         )
         nap = _SHORTEST_NAP
-        while not (self._stop and not self._reads):
+        while not (self._stop and not self._reads and not self._is_measuring):
             busy = self._execute_queued(agent)
             busy |= self._progress(agent, self._reads)
+            busy |= self._measure()
             if busy:
                 nap = _SHORTEST_NAP
             elif self._reads:
                 self._pause(nap)
                 nap = min(nap * 2, _LONGEST_NAP)
+            elif self._is_measuring:
+                self._wake.wait(nap)
+                self._wake.clear()
+                nap = min(nap * 2, _LONGEST_WAIT)
             else:
                 self._wake.wait()
                 self._wake.clear()
@@ -329,8 +338,19 @@ class Lane:
         self._links.close_unused()
         return busy
 
+    @property
+    def _is_measuring(self) -> bool:
+        """True while a READ is in flight that measures the speed of READs from a peer."""
+        return any(peer.measuring for peer in self._unmeasured)
+
+    def _measure(self) -> bool:
+        """Go on measuring the speed of READs from new peers; return whether there was anything to do."""
+        busy = any([peer.measure(start=not self._stop) for peer in self._unmeasured])
+        self._unmeasured = [peer for peer in self._unmeasured if not peer.measured]
+        return busy
+
     def _make_peer(self, agent: Agent, cards: tuple[RankCard, ...]) -> ConnectedPeer:
-        return ConnectedPeer(
+        peer = ConnectedPeer(
             agent=agent,
             own_geometry=self._geometry,
             cards=cards,
@@ -338,7 +358,10 @@ class Lane:
             landing=self._images,
             context=self._context,
             settings=self._settings,
+            clock=self._clock,
         )
+        self._unmeasured.append(peer)
+        return peer
 
     def _start(self, agent: Agent, order: ReadOrder) -> _Read | None:
         """Plan an order, start to read its KV, and return the read.

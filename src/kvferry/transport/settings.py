@@ -19,6 +19,7 @@ class TransferSettings:
     Attributes:
         strategy: transfer strategy to use for all reads; None to choose the cheapest for each read.
         costs: measured transfer costs of this machine, by which the cheapest strategy is chosen.
+        measure_reads: True to measure the speed of READs when a peer is connected, and to choose by it.
         staging_bytes: size in bytes of each of the two staging areas; 0 for no staging areas. The worker
             reads into one area, and peers read from the other.
         host: address that the gather channel listens on.
@@ -33,6 +34,7 @@ class TransferSettings:
 
     strategy: Strategy | None = None
     costs: Costs = field(default_factory=Costs)
+    measure_reads: bool = True
     staging_bytes: int = 64 << 20
     host: str = "127.0.0.1"
     advertise_host: str = "127.0.0.1"
