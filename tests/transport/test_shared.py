@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import replace
+
+from msgspec import structs
 
 from kvferry.geometry import GroupKind
 from kvferry.planning.select import LoadSpan
@@ -41,15 +43,28 @@ def test_a_lease_that_ended_meanwhile_is_noticed(world):
     assert "lease" in reader.result("load").failure
 
 
-def test_the_speed_of_reads_is_measured(world):
+def test_the_first_load_over_tcp_is_shared_already(world, over_tcp):
     reader = world.reader(RANK)
     producer = world.producer(SPEC, FAMILIES, FROM)
     reader.thread.connect("P", producer.cards)
-    speeds = []
-    while not (speeds and speeds[-1]):
-        reader.submit(f"{len(speeds)}", "P", SPAN, FROM, INTO)
-        result = reader.result(f"{len(speeds)}")
-        assert result.failure is None, result.failure
-        speeds.append(result.plan.bytes_per_second)
-    assert 1e6 < speeds[-1] < 1e12
-    assert np.array_equal(reader.memory.bytes, expect(reader.rank, [RANK], [SPAN], INTO, reader.before).value)
+    reader.submit("load", "P", SPAN, FROM, INTO)
+    result = reader.result("load")
+    assert result.failure is None, result.failure
+    assert (result.plan.strategy_by_group, result.plan.not_shared) == (("shared",), "")
+    assert 1e6 < result.plan.bytes_per_second < 5e9
+    expect(reader.rank, [RANK], [SPAN], INTO, reader.before).check(reader.memory.bytes)
+
+
+def test_memory_that_cannot_be_mapped_leaves_reads_and_the_plan_says_why(world, over_tcp):
+    reader = world.reader(RANK)
+    producer = world.producer(SPEC, FAMILIES, FROM)
+    (card,) = producer.cards
+    gone = replace(card.outgoing.file, fd=4000)
+    outgoing = structs.replace(card.outgoing, file=gone)
+    reader.thread.connect("P", [structs.replace(card, outgoing=outgoing)])
+    reader.submit("load", "P", SPAN, FROM, INTO)
+    result = reader.result("load")
+    assert result.failure is None, result.failure
+    assert result.plan.strategy_by_group == ("direct",)
+    assert "no shared memory at /proc/" in result.plan.not_shared
+    expect(reader.rank, [RANK], [SPAN], INTO, reader.before).check(reader.memory.bytes)

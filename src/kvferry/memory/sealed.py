@@ -113,9 +113,8 @@ def sealed_file(name: str, size: int) -> int:
     except OSError as error:
         os.close(fd)
         raise ConfigError(
-            f"host tier: a memory file of {format_bytes(size)} cannot be made: "
-            f"{os.strerror(error.errno or 0)}; lower its capacity, or raise the limit of a file's size "
-            "(ulimit -f unlimited)"
+            f"a memory file of {format_bytes(size)} cannot be made: {os.strerror(error.errno or 0)}; raise "
+            "the limit of a file's size (ulimit -f unlimited)"
         ) from error
     try:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALED)
@@ -127,7 +126,6 @@ def sealed_file(name: str, size: int) -> int:
 
 def _no_seals(call: str, error: OSError) -> ConfigError:
     return ConfigError(
-        f"host tier: {call} fails here ({os.strerror(error.errno or 0)}), so there is no memory that ranks "
-        "can share safely; allow memfd_create and F_ADD_SEALS in the container's seccomp profile, or "
-        "configure no tiers"
+        f"{call} fails here ({os.strerror(error.errno or 0)}), so processes can share no memory safely; "
+        "allow memfd_create and F_ADD_SEALS in the container's seccomp profile"
     )

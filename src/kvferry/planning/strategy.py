@@ -1,4 +1,4 @@
-"""Transfer methods of a route (direct, over-read, staged, shared), and the choice among them by expected cost.
+"""Transfer methods of a route (direct, over-read, staged, shared), and the choice among them by cost.
 
 A *cell* is the part of a block that is copied as one unit, and an *image* is a cell packed into contiguous
 staging memory.
@@ -133,6 +133,10 @@ class Costs:
         return int(self.read_descriptor_seconds / max(self.read_byte_seconds, 1e-15))
 
 
+_HOST_BYTE_SECONDS = 4e-11
+"""Least seconds per byte of a copy to or from host memory: 25 GB/s, what the bus of a GPU reaches."""
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """The work of transferring one cell (part of a block that is copied as one unit) by one method.
@@ -144,6 +148,7 @@ class Work:
         scatter_calls, scatter_runs: number of calls of the destination's copy operation, and number of runs
             that the destination copies; 0 if the destination copies nothing.
         bytes: number of useful bytes of the cell. Each copy operation copies this number of bytes.
+        shared: True if the copies go to and from host memory, wherever the KV cache is.
     """
 
     descriptors: float
@@ -153,6 +158,7 @@ class Work:
     scatter_calls: float = 0
     scatter_runs: float = 0
     bytes: float = 0
+    shared: bool = False
 
     def seconds(self, cells: int, costs: Costs) -> float:
         """Return the expected duration in seconds of a transfer of `cells` cells (parts of blocks).
@@ -162,8 +168,7 @@ class Work:
             costs: costs of the machine for one lane (thread that reads).
         """
         c = costs
-        shared = cells * self.bytes >= 2 * LANE_BYTES
-        here = c.of_lanes() if shared else c
+        here = c.of_lanes() if cells * self.bytes >= 2 * LANE_BYTES else c
         read = cells * (
             self.descriptors * here.read_descriptor_seconds + self.read_bytes * here.read_byte_seconds
         )
@@ -179,9 +184,8 @@ class Work:
     def _copy(self, cells: int, calls: float, runs: float, c: Costs) -> float:
         if not runs:
             return 0.0
-        return cells * (
-            calls * c.copy_call_seconds + runs * c.copy_run_seconds + self.bytes * c.copy_byte_seconds
-        )
+        byte_seconds = max(c.copy_byte_seconds, _HOST_BYTE_SECONDS if self.shared else 0.0)
+        return cells * (calls * c.copy_call_seconds + runs * c.copy_run_seconds + self.bytes * byte_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +281,8 @@ def transfer_methods(
         )
         found.append(TransferMethod(Strategy.STAGED, work, image, landing))
         if shared:
-            found.append(TransferMethod(Strategy.SHARED, replace(work, read_bytes=0), image, landing))
+            work = replace(work, read_bytes=0, shared=True)
+            found.append(TransferMethod(Strategy.SHARED, work, image, landing))
     fitting = [method for method in found if method.image is None or method.image.stride <= max_image_bytes]
     if not fitting:
         raise ConfigError(

@@ -7,7 +7,6 @@ cover the lease words, which are integers in registered memory that change befor
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -35,9 +34,8 @@ from kvferry.transport.read_order import ReadOrder
 from kvferry.transport.read_plan import PackedCells, RankRead, ReadPlan, SourceRank, slowest, sum_tallies
 from kvferry.transport.read_speed import ReadSpeed
 from kvferry.transport.settings import TransferSettings
-from kvferry.transport.staging import SharedArea, StagingArea
-
-logger = logging.getLogger(__name__)
+from kvferry.transport.shared_area import MappedArea
+from kvferry.transport.staging import StagingArea
 
 MAX_SOURCES = 256
 """Maximum number of ranks of a peer."""
@@ -168,6 +166,7 @@ class ConnectedPeer:
             counts=sum_tallies(tallies),
             seconds=time.perf_counter() - started,
             bytes_per_second=slowest(rank.source.speed.bytes_per_second for rank in ranks),
+            not_shared=next((rank.source.not_shared for rank in ranks if rank.source.not_shared), ""),
         )
 
     @property
@@ -180,13 +179,15 @@ class ConnectedPeer:
         """True if the speed of READs is known, or will not be."""
         return all(source.speed.ended for source in self.sources)
 
-    def measure(self, *, start: bool) -> bool:
-        """Go on measuring the speed of READs, without waiting; return whether there was anything to do.
+    @property
+    def speed_pending(self) -> bool:
+        """True while orders should wait until the speed of READs is known."""
+        return any(source.speed.pending for source in self.sources)
 
-        Args:
-            start: False to only take the result of READs in flight.
-        """
-        return any([source.speed.advance(start=start) for source in self.sources])
+    def measure(self) -> None:
+        """Go on measuring the speed of READs, without waiting."""
+        for source in self.sources:
+            source.speed.advance()
 
     def close(self) -> None:
         """Release the descriptor lists and remove the peer from NIXL.
@@ -259,7 +260,9 @@ class _RankPreparation:
 
     def source(self, card: RankCard, routes: Sequence[Route]) -> SourceRank:
         agent = self.agent
-        shared = _mapped_area(card.outgoing) if self.own_geometry.regions[0].memory == "DRAM" else None
+        shared, not_shared = _map(card.outgoing, self.own_geometry.regions[0])
+        if shared is not None:
+            self.made.callback(shared.close)
         preparation = RoutePreparation(
             self.own_geometry, self.landing, card, self.settings.costs, shared=shared
         )
@@ -282,11 +285,10 @@ class _RankPreparation:
             incarnation=card.incarnation,
             area_words=range(card.leases, card.words),
         )
-        landing = self.landing if self.settings.measure_reads and src.entries else None
-        memory = card.geometry.regions[0]
-        speed = ReadSpeed(agent, name, memory, landing, self.settings.costs, self.clock)
+        size, costs = self.settings.timed_read_bytes if src.entries else 0, self.settings.costs
+        speed = ReadSpeed(agent, name, card.geometry.regions[0], self.landing, size, costs, self.clock)
         self.made.callback(speed.close)
-        return SourceRank(name, tuple(preparation.routes), lists, client, card.leases, speed)
+        return SourceRank(name, tuple(preparation.routes), lists, client, card.leases, speed, not_shared)
 
     def _list(self, owner: str | None, region: Region, rows: Int64s) -> Any:
         handle = self.agent.prepare(owner, region, rows)
@@ -294,15 +296,19 @@ class _RankPreparation:
         return handle
 
 
-def _mapped_area(outgoing: Outgoing | None) -> SharedArea | None:
-    """Map the staging area of a peer's rank; return None if it has none, or runs on another machine."""
+def _map(outgoing: Outgoing | None, like: Region) -> tuple[MappedArea | None, str]:
+    """Map the outgoing file of a peer's rank; return None and the reason if that is not possible.
+
+    Args:
+        outgoing: the peer's description of its staging memory.
+        like: region of this worker's KV cache.
+    """
     if outgoing is None or outgoing.file is None or outgoing.file.size != outgoing.bytes:
-        return None
+        return None, "the peer offers no memory that engines of its machine can map; its log says why"
     try:
-        return SharedArea(outgoing.file)
+        return MappedArea(outgoing.file, like), ""
     except TransferError as error:
-        logger.debug("not mapped: %s", error)
-        return None
+        return None, str(error)
 
 
 def _word_rows(region: Region) -> Int64s:

@@ -159,8 +159,8 @@ class Outgoing(msgspec.Struct, frozen=True):
         words: number of words that show whether packed cells are valid: integers of 8 bytes in registered
             memory, which change before packed cells are overwritten. In the worker's array of words
             (`RankCard.words_address`), they follow the lease words.
-        file: memory file of the staging area, which readers of the same machine can map; None if there is
-            none.
+        file: memory file that readers of the same machine can map instead (`shared_area`), as large as the
+            staging area; None if there is none.
     """
 
     host: Host

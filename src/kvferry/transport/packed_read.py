@@ -3,8 +3,8 @@
 A cell is the unit of transfer: the largest number of tokens that divides the block sizes of both sides. If
 its bytes are scattered in short runs, it is packed into an *image*: contiguous memory. There are two ways.
 *Staged*: the source gathers cells into images in its staging area, on request. *Over-read*: the reader
-fetches contiguous ranges of the source's blocks, gaps included. If the reader has mapped the source's staging
-area, it copies the images from there, without a READ (*shared*).
+fetches contiguous ranges of the source's blocks, gaps included. If the reader has mapped the source's
+outgoing file (`shared_area`), the source gathers into it, and the reader scatters from there (*shared*).
 
     staged      ASKED ─gathered─▶ READING ─done─▶ CHECKING ─word equal─▶ (scattered) over
     shared      ASKED ─gathered─▶ scattered ────▶ CHECKING ─word equal─▶ over
@@ -36,7 +36,8 @@ from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.gather_messages import Gathered
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.prepared_routes import PreparedMethod, PreparedRoute
-from kvferry.transport.staging import Allocation, SharedArea, StagingArea
+from kvferry.transport.shared_area import MappedArea
+from kvferry.transport.staging import Allocation, StagingArea
 
 AHEAD = 4
 """Maximum number of segments of a route that are in progress at a time."""
@@ -283,7 +284,11 @@ class PackedRead:
         else:
             cells = segment.cells
             segment.number = self._source.ask(
-                self._method.announced_route, self._lease, cells.src_block, self._route.src_cell(cells)
+                self._method.announced_route,
+                self._lease,
+                cells.src_block,
+                self._route.src_cell(cells),
+                shared=self._method.shared is not None,
             )
             segment.state = _SegmentState.ASKED
         return True
@@ -449,7 +454,7 @@ class PackedRead:
             self._scatter(segment, self._resources.landing, segment.allocation.position)
         self._remove_segment(segment)
 
-    def _scatter(self, segment: _Segment, area: StagingArea | SharedArea, first: int) -> None:
+    def _scatter(self, segment: _Segment, area: StagingArea | MappedArea, first: int) -> None:
         loops, cells = self._method.scatter, segment.cells
         assert loops is not None  # noqa: S101 - only a method that scatters has images to unpack
         loops.scatter(cells.dst_block, cells.number, area.images(self._method.stride), first)

@@ -41,7 +41,8 @@ from kvferry.planning.strategy import (
 from kvferry.planning.template import Route, build_templates
 from kvferry.transport.gather_messages import MAX_CELLS, MAX_STRIDED_COPIES, GatherRoute
 from kvferry.transport.messages import RankCard
-from kvferry.transport.staging import SharedArea, StagingArea, image_capacity
+from kvferry.transport.shared_area import MappedArea
+from kvferry.transport.staging import StagingArea, image_capacity
 
 _GATHERED = (Strategy.STAGED, Strategy.SHARED)
 """Strategies for which the source packs the cells."""
@@ -145,7 +146,7 @@ class PreparedMethod:
             packs nothing.
         scatter: copies that unpack cells from staging memory into blocks; None if this worker unpacks
             nothing.
-        shared: the source's staging area, mapped here, from which cells are unpacked; None if a READ takes
+        shared: the source's outgoing file, mapped here, from which cells are unpacked; None if a READ takes
             the cells.
     """
 
@@ -155,7 +156,7 @@ class PreparedMethod:
     dst: PreparedEntries
     announced_route: int = -1
     scatter: StagingCopies | None = None
-    shared: SharedArea | None = None
+    shared: MappedArea | None = None
 
     @property
     def stride(self) -> int:
@@ -261,7 +262,8 @@ class PreparedRoute:
         if prepared.method.landing is not None:
             longest = prepared.stride
         rows = count * prepared.rows
-        return TransferCounts(self.route.cell_bytes * count, rows, rows, longest if count else 0)
+        pages = rows if prepared.shared is None else count
+        return TransferCounts(self.route.cell_bytes * count, pages, rows, longest if count else 0)
 
 
 class RoutePreparation:
@@ -283,7 +285,7 @@ class RoutePreparation:
         costs: Costs,
         max_descriptors: int = MAX_DESCRIPTORS,
         max_strided_copies: int = MAX_STRIDED_COPIES,
-        shared: SharedArea | None = None,
+        shared: MappedArea | None = None,
     ) -> None:
         """Create empty descriptor lists for reading from one rank of a peer.
 
@@ -295,7 +297,7 @@ class RoutePreparation:
                 with one descriptor each, or with one that also covers the bytes between them.
             max_descriptors: maximum length of each list.
             max_strided_copies: maximum number of strided copies in the announced routes.
-            shared: staging area of the peer's rank, mapped here; None if it cannot be mapped.
+            shared: outgoing file of the peer's rank, mapped here; None if it cannot be mapped.
         """
         self._shared = shared
         self._max_descriptors, self._max_strided_copies = max_descriptors, max_strided_copies

@@ -66,6 +66,7 @@ class ReadPlan:
         seconds: duration of planning.
         bytes_per_second: speed of READs from the slowest rank, as measured when the peer was connected; 0 if
             it was not measured.
+        not_shared: why the peer's host memory is not mapped here; empty if it is.
     """
 
     ranks: tuple[RankRead, ...]
@@ -75,6 +76,7 @@ class ReadPlan:
     counts: TransferCounts
     seconds: float
     bytes_per_second: float = 0.0
+    not_shared: str = ""
 
     def clear(self) -> None:
         """Zero the blocks that the read does not fill completely, because they hold stale bytes."""
@@ -95,6 +97,7 @@ class SourceRank:
             needs it.
         leases: number of the rank's lease words (integers in registered memory).
         speed: measured speed of READs from the rank.
+        not_shared: why the rank's host memory is not mapped here; empty if it is.
     """
 
     agent: str
@@ -103,6 +106,7 @@ class SourceRank:
     client: GatherClient | None
     leases: int
     speed: ReadSpeed
+    not_shared: str
 
     @property
     def incarnation(self) -> int:
@@ -130,6 +134,7 @@ def join_plans(plans: Sequence[ReadPlan]) -> ReadPlan:
         counts=sum_tallies([plan.counts for plan in plans]),
         seconds=max(plan.seconds for plan in plans),
         bytes_per_second=slowest(plan.bytes_per_second for plan in plans),
+        not_shared=next((plan.not_shared for plan in plans if plan.not_shared), ""),
     )
 
 

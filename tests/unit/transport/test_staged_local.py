@@ -25,6 +25,7 @@ from kvferry.transport.metadata_validation import ValidationResult
 from kvferry.transport.packed_read import ROOM_SECONDS
 from kvferry.transport.prepared_routes import RoutePreparation
 from kvferry.transport.read_order import ReadOrder
+from kvferry.transport.read_speed import PATIENCE_SECONDS, ROUNDS
 from kvferry.transport.security import secure_client
 from kvferry.transport.settings import TransferSettings
 from kvferry.transport.staging import UNIT_BYTES, StagingArea
@@ -124,9 +125,8 @@ class World:
         self._stack = stack
 
     def workers(self, made_up, seed=0, options=None, **settings) -> Workers:
-        made = Workers(
-            made_up, seed, TransferSettings(**{"lanes": 1, "keys": KEYS, "measure_reads": False, **settings}), **(options or {})
-        )
+        chosen = TransferSettings(**{"lanes": 1, "keys": KEYS, "timed_read_bytes": 0, **settings})
+        made = Workers(made_up, seed, chosen, **(options or {}))
         for thread in made.threads:
             self._stack.callback(thread.close, 10.0)
         return made
@@ -433,6 +433,31 @@ def test_orders_that_wait_for_their_peer_are_carried_out_in_the_order_in_which_t
     wake()
     reader.result("c")
     assert list(reader.ended) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_an_order_waits_for_the_speed_of_its_peers_reads_but_not_for_ever(world, answers):
+    clock, tables = Clock(), scattered_tables(wide(), 16, 1)
+    producer = world.workers(ranks(wide(), WIDE))
+    options = {"staging_bytes": 16 << 20, "timed_read_bytes": 2 << 20}
+    reader = world.workers(ranks(wide(), WIDE), 1000, {"clock": clock}, **options)
+    (thread,), (agent,) = reader.threads, reader.agents
+    agent.gate.clear()
+    thread.connect("P", producer.cards)
+    for key, peer in (("a", "P"), ("b", "nobody")):
+        thread.submit(ReadOrder(key, peer, LoadSpan(0, 16, 16), tables, tables, LeaseWord(0, 0, 1)))
+    assert reader.result("b").failure == "peer nobody is not connected"  # the lane has come past both
+    wait_for(lambda: agent.reads)
+    assert agent.reads == [(producer.ranks[0].regions[0].address, 2 << 20)]
+    if not answers:
+        clock.now += PATIENCE_SECONDS
+        wait_for(lambda: len(agent.reads) > 1)
+    agent.gate.set()
+    assert reader.result("a").failure is None
+    sizes = [length for _, length in agent.reads]
+    assert sizes.count(2 << 20) == ROUNDS or not answers
+    assert (sizes[:ROUNDS] == [2 << 20] * ROUNDS) is answers
+    wait_for(lambda: agent.held["reads"] == 0 and thread.landing.used_units == 0)
 
 
 def test_a_lane_that_is_stopped_keeps_its_memory_until_nothing_is_in_flight(world, caplog):

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from kvferry.connector.load import Load
 from kvferry.geometry import RankGeometry
-from kvferry.planning.chunk_cells import TableSlice
 from kvferry.memory.sealed import SharedFile
+from kvferry.planning.chunk_cells import TableSlice
 
 
 @dataclass(frozen=True, slots=True)

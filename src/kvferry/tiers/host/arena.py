@@ -71,7 +71,10 @@ class Arena:
         """
         size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         check_available(size)
-        handle = SharedFile.create(size)
+        try:
+            handle = SharedFile.create(size)
+        except ConfigError as error:
+            raise ConfigError(f"host tier: {error}, or lower or remove the host tier's capacity") from error
         try:
             arena = cls(handle.fd, handle)
         except OSError as error:
