@@ -1,4 +1,4 @@
-"""Memory that a worker packs cells into and others of its machine map, and what a bad description of it does."""
+"""Memory that a worker packs cells into and others of its machine map, and bad descriptions of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,6 +33,10 @@ def outgoing() -> Iterator[OutgoingFile]:
         yield made
 
 
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def seen(area: MappedArea) -> np.ndarray:
     found, _ = area.images(64).space.bytes_at(area.images(64).address)
     return found
@@ -42,7 +47,7 @@ def test_a_reader_sees_what_the_source_writes_and_cannot_write_itself(outgoing):
     written = memory(outgoing.area.region)
     written[:] = np.arange(SIZE) % 251
     assert (seen(mapped) == written).all()
-    lines = open("/proc/self/maps").read().splitlines()
+    lines = Path("/proc/self/maps").read_text(encoding="ascii").splitlines()
     rights = sorted(line.split()[1] for line in lines if outgoing.file.token in line)
     assert rights == ["r--s", "rw-s"]
 
@@ -61,12 +66,12 @@ def test_memory_outlives_the_source_while_a_reader_has_it(outgoing):
         source.kill()
     assert bytes(seen(mapped)[:4096]) == b"x" * 4096
     assert not seen(mapped)[4096:].any()
-    with pytest.raises(TransferError, match="no shared memory at /proc/.*its owner has ended, or runs as"):
+    with pytest.raises(TransferError, match=r"no shared memory at /proc/.*its owner has ended, or runs as"):
         MappedArea(file, ON_HOST)
 
 
 def test_a_description_of_other_memory_is_refused_and_nothing_is_opened(outgoing, tmp_path):
-    file, before = outgoing.file, len(os.listdir("/proc/self/fd"))
+    file, before = outgoing.file, open_files()
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     pipe = os.open(fifo, os.O_RDWR)
@@ -85,7 +90,7 @@ def test_a_description_of_other_memory_is_refused_and_nothing_is_opened(outgoing
             MappedArea(wrong, ON_HOST)
     for each in (pipe, unsealed, other):
         os.close(each)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
 
 
 def test_a_closed_file_is_mapped_by_nobody_else():
@@ -127,8 +132,8 @@ def test_a_worker_on_a_gpu_registers_the_memory_with_cuda_until_it_is_closed(cud
 
 def test_memory_that_cuda_does_not_register_is_not_used(cuda, caplog):
     caplog.set_level("INFO")
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     cuda.error = 2
     assert make_outgoing_file(SIZE, ON_GPU) is None
     assert "CUDA cannot register" in caplog.text
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before

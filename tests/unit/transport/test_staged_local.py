@@ -239,6 +239,34 @@ def test_bytes_come_through_areas_of_any_size(world, case, strategy, units):
     assert origins(producer, reader) == read[strategy]
 
 
+@pytest.mark.parametrize("file", ["none", "another size", "not here"])
+def test_memory_that_cannot_be_mapped_leaves_reads_and_the_plan_says_why(world, file):
+    producer = world.workers(ranks(dense(), DENSE))
+    reader = world.workers(ranks(dense(), DENSE), 1000, strategy=Strategy.SHARED)
+    (card,), tables = producer.cards, scattered_tables(dense(), 16, 1)
+    there = card.outgoing.file
+    found = {"none": None, "another size": replace(there, size=1), "not here": replace(there, pid=1 << 22)}
+    outgoing = msgspec.structs.replace(card.outgoing, file=found[file])
+    reader.threads[0].connect("P", [msgspec.structs.replace(card, outgoing=outgoing)])
+    order = ReadOrder("a", "P", LoadSpan(0, 16, 16), tables, tables, LeaseWord(0, 0, 1))
+    reader.threads[0].submit(order)
+    result = reader.result("a")
+    assert result.failure is None, result.failure
+    assert result.plan.strategy_by_group == ("direct",)
+    why = "no shared memory at /proc/" if file == "not here" else "the peer offers no memory that engines"
+    assert result.plan.not_shared.startswith(why)
+
+
+def test_a_lease_that_ended_is_noticed_with_memory_that_both_map(world):
+    producer = world.workers(ranks(dense(), DENSE))
+    reader = world.workers(ranks(dense(), DENSE), 1000, strategy=Strategy.SHARED)
+    reader.threads[0].connect("P", producer.cards)
+    producer.threads[0].words.end([0])
+    tables = scattered_tables(dense(), 16, 1)
+    reader.threads[0].submit(ReadOrder("a", "P", LoadSpan(0, 16, 16), tables, tables, LeaseWord(0, 0, 1)))
+    assert "lease" in reader.result("a").failure
+
+
 @pytest.mark.parametrize("free", ["scatter", "place"])
 def test_staged_images_are_read_into_place_or_scattered(world, free):
     """Both ways of staging, each where it costs nothing."""
