@@ -71,6 +71,16 @@ _LIMITS = {"copy_engine_bytes": (1, 1 << 40)}
 """Smallest and largest value of costs that are neither seconds, nor shares, nor gains."""
 
 
+_HOST_BYTE_SECONDS = 4e-11
+"""Least seconds per byte of a copy to or from host memory: 25 GB/s, what the bus of a GPU reaches."""
+
+_SLOW_READS = 4.0
+"""Factor by which a byte of a READ must cost more than a copy, so that the shared strategy is considered.
+
+Where READs are carried as they should be, they leave the cores and the host memory to the engines.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Costs:
     """Costs of transfer operations on a machine, as measured by ``kvferry doctor --calibrate``.
@@ -125,16 +135,17 @@ class Costs:
         )
 
     @property
+    def host_byte_seconds(self) -> float:
+        """Cost of packing or unpacking a byte in seconds, if the packed side is in host memory."""
+        return max(self.copy_byte_seconds, _HOST_BYTE_SECONDS)
+
+    @property
     def gap_bytes(self) -> int:
         """Length in bytes of the longest gap between two runs that is cheaper to read than to skip.
 
         Skipping a gap takes one more descriptor.
         """
         return int(self.read_descriptor_seconds / max(self.read_byte_seconds, 1e-15))
-
-
-_HOST_BYTE_SECONDS = 4e-11
-"""Least seconds per byte of a copy to or from host memory: 25 GB/s, what the bus of a GPU reaches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +195,7 @@ class Work:
     def _copy(self, cells: int, calls: float, runs: float, c: Costs) -> float:
         if not runs:
             return 0.0
-        byte_seconds = max(c.copy_byte_seconds, _HOST_BYTE_SECONDS if self.shared else 0.0)
+        byte_seconds = c.host_byte_seconds if self.shared else c.copy_byte_seconds
         return cells * (calls * c.copy_call_seconds + runs * c.copy_run_seconds + self.bytes * byte_seconds)
 
 
@@ -298,6 +309,8 @@ def choose_method(
 ) -> int:
     """Return the index of the transfer method with the shortest expected duration.
 
+    The shared strategy is considered only if READs are much slower than copies.
+
     Args:
         methods: methods to choose from, at least one.
         cells: number of cells (parts of blocks copied as one unit) to transfer.
@@ -305,7 +318,10 @@ def choose_method(
         strategy: strategy to which the choice is limited, if any method has it; None to choose among all
             methods.
     """
-    allowed = [i for i, method in enumerate(methods) if method.strategy is strategy] or range(len(methods))
+    slow = costs.read_byte_seconds >= _SLOW_READS * costs.host_byte_seconds
+    usual = [i for i, method in enumerate(methods) if slow or method.strategy is not Strategy.SHARED]
+    wanted = [i for i, method in enumerate(methods) if method.strategy is strategy]
+    allowed = wanted or usual or range(len(methods))
     return min(allowed, key=lambda i: methods[i].work.seconds(cells, costs))
 
 
