@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvferry.geometry import GroupKind
 from kvferry.planning.select import LoadSpan
+from kvferry.transport.settings import TransferSettings
 from support.engines import EngineSpec, Family, GroupSpec, Interior, Stored, ranks
 from support.oracle import expect
 from transport.memory import scattered_tables
@@ -17,7 +18,7 @@ FROM, INTO = scattered_tables(SPEC, TOKENS, 1), scattered_tables(SPEC, TOKENS, 2
 
 
 def test_the_first_load_over_tcp_is_shared_already(world, over_tcp):
-    reader = world.reader(RANK)
+    reader = world.reader(RANK, settings=TransferSettings(lanes=1))
     producer = world.producer(SPEC, FAMILIES, FROM)
     reader.thread.connect("P", producer.cards)
     reader.submit("load", "P", SPAN, FROM, INTO)
