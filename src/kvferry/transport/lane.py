@@ -343,6 +343,8 @@ class Lane:
         """Go on measuring the speed of READs from new peers; return whether waiting orders may go on."""
         for peer in self._measuring:
             peer.measure()
+            if peer.speed_pending:
+                break  # as in `ConnectedPeer.measure`
         self._measuring = [peer for peer in self._measuring if not peer.measured]
         before, self._pending = self._pending, sum(peer.speed_pending for peer in self._measuring)
         return self._pending < before

@@ -168,6 +168,6 @@ class ReadSpeed:
     def _conclude(self) -> None:
         byte = max(min(self._read_seconds[1:]), _LEAST)
         self.bytes_per_second = 1 / byte
-        slowdown = max(min(self._copy_seconds) / max(self.costs.copy_byte_seconds, _LEAST), 1.0)
+        slowdown = max(min(self._copy_seconds) / self.costs.host_byte_seconds, 1.0)
         if not 1 / NEAR <= byte / slowdown / max(self.costs.read_byte_seconds, _LEAST) <= NEAR:
             self.costs = replace(self.costs, read_byte_seconds=byte / slowdown)

@@ -74,8 +74,8 @@ class World:
 
         monkeypatch.setattr(np, "copyto", copy)
 
-    def speed(self, size=SIZE, memory=64 << 20) -> ReadSpeed:
-        return ReadSpeed(self.agent, "P", Region(1 << 40, memory), self.landing, size, COSTS, self.clock)
+    def speed(self, size=SIZE, memory=64 << 20, costs=COSTS) -> ReadSpeed:
+        return ReadSpeed(self.agent, "P", Region(1 << 40, memory), self.landing, size, costs, self.clock)
 
     def measured(self, **options) -> ReadSpeed:
         speed = self.speed(**options)
@@ -117,6 +117,12 @@ def test_reads_that_are_slow_because_the_whole_machine_is_are_not_slow(monkeypat
     busy = World(monkeypatch, *seconds, copy_byte_seconds=COSTS.copy_byte_seconds * 5).measured()
     assert busy.costs is COSTS
     assert busy.bytes_per_second == pytest.approx(SIZE / seconds[0])
+
+
+def test_copies_on_a_gpu_that_are_faster_than_host_memory_do_not_hide_slow_reads(monkeypatch):
+    on_gpu = Costs(copy_byte_seconds=1e-12, read_byte_seconds=2e-11)
+    speed = World(monkeypatch, *[SIZE / 0.5e9] * 3, copy_byte_seconds=1e-10).measured(costs=on_gpu)
+    assert chosen(speed.costs, shared=True) is Strategy.SHARED
 
 
 @pytest.mark.parametrize("options", [{"size": 0}, {"memory": LEAST_BYTES - 1}, {"size": LEAST_BYTES - 1}])

@@ -70,8 +70,9 @@ def test_memory_outlives_the_source_while_a_reader_has_it(outgoing):
         MappedArea(file, ON_HOST)
 
 
-def test_a_description_of_other_memory_is_refused_and_nothing_is_opened(outgoing, tmp_path):
-    file, before = outgoing.file, open_files()
+def test_a_description_of_other_memory_is_refused_and_nothing_else_is_opened(outgoing, tmp_path, monkeypatch):
+    file, before, opened, really = outgoing.file, open_files(), [], os.open
+    monkeypatch.setattr(os, "open", lambda path, *rest: opened.append(path) or really(path, *rest))
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     pipe = os.open(fifo, os.O_RDWR)
@@ -88,6 +89,7 @@ def test_a_description_of_other_memory_is_refused_and_nothing_is_opened(outgoing
     ):
         with pytest.raises(TransferError, match=says):
             MappedArea(wrong, ON_HOST)
+    assert not {f"/proc/{file.pid}/fd/{fd}" for fd in (pipe, other)} & set(opened)
     for each in (pipe, unsealed, other):
         os.close(each)
     assert open_files() == before

@@ -237,6 +237,8 @@ def test_bytes_come_through_areas_of_any_size(world, case, strategy, units):
     assert all(set(result.plan.strategy_by_group) == {strategy} for result in results)
     read = {Strategy.STAGED: {"packed"}, Strategy.OVER_READ: {"blocks"}, Strategy.SHARED: set()}
     assert origins(producer, reader) == read[strategy]
+    counts = [result.plan.counts for result in results]
+    assert all(one.pages and bool(one.descriptors) is bool(read[strategy]) for one in counts)
 
 
 @pytest.mark.parametrize("file", ["none", "another size", "not here"])
@@ -461,6 +463,26 @@ def test_orders_that_wait_for_their_peer_are_carried_out_in_the_order_in_which_t
     wake()
     reader.result("c")
     assert list(reader.ended) == ["a", "b", "c"]
+
+
+def test_ranks_and_peers_are_measured_one_after_the_other_but_none_holds_up_the_rest_for_ever(world):
+    clock = Clock()
+    producers = [world.workers(ranks(wide(tp=2), WIDE)) for _ in range(2)]
+    options = {"staging_bytes": 16 << 20, "timed_read_bytes": 1 << 20}
+    reader = world.workers(ranks(wide(), WIDE), 1000, {"clock": clock}, **options)
+    (thread,), (agent,) = reader.threads, reader.agents
+    agent.gate.clear()
+    for name, producer in zip("PQ", producers, strict=True):
+        thread.connect(name, producer.cards)
+    starts = [rank.regions[0].address for producer in producers for rank in producer.ranks]
+    wait_for(lambda: agent.reads)
+    clock.now += PATIENCE_SECONDS / 2
+    assert agent.reads == [(starts[0], 1 << 20)]
+    clock.now += PATIENCE_SECONDS / 2
+    wait_for(lambda: len(agent.reads) == len(starts))
+    agent.gate.set()
+    wait_for(lambda: len(agent.reads) == ROUNDS * len(starts))
+    assert {address for address, _ in agent.reads} == set(starts)
 
 
 @pytest.mark.parametrize("answers", [True, False])
