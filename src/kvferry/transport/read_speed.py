@@ -37,10 +37,10 @@ On a busy machine, a thread that sleeps wakes up long after a fast READ has ende
 PATIENCE_SECONDS = 1.0
 """Maximum seconds that orders wait for the measurement."""
 
-NEAR = 12.0
+NEAR = 8.0
 """Factor up to which the calibrated cost is kept: a few READs on a busy machine tell no more.
 
-Measured on two busy cores: READs over TCP were 26 to 122 times slower than calibrated, others 4 to 7 times.
+Measured on two busy cores: READs over TCP were 11 to 122 times slower than calibrated, others 4 to 7 times.
 """
 
 _LEAST = 1e-12
