@@ -19,6 +19,7 @@ from benchmarks.replay.command import replay
 from benchmarks.router.command import router
 from benchmarks.safety.command import safety
 from benchmarks.scale.command import scale
+from benchmarks.shared.command import shared
 from benchmarks.startup.command import startup
 from benchmarks.steps.command import steps
 from benchmarks.storage.command import storage
@@ -51,6 +52,7 @@ for _command in (
     choice,
     router,
     safety,
+    shared,
     redeem,
     turns,
     replay,

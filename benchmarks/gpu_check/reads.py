@@ -22,7 +22,7 @@ from kvferry.transport.settings import TransferSettings
 
 _LAYOUTS = {"same layout": "LBHNC", "other order of heads and tokens": "LBNHC", "layers together": "BLHNC"}
 _STRATEGIES = {
-    "same layout": [Strategy.DIRECT],
+    "same layout": [Strategy.DIRECT, Strategy.SHARED],
     "other order of heads and tokens": [Strategy.STAGED, Strategy.OVER_READ],
     "layers together": [Strategy.STAGED],
 }

@@ -21,7 +21,8 @@ from kvferry.planning.strategy import Strategy
 from kvferry.planning.template import Route, build_templates
 
 CHOSEN = "chosen"
-METHODS = (*Strategy, CHOSEN)
+READS = (Strategy.DIRECT, Strategy.OVER_READ, Strategy.STAGED)
+METHODS = (*READS, CHOSEN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from benchmarks.layout.cells import CHOSEN, LayoutRow, LayoutTable
+from benchmarks.layout.cells import CHOSEN, READS, LayoutRow, LayoutTable
 from benchmarks.layout.verdicts import verdicts
 from kvferry.measuring.machine import MachineFacts
 from kvferry.measuring.spread import Spread
-from kvferry.planning.strategy import Strategy
 from kvferry.units import format_bytes
 
 
@@ -78,7 +77,7 @@ def _show_table(table: LayoutTable, console: Console) -> None:
     grid = RichTable(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for title in ("layout", "TP"):
         grid.add_column(title, no_wrap=True)
-    for title in ("run", *Strategy, CHOSEN, "range"):
+    for title in ("run", *READS, CHOSEN, "range"):
         grid.add_column(title, justify="right", no_wrap=True)
     grid.add_column("method", no_wrap=True)
     grid.add_column("plan ms", justify="right", no_wrap=True)
@@ -98,9 +97,9 @@ def _cells(row: LayoutRow) -> list[str]:
         row.cell.layout,
         f"{row.cell.src_tp}→{row.cell.dst_tp}",
         format_bytes(row.runs.both),
-        *(f"{row.ratio(way).median:.2f}" for way in Strategy),
+        *(f"{row.ratio(way).median:.2f}" for way in READS),
         f"[bold]{chosen.median:.2f}[/]",
         f"{chosen.low:.2f}-{chosen.high:.2f}",
-        "+".join(name[0] for name in row.strategy.split("+")),
+        "+".join(name[:2] for name in row.strategy.split("+")),
         f"{row.planning.ours.median * 1e3:.2f}",
     ]

@@ -37,7 +37,8 @@ def pair(
         strict=True,
     ):
         settings = {**place, "secret_file": str(secret), "ports": f"{PORTS[0]}-{PORTS[-1]}"}
-        settings |= {"handshake_seconds": HANDSHAKE, "load_timeout_seconds": LOAD}
+        # In truth both are on one machine, and could share memory.
+        settings |= {"handshake_seconds": HANDSHAKE, "load_timeout_seconds": LOAD, "strategy": "direct"}
         options.append({"kv_transfer_config": connector(**settings)})
         environments.append({"UCX_TLS": "tcp,self", "VLLM_HOST_IP": host.address, **environment})
     yield running.pair(

@@ -28,6 +28,7 @@ OVER_TCP = Setup(
         "load_timeout_seconds": DEADLINE,
         "handshake_seconds": 2.0,
         "patience_seconds": 3.0,
+        "strategy": "direct",
         "late_blocks": 1.0,  # so that two loads of so small a pool may be late at once
     },
     environment={"UCX_TLS": "tcp,self"},

@@ -21,6 +21,7 @@ CONNECTOR = {
     "load_timeout_seconds": DEADLINE,
     "handshake_seconds": 2.0,
     "patience_seconds": 2.0,
+    "strategy": "direct",
 }
 ENVIRONMENT = {"UCX_TLS": "tcp,self"}
 ALONE = Setup("gemma3", "streamed", OPTIONS, exact=True, connector=CONNECTOR, environment=ENVIRONMENT)

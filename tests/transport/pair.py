@@ -193,7 +193,7 @@ class Reader:
         self.rank, self.memory = place(made_up, 1000)
         self.before = self.memory.bytes.copy()
         self.agents: list[Watched] = []
-        settings = replace(settings or TransferSettings(lanes=1), keys=KEYS)
+        settings = replace(settings or TransferSettings(lanes=1, timed_read_bytes=0), keys=KEYS)
         self.thread = Transfers(
             name, self.rank, LeaseWords(1, 1), settings, self._make_agent, in_flight, **options
         )

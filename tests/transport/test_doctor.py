@@ -23,6 +23,7 @@ def test_reads_are_timed_and_their_way_is_named():
     assert all(transports.startswith("tcp/") for transports in found.transports)
     assert 0.01 < found.gigabytes_per_second < 1000
     assert found.machine["cores"]
+    assert (found.strategy, found.not_shared) == ("shared", "")
 
 
 @pytest.mark.long

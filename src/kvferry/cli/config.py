@@ -36,7 +36,7 @@ SETTINGS: Mapping[str, tuple[Any, str | None, str]] = {
     "transfer_log": (str, "FILE", "File that gets one JSON line per finished load."),
     "record": (str, "FILE", "File that gets one JSON line per ended request, for kvferry replay."),
     "layout": (str, "NAME", "Memory layout: auto, engine, or a name such as BLHNC."),
-    "strategy": (str, "NAME", "Transfer strategy: auto, direct, over-read or staged."),
+    "strategy": (str, "NAME", "Transfer strategy: auto, direct, over-read, staged or shared."),
     "staging_mib": (int, "MIB", "Staging memory per worker and direction; 0 for none."),
     "lanes": (int, "COUNT", "Number of reading threads per worker."),
     "costs": (str, "FILE", "File that `kvferry doctor --calibrate` wrote."),

@@ -46,6 +46,7 @@ def plan(
     mtp: opt.Mtp = False,
     strategy: opt.StrategyName = "auto",
     bandwidth: opt.Bandwidth = None,
+    one_machine: opt.OneMachine = False,
     costs: opt.CostsFile = None,
     step_tokens: opt.StepTokens = _STEP_TOKENS,
     retention: opt.Retention = "0",
@@ -87,7 +88,9 @@ def plan(
     destination = replace(
         source, **without_none(tp=to_tp, pp=to_pp, layout=to, block_tokens=to_block_size, backend=to_backend)
     )
-    pricing = Pricing(limit_bandwidth(load_costs(costs), bandwidth), parse_strategy(strategy))
+    pricing = Pricing(
+        limit_bandwidth(load_costs(costs), bandwidth), parse_strategy(strategy), one_machine=one_machine
+    )
     transfer: Forecast | RefusedTransfer
     try:
         transfer = forecast(reading, (source, destination), tokens, pricing, separate=separate)

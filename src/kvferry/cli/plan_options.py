@@ -72,7 +72,13 @@ Mtp: TypeAlias = Annotated[bool, typer.Option("--mtp", help="Include the multi-t
 StrategyName: TypeAlias = Annotated[
     str,
     typer.Option(
-        metavar="NAME", help="Transfer strategy: auto for the cheapest, direct, over-read or staged."
+        metavar="NAME", help="Transfer strategy: auto for the cheapest, direct, over-read, staged or shared."
+    ),
+]
+OneMachine: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--one-machine", help="Both engines run on one machine, and can share host memory (strategy shared)."
     ),
 ]
 Bandwidth: TypeAlias = Annotated[

@@ -75,8 +75,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         layout: memory layout to request from the engine. ``auto`` requests a layout with blocks outermost if
             the attention backend declares one. ``engine`` leaves the choice to vLLM. Any other value requires
             exactly that layout.
-        strategy: transfer strategy: ``auto`` for the fastest, or ``direct``, ``over-read`` or ``staged`` to
-            use that strategy wherever possible.
+        strategy: transfer strategy: ``auto`` for the fastest, or ``direct``, ``over-read``, ``staged`` or
+            ``shared`` to use that strategy wherever possible.
         staging_mib: memory for packing short runs of bytes, in MiB per direction and worker; 0 for none.
         lanes: number of threads per worker that read from peers. Several threads share a large read.
         costs: path of the file with measured costs of transfers that ``kvferry doctor --calibrate`` wrote.
@@ -131,7 +131,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer_log: str | None = None
     record: str | None = None
     layout: Literal["auto", "engine"] | Layout = "auto"
-    strategy: Literal["auto", "direct", "over-read", "staged"] = "auto"
+    strategy: Literal["auto", "direct", "over-read", "staged", "shared"] = "auto"
     staging_mib: int = 64
     lanes: int = 2
     costs: str | None = None

@@ -53,6 +53,9 @@ class LoadFigures:
         transfer_seconds: seconds that the slowest worker took to transfer the bytes.
         check_seconds: seconds that the slowest worker took to check afterwards that the peer had not reused
             the blocks.
+        read_bytes_per_second: measured speed of READs from the peer, on the slowest worker; 0 if it was not
+            measured.
+        not_shared: why a worker cannot map host memory of the peer; empty if all do.
     """
 
     bytes_by_group: tuple[int, ...] = ()
@@ -64,12 +67,14 @@ class LoadFigures:
     plan_seconds: float = 0.0
     transfer_seconds: float = 0.0
     check_seconds: float = 0.0
+    read_bytes_per_second: float = 0.0
+    not_shared: str = ""
 
     def with_other(self, other: LoadFigures) -> LoadFigures:
         """Return these figures merged with another worker's figures for the same load.
 
         Numbers of bytes and descriptors are added. For the largest run and for times, the larger value is
-        kept.
+        kept, and for the speed the smaller.
 
         Args:
             other: figures of the other worker.
@@ -86,6 +91,10 @@ class LoadFigures:
             plan_seconds=max(self.plan_seconds, other.plan_seconds),
             transfer_seconds=max(self.transfer_seconds, other.transfer_seconds),
             check_seconds=max(self.check_seconds, other.check_seconds),
+            read_bytes_per_second=min(
+                filter(None, (self.read_bytes_per_second, other.read_bytes_per_second)), default=0.0
+            ),
+            not_shared=self.not_shared or other.not_shared,
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import anyio
 import msgspec
 
-from kvferry.doctor import drops, snapshots
+from kvferry.doctor import drops, read_speed, snapshots
 from kvferry.doctor.finding import Finding, bad, note, ok
 from kvferry.engines.vllm.version import is_supported, supported_text
 from kvferry.errors import ProtocolError
@@ -147,7 +147,8 @@ async def _examine(url: str, seconds: float, headers: Mapping[str, str]) -> UrlF
                 engines = _check_metrics(await ask("/metrics"), seen)
                 await _request_kv(ask, seen, engines)
                 metrics = (await ask("/metrics")).text
-                seen.findings += [*snapshots.of_metrics(metrics), *drops.of_metrics(metrics)]
+                for check in (snapshots, drops, read_speed):
+                    seen.findings += check.of_metrics(metrics)
         except ProtocolError as error:
             seen.findings.append(
                 bad(

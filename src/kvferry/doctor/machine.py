@@ -186,7 +186,8 @@ def file_size(limit: int | None = None) -> Finding:
 def memory_files() -> Finding:
     """Check that memory files (anonymous files of ``memfd_create``) can be created and sealed.
 
-    The ranks of an engine share the memory of the host tier through such a file.
+    The ranks of an engine share the memory of the host tier through such a file, and engines of one machine
+    their staging memory.
     """
     subject = "memory files"
     try:

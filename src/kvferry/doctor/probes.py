@@ -100,6 +100,8 @@ def reads(device: str = "cpu") -> None:
             _print_result(
                 descriptors=len(lists.indices.src), bytes=lists.bytes, seconds=float(np.median(seconds))
             )
+        plan = reader.plan(src)
+        _print_result(strategy=plan.strategy_by_group[0], not_shared=plan.not_shared)
 
 
 def connector() -> None:

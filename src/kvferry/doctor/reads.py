@@ -17,6 +17,7 @@ from kvferry.doctor.finding import Finding, bad, note, ok
 from kvferry.doctor.limits import ProcessResult, run_python
 from kvferry.doctor.machine import devices
 from kvferry.doctor.probes import MODULE, parse_output
+from kvferry.planning.strategy import Strategy
 from kvferry.units import format_bytes
 
 _SECONDS = 90.0
@@ -38,11 +39,15 @@ class ReadTimings:
         timed: one entry (number of descriptors, total bytes, median seconds) per descriptor size that was
             timed, smallest size first. The values are those of one READ.
         machine: description of the machine (CPU and so on), by property.
+        strategy: strategy by which kvferry then moved KV between the two processes.
+        not_shared: why the processes cannot share host memory; empty if they can.
     """
 
     transports: tuple[str, ...]
     timed: tuple[tuple[int, int, float], ...]
     machine: Mapping[str, Any]
+    strategy: str = ""
+    not_shared: str = ""
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -60,6 +65,14 @@ class ReadTimings:
         return (
             f"by {' and '.join(self.transports) or 'a transport that UCX does not name'}: {', '.join(parts)}"
         )
+
+    @property
+    def choice(self) -> str:
+        """Text with kvferry's choice for engines of this machine, to be appended to a finding."""
+        if self.strategy == Strategy.SHARED:
+            return "; engines of this machine copy through shared host memory instead (strategy shared)"
+        apart = f", because they cannot share host memory ({self.not_shared})" if self.not_shared else ""
+        return f"; engines of this machine read so (strategy {self.strategy}){apart}"
 
 
 def transport_of(out: Iterable[str], memory: str = "") -> tuple[str, ...]:
@@ -108,7 +121,8 @@ def parse_timings(ended: ProcessResult, memory: str = "") -> ReadTimings | str:
     if len(timed) < 2:
         return ended.last_words
     machine: dict[str, Any] = next((line["machine"] for line in lines if "machine" in line), {})
-    return ReadTimings(transport_of(ended.out.splitlines(), memory), timed, machine)
+    chosen: dict[str, str] = next((line for line in lines if "strategy" in line), {})
+    return ReadTimings(transport_of(ended.out.splitlines(), memory), timed, machine, **chosen)
 
 
 def check(
@@ -143,7 +157,8 @@ def check(
         yield bad("NIXL reads of host memory", f"does not work: {shared}", advice)
         return
     yield shared
-    yield ok("NIXL reads of host memory", f"{shared.summary}{f' (UCX_TLS={given})' if given else ''}")
+    with_setting = f"{shared.summary}{f' (UCX_TLS={given})' if given else ''}"
+    yield ok("NIXL reads of host memory", f"{with_setting}{shared.choice}")
     if given:
         return
     remote = parse_timings(start("^sm"))
@@ -194,13 +209,14 @@ def check_gpu(
     where = "between two GPUs" if len(gpus) > 1 else "inside of the only GPU"
     ways = " ".join(timed.transports)
     if "cuda_ipc" in ways:
-        yield ok(subject, f"{timed.summary}; directly {where} (CUDA IPC, over NVLink where they have it)")
+        directly = f"directly {where} (CUDA IPC, over NVLink where they have it)"
+        yield ok(subject, f"{timed.summary}; {directly}{timed.choice}")
     elif any(name.startswith(_RDMA) for name in timed.transports) and "emulated" not in ways:
-        yield ok(subject, f"{timed.summary}; directly by RDMA {where}")
+        yield ok(subject, f"{timed.summary}; directly by RDMA {where}{timed.choice}")
     else:
         yield note(
             subject,
-            f"{timed.summary}; UCX bounces it through host memory",
+            f"{timed.summary}; UCX bounces it through host memory{timed.choice}",
             "see why UCX has no cuda_ipc: UCX_TLS must allow it, and containers must share the IPC namespace "
             "and see both GPUs",
         )

@@ -135,6 +135,10 @@ class _Timeline:
             pages = f"{format_count(figures.pages)} {plural(figures.pages, 'page')}"
             descriptors = plural(figures.descriptors, "descriptor")
             yield f"{pages} in {format_count(figures.descriptors)} {descriptors}"
+        if figures.read_bytes_per_second:
+            speed = f"READs of this peer were measured at {figures.read_bytes_per_second / 1e9:.2g} GB/s"
+            lacks = f"; its host memory cannot be mapped: {figures.not_shared}" if figures.not_shared else ""
+            yield f"{speed}{lacks}"
 
     def _refused(self, event: events.SourceRefused) -> Iterator[str]:
         if event.source == TIERS:

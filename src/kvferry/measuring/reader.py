@@ -26,6 +26,7 @@ from kvferry.transport.control_client import ControlClient
 from kvferry.transport.handshake import PeerInfo, Pending, Unusable
 from kvferry.transport.lease import LeaseWord, LeaseWords, new_incarnation
 from kvferry.transport.messages import Facts, RankCard
+from kvferry.transport.read_plan import ReadPlan
 from kvferry.transport.settings import TransferSettings
 from kvferry.transport.transfers import Transfers
 
@@ -138,6 +139,28 @@ class Reader:
             lease=self.claim_lease(key, peer),
             strategy=strategy,
         )
+
+    def plan(self, source: SimulatedEngine, peer: int = 0) -> ReadPlan:
+        """Load a request's KV, and return the plan by which kvferry did it.
+
+        Args:
+            source: engine to read from.
+            peer: index of the engine in the producer process.
+
+        Raises:
+            TransferError: the load failed, or the producer process died.
+        """
+        request = self.load_request(source.span, source.tables, self.engine.tables, peer)
+        outcome = self.steps.step([request])
+        while request.key not in outcome.results:
+            self.producer.check()
+            time.sleep(0.001)
+            outcome = self.steps.step()
+        self.acknowledge(request.key, peer)
+        result = outcome.results[request.key]
+        if result.plan is None or result.failure is not None:
+            raise TransferError(f"kvferry could not read from the producer process: {result.failure}")
+        return result.plan
 
     def claim_lease(self, key: str, peer: int = 0) -> LeaseWord:
         """Make an engine grant a lease, claim the lease, and return its lease word.

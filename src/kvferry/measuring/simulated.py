@@ -157,7 +157,7 @@ def simulate_engine(
     return found
 
 
-def plain_engine(name: str, size: int, device: str = "cpu") -> SimulatedEngine:
+def plain_engine(name: str, size: int, device: str = "cpu", layout: str = "BLHNC") -> SimulatedEngine:
     """Return an engine without a model, with one rank, whose request has about `size` bytes of KV.
 
     All layers have full attention.
@@ -166,10 +166,11 @@ def plain_engine(name: str, size: int, device: str = "cpu") -> SimulatedEngine:
         name: name of the engine, unique in its process.
         size: size of the request's KV, in bytes.
         device: torch device of the KV cache.
+        layout: memory layout of the KV cache.
     """
     reading = read_geometry("Llama-3.1-8B", {"num_hidden_layers": 8})
     tokens = max(16, size // reading.cache.layers[0].whole_bytes // len(reading.cache.layers))
-    return replace(simulate_engine(name, reading, EngineSide(layout="BLHNC"), tokens), device=device)
+    return replace(simulate_engine(name, reading, EngineSide(layout=layout), tokens), device=device)
 
 
 def block_ids(blocks: int, order: str, seed: int) -> Int64s:

@@ -35,7 +35,8 @@ class HostRegistration:
             self._address = 0
             raise TransferError(
                 f"CUDA cannot register {format_bytes(memory.length)} of host memory (error {code}); lower "
-                "the capacity of the host tier, or raise ulimit -l and the container's memory limit"
+                "the capacity of the host tier or staging_mib, or raise ulimit -l and the container's memory "
+                "limit"
             )
 
     def close(self) -> None:

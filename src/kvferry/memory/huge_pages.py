@@ -52,12 +52,13 @@ def request_huge_pages(region: Region, *, touched: bool) -> None:
         _advise(first, length, advice)
 
 
-def map_shared(fd: int, size: int) -> tuple[mmap.mmap, int]:
+def map_shared(fd: int, size: int, *, writable: bool = True) -> tuple[mmap.mmap, int]:
     """Map a shared memory file at an address that is a multiple of the size of a huge page.
 
     Args:
         fd: file descriptor of the shared memory file.
         size: size of the file in bytes.
+        writable: False to map memory that is only read.
 
     Returns:
         The mapping, and the byte offset in the mapping at which the file begins. The file is unmapped when
@@ -74,7 +75,7 @@ def map_shared(fd: int, size: int) -> tuple[mmap.mmap, int]:
     there = libc.mmap(
         ctypes.c_void_p(address + skip),
         ctypes.c_size_t(size),
-        mmap.PROT_READ | mmap.PROT_WRITE,
+        mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0),
         mmap.MAP_SHARED | _FIXED,
         fd,
         ctypes.c_long(0),

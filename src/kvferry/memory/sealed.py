@@ -1,12 +1,94 @@
-"""Shared memory files of a fixed size: no process can cut off memory that others have mapped."""
+"""Shared memory files of a fixed size: no process can cut off memory that others have mapped.
+
+A memory file (memfd) has no name in any file system, so a crash leaves no file behind, and the size of
+``/dev/shm`` (64 MiB in many containers) does not limit it. The kernel frees its memory when the last process
+that maps it ends. Another process opens it as ``/proc/<pid>/fd/<fd>`` of its owner. So that process must run
+on the same machine, as the same user and in the same process namespace. A random token in the file's name
+keeps it from taking another process's file for the owner's.
+"""
 
 from __future__ import annotations
 
 import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
-from kvferry.errors import ConfigError
-from kvferry.operating_system import fcntl
+import msgspec
+
+from kvferry.errors import ConfigError, TransferError
+from kvferry.operating_system import fcntl, is_linux
 from kvferry.units import format_bytes
+
+_SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if is_linux() else 0
+
+
+@dataclass(frozen=True, slots=True)
+class SharedFile:
+    """What another process needs to open a sealed memory file.
+
+    Attributes:
+        pid: id of the process that owns the file.
+        fd: number of the file's descriptor in that process.
+        token: random id of the file, 32 hex digits.
+        size: size of the file in bytes.
+    """
+
+    pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+    fd: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    token: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+    size: Annotated[int, msgspec.Meta(ge=1, lt=1 << 45)]
+
+    @classmethod
+    def create(cls, size: int) -> SharedFile:
+        """Create a sealed memory file of `size` bytes. Its descriptor, `fd`, is to be closed by the caller.
+
+        Raises:
+            ConfigError: see `sealed_file`.
+        """
+        token = secrets.token_hex(16)
+        return cls(os.getpid(), sealed_file(_file_name(token), size), token, size)
+
+    def open(self, *, writable: bool) -> int:
+        """Open the file, which another process of this machine owns, and return a file descriptor.
+
+        Raises:
+            TransferError: the owner has ended, its descriptor now refers to another file, its size is not
+                sealed, or this process may not open it.
+        """
+        path = f"/proc/{self.pid}/fd/{self.fd}"
+        try:
+            # Before it is opened: to open another kind of file could block.
+            self._check(path, str(Path(path).readlink()))
+            fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise TransferError(
+                f"no shared memory at {path}: {error.strerror}; its owner has ended, or runs as another "
+                "user or in another process namespace"
+            ) from error
+        try:
+            self._check(path, str(Path(f"/proc/self/fd/{fd}").readlink()))
+            size, seals = os.fstat(fd).st_size, fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            if size != self.size or seals & _SEALED != _SEALED:
+                raise TransferError(
+                    f"{path} has {size} bytes and seals {seals:#x}, expected {self.size} bytes and seals "
+                    f"{_SEALED:#x}: its owner has ended"
+                )
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _check(self, path: str, found: str) -> None:
+        if found != f"/memfd:{_file_name(self.token)} (deleted)":
+            raise TransferError(
+                f"{path} is {found}, expected memory {self.token} of {self.size} bytes: its owner has ended"
+            )
+
+
+def _file_name(token: str) -> str:
+    return f"kvferry-{token}"
 
 
 def sealed_file(name: str, size: int) -> int:
@@ -31,12 +113,11 @@ def sealed_file(name: str, size: int) -> int:
     except OSError as error:
         os.close(fd)
         raise ConfigError(
-            f"host tier: a memory file of {format_bytes(size)} cannot be made: "
-            f"{os.strerror(error.errno or 0)}; lower its capacity, or raise the limit of a file's size "
-            "(ulimit -f unlimited)"
+            f"a memory file of {format_bytes(size)} cannot be made: {os.strerror(error.errno or 0)}; raise "
+            "the limit of a file's size (ulimit -f unlimited)"
         ) from error
     try:
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALED)
     except OSError as error:
         os.close(fd)
         raise _no_seals("fcntl with F_ADD_SEALS", error) from error
@@ -45,7 +126,6 @@ def sealed_file(name: str, size: int) -> int:
 
 def _no_seals(call: str, error: OSError) -> ConfigError:
     return ConfigError(
-        f"host tier: {call} fails here ({os.strerror(error.errno or 0)}), so there is no memory that ranks "
-        "can share safely; allow memfd_create and F_ADD_SEALS in the container's seccomp profile, or "
-        "configure no tiers"
+        f"{call} fails here ({os.strerror(error.errno or 0)}), so processes can share no memory safely; "
+        "allow memfd_create and F_ADD_SEALS in the container's seccomp profile"
     )

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.pool_cells import PoolCells
 from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.descriptors import Int64s
+from kvferry.planning.strategy import COPY_ENGINE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +38,11 @@ class StagedImages:
 
 
 class StagingCopies:
-    """Copies cells between KV blocks and staging memory on the same device.
+    """Copies cells between KV blocks and staging memory, on the same device or in host memory.
 
     A cell is a run of tokens that is copied as one unit. In staging memory, each cell is an image (packed, in
-    contiguous memory). Every method returns when its copies are complete, also on a GPU.
+    contiguous memory). If the blocks are on a GPU, staging memory of the host must be registered with CUDA.
+    Every method returns when its copies are complete, also on a GPU.
     """
 
     def __init__(
@@ -59,7 +62,9 @@ class StagingCopies:
         Raises:
             TransferError: the copies exceed the pool's memory.
         """
-        self._pool = PoolCells(parts, pool, side=side, stride=stride, blocks=blocks)
+        self._pool = PoolCells(
+            parts, pool, side=side, stride=stride, blocks=blocks, engine_bytes=COPY_ENGINE_BYTES
+        )
 
     def gather(self, blocks: Int64s, cells: Int64s, staged: StagedImages, first: int) -> None:
         """Copy cells (runs of tokens) from KV blocks into images (packed cells) in staging memory.
@@ -102,9 +107,10 @@ class StagingCopies:
 
     def _copy(self, blocks: Int64s, cells: Int64s, staged: StagedImages, first: int) -> None:
         memory, start = staged.space.bytes_at(staged.address)
+        packed = memory if self._pool.on_host else torch.as_tensor(memory)
         offsets = start + (first + np.arange(len(blocks))) * staged.stride
         try:
             for part in self._pool.parts:
-                self._pool.copy(part, part.places(blocks, cells), memory, offsets)
+                self._pool.copy(part, part.places(blocks, cells), packed, offsets)
         finally:
             self._pool.wait()  # also after an error: the memory may then be used for something else

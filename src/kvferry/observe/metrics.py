@@ -66,6 +66,7 @@ _ALL = (
     _counter("load_bytes", "Bytes loaded, summed over all ranks.", "source", "group", "strategy"),
     _gauge("late_blocks", "Blocks that loads still hold after their deadline or their request has ended."),
     _histogram("transfer_seconds", "Time of a load from a peer, by stage, on the slowest rank.", "stage"),
+    _gauge("read_bytes_per_second", "Measured speed of READs from the peer of the last load.", "strategy"),
     _counter("transfer_pages", "Pages loaded from peers."),
     _counter("transfer_descriptors", "Contiguous reads (descriptors) that loaded these pages from peers."),
     _gauge("tier_used_bytes", "Bytes in use in a tier, by all engines that share it.", "tier"),

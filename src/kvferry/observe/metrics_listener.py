@@ -167,6 +167,9 @@ class MetricsListener:
         counted.sample("load_seconds", event.source, of=(event.seconds,))
         for moved in event.moved:
             counted.count("load_bytes", event.source, moved.group, moved.strategy, by=moved.size)
+        if speed := event.figures.read_bytes_per_second:
+            for moved in event.moved:
+                counted.set("read_bytes_per_second", moved.strategy, to=speed)
         if (figures := event.figures).pages:
             counted.count("transfer_pages", by=figures.pages)
             counted.count("transfer_descriptors", by=figures.descriptors)

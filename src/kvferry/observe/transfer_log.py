@@ -79,6 +79,7 @@ class TransferLog:
             "plan_seconds": figures.plan_seconds,
             "transfer_seconds": figures.transfer_seconds,
             "check_seconds": figures.check_seconds,
+            "read_bytes_per_second": figures.read_bytes_per_second,
             "total_seconds": ended.seconds,
         }
         self._lines.add(partial(_encode, line), _LINE_BYTES)

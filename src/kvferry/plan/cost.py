@@ -48,10 +48,12 @@ class Pricing:
     Attributes:
         costs: costs of transfer work on the machine and the network link.
         strategy: strategy to use where it is possible; None for the cheapest strategy.
+        one_machine: True if the engines run on one machine, and can share host memory.
     """
 
     costs: Costs
     strategy: Strategy | None = None
+    one_machine: bool = False
 
 
 def limit_bandwidth(costs: Costs, gigabytes_per_second: float | None) -> Costs:
@@ -109,7 +111,8 @@ def estimate_route(route: Route, cells: Cells, counts: TransferCounts, pricing: 
         pricing: costs of transfer work, and the required strategy if there is one.
     """
     costs = pricing.costs
-    found = transfer_methods(route, costs, ROOM_BYTES)
+    shared = pricing.one_machine or pricing.strategy is Strategy.SHARED
+    found = transfer_methods(route, costs, ROOM_BYTES, shared=shared)
     method = found[choose_method(found, len(cells), costs, pricing.strategy)]
     seconds = method.work.seconds(len(cells), costs)
     read_bytes = round(method.work.read_bytes * len(cells))

@@ -1,4 +1,4 @@
-"""Transfer methods of a route (direct, over-read, staged), and the choice among them by expected cost.
+"""Transfer methods of a route (direct, over-read, staged, shared), and the choice among them by cost.
 
 A *cell* is the part of a block that is copied as one unit, and an *image* is a cell packed into contiguous
 staging memory.
@@ -9,6 +9,8 @@ staging memory.
 - *staged*: the source *gathers* the cell: it copies the cell's bytes into an image in the byte order of the
   destination. The destination reads the image directly into place. If the destination's own runs are short
   too, it reads the image into staging memory and *scatters* it: it copies the bytes from there into place.
+- *shared*: the source gathers the cell into host memory that the destination has mapped, because both run on
+  one machine. The destination scatters the image from there. The transport carries no KV.
 
 A `TransferMethod` is one of these methods for one route, with its work per cell. `Costs` turns work into
 seconds. ``kvferry doctor --calibrate`` measures the costs of a machine. The defaults are those of two cores
@@ -55,16 +57,28 @@ class Strategy(StrEnum):
 
     DIRECT: the destination reads each contiguous run of bytes into place. OVER_READ: the destination reads
     whole ranges of the source, gaps included, and copies the needed bytes into place. STAGED: the source
-    packs the bytes into contiguous memory, and the destination reads them from there.
+    packs the bytes into contiguous memory, and the destination reads them from there. SHARED: the source
+    packs the bytes into host memory that both sides have mapped, and the destination copies them from there.
     """
 
     DIRECT = "direct"
     OVER_READ = "over-read"
     STAGED = "staged"
+    SHARED = "shared"
 
 
 _LIMITS = {"copy_engine_bytes": (1, 1 << 40)}
 """Smallest and largest value of costs that are neither seconds, nor shares, nor gains."""
+
+
+_HOST_BYTE_SECONDS = 4e-11
+"""Least seconds per byte of a copy to or from host memory: 25 GB/s, what the bus of a GPU reaches."""
+
+_SLOW_READS = 4.0
+"""Factor by which a byte of a READ must cost more than a copy, so that the shared strategy is considered.
+
+Where READs are carried as they should be, they leave the cores and the host memory to the engines.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +135,11 @@ class Costs:
         )
 
     @property
+    def host_byte_seconds(self) -> float:
+        """Cost of packing or unpacking a byte in seconds, if the packed side is in host memory."""
+        return max(self.copy_byte_seconds, _HOST_BYTE_SECONDS)
+
+    @property
     def gap_bytes(self) -> int:
         """Length in bytes of the longest gap between two runs that is cheaper to read than to skip.
 
@@ -140,6 +159,7 @@ class Work:
         scatter_calls, scatter_runs: number of calls of the destination's copy operation, and number of runs
             that the destination copies; 0 if the destination copies nothing.
         bytes: number of useful bytes of the cell. Each copy operation copies this number of bytes.
+        shared: True if the copies go to and from host memory, wherever the KV cache is.
     """
 
     descriptors: float
@@ -149,6 +169,7 @@ class Work:
     scatter_calls: float = 0
     scatter_runs: float = 0
     bytes: float = 0
+    shared: bool = False
 
     def seconds(self, cells: int, costs: Costs) -> float:
         """Return the expected duration in seconds of a transfer of `cells` cells (parts of blocks).
@@ -158,15 +179,14 @@ class Work:
             costs: costs of the machine for one lane (thread that reads).
         """
         c = costs
-        shared = cells * self.bytes >= 2 * LANE_BYTES
-        here = c.of_lanes() if shared else c
+        here = c.of_lanes() if cells * self.bytes >= 2 * LANE_BYTES else c
         read = cells * (
             self.descriptors * here.read_descriptor_seconds + self.read_bytes * here.read_byte_seconds
         )
         scatter = self._copy(cells, self.scatter_calls, self.scatter_runs, here)
         if not self.gather_runs:
             return read + scatter
-        segments = max(1.0, cells * self.read_bytes / segment_bytes(cells * self.read_bytes))
+        segments = max(1.0, cells * self.bytes / segment_bytes(cells * self.bytes))
         gather = self._copy(cells, self.gather_calls, self.gather_runs, c)
         ours = read + scatter + segments * c.read_descriptor_seconds
         hidden = c.overlap * min(gather, ours) * (1 - 1 / segments)
@@ -175,9 +195,8 @@ class Work:
     def _copy(self, cells: int, calls: float, runs: float, c: Costs) -> float:
         if not runs:
             return 0.0
-        return cells * (
-            calls * c.copy_call_seconds + runs * c.copy_run_seconds + self.bytes * c.copy_byte_seconds
-        )
+        byte_seconds = c.host_byte_seconds if self.shared else c.copy_byte_seconds
+        return cells * (calls * c.copy_call_seconds + runs * c.copy_run_seconds + self.bytes * byte_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +207,9 @@ class TransferMethod:
     is copied as one unit. An image is a cell packed into contiguous memory.
 
     Attributes:
-        strategy: direct, over-read (the destination reads whole pages and unpacks them) or staged (the source
-            packs cells before the destination reads them).
+        strategy: direct, over-read (the destination reads whole pages and unpacks them), staged (the source
+            packs cells before the destination reads them) or shared (the source packs cells into host memory
+            that the destination has mapped).
         work: numbers of descriptors, bytes and copies that one cell costs.
         image: layout of images; None for the direct strategy.
         landing: copies by which the destination unpacks an image that the source has packed. None if no image
@@ -222,7 +242,12 @@ def segment_bytes(total: float) -> int:
 
 
 def transfer_methods(
-    route: Route, costs: Costs, max_image_bytes: int, region_starts: Sequence[int] = ()
+    route: Route,
+    costs: Costs,
+    max_image_bytes: int,
+    region_starts: Sequence[int] = (),
+    *,
+    shared: bool = False,
 ) -> tuple[TransferMethod, ...]:
     """Return all methods that can transfer the cells of a route.
 
@@ -235,6 +260,7 @@ def transfer_methods(
         max_image_bytes: maximum size of one image in bytes. Methods with larger images are left out.
         region_starts: first address of each registered region of the source. No read may cross these
             addresses. Empty if one region holds all pages.
+        shared: True if the destination has mapped host memory of the source.
 
     Raises:
         ConfigError: a cell has too many runs for a direct transfer, and cannot be packed into an image of at
@@ -265,6 +291,9 @@ def transfer_methods(
             bytes=size,
         )
         found.append(TransferMethod(Strategy.STAGED, work, image, landing))
+        if shared:
+            work = replace(work, read_bytes=0, shared=True)
+            found.append(TransferMethod(Strategy.SHARED, work, image, landing))
     fitting = [method for method in found if method.image is None or method.image.stride <= max_image_bytes]
     if not fitting:
         raise ConfigError(
@@ -280,6 +309,8 @@ def choose_method(
 ) -> int:
     """Return the index of the transfer method with the shortest expected duration.
 
+    The shared strategy is considered only if READs are much slower than copies.
+
     Args:
         methods: methods to choose from, at least one.
         cells: number of cells (parts of blocks copied as one unit) to transfer.
@@ -287,7 +318,10 @@ def choose_method(
         strategy: strategy to which the choice is limited, if any method has it; None to choose among all
             methods.
     """
-    allowed = [i for i, method in enumerate(methods) if method.strategy is strategy] or range(len(methods))
+    slow = costs.read_byte_seconds >= _SLOW_READS * costs.host_byte_seconds
+    usual = [i for i, method in enumerate(methods) if slow or method.strategy is not Strategy.SHARED]
+    wanted = [i for i, method in enumerate(methods) if method.strategy is strategy]
+    allowed = wanted or usual or range(len(methods))
     return min(allowed, key=lambda i: methods[i].work.seconds(cells, costs))
 
 

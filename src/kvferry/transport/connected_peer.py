@@ -8,7 +8,7 @@ cover the lease words, which are integers in registered memory that change befor
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -26,13 +26,15 @@ from kvferry.planning.strategy import Strategy
 from kvferry.planning.template import Route, absent_layers, build_templates
 from kvferry.transport.agent import Agent
 from kvferry.transport.gather_client import GatherClient
-from kvferry.transport.messages import RankCard
+from kvferry.transport.messages import Outgoing, RankCard
 from kvferry.transport.metadata import WORD_BYTES
 from kvferry.transport.packed_read import RankLists
 from kvferry.transport.prepared_routes import RoutePreparation, page_clearings
 from kvferry.transport.read_order import ReadOrder
-from kvferry.transport.read_plan import PackedCells, RankRead, ReadPlan, SourceRank, sum_tallies
+from kvferry.transport.read_plan import PackedCells, RankRead, ReadPlan, SourceRank, slowest, sum_tallies
+from kvferry.transport.read_speed import ReadSpeed
 from kvferry.transport.settings import TransferSettings
+from kvferry.transport.shared_area import MappedArea
 from kvferry.transport.staging import StagingArea
 
 MAX_SOURCES = 256
@@ -57,6 +59,7 @@ class ConnectedPeer:
         landing: StagingArea,
         context: zmq.Context[Any],
         settings: TransferSettings,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Load the peer's transport metadata, and prepare the NIXL descriptor lists to read from its ranks.
 
@@ -70,6 +73,7 @@ class ConnectedPeer:
             context: ZeroMQ context for the connections that ask the peer's ranks to pack cells.
             settings: settings of transfers, such as the transfer strategy and the measured costs that decide
                 between strategies.
+            clock: function that returns the current time in seconds, to measure the speed of READs.
 
         Raises:
             Incompatible: the peer's ranks lack a layer, or a part of one, that this rank needs.
@@ -91,6 +95,7 @@ class ConnectedPeer:
                 landing=landing,
                 context=context,
                 settings=settings,
+                clock=clock,
                 made=made,
             )
             self.sources = tuple(
@@ -139,7 +144,7 @@ class ConnectedPeer:
                 number += 1
                 if not len(cells):
                     continue
-                method = prepared.choose(len(cells), self._settings.costs, pinned)
+                method = prepared.choose(len(cells), source.speed.costs, pinned)
                 counted = prepared.counts(cells, method)
                 by_group[route.dst_group] += counted.bytes
                 strategies[route.dst_group][method.method.strategy] = None
@@ -160,7 +165,31 @@ class ConnectedPeer:
             strategy_by_group=tuple("+".join(found) for found in strategies),
             counts=sum_tallies(tallies),
             seconds=time.perf_counter() - started,
+            bytes_per_second=slowest(rank.source.speed.bytes_per_second for rank in ranks),
+            not_shared=next((rank.source.not_shared for rank in ranks if rank.source.not_shared), ""),
         )
+
+    @property
+    def measuring(self) -> bool:
+        """True while the speed of READs is being measured and one of them is in flight."""
+        return any(source.speed.in_flight for source in self.sources)
+
+    @property
+    def measured(self) -> bool:
+        """True if the speed of READs is known, or will not be."""
+        return all(source.speed.ended for source in self.sources)
+
+    @property
+    def speed_pending(self) -> bool:
+        """True while orders should wait until the speed of READs is known."""
+        return any(source.speed.pending for source in self.sources)
+
+    def measure(self) -> None:
+        """Go on measuring the speed of READs, one rank after the other, without waiting."""
+        for source in self.sources:
+            source.speed.advance()
+            if source.speed.pending:
+                break  # READs from several ranks at a time would slow each other down
 
     def close(self) -> None:
         """Release the descriptor lists and remove the peer from NIXL.
@@ -218,6 +247,7 @@ class _RankPreparation:
         landing: staging area into which packed cells (parts of blocks) are read.
         context: ZeroMQ context for the connections that ask the peer's ranks to pack cells.
         settings: settings of transfers.
+        clock: function that returns the current time in seconds.
         made: exit stack to which each step of the preparation adds a callback that undoes the step.
     """
 
@@ -227,12 +257,16 @@ class _RankPreparation:
     landing: StagingArea
     context: zmq.Context[Any]
     settings: TransferSettings
+    clock: Callable[[], float]
     made: ExitStack
 
     def source(self, card: RankCard, routes: Sequence[Route]) -> SourceRank:
-        agent, preparation = (
-            self.agent,
-            RoutePreparation(self.own_geometry, self.landing, card, self.settings.costs),
+        agent = self.agent
+        shared, not_shared = _map(card.outgoing, self.own_geometry.regions[0])
+        if shared is not None:
+            self.made.callback(shared.close)
+        preparation = RoutePreparation(
+            self.own_geometry, self.landing, card, self.settings.costs, shared=shared
         )
         for route in routes:
             preparation.add(route)
@@ -253,12 +287,30 @@ class _RankPreparation:
             incarnation=card.incarnation,
             area_words=range(card.leases, card.words),
         )
-        return SourceRank(name, tuple(preparation.routes), lists, client, card.leases)
+        size, costs = self.settings.timed_read_bytes if src.entries else 0, self.settings.costs
+        speed = ReadSpeed(agent, name, card.geometry.regions[0], self.landing, size, costs, self.clock)
+        self.made.callback(speed.close)
+        return SourceRank(name, tuple(preparation.routes), lists, client, card.leases, speed, not_shared)
 
     def _list(self, owner: str | None, region: Region, rows: Int64s) -> Any:
         handle = self.agent.prepare(owner, region, rows)
         self.made.callback(self.agent.release_list, handle)
         return handle
+
+
+def _map(outgoing: Outgoing | None, like: Region) -> tuple[MappedArea | None, str]:
+    """Map the outgoing file of a peer's rank; return None and the reason if that is not possible.
+
+    Args:
+        outgoing: the peer's description of its staging memory.
+        like: region of this worker's KV cache.
+    """
+    if outgoing is None or outgoing.file is None or outgoing.file.size != outgoing.bytes:
+        return None, "the peer offers no memory that engines of its machine can map; its log says why"
+    try:
+        return MappedArea(outgoing.file, like), ""
+    except TransferError as error:
+        return None, str(error)
 
 
 def _word_rows(region: Region) -> Int64s:

@@ -13,7 +13,8 @@ from kvferry.transport.gather_server import GatherServer
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.messages import Outgoing, RankCard
 from kvferry.transport.settings import TransferSettings
-from kvferry.transport.staging import StagingArea
+from kvferry.transport.shared_area import make_outgoing_file
+from kvferry.transport.staging import UNIT_BYTES, StagingArea
 
 
 class ExportedMemory:
@@ -48,7 +49,11 @@ class ExportedMemory:
         """
         self._agent = agent
         outgoing = StagingArea(settings.staging_bytes, geometry.regions[0])
+        size = outgoing.units * UNIT_BYTES
+        self._shared = shared = make_outgoing_file(size, geometry.regions[0]) if size else None
         first_word = words.add(outgoing.units)
+        if shared is not None:
+            words.add(shared.area.units)
         areas = [outgoing.region] if outgoing.units else []
         for region in geometry.regions:
             request_huge_pages(region, touched=True)
@@ -67,6 +72,7 @@ class ExportedMemory:
                 keys=settings.keys,
                 peers=settings.peers,
                 ports=settings.ports,
+                shared=shared.area if shared else None,
             )
             region = outgoing.region
             offered = Outgoing(
@@ -74,7 +80,8 @@ class ExportedMemory:
                 port=self._gatherer.port,
                 address=region.address,
                 bytes=region.length,
-                words=outgoing.units,
+                words=len(words.array) - first_word,
+                file=shared.file if shared else None,
             )
         self.card = RankCard(
             geometry=geometry,
@@ -90,4 +97,7 @@ class ExportedMemory:
         if self._gatherer is not None:
             self._gatherer.close()
             self._gatherer = None
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
         self._agent.close()

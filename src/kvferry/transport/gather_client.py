@@ -103,7 +103,7 @@ class GatherClient:
         self._receive()
         return now < self.silent_until
 
-    def ask(self, route: int, lease: LeaseWord, blocks: Int64s, cell: int) -> int:
+    def ask(self, route: int, lease: LeaseWord, blocks: Int64s, cell: int, *, shared: bool = False) -> int:
         """Ask the rank to pack cells (parts of blocks) into its staging memory.
 
         Args:
@@ -114,6 +114,7 @@ class GatherClient:
             blocks: id of the source block that contains each cell, int64 of shape (n,). The cells are
                 consecutive in the order of tokens.
             cell: index of the first cell within its block.
+            shared: True to pack the cells into the rank's memory file, which this worker has mapped.
 
         Returns:
             Id of the segment (the cells of this request), for `answer` and `done`.
@@ -128,6 +129,7 @@ class GatherClient:
             generation=lease.generation,
             blocks=ids,
             cell=cell,
+            shared=shared,
         )
         if not self._send(request):
             self._answers[segment] = NotGathered(segment, "the producer's worker does not take requests")

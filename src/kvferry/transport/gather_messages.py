@@ -96,6 +96,8 @@ class Gather(msgspec.Struct, frozen=True, tag="gather"):
         blocks: id of the source block that contains each cell, packed as int32 in native byte order. The
             cells are consecutive in the order of tokens.
         cell: index of the first cell within its block.
+        shared: True to pack the cells into host memory that the reader has mapped (`shared_area`), instead of
+            memory that it reads from.
     """
 
     segment: _Count = msgspec.field(name="chunk")
@@ -104,6 +106,7 @@ class Gather(msgspec.Struct, frozen=True, tag="gather"):
     generation: _HalfWord
     blocks: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_CELLS)]
     cell: _Count
+    shared: bool = False
 
     def ids(self) -> Int64s:
         """Return the source block id of each cell (part of a block), int64 of shape (n,)."""

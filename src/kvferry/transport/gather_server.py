@@ -1,7 +1,8 @@
 """The producer's end of the gather channel: pack cells into staging memory when readers ask for it.
 
 A cell is the smallest unit that is transferred. A segment is the run of cells of one request. Each worker has
-one such server: one thread, one ROUTER socket, one staging area that readers read from.
+one such server: one thread, one ROUTER socket, one staging area that readers read from, and one that readers
+of the same machine map.
 
     asked ─room─▶ gathered ─Done─▶ free
       └─no room─▶ waiting ─room─▶ ...          gathered ─silent for too long─▶ word raised ─▶ free
@@ -28,7 +29,7 @@ from kvferry.geometry import RankGeometry
 from kvferry.limited_log import LimitedLog
 from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.device_stream import enter_stream
-from kvferry.memory.staging_copies import StagingCopies
+from kvferry.memory.staging_copies import StagedImages, StagingCopies
 from kvferry.planning.descriptors import Int64s
 from kvferry.terminal import shown
 from kvferry.transport import security
@@ -105,11 +106,15 @@ class _HeldAllocation:
     """Staging memory of a packed segment: the packed cells (parts of blocks) of one request.
 
     Attributes:
+        area: staging area of the memory.
         allocation: memory in the staging area.
+        word: index of the word that protects the memory.
         since: time at which the segment was packed, in seconds of the server's clock.
     """
 
+    area: StagingArea
     allocation: Allocation
+    word: int
     since: float
 
 
@@ -152,6 +157,7 @@ class GatherServer:
         ports: PortRange | None = None,
         limits: GatherLimits | None = None,
         make_copies: Callable[..., StagingCopies] = StagingCopies,
+        shared: StagingArea | None = None,
     ) -> None:
         """Bind a socket to a free port, and start the thread that packs cells (parts of blocks).
 
@@ -169,11 +175,13 @@ class GatherServer:
             ports: range of the port; None for any.
             limits: limits of what readers can make the server keep; None for the defaults.
             make_copies: function that prepares the copies of a route, with the arguments of `StagingCopies`.
+            shared: staging area in host memory that readers of the same machine map. Its words follow those
+                of `area`. None if there is none.
 
         Raises:
             ConfigError: the address cannot be bound.
         """
-        self.area = area
+        self.area, self._shared = area, shared
         self._limits, self._make_copies = limits or GatherLimits(), make_copies
         self._words, self._first_word, self._clock = words, first_word, clock
         self._blocks = geometry.num_blocks
@@ -306,37 +314,42 @@ class GatherServer:
         blocks = message.ids()
         if reason := self._refusal(reader, route, message, blocks):
             return self._refuse(sender, message, reason)
-        allocation = self.area.allocate(len(blocks), route.image_stride)
+        area = self._area(message)
+        allocation = area.allocate(len(blocks), route.image_stride)
         if allocation is None:
             return False
         # Check the lease again after the copy: the data is valid only if no block has been freed by now.
-        if reason := self._copy(message, route, loops, allocation) or self._ended(message):
-            self.area.free(allocation)
+        if reason := self._copy(message, area.images(route.image_stride), loops, allocation) or self._ended(
+            message
+        ):
+            area.free(allocation)
             return self._refuse(sender, message, reason)
-        reader.allocations[message.segment] = _HeldAllocation(allocation, self._clock())
-        word = self._first_word + allocation.unit
+        word = self._first_word + allocation.unit + (self.area.units if message.shared else 0)
+        reader.allocations[message.segment] = _HeldAllocation(area, allocation, word, self._clock())
         generation = int(self._words.array[word]) & 0xFFFFFFFF
         self._answer(sender, Gathered(message.segment, allocation.position, word, generation))
         return True
 
+    def _area(self, message: Gather) -> StagingArea:
+        return self._shared if message.shared and self._shared is not None else self.area
+
     def _copy(
-        self, message: Gather, route: GatherRoute, loops: StagingCopies, allocation: Allocation
+        self, message: Gather, images: StagedImages, loops: StagingCopies, allocation: Allocation
     ) -> str | None:
         """Copy the cells (parts of blocks) of a request from the KV cache into staging memory.
 
         Args:
             message: request with the block ids and the index of the first cell.
-            route: route (set of layers that are read together) of the cells.
+            images: view of the staging area as a sequence of images (packed cells).
             loops: copy operation that packs cells of the route.
             allocation: staging memory to write to.
 
         Returns:
             Reason for the refusal if the copy failed; None if it succeeded.
         """
-        slots = self.area.images(route.image_stride)
         try:
             blocks = message.ids()
-            loops.gather(blocks, message.cell + np.arange(len(blocks)), slots, allocation.position)
+            loops.gather(blocks, message.cell + np.arange(len(blocks)), images, allocation.position)
         except Exception as error:  # noqa: BLE001 - logged in full
             self._log.say("copy", "gather channel: a copy failed", error)
             return f"the copy failed: {shown(str(error), 500)}"
@@ -349,7 +362,9 @@ class GatherServer:
             return f"blocks {blocks.min()} to {blocks.max()} are not in the pool"
         if message.segment in reader.allocations:
             return "a chunk of that name is held"
-        if (len(blocks) + 1) * route.image_stride > self.area.units * UNIT_BYTES:
+        if message.shared and self._shared is None:
+            return "this worker has no memory that others can map"
+        if (len(blocks) + 1) * route.image_stride > self._area(message).units * UNIT_BYTES:
             return "the images of one request have no room in the staging area"
         return self._ended(message)
 
@@ -403,5 +418,5 @@ class GatherServer:
         Args:
             held: memory to free.
         """
-        self._words.end([self._first_word + held.allocation.unit])
-        self.area.free(held.allocation)
+        self._words.end([held.word])
+        held.area.free(held.allocation)

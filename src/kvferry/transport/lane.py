@@ -184,8 +184,8 @@ class Lane:
             validator: object that decides whether a peer's transport metadata may be loaded.
             in_flight: maximum number of orders that are executed at the same time; further orders wait.
             on_result: function that the thread calls when `results` has a new result.
-            clock: function that returns the current time in seconds, for timeouts and for the pauses between
-                attempts to connect a peer.
+            clock: function that returns the current time in seconds, for timeouts, for the pauses between
+                attempts to connect a peer, and for the speed of READs.
         """
         self._clock = clock
         self._on_result = on_result
@@ -198,6 +198,8 @@ class Lane:
         self._held: deque[ReadOrder] = deque()
         self._results: deque[ReadResult] = deque()
         self._reads: list[_Read] = []
+        self._measuring: list[ConnectedPeer] = []
+        self._pending = 0
         self._wake = threading.Event()
         self._stop = False
         self._ready = threading.Event()
@@ -282,7 +284,10 @@ class Lane:
         self._links = PeerConnections(
             partial(self._make_peer, agent),
             lambda cards: self._validator.validate(cards, self._wake.set),
-            lambda: [read.peer for read in self._reads],
+            lambda: [
+                *(read.peer for read in self._reads),
+                *(peer for peer in self._measuring if peer.measuring),
+            ],
             self._clock,
         )
         self._resources = PackedReadResources(
@@ -292,12 +297,12 @@ class Lane:
             list(range(len(self._landing) - MAX_SEGMENTS, len(self._landing))),
         )
         nap = _SHORTEST_NAP
-        while not (self._stop and not self._reads):
+        while not (self._stop and not self._reads and not self._times_reads):
             busy = self._execute_queued(agent)
             busy |= self._progress(agent, self._reads)
             if busy:
                 nap = _SHORTEST_NAP
-            elif self._reads:
+            elif self._reads or self._measuring:
                 self._pause(nap)
                 nap = min(nap * 2, _LONGEST_NAP)
             else:
@@ -310,7 +315,7 @@ class Lane:
 
         While the maximum number of reads is in progress, read orders stay in the queue.
         """
-        busy = self._links.process_verdicts()
+        busy = self._links.process_verdicts() | self._measure()
         if busy:
             self._queue.extendleft(reversed(self._held))
             self._held.clear()
@@ -329,8 +334,23 @@ class Lane:
         self._links.close_unused()
         return busy
 
+    @property
+    def _times_reads(self) -> bool:
+        """True while a READ is in flight by which the speed of a new peer is measured."""
+        return any(peer.measuring for peer in self._measuring)
+
+    def _measure(self) -> bool:
+        """Go on measuring the speed of READs from new peers; return whether waiting orders may go on."""
+        for peer in self._measuring:
+            peer.measure()
+            if peer.speed_pending:
+                break  # as in `ConnectedPeer.measure`
+        self._measuring = [peer for peer in self._measuring if not peer.measured]
+        before, self._pending = self._pending, sum(peer.speed_pending for peer in self._measuring)
+        return self._pending < before
+
     def _make_peer(self, agent: Agent, cards: tuple[RankCard, ...]) -> ConnectedPeer:
-        return ConnectedPeer(
+        peer = ConnectedPeer(
             agent=agent,
             own_geometry=self._geometry,
             cards=cards,
@@ -338,25 +358,28 @@ class Lane:
             landing=self._images,
             context=self._context,
             settings=self._settings,
+            clock=self._clock,
         )
+        self._measuring.append(peer)
+        return peer
 
     def _start(self, agent: Agent, order: ReadOrder) -> _Read | None:
         """Plan an order, start to read its KV, and return the read.
 
-        If the peer's transport metadata is still being validated, keep the order until that is done, and
-        return None. If the peer is not connected, or the order cannot be planned, queue a `ReadResult` with
-        the failure, and return None.
+        If the peer's transport metadata is still being validated, or the speed of READs from it is being
+        measured, keep the order until that is done, and return None. If the peer is not connected, or the
+        order cannot be planned, queue a `ReadResult` with the failure, and return None.
 
         Args:
             agent: NIXL agent of this lane (reading thread).
             order: order to execute.
         """
         peer = self._links.get(order.peer)
-        if peer is None:
-            self._held.append(order)
-            return None
         if isinstance(peer, str):
             self._deliver(ReadResult(order.key, peer, None, 0.0, 0.0, peer_lost=True))
+            return None
+        if peer is None or peer.speed_pending:
+            self._held.append(order)
             return None
         try:
             plan = peer.plan(order)

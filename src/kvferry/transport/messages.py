@@ -32,12 +32,13 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from kvferry.geometry import RankGeometry
+from kvferry.memory.sealed import SharedFile
 from kvferry.terminal import shown
 from kvferry.transport.check_ranks import check_ranks
 from kvferry.transport.decode_errors import as_protocol_error
 from kvferry.transport.redeem import Grant, Incarnation, NotRedeemed, Redeem, Redeemed, Ticket, Unchanged
 
-PROTOCOL = 8
+PROTOCOL = 9
 MAX_REQUEST_BYTES = 4 << 20
 """Maximum size in bytes of a message to a producer."""
 MAX_REPLY_BYTES = 64 << 20
@@ -158,6 +159,8 @@ class Outgoing(msgspec.Struct, frozen=True):
         words: number of words that show whether packed cells are valid: integers of 8 bytes in registered
             memory, which change before packed cells are overwritten. In the worker's array of words
             (`RankCard.words_address`), they follow the lease words.
+        file: memory file that readers of the same machine can map instead (`shared_area`), as large as the
+            staging area; None if there is none.
     """
 
     host: Host
@@ -165,6 +168,7 @@ class Outgoing(msgspec.Struct, frozen=True):
     address: _Address
     bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
     words: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORDS)]
+    file: SharedFile | None = None
 
 
 class RankCard(msgspec.Struct, frozen=True):

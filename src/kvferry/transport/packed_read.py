@@ -3,9 +3,11 @@
 A cell is the unit of transfer: the largest number of tokens that divides the block sizes of both sides. If
 its bytes are scattered in short runs, it is packed into an *image*: contiguous memory. There are two ways.
 *Staged*: the source gathers cells into images in its staging area, on request. *Over-read*: the reader
-fetches contiguous ranges of the source's blocks, gaps included.
+fetches contiguous ranges of the source's blocks, gaps included. If the reader has mapped the source's
+outgoing file (`shared_area`), the source gathers into it, and the reader scatters from there (*shared*).
 
     staged      ASKED ─gathered─▶ READING ─done─▶ CHECKING ─word equal─▶ (scattered) over
+    shared      ASKED ─gathered─▶ scattered ────▶ CHECKING ─word equal─▶ over
     over-read                     READING ─done──────────────────────────▶ scattered  over
     any         ─refused, silent, no room─▶ the same cells go direct:  READING ─done─▶ over
 
@@ -34,6 +36,7 @@ from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.gather_messages import Gathered
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.prepared_routes import PreparedMethod, PreparedRoute
+from kvferry.transport.shared_area import MappedArea
 from kvferry.transport.staging import Allocation, StagingArea
 
 AHEAD = 4
@@ -281,7 +284,11 @@ class PackedRead:
         else:
             cells = segment.cells
             segment.number = self._source.ask(
-                self._method.announced_route, self._lease, cells.src_block, self._route.src_cell(cells)
+                self._method.announced_route,
+                self._lease,
+                cells.src_block,
+                self._route.src_cell(cells),
+                shared=self._method.shared is not None,
             )
             segment.state = _SegmentState.ASKED
         return True
@@ -369,6 +376,10 @@ class PackedRead:
             self._read_unpacked(segment, f"no room to land for {ROOM_SECONDS:g} s")
             return True
         outgoing = segment.gathered.position if segment.gathered else 0
+        if segment.gathered is not None and self._method.shared is not None:
+            self._scatter(segment, self._method.shared, outgoing)
+            self._check(segment, segment.gathered)
+            return True
         self._post(
             segment,
             self._method.indices(
@@ -394,7 +405,7 @@ class PackedRead:
             if not self._resources.free_words:
                 return False
             segment.word = self._resources.free_words.pop()
-        if self._method.scatter is not None:
+        if self._method.scatter is not None and self._method.shared is None:
             segment.allocation = self._resources.landing.allocate(len(segment.cells), self._method.stride)
             return segment.allocation is not None
         return True
@@ -440,14 +451,13 @@ class PackedRead:
             self._fail(segment, "the source used its staging area for others before it was read")
             return
         if segment.allocation is not None and self.failure is None:
-            self._scatter(segment, segment.allocation)
+            self._scatter(segment, self._resources.landing, segment.allocation.position)
         self._remove_segment(segment)
 
-    def _scatter(self, segment: _Segment, allocation: Allocation) -> None:
+    def _scatter(self, segment: _Segment, area: StagingArea | MappedArea, first: int) -> None:
         loops, cells = self._method.scatter, segment.cells
-        assert loops is not None  # noqa: S101 - only a method that scatters has an allocation
-        slots = self._resources.landing.images(self._method.stride)
-        loops.scatter(cells.dst_block, cells.number, slots, allocation.position)
+        assert loops is not None  # noqa: S101 - only a method that scatters has images to unpack
+        loops.scatter(cells.dst_block, cells.number, area.images(self._method.stride), first)
 
     def _fail(self, segment: _Segment, reason: str, *, peer_lost: bool = False) -> None:
         self.abandon(reason)

@@ -41,7 +41,11 @@ from kvferry.planning.strategy import (
 from kvferry.planning.template import Route, build_templates
 from kvferry.transport.gather_messages import MAX_CELLS, MAX_STRIDED_COPIES, GatherRoute
 from kvferry.transport.messages import RankCard
+from kvferry.transport.shared_area import MappedArea
 from kvferry.transport.staging import StagingArea, image_capacity
+
+_GATHERED = (Strategy.STAGED, Strategy.SHARED)
+"""Strategies for which the source packs the cells."""
 
 MAX_DESCRIPTORS = 1 << 26
 """Maximum number of entries in a prepared list: indices are int32, and NIXL keeps tens of bytes for each."""
@@ -75,7 +79,7 @@ class _DescriptorRows:
     @property
     def cells(self) -> int:
         """Number of cells (parts of a block) in each block; 1 for images (packed cells)."""
-        return len(self.parts[0][2])
+        return len(self.parts[0][2]) if self.parts else 1
 
     @property
     def entries(self) -> int:
@@ -142,6 +146,8 @@ class PreparedMethod:
             packs nothing.
         scatter: copies that unpack cells from staging memory into blocks; None if this worker unpacks
             nothing.
+        shared: the source's outgoing file, mapped here, from which cells are unpacked; None if a READ takes
+            the cells.
     """
 
     method: TransferMethod
@@ -150,6 +156,7 @@ class PreparedMethod:
     dst: PreparedEntries
     announced_route: int = -1
     scatter: StagingCopies | None = None
+    shared: MappedArea | None = None
 
     @property
     def stride(self) -> int:
@@ -255,7 +262,8 @@ class PreparedRoute:
         if prepared.method.landing is not None:
             longest = prepared.stride
         rows = count * prepared.rows
-        return TransferCounts(self.route.cell_bytes * count, rows, rows, longest if count else 0)
+        pages = rows if prepared.shared is None else count
+        return TransferCounts(self.route.cell_bytes * count, pages, rows, longest if count else 0)
 
 
 class RoutePreparation:
@@ -277,6 +285,7 @@ class RoutePreparation:
         costs: Costs,
         max_descriptors: int = MAX_DESCRIPTORS,
         max_strided_copies: int = MAX_STRIDED_COPIES,
+        shared: MappedArea | None = None,
     ) -> None:
         """Create empty descriptor lists for reading from one rank of a peer.
 
@@ -288,7 +297,9 @@ class RoutePreparation:
                 with one descriptor each, or with one that also covers the bytes between them.
             max_descriptors: maximum length of each list.
             max_strided_copies: maximum number of strided copies in the announced routes.
+            shared: outgoing file of the peer's rank, mapped here; None if it cannot be mapped.
         """
+        self._shared = shared
         self._max_descriptors, self._max_strided_copies = max_descriptors, max_strided_copies
         self.src, self.dst = DescriptorList(max_descriptors), DescriptorList(max_descriptors)
         self.gathers: list[GatherRoute] = []
@@ -308,7 +319,13 @@ class RoutePreparation:
         """
         there = self._card.outgoing
         room = min(self._landing.largest_image, there.bytes // 4 if there else 0)
-        found = transfer_methods(route, self._costs, self._landing.largest_image, self._region_starts)
+        found = transfer_methods(
+            route,
+            self._costs,
+            self._landing.largest_image,
+            self._region_starts,
+            shared=self._shared is not None,
+        )
         possible = [
             (method, *self._descriptor_rows(route, method))
             for method in found
@@ -323,7 +340,7 @@ class RoutePreparation:
         self.routes.append(PreparedRoute(route, tuple(made), _clearing(route, self._space)))
 
     def _is_possible(self, method: TransferMethod, room: int) -> bool:
-        if method.strategy is not Strategy.STAGED or method.image is None:
+        if method.strategy not in _GATHERED or method.image is None:
             return True
         parts = [*(part for gather in self.gathers for part in gather.parts), *method.image.pool_copies]
         few = (
@@ -388,6 +405,8 @@ class RoutePreparation:
         outgoing = self._card.outgoing
         assert outgoing is not None  # noqa: S101 - `_is_possible` requires it
         there = image.stride, image_capacity(outgoing.bytes, image.stride)
+        if method.strategy is Strategy.SHARED:
+            return _DescriptorRows((), *there), _DescriptorRows((), *there)
         if method.landing is not None:
             whole = np.array([image.bytes], np.int64)
             ends = [
@@ -410,14 +429,15 @@ class RoutePreparation:
         scatter = None
         if method.scatters is not None:
             scatter = StagingCopies(method.scatters, self._space, "dst", route.dst_stride, route.dst_blocks)
-        if method.strategy is not Strategy.STAGED or method.image is None:
+        if method.strategy not in _GATHERED or method.image is None:
             return PreparedMethod(method, src.rows, *ends, -1, scatter)
         gather = GatherRoute(
             route.src_stride, route.src_blocks, method.image.stride, method.image.pool_copies
         )
         if gather not in self.gathers:
             self.gathers.append(gather)
-        return PreparedMethod(method, src.rows, *ends, self.gathers.index(gather), scatter)
+        shared = self._shared if method.strategy is Strategy.SHARED else None
+        return PreparedMethod(method, src.rows, *ends, self.gathers.index(gather), scatter, shared)
 
 
 def _clearing(route: Route, space: AddressSpace) -> StagingCopies:

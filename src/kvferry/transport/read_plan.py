@@ -5,7 +5,7 @@ A cell is the unit of transfer: the largest number of tokens that divides the bl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvferry.memory.staging_copies import StagingCopies
@@ -15,6 +15,7 @@ from kvferry.planning.select import Cells
 from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.packed_read import RankLists
 from kvferry.transport.prepared_routes import PreparedMethod, PreparedRoute
+from kvferry.transport.read_speed import ReadSpeed
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,9 @@ class ReadPlan:
             engine; an empty text for a group without reads.
         counts: total bytes and descriptors.
         seconds: duration of planning.
+        bytes_per_second: speed of READs from the slowest rank, as measured when the peer was connected; 0 if
+            it was not measured.
+        not_shared: why the peer's host memory is not mapped here; empty if it is.
     """
 
     ranks: tuple[RankRead, ...]
@@ -71,6 +75,8 @@ class ReadPlan:
     strategy_by_group: tuple[str, ...]
     counts: TransferCounts
     seconds: float
+    bytes_per_second: float = 0.0
+    not_shared: str = ""
 
     def clear(self) -> None:
         """Zero the blocks that the read does not fill completely, because they hold stale bytes."""
@@ -90,6 +96,8 @@ class SourceRank:
         client: client for requests that ask the rank to pack cells (parts of blocks); None if no method
             needs it.
         leases: number of the rank's lease words (integers in registered memory).
+        speed: measured speed of READs from the rank.
+        not_shared: why the rank's host memory is not mapped here; empty if it is.
     """
 
     agent: str
@@ -97,6 +105,8 @@ class SourceRank:
     lists: RankLists
     client: GatherClient | None
     leases: int
+    speed: ReadSpeed
+    not_shared: str
 
     @property
     def incarnation(self) -> int:
@@ -123,7 +133,14 @@ def join_plans(plans: Sequence[ReadPlan]) -> ReadPlan:
         ),
         counts=sum_tallies([plan.counts for plan in plans]),
         seconds=max(plan.seconds for plan in plans),
+        bytes_per_second=slowest(plan.bytes_per_second for plan in plans),
+        not_shared=next((plan.not_shared for plan in plans if plan.not_shared), ""),
     )
+
+
+def slowest(speeds: Iterable[float]) -> float:
+    """Return the lowest of several speeds in bytes per second; those that were not measured are 0."""
+    return min(filter(None, speeds), default=0.0)
 
 
 def sum_tallies(tallies: Sequence[TransferCounts]) -> TransferCounts:

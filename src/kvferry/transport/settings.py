@@ -19,8 +19,10 @@ class TransferSettings:
     Attributes:
         strategy: transfer strategy to use for all reads; None to choose the cheapest for each read.
         costs: measured transfer costs of this machine, by which the cheapest strategy is chosen.
-        staging_bytes: size in bytes of each of the two staging areas; 0 for no staging areas. The worker
-            reads into one area, and peers read from the other.
+        timed_read_bytes: size in bytes of the READs by which the speed of a new peer is measured; 0 to
+            measure nothing.
+        staging_bytes: size in bytes of each of the three staging areas; 0 for no staging areas. The worker
+            reads into one area, peers read from another, and peers of the same machine may map the third.
         host: address that the gather channel listens on.
         advertise_host: address of this worker's gather channel, as sent to readers.
         keys: CURVE keys of the gather channel; random by default.
@@ -33,6 +35,7 @@ class TransferSettings:
 
     strategy: Strategy | None = None
     costs: Costs = field(default_factory=Costs)
+    timed_read_bytes: int = 2 << 20
     staging_bytes: int = 64 << 20
     host: str = "127.0.0.1"
     advertise_host: str = "127.0.0.1"

@@ -3,9 +3,10 @@
 A cell is the unit of transfer: the largest number of tokens that divides the block sizes of both sides. An
 image is one cell packed into contiguous memory. A segment is a run of cells that move together.
 
-A worker has two areas, both registered with the transport. It gathers cells for other workers into the
-*outgoing* area. It reads images into the *landing* area before it scatters them into blocks. Areas are
-allocated in units of `UNIT_BYTES`. An `Allocation` holds the images of one segment.
+A worker has two areas that are registered with the transport. It gathers cells for other workers into the
+*outgoing* area. It reads images into the *landing* area before it scatters them into blocks. A third area is
+host memory that workers of the same machine map (`shared_area`). Areas are allocated in units of
+`UNIT_BYTES`. An `Allocation` holds the images of one segment.
 """
 
 from __future__ import annotations
@@ -42,26 +43,26 @@ class Allocation:
 class StagingArea:
     """Memory that holds packed cells (parts of blocks) during a transfer. Thread-safe.
 
-    A worker has one area from which others read, and one into which it reads.
-
     Attributes:
-        region: memory of the area, to be registered with the transport.
-        device: torch device of the memory, the same as that of the KV cache.
+        region: memory of the area.
+        device: torch device of the memory.
         units: number of units of `UNIT_BYTES` in the area; 0 if the area is empty.
     """
 
-    def __init__(self, size: int, like: Region) -> None:
+    def __init__(self, size: int, like: Region, memory: torch.Tensor | None = None) -> None:
         """Allocate the memory of the staging area.
 
         Args:
             size: size of the area in bytes, rounded down to whole units; 0 for an empty area.
             like: region of the KV cache. The area gets the same kind of memory on the same device.
+            memory: memory to use, uint8 of shape (size,), which begins at a page; None to allocate it.
         """
         self.device = "cpu" if like.memory == "DRAM" else f"cuda:{like.device}"
         self.units = size // UNIT_BYTES
-        self._memory = torch.empty(
-            self.units * UNIT_BYTES + _ALIGNMENT, dtype=torch.uint8, device=self.device
-        )
+        if memory is None:
+            room = self.units * UNIT_BYTES + _ALIGNMENT
+            memory = torch.empty(room, dtype=torch.uint8, device=self.device)
+        self._memory = memory
         address = -(-self._memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
         self.region = Region(address, max(self.units * UNIT_BYTES, 1), like.memory, like.device)
         self._space = AddressSpace([self.region])

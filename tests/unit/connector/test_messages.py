@@ -38,6 +38,19 @@ def test_amounts_add_up_and_the_slowest_counts():
     assert one.with_other(other) == other.with_other(one)
 
 
+def test_the_slowest_reads_and_any_reason_against_shared_memory_are_reported():
+    plans = [
+        ReadPlan((), (), (), (), TransferCounts(0, 0, 0, 0), 0.0, speed, why)
+        for speed, why in ((3e8, ""), (2e8, "another user"), (0.0, ""))
+    ]
+    lanes = _join_results([ReadResult("a", None, plan, 1.0, 0.1) for plan in plans])
+    one = _report(None, late=False, result=lanes)
+    other = Report(None, figures=LoadFigures(read_bytes_per_second=4e8))
+    for whole in (one, one.with_other(other), other.with_other(one), one.with_other(Report(None))):
+        figures = whole.figures
+        assert (figures.read_bytes_per_second, figures.not_shared) == (2e8, "another user")
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("lost", [False, True])
 def test_one_failure_is_a_failure_of_all(late, lost):

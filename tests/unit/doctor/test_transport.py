@@ -39,9 +39,10 @@ def told(*lines: dict, err: str = "", code: int | None = 0, ucx: str = "") -> Pr
     return ProcessResult(code, ucx + "\n".join(f"{MARK}{json.dumps(line)}" for line in lines), err)
 
 
-def read(transports: str = "cma/memory") -> ProcessResult:
+def read(transports: str = "cma/memory", strategy: str = "direct", not_shared: str = "") -> ProcessResult:
     timed = [{"descriptors": n, "bytes": size, "seconds": s} for n, size, s in (SMALL, LARGE)]
-    return told({"machine": {"cpu": "Some CPU"}}, *timed, ucx=UCX.replace("WAY", transports))
+    chosen = {"strategy": strategy, "not_shared": not_shared}
+    return told({"machine": {"cpu": "Some CPU"}}, *timed, chosen, ucx=UCX.replace("WAY", transports))
 
 
 def plugins(**why: str) -> list[dict]:
@@ -154,10 +155,10 @@ def test_reads_that_fail_are_bad():
     assert findings({}, read(), told(code=None))[1].state is State.BAD
 
 
-def gpu_read(way: str) -> ProcessResult:
+def gpu_read(way: str, *chosen: str) -> ProcessResult:
     """Output of a process that reads GPU memory by one transport, and host memory by another."""
     of_gpu = UCX.replace("into host memory from host", "into cuda/GPU0 from cuda/GPU1").replace("WAY", way)
-    ended = read("cma/memory")
+    ended = read("cma/memory", *chosen)
     return ProcessResult(ended.code, of_gpu + ended.out, ended.err)
 
 
@@ -188,7 +189,22 @@ def test_gpu_reads_are_not_measured_without_a_gpu():
 
 def test_an_operators_choice_of_transports_is_kept():
     (found,) = findings({"UCX_TLS": "tcp,self"}, read("tcp/lo"))
-    assert found.found.endswith("(UCX_TLS=tcp,self)")
+    assert "(UCX_TLS=tcp,self)" in found.found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "not_shared", "says"),
+    [
+        ("shared", "", "copy through shared host memory instead (strategy shared)"),
+        ("direct", "", "engines of this machine read so (strategy direct)"),
+        ("direct", "no memfd", "(strategy direct), because they cannot share host memory (no memfd)"),
+    ],
+)
+def test_the_choice_for_engines_of_this_machine_is_said(strategy, not_shared, says):
+    (here,) = findings({"UCX_TLS": "tcp,self"}, read("tcp/lo", strategy, not_shared))
+    assert here.found.endswith(says)
+    (gpu,) = reads.check_gpu(["0"], lambda: gpu_read("tcp/lo", strategy, not_shared))
+    assert (gpu.state, gpu.found.endswith(says)) == (State.NOTE, True)
 
 
 REAL = Costs(read_descriptor_seconds=2e-6, read_byte_seconds=8e-11)

@@ -68,7 +68,10 @@ def test_a_key_like_no_other_is_refused_with_all_known_ones():
         ({"whole_blocks": 1}, "whole_blocks is 1; it must be true or false"),
         ({"host": ["127.0.0.1"]}, "host is a list; it must be text"),
         ({"layout": "NHD"}, "layout is 'NHD'; it must be one of auto, engine, LBNHC, LBHNC, LHBNC,"),
-        ({"strategy": "fast"}, "strategy is 'fast'; it must be one of auto, direct, over-read, staged"),
+        (
+            {"strategy": "fast"},
+            "strategy is 'fast'; it must be one of auto, direct, over-read, staged, shared",
+        ),
         ({"lanes": 0}, "lanes is 0, it must be 1 to 16"),
         ({"staging_mib": -1}, "staging_mib is -1, it must be 0 to 65536"),
         ({"layout": None}, "layout is null; it must be one of auto, engine, LBNHC"),

@@ -52,7 +52,13 @@ LOADED = (
         at=10.8,
         moved=(GroupBytes("0 full", "direct", 1 << 20), GroupBytes("1 window", "staged", 4096)),
         figures=LoadFigures(
-            pages=120, descriptors=6, plan_seconds=0.1, transfer_seconds=0.2, check_seconds=0.05
+            pages=120,
+            descriptors=6,
+            plan_seconds=0.1,
+            transfer_seconds=0.2,
+            check_seconds=0.05,
+            read_bytes_per_second=1.8e8,
+            not_shared="no memory",
         ),
     ),
     Scheduled("a", 10.8, 699, 700),
@@ -80,6 +86,7 @@ def test_a_timeline_has_all_events_of_a_load_in_order() -> None:
         "1 MiB of 0 full, direct",
         "4 KiB of 1 window, staged",
         "120 pages in 6 descriptors",
+        "READs of this peer were measured at 0.18 GB/s; its host memory cannot be mapped: no memory",
         "0.8 Scheduled: 699 tokens cached, 1 to compute.",
         "2.0 The request has ended.",
         "0.5 Stored 3 of 3 chunks of full, 2 KiB, until 250 ms later.",

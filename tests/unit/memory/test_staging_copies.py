@@ -124,6 +124,21 @@ def test_blocks_that_are_no_whole_words_apart_are_copied_whole(distance):
         assert (area[number * IMAGE :][:8] == pool[block * distance :][:8]).all()
 
 
+@pytest.mark.parametrize("side", ["src", "dst"])
+def test_a_gpu_copies_between_its_blocks_and_host_memory(monkeypatch, side):
+    """Memory of the CPU stands for a GPU's, as in `test_device_copy`."""
+    (pool, region), (area, area_region) = memory(BLOCKS * STRIDE, "cpu", 1), memory(16 * IMAGE, "cpu", 2)
+    on_gpu = AddressSpace([region])
+    monkeypatch.setattr(AddressSpace, "on_host", property(lambda space: space is not on_gpu))
+    copy = StridedCopy(region.address, 0, 64) if side == "src" else StridedCopy(0, region.address, 64)
+    loops = StagingCopies([PoolCopies((0,), (copy,))], on_gpu, side, STRIDE, BLOCKS)
+    slots = StagedImages(AddressSpace([area_region]), area_region.address, IMAGE)
+    move = loops.gather if side == "src" else loops.scatter
+    move(np.array([4, 1]), np.arange(2), slots, 3)
+    for image, block in ((3, 4), (4, 1)):
+        assert (area[image * IMAGE :][:64] == pool[block * STRIDE :][:64]).all()
+
+
 def test_copies_that_were_queued_are_awaited_if_a_later_one_is_refused(monkeypatch):
     _, region = memory(BLOCKS * STRIDE, "cpu", 1)
     _, area = memory(16 * IMAGE, "cpu", 2)

@@ -97,6 +97,19 @@ def test_a_hit_is_the_load_that_was_ready_and_others_have_lost_the_bid() -> None
     }
 
 
+def test_the_speed_of_reads_stands_beside_the_strategy_that_was_chosen_by_it() -> None:
+    moved = GroupBytes("0 full_attention", "shared", 640), GroupBytes("1 window", "direct", 64)
+    slow, unknown = LoadFigures(read_bytes_per_second=2e8), LoadFigures()
+    assert counted(
+        load_began("a"), load_ended("a", moved=moved, figures=slow),
+        load_began("b"), load_ended("b", moved=moved, figures=unknown),
+    ).gauges == {
+        ("pending_loads", ("peer",)): 0,
+        ("read_bytes_per_second", ("shared",)): 2e8,
+        ("read_bytes_per_second", ("direct",)): 2e8,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("fails", [None, "peer", "tiers"])
 def test_two_parts_of_a_prefix_are_two_hits_or_none(fails) -> None:
     found = counts(

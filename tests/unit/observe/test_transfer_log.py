@@ -40,6 +40,7 @@ FIGURES = LoadFigures(
     plan_seconds=0.1,
     transfer_seconds=0.2,
     check_seconds=0.05,
+    read_bytes_per_second=2e8,
 )
 
 
@@ -89,6 +90,7 @@ def test_a_load_is_one_line(tmp_path: Path) -> None:
         "plan_seconds": 0.1,
         "transfer_seconds": 0.2,
         "check_seconds": 0.05,
+        "read_bytes_per_second": 2e8,
         "total_seconds": 0.5,
     }
 

@@ -197,6 +197,20 @@ def test_short_runs_are_staged_and_a_pinned_strategy_is_kept():
     assert cheapest.read_descriptors < direct.read_descriptors == direct.descriptors
 
 
+def test_engines_of_one_machine_share_memory_where_the_link_is_slow():
+    slow = limit_bandwidth(Costs(), 0.2)
+    apart, here = (
+        planned(DENSE, tokens=16_000, pricing=Pricing(slow, one_machine=one)).whole for one in (False, True)
+    )
+    assert (apart.strategy, here.strategy) == ("direct", "shared")
+    assert here.seconds < apart.seconds / 10
+    assert (here.read_bytes, here.read_descriptors) == (0, 0)
+    fast = Pricing(Costs(), one_machine=True)
+    assert planned(DENSE, tokens=16_000, pricing=fast).whole.strategy == "direct"
+    pinned = planned(DENSE, tokens=16_000, pricing=Pricing(slow, Strategy.SHARED)).whole
+    assert (pinned.strategy, pinned.seconds) == ("shared", here.seconds)
+
+
 def test_an_impossible_engine_is_refused():
     with pytest.raises(GeometryError, match="4 heads on 3 tensor-parallel ranks"):
         planned(DENSE, EngineSide(3))

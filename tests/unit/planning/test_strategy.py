@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from kvferry.errors import ConfigError
@@ -83,11 +85,22 @@ def test_a_staged_image_lands_in_one_stretch_per_page():
 
 
 def test_a_pinned_strategy_is_taken_where_it_is_possible():
-    found = transfer_methods(route("BHLNC", "BHLNC"), COSTS, ROOM)
+    found = transfer_methods(route("BHLNC", "BHLNC"), COSTS, ROOM, shared=True)
     for strategy in Strategy:
         assert found[choose_method(found, 9, COSTS, strategy)].strategy is strategy
     direct_only = [way for way in found if way.strategy is Strategy.DIRECT]
     assert choose_method(direct_only, 9, COSTS, Strategy.STAGED) == 0
+
+
+def test_host_memory_that_both_map_replaces_slow_reads():
+    """At 0.5 GB/s a READ of long runs takes longer than two copies; a READ of words stays."""
+    found = transfer_methods(route("BHLNC", "BHLNC"), COSTS, ROOM, shared=True)
+    slow = replace(COSTS, read_byte_seconds=2e-9)
+    assert found[choose_method(found, 256, COSTS)].strategy is Strategy.DIRECT
+    assert found[choose_method(found, 256, slow)].strategy is Strategy.SHARED
+    apart = [way for way in found if way.strategy is not Strategy.SHARED]
+    ratio = apart[0].work.seconds(256, slow) / found[-1].work.seconds(256, slow)
+    assert ratio == pytest.approx(2e-9 / (COSTS.copy_byte_seconds * 2), rel=0.3)
 
 
 def test_images_that_have_no_room_are_no_way():

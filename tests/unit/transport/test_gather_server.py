@@ -56,6 +56,7 @@ class World:
         units: int = UNITS,
         peers: AllowedPeers = ANY_PEER,
         limits: GatherLimits | None = None,
+        shared: int = 0,
     ) -> None:
         self.stack, self.now = stack, 1000.0
         self.gather: Callable[[Callable[[], None]], object] = lambda copy: copy()
@@ -64,7 +65,8 @@ class World:
         region = Region(self.address, len(self.pool))
         self.area = StagingArea(units * UNIT_BYTES, region)
         self.words = LeaseWords(INCARNATION, LEASES)
-        first = self.words.add(units)
+        first = self.words.add(units + shared)
+        self.shared = StagingArea(shared * UNIT_BYTES, region) if shared else None
         geometry = RankGeometry(0, 1, 0, 1, BLOCKS - 1, (), (region,))
         self.server = GatherServer(
             HOST,
@@ -77,6 +79,7 @@ class World:
             lambda: self.now,
             limits=limits,
             make_copies=self._copies,
+            shared=self.shared,
         )
         stack.callback(self.server.close)
 
@@ -142,9 +145,9 @@ def closed(server: GatherServer) -> bool:
 
 
 def ask(
-    segment: int, blocks=(1,), route: int = 0, slot: int = 0, generation: int = 0, cell: int = 0
+    segment: int, blocks=(1,), route: int = 0, slot: int = 0, generation: int = 0, cell: int = 0, shared=False
 ) -> Gather:
-    return Gather(segment, route, slot, generation, np.array(blocks, np.int32).tobytes(), cell)
+    return Gather(segment, route, slot, generation, np.array(blocks, np.int32).tobytes(), cell, shared)
 
 
 @pytest.fixture
@@ -188,6 +191,31 @@ def test_cells_begin_anywhere_in_a_block_and_follow_one_another(world, cell):
         second = block * STRIDE + 7 + 24 * place
         assert (found[number, :40] == world.pool[first : first + 40]).all()
         assert (found[number, 40:] == world.pool[second : second + 24]).all()
+
+
+def test_cells_are_gathered_into_the_memory_that_the_reader_has_mapped_if_it_asks_so(stack):
+    world = World(stack, shared=2)
+    reader = world.reader(world.route(StridedCopy(8, 0, 64), stride=WIDE))
+    before = memory(world.area.region).copy()
+    reader.say(ask(1, (3,), shared=True), ask(2, (4,), shared=True))
+    first, second = reader.hear(), reader.hear()
+    images = memory(world.shared.region).reshape(-1, WIDE)
+    for found, block in ((first, 3), (second, 4)):
+        assert (images[found.position, :64] == world.pool[block * STRIDE + 8 :][:64]).all()
+    assert (memory(world.area.region) == before).all()
+    assert (first.word, second.word) == (LEASES + UNITS, LEASES + UNITS + 1)
+    reader.say(ask(3, (5,), shared=True), ask(4, (6,)), Done(1))
+    third, other = reader.hear(), reader.hear()
+    assert (third.segment, third.word) == (3, first.word), "the room of the first"
+    assert world.word(first) != INCARNATION << 32 | first.generation
+    assert (other.segment, other.word) == (4, LEASES)
+    assert (world.shared.used_units, world.area.used_units) == (2, 1)
+
+
+def test_cells_for_memory_that_nobody_can_map_are_refused(world):
+    reader = world.reader(world.route(StridedCopy(0, 0, 8)))
+    reader.say(ask(1, shared=True))
+    assert reader.hear() == NotGathered(1, "this worker has no memory that others can map")
 
 
 def test_an_ended_lease_is_refused_and_nothing_is_gathered(world):

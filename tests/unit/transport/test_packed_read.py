@@ -80,14 +80,16 @@ class Source:
     answers: dict[int, object] = field(default_factory=dict)
     silent_until: float = 0.0
     fails: bool = False
+    into_file: list[bool] = field(default_factory=list)
 
     def is_silent(self, now):
         return now < self.silent_until
 
-    def ask(self, route, lease, blocks, cell):
+    def ask(self, route, lease, blocks, cell, *, shared=False):
         if self.fails:
             raise RuntimeError("no such socket")
         self.asked.append((route, blocks.tolist(), cell))
+        self.into_file.append(shared)
         return len(self.asked)
 
     def answer(self, segment):
@@ -102,8 +104,9 @@ class Table:
     """A read of some cells, and everything it touches."""
 
     def __init__(
-        self, cells=2, src_cells=1, gathers=True, scatters=True, direct=True, per_segment=1, words=2
-    ):
+        self, cells=2, src_cells=1, gathers=True, scatters=True, direct=True, per_segment=1, words=2,
+        shared=None,
+    ):  # fmt: skip
         self.now = 100.0
         self.landing = StagingArea(4 * UNIT_BYTES, Region(0, 1))
         places = np.zeros(words, np.uint64)
@@ -113,7 +116,8 @@ class Table:
         loops = SimpleNamespace(scatter=self._scatter)
         self.method = SimpleNamespace(
             announced_route=3 if gathers else -1, scatter=loops if scatters else None, stride=STRIDE,
-            src=PreparedEntries(0, 40), segment_cells=lambda _: per_segment, indices=self._indices,
+            shared=shared, src=PreparedEntries(0, 40), segment_cells=lambda _: per_segment,
+            indices=self._indices,
         )  # fmt: skip
         route = SimpleNamespace(
             direct=direct or None,
@@ -191,6 +195,32 @@ def test_a_staged_chunk_is_asked_for_read_checked_and_scattered():
     table.land()
     assert table.scattered == [([21], [2], 0)]
     assert table.read.failure is None
+    assert table.all_given_back()
+
+
+def test_a_shared_chunk_is_asked_for_scattered_from_the_sources_area_and_checked():
+    area = StagingArea(4 * UNIT_BYTES, Region(0, 1))
+    table = Table(cells=1, shared=area)
+    table.run()
+    assert (table.source.asked, table.source.into_file) == ([(3, [1], 0)], [True])
+    assert table.transport.posted == []
+    table.answer()
+    table.run()
+    assert table.scattered == [([21], [2], 6)], "image 6, which the source names"
+    assert table.transport.posted == ["word"]
+    assert (table.landing.used_units, table.source.ended) == (0, [])
+    table.land()
+    assert table.scattered == [([21], [2], 6)]
+    assert table.read.failure is None
+    assert table.all_given_back()
+
+
+def test_a_shared_chunk_whose_word_was_raised_is_a_failure():
+    table = Table(cells=1, shared=StagingArea(4 * UNIT_BYTES, Region(0, 1)))
+    table.transport.word = WORD + 1
+    table.gather()
+    table.land()
+    assert "used its staging area for others" in table.read.failure
     assert table.all_given_back()
 
 

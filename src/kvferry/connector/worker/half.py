@@ -451,5 +451,7 @@ def _report(failure: str | None, late: bool, result: ReadResult | None) -> Repor
         plan_seconds=plan.seconds,
         transfer_seconds=result.transfer_seconds,
         check_seconds=result.check_seconds,
+        read_bytes_per_second=plan.bytes_per_second,
+        not_shared=plan.not_shared,
     )
     return Report(failure, late, result.peer_lost, figures)

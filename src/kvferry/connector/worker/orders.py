@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from kvferry.connector.load import Load
 from kvferry.geometry import RankGeometry
+from kvferry.memory.sealed import SharedFile
 from kvferry.planning.chunk_cells import TableSlice
-from kvferry.tiers.host.arena import ArenaHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class ArenaCard:
         chunk_tokens: number of tokens per chunk.
     """
 
-    name: ArenaHandle
+    name: SharedFile
     ranks: tuple[RankGeometry, ...]
     chunk_tokens: int
 

@@ -47,6 +47,18 @@ LOADS = PanelRow(
             (Query(_DESCRIPTORS, "descriptors"),),
         ),
         Panel(
+            "Speed of READs",
+            "READs from the peer of the last load, measured at first contact, by the load's strategy. Slow "
+            "READs with another strategy than shared point to a wrong transport.",
+            "Bps",
+            (
+                Query(
+                    level("kvferry_read_bytes_per_second", "instance", "strategy"),
+                    "{{instance}} {{strategy}}",
+                ),
+            ),
+        ),
+        Panel(
             "Coalescing",
             "Pages per descriptor of loads from peers. More is better.",
             "short",

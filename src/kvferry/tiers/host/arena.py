@@ -1,19 +1,12 @@
 """The arena: host memory that all ranks of a node share.
 
-One process, the owner, creates the arena. The others attach to it with an `ArenaHandle`. All processes see
+One process, the owner, creates the arena. The others attach to it with its `SharedFile`. All processes see
 the same bytes at different addresses, so positions in it are offsets. `host.slot_table` decides which bytes
 may be read or written.
 
-The arena is a memfd: a file of shared memory without a name in any file system. It does not use ``/dev/shm``,
-so a crash leaves no files there, and the size of ``/dev/shm`` (64 MiB in many containers) does not limit it.
-The kernel frees the memory when the last process that maps it ends. The file is sealed against shrinking, so
-no process can make the memory accesses of another one fail. All memory is allocated at once, so too little
-memory is an error at start, and does not kill an engine later. A background thread of the owner moves the
-memory to large pages while it is in use.
-
-A process attaches by opening ``/proc/<pid>/fd/<fd>`` of the owner. So it must run on the same machine, as the
-same user and in the same process namespace. The handle's token identifies the file, so a new process with the
-owner's process id is not mistaken for the owner.
+The arena is a sealed memory file (`memory.sealed`). All its memory is allocated at once, so too little memory
+is an error at start, and does not kill an engine later. A background thread of the owner moves the memory to
+large pages while it is in use.
 """
 
 from __future__ import annotations
@@ -21,42 +14,22 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import secrets
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import ConfigError, TransferError
+from kvferry.errors import ConfigError
 from kvferry.geometry import Region
 from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.huge_pages import HugePageCollapser, map_shared
-from kvferry.memory.sealed import sealed_file
+from kvferry.memory.sealed import SharedFile
 from kvferry.memory.staging_copies import StagedImages
 from kvferry.tiers.host.memory_check import check_available, too_large
 
 _POPULATE_WRITE = 23
 """Value of MADV_POPULATE_WRITE, which allocates memory at once or fails. Linux has it since 5.14."""
 _STEP_BYTES = 256 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class ArenaHandle:
-    """A handle with which other processes attach to an arena (shared host memory).
-
-    Attributes:
-        pid: id of the process that owns the arena.
-        fd: number of the arena's file descriptor in that process.
-        token: random id of the arena, 32 hex digits.
-        size: length of the arena in bytes.
-    """
-
-    pid: int
-    fd: int
-    token: str
-    size: int
 
 
 class Arena:
@@ -72,7 +45,7 @@ class Arena:
             owner.
     """
 
-    def __init__(self, fd: int, handle: ArenaHandle) -> None:
+    def __init__(self, fd: int, handle: SharedFile) -> None:
         """Map the file of an arena into this process. Call `create` or `attach` instead.
 
         Args:
@@ -98,19 +71,21 @@ class Arena:
         """
         size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         check_available(size)
-        token = secrets.token_hex(16)
-        fd = sealed_file(_file_name(token), size)
         try:
-            arena = cls(fd, ArenaHandle(os.getpid(), fd, token, size))
+            handle = SharedFile.create(size)
+        except ConfigError as error:
+            raise ConfigError(f"host tier: {error}, or lower or remove the host tier's capacity") from error
+        try:
+            arena = cls(handle.fd, handle)
         except OSError as error:
-            os.close(fd)
+            os.close(handle.fd)
             raise ConfigError(too_large(size, str(error))) from error
         arena._populate()
         arena.collapsing = HugePageCollapser(arena.region)
         return arena
 
     @classmethod
-    def attach(cls, handle: ArenaHandle) -> Arena:
+    def attach(cls, handle: SharedFile) -> Arena:
         """Map an arena (shared host memory) that another process of this machine created.
 
         Args:
@@ -120,21 +95,8 @@ class Arena:
             TransferError: the owner has ended, its descriptor now refers to another file, or this process may
                 not open it.
         """
-        path = f"/proc/{handle.pid}/fd/{handle.fd}"
+        fd = handle.open(writable=True)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise TransferError(
-                f"no shared memory at {path}: {error.strerror}; its owner has ended, or runs as another "
-                "user or in another process namespace"
-            ) from error
-        try:
-            found, size = str(Path(f"/proc/self/fd/{fd}").readlink()), os.fstat(fd).st_size
-            if _file_name(handle.token) not in found or size != handle.size:
-                raise TransferError(
-                    f"{path} is {found} of {size} bytes, expected arena {handle.token} of {handle.size} "
-                    "bytes: its owner has ended"
-                )
             return cls(fd, handle)
         except BaseException:
             os.close(fd)
@@ -192,7 +154,3 @@ class Arena:
         except OSError as error:
             self.close()
             raise ConfigError(too_large(size, str(error))) from error
-
-
-def _file_name(token: str) -> str:
-    return f"kvferry-{token}"

@@ -70,11 +70,11 @@ def open_files():
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def shared_files():
-    """Files of ours that others could find, and mapped ones of this process."""
+def shared_files(handle):
+    """Files of ours that others could find, and how often this process maps the arena."""
     maps = Path("/proc/self/maps").read_text(encoding="ascii")
     named = [path.name for path in Path("/dev/shm").iterdir() if "kvferry" in path.name]
-    return named, maps.count("kvferry-")
+    return named, maps.count(handle.token)
 
 
 def test_ranks_in_other_processes_store_and_load_through_one_arena():
@@ -97,7 +97,7 @@ def test_ranks_in_other_processes_store_and_load_through_one_arena():
         slot = host.open(b"chunk 29")
         arena.memory[slot.offset + CHUNK_BYTES - 1] ^= 1
         assert ask((one, other), "check", slot.offset, slot.key) == [False, False]
-    assert shared_files() == ([], 0)
+    assert shared_files(arena.handle) == ([], 0)
 
 
 def test_a_killed_rank_leaves_nothing_behind_and_another_takes_its_place():
@@ -119,7 +119,7 @@ def test_a_killed_rank_leaves_nothing_behind_and_another_takes_its_place():
             ask((one, again), "fill", slot.offset, slot.key)
             assert host.commit(slot)
             assert ask((one, again), "check", slot.offset, slot.key) == [True, True]
-    assert shared_files() == ([], 0)
+    assert shared_files(arena.handle) == ([], 0)
 
 
 def test_a_killed_owner_leaves_nothing_behind_and_a_new_one_starts_clean():
@@ -133,7 +133,7 @@ def test_a_killed_owner_leaves_nothing_behind_and_a_new_one_starts_clean():
         with pytest.raises(TransferError, match="no shared memory"):
             Arena.attach(name)
         arena.close()
-    assert shared_files() == ([], 0)
+    assert shared_files(name) == ([], 0)
     with arena_of() as arena:
         assert not arena.memory.any()
 
@@ -179,9 +179,10 @@ def test_a_closed_arena_is_unmapped_once_nobody_looks_at_it():
     arena.close()
     arena.close()
     kept[:] = 1
-    assert shared_files()[1] == 1
+    handle = arena.handle
+    assert shared_files(handle)[1] == 1
     del kept, arena
-    assert shared_files()[1] == 0
+    assert shared_files(handle)[1] == 0
     assert open_files() == before
 
 

@@ -1,0 +1,1 @@
+"""Compare READs with host memory that two processes of one machine share."""
