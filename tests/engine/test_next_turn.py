@@ -71,7 +71,9 @@ def alone(pair: Pair, text: list[int]) -> dict[str, Any]:
 
 def right(pair: Pair, answer: dict[str, Any], reference: dict[str, Any]) -> bool:
     """Whether an answer is the single engine's, as far as that engine agrees with itself."""
-    return distance(answer, reference) <= (0.0 if pair.setup.exact else 2 * pair.gap + 1e-3)
+    apart, floor = distance(answer, reference), 0.0 if pair.setup.exact else 1e-3
+    # Only if it is needed: the gap takes minutes to measure with the second runner.
+    return apart <= floor or (not pair.setup.exact and apart <= floor + 2 * pair.gap)
 
 
 @pytest.mark.usefixtures("ended")
