@@ -37,7 +37,7 @@ PAIR_AND_TIER := $(addprefix tests/engine/, \
   'test_tiers.py::test_loaded_chunks_are_used_and_damaged_chunks_are_not[gemma3]')
 # Tests that run with vLLM's second model runner in place of the first, one of a kind: `make test-all` has both.
 SECOND_RUNNER := $(addprefix tests/engine/, test_streaming.py test_next_turn.py \
-  'test_speculative.py::test_answer_equals_a_single_engines[gemma3-no-draft-to-eagle]' \
+  'test_speculative.py::test_load_clears_draft_layers_that_the_peer_lacks[gemma3-no-draft-to-eagle]' \
   'test_tiers.py::test_prompt_is_loaded_from_files[gemma3]')
 # Of `make faults`, `make soak` and `make mutants`.
 SEED ?= 1

@@ -10,7 +10,9 @@ import pytest
 
 from support.namespaces import Host, NotPermitted, two_hosts
 from support.processor import HAS_AVX512, NO_AVX512
+from support.vllm_engine import imported
 from support.vllm_engine.pair import Pair, Setup
+from support.vllm_engine.process import ENVIRONMENT
 
 
 class _Running:
@@ -50,6 +52,7 @@ def environment() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    imported.context(ENVIRONMENT)  # which takes as long as the first checkpoint, on another core
     return tmp_path_factory.getbasetemp() / "checkpoints"
 
 

@@ -14,7 +14,7 @@ import pytest
 from kvferry.serving.smollm2 import missing_smollm2
 from support.apart import apart, needs
 
-pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(1200), needs("accuracy")]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(3000), needs("accuracy")]
 
 ROOT = Path(__file__).parents[2]
 no_smollm2 = pytest.mark.skipif(bool(missing_smollm2()), reason=str(missing_smollm2()))

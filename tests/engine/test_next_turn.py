@@ -13,7 +13,7 @@ from support.vllm_engine.pair import SOON, Pair, Setup, connector, prompt
 
 NO_CACHE = {"enable_prefix_caching": False}
 SHORT_STEPS = {"max_num_batched_tokens": 256}
-ANSWER = 40
+ANSWER = 24
 STATES = ("nemotronh", "qwen3next", "lfm2")
 
 
@@ -71,7 +71,9 @@ def alone(pair: Pair, text: list[int]) -> dict[str, Any]:
 
 def right(pair: Pair, answer: dict[str, Any], reference: dict[str, Any]) -> bool:
     """Whether an answer is the single engine's, as far as that engine agrees with itself."""
-    return distance(answer, reference) <= (0.0 if pair.setup.exact else 2 * pair.gap + 1e-3)
+    apart, floor = distance(answer, reference), 0.0 if pair.setup.exact else 1e-3
+    # Only if it is needed: the gap takes minutes to measure with the second runner.
+    return apart <= floor or (not pair.setup.exact and apart <= floor + 2 * pair.gap)
 
 
 @pytest.mark.usefixtures("ended")
@@ -98,6 +100,7 @@ def test_the_last_answer_is_read_from_the_engine_that_decoded_it(pair: Pair) -> 
     assert distance(answers[1], answers[0]) > 1e-3, "what was read is not used"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("ended")
 def test_longer_turn_replaces_a_shorter_and_only_missing_tokens_are_read(pair: Pair) -> None:
     said = first_turn(pair, prompt(300, 1))
@@ -110,6 +113,7 @@ def test_longer_turn_replaces_a_shorter_and_only_missing_tokens_are_read(pair: P
     assert (local_tokens > 0) == pair.prefix_caching
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("ended")
 def test_departing_conversation_reads_the_common_beginning_or_nothing(
     pair: Pair,
@@ -124,6 +128,7 @@ def test_departing_conversation_reads_the_common_beginning_or_nothing(
     assert right(pair, answer, reference)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("ended")
 def test_other_conversations_find_no_turn(pair: Pair) -> None:
     first_turn(pair, prompt(300, 6))

@@ -136,6 +136,7 @@ def test_a_prompt_of_one_step_has_one_part(pair: Pair, known: dict[str, Any]) ->
     right(pair, text, answer)
 
 
+@pytest.mark.long
 def test_aborted_prefill_ends_the_stream(pair: Pair, known: dict[str, Any]) -> None:
     text = prompt(900, 4)
     one = Streamed(pair, known, text)
@@ -170,6 +171,7 @@ def test_aborted_decode_request_ends_the_lease(pair: Pair, known: dict[str, Any]
     quiet(pair)
 
 
+@pytest.mark.long
 def test_stopped_prefill_engine_is_awaited_until_the_deadline(pair: Pair, known: dict[str, Any]) -> None:
     text = prompt(900, 7)
     one = Streamed(pair, known, text)

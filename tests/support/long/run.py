@@ -94,7 +94,7 @@ def parts() -> dict[str, Part]:
     }
     properties = (*PYTEST, *on_all_cores, "--timeout=3600", "--hypothesis-seed=1", "tests/unit/planning")
     # Prompts that end at the ends of blocks suffice here; those of every length take minutes per family.
-    of_second = (*PYTEST, "-k", "not every_length", *SECOND_RUNNER)
+    of_second = (*PYTEST, "--timeout=1500", "-k", "not every_length", *SECOND_RUNNER)
     second_runner = Part(of_second, (f"{VENV}/.triton",), {VARIABLE: "2"})
     triton = replace(
         second_runner, command=_long(TRITON), environment={VARIABLE: "2", "KVFERRY_TEST_BACKEND": "triton"}

@@ -775,6 +775,15 @@ def _count_drafts(engine: Any) -> None:
         update(found)
 
     scheduler.make_spec_decoding_stats, scheduler.update_draft_token_ids = count, hear
+    if (speculator := runners.speculator_of(engine)) is not None:
+        propose = speculator.propose
+
+        def tell(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            drafted, num_sampled = propose(batch, *args, **kwargs), args[4]
+            engine.proposals += [found for found, n in zip(drafted.tolist(), num_sampled, strict=True) if n]
+            return drafted
+
+        speculator.propose = tell
 
 
 def drafts(engine: Any) -> tuple[int, int]:
@@ -784,7 +793,10 @@ def drafts(engine: Any) -> tuple[int, int]:
 
 
 def proposals(engine: Any) -> list[list[int]]:
-    """Tokens that were drafted since the last call, per step; scheduled asynchronously, workers keep them."""
+    """Tokens that were drafted since the last call, per step.
+
+    The first runner keeps them from an asynchronous scheduler.
+    """
     found, engine.proposals = engine.proposals, []
     return found
 

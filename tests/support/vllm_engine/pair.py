@@ -14,6 +14,7 @@ from support.vllm_engine.checkpoints import checkpoint_of, family_of
 from support.vllm_engine.drafts import speculation
 from support.vllm_engine.inside import distance
 from support.vllm_engine.process import Engine
+from support.vllm_engine.runners import SLOWNESS
 
 VOCABULARY = 1000
 SOON = 20.0
@@ -141,7 +142,8 @@ class Pair:
     def gap(self) -> float:
         """How far a single engine is from itself over the texts that are tried, measured once."""
         if self._gap is None:
-            self._gap = float(self.prefill.call("own_gap", [*TEXTS, *TOGETHER], timeout=280.0))
+            texts = [*TEXTS, *TOGETHER]
+            self._gap = float(self.prefill.call("own_gap", texts, timeout=280.0 * SLOWNESS))
         return self._gap
 
     @property

@@ -36,9 +36,10 @@ def environment() -> dict[str, str]:
 def is_asynchronous(settings: dict[str, Any]) -> bool:
     """Whether an engine with these settings schedules a step while the one before runs.
 
-    With the second runner it always does, as on a GPU.
+    With the second runner it does whenever vLLM can, as on a GPU: not if it drafts n-grams.
     """
-    return RUNNER == "2" or settings.get("async_scheduling", False)
+    drafts = (settings.get("speculative_config") or {}).get("method")
+    return drafts != "ngram" if RUNNER == "2" else settings.get("async_scheduling", False)
 
 
 def declare() -> None:
@@ -58,12 +59,22 @@ def _hasten_interpreter() -> None:
     skip_unused_checks()
     patch = interpreter._patch_lang
 
-    def patched_once(function: Any) -> Any:
-        """Replace the language's functions, unless the kernel that calls this function has done so."""
+    def patch_once(function: Any) -> Any:
+        """Replace the language's functions for good. The interpreter does so for each run of a kernel."""
         seen = [one for one in function.__globals__.values() if one in (core, interpreter.tl)]
-        return patch(function) if any(core.is_builtin(one.load) for one in seen) else None
+        if any(core.is_builtin(one.load) for one in seen):
+            patch(function)
+        return interpreter._LangPatchScope()
 
-    interpreter._patch_lang = patched_once
+    interpreter._patch_lang = patch_once
+    # Arguments are in host memory already, so what a kernel wrote need not be copied back.
+    interpreter.GridExecutor._restore_args_dev = lambda *_: None
+
+
+def speculator_of(engine: Any) -> Any:
+    """What drafts in an engine with the second runner and one rank; None in any other."""
+    worker = getattr(engine.llm_engine.engine_core.engine_core.model_executor, "driver_worker", None)
+    return getattr(worker and worker.model_runner, "speculator", None) if RUNNER == "2" else None
 
 
 def check(engine: Any) -> None:
