@@ -173,6 +173,43 @@ def test_slow_connector_delays_no_request(two: Two) -> None:
 
 
 @pytest.mark.long
+def test_preempted_requests_load_again_from_either_connector(
+    running: object, checkpoints: Path, tmp_path: Path
+) -> None:
+    running.close()
+    texts = [prompt(n, n) for n in (620, 624, 628, 632, 636)]
+    # Ten blocks of each prompt, the null block, and one of the five that their answers need.
+    two = Two(tmp_path, checkpoints, "qwen3", num_gpu_blocks_override=52)
+    try:
+        references = []
+        for text in texts:
+            assert two.engine.call("reset_prefix_cache")
+            references += two.engine.call("generate", [text], tokens=40)
+            for each in (0, 1):
+                two.engine.call("settle_tiers", of=each)
+        for name in ("memory", "disk"):
+            if name == "disk":
+                two.engine.call("forget_host_memory", of=0)
+            assert two.engine.call("reset_prefix_cache")
+            before = two.engine.call("preemptions")
+            two.engine.call("chosen")
+            answers = two.engine.call("generate", texts, tokens=40)
+            assert two.engine.call("preemptions") > before, "the pool was large enough: nothing was shown"
+            loads = two.engine.call("chosen")
+            assert {source for source, _ in loads} >= {name}
+            assert len(loads) > len(texts), "no preempted request loaded again"
+            for answer, reference in zip(answers, references, strict=True):
+                assert answer["tokens"] == reference["tokens"]
+                assert distance(answer, reference) < 1e-4
+            for each in (0, 1):
+                two.engine.call("settle_tiers", of=each)
+                assert two.engine.call("held", of=each) == {}
+            assert two.engine.call("still_known") == {}
+    finally:
+        two.engine.close()
+
+
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_cheaper_connector_loads_or_none_does_on_two_ranks(
     running: object, checkpoints: Path, tmp_path: Path

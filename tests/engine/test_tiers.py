@@ -327,6 +327,7 @@ def test_prompt_of_any_length_gets_the_same_answer_again(
     engine = family.engine
     texts = texts_of(engine.about["block_size"], 30_000)
     limit_admissions(engine.engine)
+    engine.engine.call("wait_for_tiers")
     first = said(engine, texts)
     engine.forget()
     engine.engine.call("new_loads")

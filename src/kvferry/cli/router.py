@@ -104,6 +104,7 @@ def router(
         engine_key=next(iter(read_keys(engine_api_key_file, "KVFERRY_ENGINE_API_KEY")), None),
         allowed_origins=tuple(allow_origin or ()),
         min_prefill_tokens=min_prefill_tokens,
+        introduce=True,
         trust_kv_params=trust_kv_transfer_params,
     )
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)

@@ -56,6 +56,7 @@ from support.vllm_engine.tiers_inside import (  # noqa: F401 - called by name
     stuck,
     tier_stats,
     wait_for_ledgers,
+    wait_for_tiers,
 )
 
 

@@ -80,6 +80,15 @@ def slow_prompts(engine: Any, seconds: float) -> None:
     executor.execute_model = slower
 
 
+def wait_for_tiers(engine: Any) -> None:
+    """Let every request wait for tiers as long as its patience, as if nothing were known of computing.
+
+    A tiny model computes sooner than a busy machine reads files, and then nothing is loaded.
+    """
+    speeds = half(engine)._speeds
+    speeds._rate, speeds.record_computation = 0.0, lambda *_: None
+
+
 def learned(engine: Any) -> tuple[float, int]:
     """Tokens per second of prompts, as steps have told since the last call; steps that have not ended."""
     speeds, steps = half(engine)._speeds, half(engine)._steps

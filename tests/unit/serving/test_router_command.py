@@ -71,7 +71,18 @@ def test_router_serves_until_a_signal_and_trusts_kv_transfer_params_with_its_opt
             process.send_signal(number)
             assert process.wait(60) == code
     assert answer.status_code == 200
-    assert engine.bodies[0]["kv_transfer_params"] == (sent["kv_transfer_params"] if trusts else kv)
+    (body,) = [body for body in engine.bodies if body["prompt"] == "x"]
+    assert body["kv_transfer_params"] == (sent["kv_transfer_params"] if trusts else kv)
+
+
+def test_router_introduces_its_engines(fake, serve_app, kv):
+    engine = fake()
+    with serve_app(fake(hands_over=kv).app()) as prefill, serve_app(engine.app()) as decode:
+        command = [*KVFERRY, "router", "--prefill", prefill, "--decode", decode, "--port", "0"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            wait_for(lambda: engine.raw)
+            process.terminate()
+    assert engine.bodies[0]["kv_transfer_params"] == kv
 
 
 def test_router_serves_with_standard_output_closed(fake, serve_app, kv, nobody):

@@ -4,6 +4,7 @@
 
 - `app`: the web application, with `router_app`; `settings`: `RouterSettings`.
 - `endpoint`: handling of one HTTP request; `flow`: prefill, decode and retries of one completion.
+- `introductions`: connections between engines before the first request.
 - `routes`: table of all paths of vLLM's server; `responses`: the engine that keeps a response.
 - `bodies`: requests for the engines; `backends`: choice of the engines; `upstream`: HTTP client for engines.
 """

@@ -22,6 +22,7 @@ from kvferry.serving.router.engines_file import watch_engines
 from kvferry.serving.router.failures import Failures
 from kvferry.serving.router.flow import Completion, CompletionFlow
 from kvferry.serving.router.hop import LOOP, Hop
+from kvferry.serving.router.introductions import Introductions
 from kvferry.serving.router.keys import KeyCheck
 from kvferry.serving.router.metrics import CONTENT_TYPE, RouterMetrics
 from kvferry.serving.router.probe import Prober
@@ -145,6 +146,11 @@ class _Router:
                 self._client, lambda: (*self._all_backends(), *self._draining()), self._settings
             )
             tasks = {asyncio.create_task(self._prober.run())}
+            if self._settings.introduce:
+                introductions = Introductions(
+                    self._settings, self._prefill, self._decode, self._client, self.hop
+                )
+                tasks.add(asyncio.create_task(introductions.run()))
             if (path := self._settings.engines_file) is not None:
                 pools = {"prefill": self._prefill, "decode": self._decode}
                 tasks.add(asyncio.create_task(watch_engines(path, pools, self._settings.probe_seconds)))

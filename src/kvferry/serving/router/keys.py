@@ -49,6 +49,11 @@ def read_keys(path: Path | None, variable: str) -> tuple[str, ...]:
     return tuple(keys)
 
 
+def key_header(key: str) -> tuple[bytes, bytes]:
+    """Return the header that sends a key."""
+    return _AUTHORIZATION, b"Bearer " + key.encode()
+
+
 class KeyCheck:
     """ASGI middleware that refuses requests without a valid key, and gives engines a key of their own.
 
@@ -69,7 +74,7 @@ class KeyCheck:
         self._on_refused = on_refused
         self._app = app
         self._digests = tuple(sha256(key.encode()).digest() for key in keys)
-        self._engine = None if engine_key is None else (_AUTHORIZATION, b"Bearer " + engine_key.encode())
+        self._engine = None if engine_key is None else key_header(engine_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request (entry point of ASGI), or answer it with 401."""

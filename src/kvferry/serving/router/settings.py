@@ -32,6 +32,8 @@ class RouterSettings:
         engines_file: file of `engines_file`, whose changes replace the engines; None to keep them.
         min_prefill_tokens: least number of tokens of a prompt that goes to a prefill engine, apart from those
             that the decode engine has already; 0 to send every prompt to a prefill engine.
+        introduce: True to hand a short prompt over between engines that come up, so that they are connected
+            before the first request; False if they connect by themselves.
         trust_kv_params: True to keep ``kv_transfer_params`` that clients send; False to remove them.
         clock: function that returns monotonic seconds, for the time that engines rest.
     """
@@ -47,6 +49,7 @@ class RouterSettings:
     allowed_origins: tuple[str, ...] = ()
     engines_file: Path | None = None
     min_prefill_tokens: int = 0
+    introduce: bool = False
     trust_kv_params: bool = False
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
 
