@@ -148,7 +148,7 @@ class SchedulerPeers:
         self._source.settled(name)
         self._source.finished(name)
         self._server.events.clear()
-        if not orders.reads:
+        if not orders.parts:
             raise TransferError("a peer in this process has granted blocks, but no read was ordered")
         return seconds
 

@@ -75,7 +75,7 @@ class PartialHalf:
             self.producer.scheduled(self.scheduled, step, step.block_ids)
         if self.storing is not None:
             self.storing.schedule(step)
-            orders.chunks.stores = self.stores.take()
+            orders.stores = self.stores.take()
         if self.admission is not None:
             self.admission.scheduled(step.tokens)
             self.admission.hand_over(orders)

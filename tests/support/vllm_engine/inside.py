@@ -15,6 +15,7 @@ from kvferry.observe.metrics_listener import MetricsListener
 from kvferry.planning.select import LoadSpan
 from kvferry.serving.router.bodies import ASK_FOR_KV
 from kvferry.tiers.names import TIERS
+from kvferry.transport.read_order import ReadOrder
 from kvferry.transport.redeem import Grant, Redeemed
 from support.vision import noise
 from support.vllm_engine import (
@@ -371,16 +372,16 @@ def _note_parts(engine: Any) -> None:
     engine.parts, worker = {}, worker_half(engine)
     if worker is None:  # it runs in another process
         return
-    add = worker._reads.add
+    add = worker._loads.add
 
-    def noted(read: Any) -> Any:
-        order = add(read)
-        if order is not None:
-            name = worker._orders[read.load].request_id.split("-")[0]
-            engine.parts.setdefault(name, []).append((order.span.begins, order.span.ends))
-        return order
+    def noted(part: Any) -> Any:
+        load = add(part)
+        if load is not None and isinstance(part.work, ReadOrder):
+            name, span = load.request_id.split("-")[0], part.work.span
+            engine.parts.setdefault(name, []).append((span.begins, span.ends))
+        return load
 
-    worker._reads.add = noted
+    worker._loads.add = noted
 
 
 def waiting_for_kv(engine: Any) -> int:

@@ -43,9 +43,8 @@ def held(engine: Any, of: int = 0) -> dict[str, int]:
     if worker is not None:  # of one rank, it is in this process
         counts |= {
             "loads of the worker": len(worker._loads),
-            "orders of the worker": len(worker._orders),
-            "results of the worker": len(worker._results),
-            "failures of the mover": len(worker._mover._failed),
+            "parts of the worker": len(worker._loads._parts),
+            "attempts of the worker": len(worker._loads._attempts),
         }
     return {name: count for name, count in counts.items() if count}
 

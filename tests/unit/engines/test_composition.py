@@ -280,7 +280,7 @@ class TwoSources:
     def _read(self, span: LoadSpan) -> list[Brought]:
         meta = StepOrders()
         self.peer.hand_over(meta)
-        ((order, last),) = [(read.order, read.last) for read in meta.reads]
+        ((order, last),) = [(part.work, part.last) for part in meta.parts]
         assert (order.span, last) == (span, True)
         found = [Brought() for _ in self.case.kinds]
         for route in self._from_peer.routes:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvferry.connector.load import Load
-from kvferry.connector.messages import LoadRead
+from kvferry.connector.messages import LoadPart
 from kvferry.connector.peers.pull import Pull
-from kvferry.planning.increments import next_part
+from kvferry.planning import increments
 from kvferry.transport.handshake import Unusable
 from kvferry.transport.read_order import ReadOrder
 
@@ -32,7 +32,7 @@ class LoadFeed:
         self._load, self._alignment_tokens = load, alignment_tokens
         self._done, self._parts, self._ready = load.span.begins, 0, 0
 
-    def next_read(self, failure: str | None) -> LoadRead | None:
+    def next_part(self, failure: str | None) -> LoadPart | None:
         """Return the next message about the load to the workers; None if there is nothing to tell them.
 
         The workers are also told that the peer has computed more, if nothing of it can be read yet. With each
@@ -44,10 +44,10 @@ class LoadFeed:
         load, pull = self._load, self.pull
         news, self._ready = pull.ready > self._ready, pull.ready
         if failure is not None:
-            return LoadRead(load.key, None, failure=failure)
+            return LoadPart(load.key, None, failure=failure)
         assert pull.grant is not None
         assert pull.incarnation is not None
-        span = next_part(
+        span = increments.next_part(
             load.span,
             self._done,
             pull.ready,
@@ -55,7 +55,7 @@ class LoadFeed:
             whole=pull.is_whole,
         )
         if span is None:
-            return LoadRead(load.key, None) if news else None
+            return LoadPart(load.key, None) if news else None
         self._done, self._parts = span.ends, self._parts + 1
         order = ReadOrder(
             key=f"{load.key}.{self._parts}",
@@ -65,7 +65,7 @@ class LoadFeed:
             dst_tables=load.tables,
             lease=pull.grant.word(pull.incarnation),
         )
-        return LoadRead(load.key, order, last=span.ends == load.span.ends)
+        return LoadPart(load.key, order, last=span.ends == load.span.ends)
 
 
 class LoadFeeds:
@@ -74,7 +74,7 @@ class LoadFeeds:
     def __init__(self) -> None:
         """Create the object. There are no loads yet."""
         self._feeds: dict[str, LoadFeed] = {}
-        self._dropped: list[LoadRead] = []
+        self._dropped: list[LoadPart] = []
 
     @property
     def calm(self) -> bool:
@@ -103,21 +103,21 @@ class LoadFeeds:
     def drop(self, load: Load) -> None:
         """Tell the workers that a load gets no further parts, if some were still to come."""
         if self._feeds.pop(load.key, None) is not None:
-            self._dropped.append(LoadRead(load.key, None, failure="no request waits for it any more"))
+            self._dropped.append(LoadPart(load.key, None, failure="no request waits for it any more"))
 
-    def take_reads(self, failure_of: Callable[[Pull], Unusable | None]) -> list[LoadRead]:
+    def take_parts(self, failure_of: Callable[[Pull], Unusable | None]) -> list[LoadPart]:
         """Return the messages of the coming step to the workers.
 
         Args:
             failure_of: function that takes in the peer's last answer, and returns why its KV cannot be read
                 any more; None if it can.
         """
-        reads, self._dropped = self._dropped, []
+        parts, self._dropped = self._dropped, []
         for key, feed in list(self._feeds.items()):
             unusable = failure_of(feed.pull)
-            read = feed.next_read(None if unusable is None else unusable.reason)
-            if read is not None:
-                reads.append(read)
-                if read.last or read.failure is not None:
+            part = feed.next_part(None if unusable is None else unusable.reason)
+            if part is not None:
+                parts.append(part)
+                if part.last or part.failure is not None:
                     del self._feeds[key]
-        return reads
+        return parts

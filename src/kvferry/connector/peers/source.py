@@ -436,7 +436,7 @@ class PeerSource:
             self._met[address] = facts.incarnation
         orders.connects = self._connections.take_new()
         orders.disconnects = self._connections.take_unused(lambda: self._feeds.peers)
-        orders.reads = self._feeds.take_reads(self._update)
+        orders.parts += self._feeds.take_parts(self._update)
 
     def _new_peers(self) -> Iterator[tuple[Address, PeerInfo]]:
         """Yield the configured peers, each with its address, whose present run the workers have not met."""

@@ -28,11 +28,11 @@ from kvferry.connector.decisions import MissReason, SourceMiss
 from kvferry.connector.engine import Request
 from kvferry.connector.load import Load
 from kvferry.connector.load_results import GroupBytes
-from kvferry.connector.messages import Report, StepOrders
+from kvferry.connector.messages import LoadPart, Report, StepOrders
 from kvferry.connector.refusals import Refusals
 from kvferry.connector.tiers.misses import miss_of
 from kvferry.connector.tiers.prompts import Prompts
-from kvferry.connector.worker.orders import LoadEnd, LoadPart, MergedCopyReport, Piece
+from kvferry.connector.worker.orders import LoadOrder, MergedCopyReport, Piece
 from kvferry.geometry import Group
 from kvferry.geometry.canonical import CanonicalForm
 from kvferry.geometry.canonical.length import content_alignment
@@ -80,8 +80,8 @@ class _Loading:
     Attributes:
         load: load that the scheduler has begun.
         fetch: reads of the load's chunks into host memory.
-        parts: number of orders (`LoadPart`) for this load so far. Each tells the ranks to copy the chunks
-            that have arrived in host memory since the previous order.
+        parts: number of orders for this load so far. Each tells the ranks to copy the chunks that have
+            arrived in host memory since the previous order.
     """
 
     load: Load
@@ -145,7 +145,7 @@ class TierSource:
         self._widest_group = prompts.widest_group
         self._requests: dict[str, _TierRequest] = {}
         self._loading: dict[str, _Loading] = {}
-        self._ends: list[LoadEnd] = []
+        self._ends: list[LoadPart] = []
         self._slots: dict[str, tuple[str, list[Slot]]] = {}
         self._records: dict[str, _LoadRecord] = {}
         self._labels = canonical.labels
@@ -370,8 +370,10 @@ class TierSource:
         if report.failure is None:
             return
         self._refusals.say(load.request_id, TIERS, report.failure)
-        if (loading := self._loading.get(load.key)) is not None:  # its deadline has passed
-            self._requests[load.request_id].excluded_tiers |= self._cache.reading.awaited_tiers(loading.fetch)
+        if (loading := self._loading.get(load.key)) is not None:
+            if report.late:
+                awaited = self._cache.reading.awaited_tiers(loading.fetch)
+                self._requests[load.request_id].excluded_tiers |= awaited
             self._end(loading, report.failure)
 
     def forget(self, load: Load) -> None:
@@ -404,17 +406,16 @@ class TierSource:
         Args:
             orders: message to all ranks for the coming step. This object is mutated.
         """
-        chunks = orders.chunks
         for loading in list(self._loading.values()):
             if ready := loading.fetch.take():
-                chunks.parts.append(
-                    self._next_part(loading, [Piece(w.group, w.number, s.offset) for w, s in ready])
-                )
-                self._slots[chunks.parts[-1].key] = loading.load.key, [slot for _, slot in ready]
+                order = self._next_order(loading, [Piece(w.group, w.number, s.offset) for w, s in ready])
+                orders.parts.append(LoadPart(loading.load.key, order))
+                self._slots[order.key] = loading.load.key, [slot for _, slot in ready]
             if loading.fetch.over:
                 self._state_of(loading).excluded_tiers |= loading.fetch.failed
                 self._end(loading, loading.fetch.failure)
-        chunks.ends, self._ends = self._ends, []
+        orders.parts += self._ends
+        self._ends = []
 
     def on_copied(self, report: MergedCopyReport) -> bool:
         """Release the host memory of chunks that all ranks have copied to KV blocks.
@@ -458,19 +459,18 @@ class TierSource:
         names = (HOST, *self._cache.tiers)
         return tuple(PlaceTokens(names[at], int(sums[at])) for at in np.flatnonzero(sums))
 
-    def _next_part(self, loading: _Loading, pieces: list[Piece]) -> LoadPart:
+    def _next_order(self, loading: _Loading, pieces: list[Piece]) -> LoadOrder:
         key = f"{loading.load.key}/{next(self._numbers)}"
         loading.parts += 1
         pieces.sort(key=lambda piece: (piece.group, piece.number))
-        first = loading.parts == 1
-        return LoadPart(key, loading.load, tuple(pieces), first)
+        return LoadOrder(key, tuple(pieces), first=loading.parts == 1)
 
     def _end(self, loading: _Loading, failure: str | None) -> None:
         del self._loading[loading.load.key]
         self._cache.reading.cancel(loading.fetch)
         if loading.fetch.miss in _MISSES and (record := self._records.get(loading.load.key)):
             record.miss = _MISSES[loading.fetch.miss]
-        self._ends.append(LoadEnd(loading.load.key, failure))
+        self._ends.append(LoadPart(loading.load.key, None, last=failure is None, failure=failure))
 
     def _state_of(self, loading: _Loading) -> _TierRequest:
         return self._requests.get(loading.load.request_id) or _TierRequest(Bidding(0))

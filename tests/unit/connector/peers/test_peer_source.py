@@ -12,7 +12,7 @@ from kvferry.connector.adapters import Adapters
 from kvferry.connector.bids import Bid, Bidding, PlaceTokens
 from kvferry.connector.decisions import MissReason, SourceMiss
 from kvferry.connector.load_results import GroupBytes, LoadFigures
-from kvferry.connector.messages import LoadRead, Report
+from kvferry.connector.messages import LoadPart, Report
 from kvferry.connector.peers.claims import STEP_WAIT_SECONDS
 from kvferry.connector.peers.connections import UNUSED_SECONDS
 from kvferry.connector.peers.offer import Offer, write_offer
@@ -189,9 +189,9 @@ def test_a_read_is_ordered_from_a_peer_that_is_already_connected():
     load = engine.begin_load(one, 8)
     meta = engine.step()
     assert meta.connects == {PEER: KNOWN.ranks}
-    (part,) = meta.reads
+    (part,) = meta.parts
     assert (part.load, part.last, part.failure) == ("a#1", True, None)
-    read = part.order
+    read = part.work
     assert (read.key, read.peer, read.span) == ("a#1.1", PEER, LoadSpan(8, 40, 41))
     assert [ids.tolist() for ids in read.src_tables] == [[1, 2, 3]]
     assert read.dst_tables is load.tables
@@ -199,7 +199,7 @@ def test_a_read_is_ordered_from_a_peer_that_is_already_connected():
     assert engine.source.origin(load) == "peer"
     engine.begin_load(engine.arrive(offered("b")))
     assert engine.step().connects == {}, "workers know it"
-    assert engine.step().reads == []
+    assert engine.step().parts == []
 
 
 @pytest.mark.parametrize(
@@ -667,7 +667,7 @@ def streaming(granted=16):
 
 
 def spans(meta):
-    return [(part.order.span.begins, part.order.span.ends, part.last) for part in meta.reads]
+    return [(part.work.span.begins, part.work.span.ends, part.last) for part in meta.parts]
 
 
 def test_an_offer_without_a_number_of_tokens_is_of_all_but_the_last():
@@ -689,25 +689,25 @@ def test_a_load_is_read_as_its_peer_computes_it():
     engine, _, load = streaming()
     meta = engine.step()
     assert spans(meta) == [(0, 16, False)]
-    assert [part.load for part in meta.reads] == [load.key]
-    assert engine.step().reads == []
+    assert [part.load for part in meta.parts] == [load.key]
+    assert engine.step().parts == []
     engine.client.redeemed = some_of_it(39, (1, 2, 3))
     assert spans(engine.step()) == [(16, 32, False)]
     engine.client.redeemed = some_of_it(40, (1, 2, 9))
     meta = engine.step()
     assert spans(meta) == [(32, 40, True)]
-    assert meta.reads[0].order.src_tables[0].tolist() == [1, 2, 9], "as the last grant has it"
-    assert engine.step().reads == []
+    assert meta.parts[0].work.src_tables[0].tolist() == [1, 2, 9], "as the last grant has it"
+    assert engine.step().parts == []
     engine.source.settled("a")
     assert engine.client.released == ["theirs"]
 
 
 def test_a_load_is_begun_with_its_first_message_even_if_nothing_can_be_read_yet():
     engine, _, load = streaming(granted=8)
-    assert engine.step().reads == [LoadRead(load.key, None)]
-    assert engine.step().reads == []
+    assert engine.step().parts == [LoadPart(load.key, None)]
+    assert engine.step().parts == []
     engine.client.redeemed = some_of_it(15)
-    assert engine.step().reads == [LoadRead(load.key, None)], "its deadline begins anew"
+    assert engine.step().parts == [LoadPart(load.key, None)], "its deadline begins anew"
 
 
 @pytest.mark.parametrize(
@@ -722,10 +722,10 @@ def test_a_load_whose_peer_ends_the_lease_fails_once_and_is_not_read_on(answer, 
     engine, _, load = streaming()
     engine.step()
     engine.client.redeemed = answer
-    (told,) = engine.step().reads
-    assert (told.load, told.order) == (load.key, None)
+    (told,) = engine.step().parts
+    assert (told.load, told.work) == (load.key, None)
     assert told.failure.startswith(why)
-    assert engine.step().reads == []
+    assert engine.step().parts == []
     engine.source.forget(load)
     engine.source.ended(load, Report(told.failure))
     assert refused(engine) == [told.failure]
@@ -747,7 +747,7 @@ def test_a_load_is_read_at_the_end_if_its_peer_keeps_windows_where_this_engine_k
     theirs = tuple(structs.replace(card, geometry=replace(card.geometry, groups=groups)) for card in cards())
     engine = with_peer(replace(KNOWN, ranks=theirs), redeemed=some_of_it(16))
     engine.begin_load(engine.arrive(offered(remote_num_tokens=None)))
-    assert [part.order for part in engine.step().reads] == [None]
+    assert [part.work for part in engine.step().parts] == [None]
     engine.client.redeemed = some_of_it(40)
     assert spans(engine.step()) == [(0, 40, True)]
 
@@ -759,10 +759,10 @@ def test_a_load_that_no_request_waits_for_is_not_read_on():
     engine.source.settled("a")
     engine.source.finished("a")
     engine.client.redeemed = some_of_it(40)
-    (told,) = engine.step().reads
-    assert (told.order, told.failure) == (None, "no request waits for it any more")
+    (told,) = engine.step().parts
+    assert (told.work, told.failure) == (None, "no request waits for it any more")
     engine.source.dropped(load)
-    assert engine.step().reads == []
+    assert engine.step().parts == []
     assert engine.client.released == ["theirs"]
 
 
@@ -771,16 +771,16 @@ def test_a_load_that_was_reported_is_not_read_on():
     engine.step()
     engine.source.forget(load)
     engine.client.redeemed = some_of_it(40)
-    assert engine.step().reads == []
+    assert engine.step().parts == []
 
 
 def test_after_a_reset_a_load_is_not_read_on():
     engine, _, load = streaming()
     engine.step()
     engine.source.start_anew()
-    (told,) = engine.step().reads
-    assert (told.load, told.order, told.failure) == (load.key, None, "the cache was reset")
-    assert engine.step().reads == []
+    (told,) = engine.step().parts
+    assert (told.load, told.work, told.failure) == (load.key, None, "the cache was reset")
+    assert engine.step().parts == []
 
 
 def admit(one, own=0):
