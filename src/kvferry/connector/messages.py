@@ -62,6 +62,11 @@ class LoadPart:
     last: bool = False
     failure: str | None = None
 
+    @property
+    def ends(self) -> bool:
+        """True if no part follows."""
+        return self.last or self.failure is not None
+
 
 @dataclass(slots=True, kw_only=True)
 class StepOrders:

@@ -79,6 +79,11 @@ def begin(engine, local_tokens=0):
     return engine.begin_load(engine.one, local_tokens)
 
 
+def begin_with(engine, load):
+    engine.feeds[load.key] = feed = engine.source.begin(load, engine.one)
+    engine.half.feeds.append(feed)
+
+
 def step(engine):
     """Parts of loads that the ranks are told of in the next step."""
     engine.cache.poll()
@@ -129,7 +134,7 @@ def test_a_load_from_host_memory_is_one_part_and_an_end_and_closes_its_slots_whe
     engine = with_tiers()
     store(engine, 0, 1, 2, 3)
     load = begin(engine, local_tokens=8)
-    assert (engine.source.origin(load), engine.source.busy) == ("host", True)
+    assert (engine.feeds[load.key].origin, engine.source.busy) == ("host", True)
     told = step(engine)
     assert (numbers(told), ends(told)) == ([[1, 2, 3]], [("a#1", None)])
     (order,) = copies(told)
@@ -138,12 +143,9 @@ def test_a_load_from_host_memory_is_one_part_and_an_end_and_closes_its_slots_whe
     assert holds(engine) == 3
     moved(engine, order)
     assert holds(engine) == 0
-    assert engine.source.loaded_bytes(load, Report(None)) == (
-        GroupBytes("0 full_attention", "copied", 3 * SIZE),
-    )
+    assert engine.feeds[load.key].moved(Report(None)) == (GroupBytes("0 full_attention", "copied", 3 * SIZE),)
     assert (engine.source.take_copy_seconds(), engine.source.take_copy_seconds()) == ([0.5], [])
-    engine.source.ended(load, Report(None))
-    engine.source.forget(load)
+    engine.end_load(load, Report(None))
     assert not engine.source.busy
 
 
@@ -172,7 +174,7 @@ def test_a_load_without_one_of_its_chunks_fails_and_a_shorter_prefix_is_offered(
     told = step(engine)
     assert numbers(told) == [[0]]
     assert ends(told) == [("a#1", "a chunk of the file tier: absent")]
-    engine.source.ended(load, Report("a chunk of the file tier: absent"))
+    engine.end_load(load, Report("a chunk of the file tier: absent"))
     assert ends(step(engine)) == []
     assert bid(engine).tokens == 16, "the tier is not to blame"
     read(engine, 1, GetOutcome.HIT)
@@ -187,7 +189,7 @@ def test_a_tier_with_a_read_error_is_excluded_for_the_request():
     read(engine, 1, GetOutcome.IO_ERROR)
     told = step(engine)
     assert ends(told) == [("a#1", "a chunk of the file tier: I/O error")]
-    engine.source.ended(load, Report("I/O error"))
+    engine.end_load(load, Report("I/O error"))
     read(engine, 0, GetOutcome.ABSENT)
     step(engine)
     read(engine, 0, GetOutcome.HIT, tier=1)
@@ -199,17 +201,16 @@ def test_a_tier_with_a_read_error_is_excluded_for_the_request():
     engine.queues[1].tier.keys.add(engine.keys[1])
     assert bid(engine).tokens == 16
     second = begin(engine)
-    assert engine.source.origin(second) == "object"
+    assert engine.feeds[second.key].origin == "object"
 
 
-def test_a_load_past_its_deadline_ends_once_and_excludes_the_tier_it_waits_for():
+def test_a_load_past_its_deadline_excludes_the_tier_it_waits_for():
     engine = with_tiers([0, 1])
     store(engine, 0)
     load = begin(engine)
     (order,) = copies(step(engine))
-    engine.source.ended(load, LATE)
-    assert ends(step(engine)) == [("a#1", "its deadline passed")]
-    assert ends(step(engine)) == []
+    engine.end_load(load, LATE)
+    assert step(engine) == [], "all ranks have reported it"
     assert bid(engine).tokens == 8
     read(engine, 1, GetOutcome.HIT)
     assert not step(engine), "it comes, and nobody is given it"
@@ -224,7 +225,7 @@ def test_a_load_late_because_of_slow_ranks_excludes_no_tier():
     read(engine, 0, GetOutcome.HIT)
     read(engine, 1, GetOutcome.HIT)
     (order,) = copies(step(engine))
-    engine.source.ended(load, LATE)
+    engine.end_load(load, LATE)
     engine.cache.clear()
     assert bid(engine).tokens == 16
     assert ends(step(engine)) == []
@@ -237,12 +238,12 @@ def test_a_dropped_load_closes_the_slots_that_ranks_do_not_copy():
     store(engine, 0)
     load = begin(engine)
     assert holds(engine) == 2
-    engine.source.dropped(load)
+    engine.feeds[load.key].drop()
     engine.source.finished("a")
     told = step(engine)
     assert numbers(told) == []
     assert ends(told) == [("a#1", "nobody waits for it any more")]
-    engine.source.dropped(load)
+    engine.feeds[load.key].drop()
     assert ends(step(engine)) == []
     read(engine, 1, GetOutcome.HIT)
     step(engine)
@@ -255,7 +256,7 @@ def test_a_dropped_load_keeps_the_slots_that_ranks_copy():
     store(engine, 0)
     load = begin(engine)
     (order,) = copies(step(engine))
-    engine.source.dropped(load)
+    engine.feeds[load.key].drop()
     assert ends(step(engine)) == [("a#1", "nobody waits for it any more")]
     assert holds(engine) == 2, "a part, and a read"
     read(engine, 1, GetOutcome.HIT)
@@ -283,7 +284,7 @@ def test_a_load_fails_if_its_request_has_no_chunk_keys_any_more():
     bid(engine)
     engine.prompts.remove("a")
     load = made_up_load("a#1", LoadSpan(0, 8, PROMPT), [[1, 2]])
-    engine.source.begin(load, engine.one)
+    begin_with(engine, load)
     assert ends(step(engine)) == [("a#1", "its chunks have no names any more")]
 
 
@@ -386,7 +387,7 @@ def test_the_tail_of_a_prefix_is_loaded_if_its_head_is_gone():
     assert parts([tail]) == [{"file": 12}]
     span = LoadSpan(0, 24, PROMPT, (12, 24))
     load = made_up_load("a#1.1", span, [range(1, 8)], attempt="a#1", loads=2, bid=tail)
-    engine.source.begin(load, engine.one)
+    begin_with(engine, load)
     step(engine)
     for number in (1, 2):
         read(engine, number, GetOutcome.HIT)
@@ -488,6 +489,6 @@ def test_a_load_fails_for_the_reason_of_its_chunk(came, miss):
     load = begin(engine)
     read(engine, 0, came)
     step(engine)
-    assert engine.source.failure_reason(load, Report("as the ranks were told")) is miss
-    assert engine.source.failure_reason(load, LATE) is MissReason.DEADLINE
-    assert engine.source.loaded_bytes(load, LATE) == ()
+    assert engine.feeds[load.key].miss(Report("as the ranks were told")) is miss
+    assert engine.feeds[load.key].miss(LATE) is MissReason.DEADLINE
+    assert engine.feeds[load.key].moved(LATE) == ()
