@@ -21,7 +21,7 @@ from benchmarks.gpu_check.result import CheckResult, CheckState
 from kvferry.connector.bids import Bid
 from kvferry.connector.load import Load
 from kvferry.connector.worker.mover import ChunkMover
-from kvferry.connector.worker.orders import ArenaCard, ChunkOrders, LoadEnd, LoadPart, Piece, StoreOrder
+from kvferry.connector.worker.orders import ArenaCard, LoadOrder, Piece, StoreOrder
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import canonical_form_of
@@ -141,7 +141,7 @@ def _stored(engine: _Engine, *, waits: bool) -> np.ndarray[tuple[int], np.dtype[
             closing(Arena.create(8192 + chunks * group.chunk_bytes)) as arena,
             closing(ChunkMover((0, 0))) as mover,
         ):
-            mover.load(ChunkOrders(arena=ArenaCard(arena.handle, (geometry,), _CHUNK)))
+            mover.attach(ArenaCard(arena.handle, (geometry,), _CHUNK))
             order = StoreOrder("store", pieces, (slice_table(table, 0, _TOKENS, _BLOCK),), range(_TOKENS))
             # The first store compiles the kernel, which must not take as long as the forward.
             _store(mover, order, None)
@@ -156,8 +156,8 @@ def _stored(engine: _Engine, *, waits: bool) -> np.ndarray[tuple[int], np.dtype[
 
 
 def _store(mover: ChunkMover, order: StoreOrder, event: DeviceEvent | None) -> None:
-    mover.store(ChunkOrders(stores=[order]), event)
-    (report,) = _wait(mover.take_copy_reports)
+    mover.store(order, event)
+    (report,) = _wait(mover.take_reports)
     if report.failure:
         raise TransferError(f"a store failed: {report.failure}")
 
@@ -178,10 +178,10 @@ def _check_load(engine: _Engine, mover: ChunkMover, pieces: tuple[Piece, ...], t
         timeout_seconds=_PATIENCE_SECONDS,
         began=0.0,
     )
-    mover.load(ChunkOrders(parts=[LoadPart("part", load, pieces, first=True)], ends=[LoadEnd("load", None)]))
-    (end,) = _wait(mover.take_ended_loads)
-    if end.failure:
-        raise TransferError(f"a load failed: {end.failure}")
+    mover.load(load, LoadOrder("part", pieces, first=True))
+    (report,) = _wait(mover.take_reports)
+    if report.failure:
+        raise TransferError(f"a load failed: {report.failure}")
     read = (buffer + 0).cpu()  # a kernel on the engine's stream
     pages = engine.cache.geometry.groups[0].layers
     for layer in pages:

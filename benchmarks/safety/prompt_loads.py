@@ -23,7 +23,7 @@ from kvferry.cache.writing import SlowTier
 from kvferry.connector.bids import Bid
 from kvferry.connector.load import Load
 from kvferry.connector.worker.mover import ChunkMover
-from kvferry.connector.worker.orders import ArenaCard, ChunkOrders, LoadPart, Piece, StoreOrder
+from kvferry.connector.worker.orders import ArenaCard, LoadOrder, Piece, StoreOrder
 from kvferry.errors import TransferError
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.models import ModelReading
@@ -98,7 +98,7 @@ class PromptLoads:
         self._cache = ChunkCache(
             host, ranks.arena.bytes_at, canonical.groups, [SlowTier(TierQueue(store, FileSettings.kind))]
         )
-        mover.load(ChunkOrders(arena=ArenaCard(ranks.arena.handle, (geometry,), CHUNK_TOKENS)))
+        mover.attach(ArenaCard(ranks.arena.handle, (geometry,), CHUNK_TOKENS))
 
     def close(self) -> None:
         """Stop the tier's threads."""
@@ -120,7 +120,7 @@ class PromptLoads:
             time.sleep(_POLL_SECONDS)
             self._cache.poll()
             self._hand_over(fetch, copying)
-            for moved in self._mover.take_copy_reports():
+            for moved in self._mover.take_reports():
                 if moved.failure is not None:
                     raise TransferError(f"a chunk was not copied to its blocks: {moved.failure}")
                 for slot in copying.pop(moved.key):
@@ -176,9 +176,8 @@ class PromptLoads:
         if ready := fetch.take():
             key, first = str(ready[0][0].number), not copying
             pieces = tuple(sorted((Piece(0, w.number, s.offset) for w, s in ready), key=lambda p: p.number))
-            part = LoadPart(key, self._load, pieces, first)
             copying[key] = [slot for _, slot in ready]
-            self._mover.load(ChunkOrders(parts=[part]))
+            self._mover.load(self._load, LoadOrder(key, pieces, first))
 
 
 def _others_cpu() -> float:

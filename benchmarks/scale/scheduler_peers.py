@@ -21,7 +21,7 @@ from kvferry.connector.compose import Composition
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import CacheGroup, EngineFacts
 from kvferry.connector.load import Load
-from kvferry.connector.messages import StepOrders
+from kvferry.connector.messages import Report, StepOrders
 from kvferry.connector.peers.offer import Offer, write_offer
 from kvferry.connector.peers.turn_names import TurnNames
 from kvferry.connector.plain import PlainRequest
@@ -140,15 +140,15 @@ class SchedulerPeers:
             self._check(began)
             time.sleep(0)
         load = self._load(name, bid)
-        self._source.begin(load, request)
-        orders = StepOrders()
-        self._source.hand_over(orders)
+        feed = self._source.begin(load, request)
+        self._source.hand_over(StepOrders())
+        parts = feed.next_parts()
         seconds = time.perf_counter() - began
-        self._source.forget(load)
+        feed.ended(Report(None), wanted=True)
         self._source.settled(name)
         self._source.finished(name)
         self._server.events.clear()
-        if not orders.reads:
+        if not parts:
             raise TransferError("a peer in this process has granted blocks, but no read was ordered")
         return seconds
 

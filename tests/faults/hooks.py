@@ -197,16 +197,16 @@ def _hear(hooks: Hooks, event: Any) -> None:
 
 def _hook_reads(worker: Any, hooks: Hooks) -> None:
     """Let reads be held back, and the transport refuse them, by request."""
-    transfers, begin_transfers = worker._transfers, worker._begin_transfers
+    transfers, begin = worker._transfers, worker.begin
     submit = transfers.submit
 
-    def begun(of: Any, meta: Any) -> None:
+    def begun(meta: Any) -> None:
         for load in meta.loads:
             hooks.of_load[load.key] = outer(load.request_id)
-        for read in meta.reads:
-            if read.order is not None:
-                hooks.of_read[read.order.key] = hooks.of_load[read.load]
-        begin_transfers(of, meta)
+        for part in meta.parts:
+            if part.work is not None:
+                hooks.of_read[part.work.key] = hooks.of_load[part.load]
+        begin(meta)
 
     def submitted(*orders: Any) -> None:
         posted = []
@@ -218,7 +218,7 @@ def _hook_reads(worker: Any, hooks: Hooks) -> None:
                 posted.append(order)
         submit(*posted)
 
-    worker._begin_transfers, transfers.submit = begun, submitted
+    worker.begin, transfers.submit = begun, submitted
     for lane in transfers._lanes:
         lane._post = partial(_post, lane._post, hooks)
 

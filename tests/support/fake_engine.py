@@ -21,8 +21,9 @@ from kvferry.connector.load import Load
 from kvferry.connector.messages import Report, StepOrders, StepReports
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.peers.producer import Producer
+from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.plain import PlainStep
-from kvferry.connector.source import Source
+from kvferry.connector.source import Feed, Source
 from kvferry.connector.stream import EventStream
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.store_orders import StoreOrders
@@ -42,6 +43,7 @@ class PartialHalf:
 
     Attributes:
         bidding: bidding of all requests, if there is a source and no admission.
+        feeds: feeds of the loads of the source that have not ended, if there is no admission.
         messages: messages of peers, which the next step passes to the producer.
     """
 
@@ -53,6 +55,7 @@ class PartialHalf:
     stores: StoreOrders | None = None
     parts: PartBlocks | None = None
     bidding: Bidding = field(default_factory=lambda: Bidding(2))
+    feeds: list[Feed] = field(default_factory=list)
     messages: deque[Any] = field(default_factory=deque)
     scheduled: int = 0
     done: int = 0
@@ -75,12 +78,16 @@ class PartialHalf:
             self.producer.scheduled(self.scheduled, step, step.block_ids)
         if self.storing is not None:
             self.storing.schedule(step)
-            orders.chunks.stores = self.stores.take()
+            orders.stores = self.stores.take()
         if self.admission is not None:
             self.admission.scheduled(step.tokens)
             self.admission.hand_over(orders)
-        if self.source is not None:
+        if isinstance(self.source, PeerSource):
             self.source.hand_over(orders)
+        for feed in list(self.feeds):
+            orders.parts += (parts := feed.next_parts())
+            if any(part.ends for part in parts):
+                self.feeds.remove(feed)
         return orders
 
     def take_reports(self, reports: StepReports) -> None:
@@ -123,6 +130,7 @@ class FakeEngine:
         tables: blocks of each request by position, per KV cache group.
         told: all events so far.
         fold: metrics of these events.
+        feeds: feed of each load of the only source, by key of the load.
         content: for each block id, the tokens up to each position that was computed; the position of a
             snapshot is 0.
     """
@@ -147,6 +155,7 @@ class FakeEngine:
         self._held: dict[str, tuple[list[Block], ...]] = {}
         self._spare: list[Block] = []
         self._loads = 0
+        self.feeds: dict[str, Feed] = {}
 
     @property
     def admission(self) -> Admission:
@@ -293,8 +302,16 @@ class FakeEngine:
         self._loads += 1
         span = LoadSpan(local_tokens, local_tokens + bid.tokens, request.num_tokens)
         load = made_up_load(f"{name}#{self._loads}", span, [range(1, 8)], request_id=name, bid=bid)
-        self.half.source.begin(load, request)
+        self.feeds[load.key] = feed = self.half.source.begin(load, request)
+        self.half.feeds.append(feed)
         return load
+
+    def end_load(self, load: Load, report: Report, *, wanted: bool = True) -> None:
+        """End a load that `begin_load` began, as all workers have reported it."""
+        feed = self.feeds[load.key]
+        feed.ended(report, wanted=wanted)
+        if feed in self.half.feeds:
+            self.half.feeds.remove(feed)
 
     # -- steps --------------------------------------------------------------------------------------------
 

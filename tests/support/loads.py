@@ -8,7 +8,7 @@ import numpy as np
 
 from kvferry.connector.bids import Bid
 from kvferry.connector.load import Load
-from kvferry.connector.messages import LoadRead
+from kvferry.connector.messages import LoadPart
 from kvferry.planning.select import LoadSpan
 from kvferry.tiers.names import TIERS
 from kvferry.transport.lease import LeaseWord
@@ -39,7 +39,7 @@ def made_up_load(
     )
 
 
-def only_read(load: str) -> LoadRead:
+def only_read(load: str) -> LoadPart:
     """The read of a load that has one part. Its order has the key of the load."""
     order = ReadOrder(load, "peer", LoadSpan(0, 4, 5), (), (), LeaseWord(0, 0, 1))
-    return LoadRead(load, order, last=True)
+    return LoadPart(load, order, last=True)

@@ -278,13 +278,13 @@ class MeshEngine(VllmScheduler):
             ends[key] = self._net.refusal(self._leases[key])
         self._loads |= {load.key: load for load in orders.loads}
         self._whole = []
-        for read in orders.reads:
-            if read.order is not None:
-                self._leases[read.load] = read.order.lease
-            if read.last:
-                self._whole.append(read.load)
-            if read.failure is not None:
-                ends[read.load] = read.failure
+        for part in orders.parts:
+            if part.work is not None:
+                self._leases[part.load] = part.work.lease
+            if part.last:
+                self._whole.append(part.load)
+            if part.failure is not None:
+                ends[part.load] = part.failure
         ends |= orders.given_up
         ended = {key: self._loads.pop(key) for key in ends if key in self._loads}
         reports = StepReports(

@@ -252,13 +252,15 @@ class ServedEngine:
     def _step(self, step: PlainStep) -> None:
         """Run a step whose copies all succeed."""
         orders, reports = self.half.orders(step), StepReports()
-        for order in (*orders.chunks.parts, *orders.chunks.stores):
+        parts = [part for part in orders.parts if part.work is not None]
+        for order in (*(part.work for part in parts), *orders.stores):
             sizes = [0] * len(self._model.groups)
             reports.copies[order.key] = MergedCopyReport(order.key, None, tuple(sizes), 0.0)
-        for end in orders.chunks.ends:
-            assert end.failure is None, end.failure
-            reports.reports[end.key] = Report(None)
-            reports.reported[end.key] = reports.released[end.key] = 1
+        for part in orders.parts:
+            assert part.failure is None, part.failure
+            if part.last:
+                reports.reports[part.load] = Report(None)
+                reports.reported[part.load] = reports.released[part.load] = 1
         self.half.take_reports(reports)
         self.half.step_done()
 

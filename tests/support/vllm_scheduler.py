@@ -49,7 +49,7 @@ from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.decisions import MissReason, SourceMiss
 from kvferry.connector.events import LeaseEnded, LeaseGranted
 from kvferry.connector.load import Load
-from kvferry.connector.messages import Report, StepOrders, StepReports
+from kvferry.connector.messages import LoadPart, Report, StepReports
 from kvferry.connector.peers.producer import Producer
 from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.peers.turn_names import TurnNames
@@ -152,34 +152,43 @@ class Played:
     def _most_held(self) -> int | None:
         return self.most_held
 
-    def begin(self, load: Load, request: Any) -> None:
+    def begin(self, load: Load, request: Any) -> PlayedFeed:
         self.begun.append(load)
+        return PlayedFeed(self, load)
 
     def alignments(self, request_id: str) -> tuple[int, ...]:
         return (BLOCK,) * self.groups
-
-    def origin(self, load: Load) -> str:
-        return self.name
-
-    def loaded_bytes(self, load: Load, report: Report) -> tuple[Any, ...]:
-        return ()
-
-    def forget(self, load: Load) -> None: ...
-
-    def failure_reason(self, load: Load, report: Report) -> MissReason:
-        return MissReason.FAILED
-
-    def ended(self, load: Load, report: Report) -> None:
-        if report.failure is not None and self.strikes:
-            self._biddings[load.request_id].exclude(self.name, report.failure)
-
-    def dropped(self, load: Load) -> None: ...
 
     def settled(self, request_id: str) -> None: ...
 
     def finished(self, request_id: str) -> None: ...
 
-    def hand_over(self, meta: StepOrders) -> None: ...
+
+@dataclass
+class PlayedFeed:
+    """A load of such a source, which has one part."""
+
+    source: Played
+    load: Load
+
+    @property
+    def origin(self) -> str:
+        return self.source.name
+
+    def next_parts(self) -> Sequence[LoadPart]:
+        return [LoadPart(self.load.key, None, last=True)]
+
+    def drop(self) -> None: ...
+
+    def moved(self, report: Report) -> tuple[Any, ...]:
+        return ()
+
+    def miss(self, report: Report) -> MissReason:
+        return MissReason.FAILED
+
+    def ended(self, report: Report, *, wanted: bool) -> None:
+        if wanted and report.failure is not None and self.source.strikes:
+            self.source._biddings[self.load.request_id].exclude(self.source.name, report.failure)
 
 
 class WithoutWorkers(KVConnectorBase_V1, SupportsHMA):

@@ -204,8 +204,7 @@ class Admission:
         parts = plan.parts(local_tokens, load_tokens, request.num_tokens)
         known.loads += (begun := self._loads.begin(request, blocks, parts))
         for one in begun:
-            one.source.begin(one.load, request)
-            self._events.began(one.source, one.load)
+            self._events.began(one)
         last = begun[-1]
         self._parts.begin(
             request, last.load.tables, last.load.span, last.source.alignments(request.request_id)
@@ -218,7 +217,7 @@ class Admission:
         """
         found = Counter[str]()
         for one in self._known[request_id].loads:
-            found[one.source.origin(one.load)] += one.load.span.ends - one.load.span.begins
+            found[one.feed.origin] += one.load.span.ends - one.load.span.begins
         return found
 
     def finished(self, request_id: str) -> None:
@@ -230,7 +229,7 @@ class Admission:
             return
         for one in known.loads:
             self.pins.mark_late(one.load.key)
-            one.source.dropped(one.load)
+            one.feed.drop()
         self._settle(request_id, known)
         for source in known.sources:
             source.finished(request_id)
@@ -239,10 +238,7 @@ class Admission:
 
     @property
     def calm(self) -> bool:
-        """True if steps need no call of `scheduled` and `hand_over`, until another method is called.
-
-        The sources are not asked.
-        """
+        """True if steps need no call of `scheduled` and `hand_over`, until another method is called."""
         return self._loads.calm and self._phases.calm and self._events.calm and self._parts.calm
 
     def scheduled(self, requests: Container[str]) -> None:
@@ -255,17 +251,13 @@ class Admission:
         self._events.scheduled(requests)
 
     def hand_over(self, orders: StepOrders) -> None:
-        """Tell the workers which loads to begin in the coming step, and which loads to give up.
-
-        Then let each source add its own orders to the same message.
+        """Tell the workers what to do for loads in the coming step, and which loads to give up.
 
         Args:
             orders: message to the workers for the coming step. This object is mutated.
         """
         self._parts.end_pass()
         self._loads.take_orders(orders)
-        for source in self._sources:
-            source.hand_over(orders)
 
     def take_reports(self, reports: StepReports) -> None:
         """Process the workers' reports, and unpin the KV blocks that no load can write to any more."""
@@ -274,7 +266,7 @@ class Admission:
             self._report(key, report, reports.reported.get(key, 1))
         for one in bad:
             if one.load.bid.growing and one in self._loads:
-                one.source.dropped(one.load)  # other workers need not wait for the rest of it
+                one.feed.drop()  # other workers need not wait for the rest of it
             if not one.given_up:
                 self._drop_sibling_loads(one)
         self._loads.release(reports)
@@ -284,21 +276,19 @@ class Admission:
         one = self._loads.add_report(key, report, workers)
         if one is None:
             return
-        source, load, merged = one.source, one.load, one.merged_report()
+        load, merged = one.load, one.merged_report()
         known = self._known.get(load.request_id)
         wanted = known is not None and one in known.loads
         in_vain = one.given_up and merged.failure is not None
         unwanted = None if wanted and not in_vain else OTHER_PART if one.given_up else ""
-        self._events.ended(source, load, merged, unwanted=unwanted)
-        source.forget(load)
+        self._events.ended(one, merged, unwanted=unwanted)
+        one.feed.ended(merged, wanted=wanted and not in_vain)
         if known is None or not wanted:
             return
         known.loads.remove(one)
         if merged.failure is not None:
             known.broken = True
             self._parts.forget(load.request_id)
-        if not in_vain:
-            source.ended(load, merged)
         # A late load takes at least this long. A part is not timed: windows and states dominate its time.
         if load.loads == 1 and not load.bid.growing and (merged.failure is None or merged.late):
             self._chooser.speeds.record_load(load.bid.parts, self._clock() - load.began)
@@ -322,7 +312,7 @@ class Admission:
         for one in known.loads if known is not None else ():
             if one is not failed and one.load.attempt == failed.load.attempt and not one.given_up:
                 self._loads.give_up(one, OTHER_PART)
-                one.source.dropped(one.load)
+                one.feed.drop()
 
     def _best(self, known: _RequestState, request: Request, prefix: LocalPrefix) -> int | None:
         """Choose the best plan for a request; return the number of tokens to load, 0 to compute the prompt.

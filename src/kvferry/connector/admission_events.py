@@ -20,12 +20,12 @@ from kvferry.connector.events import (
     Scheduled,
     SourcesAsked,
 )
-from kvferry.connector.load import Load
 from kvferry.connector.load_results import LoadOutcome
 from kvferry.connector.local_prefix import LocalPrefix
 from kvferry.connector.messages import Report
 from kvferry.connector.peers.offer import has_offer
 from kvferry.connector.policies import Policy
+from kvferry.connector.running_loads import RunningLoad
 from kvferry.connector.source import Source
 from kvferry.connector.stream import EventStream, log_errors
 
@@ -186,21 +186,16 @@ class AdmissionEvents:
         self._events.emit(event)
 
     @log_errors
-    def began(self, source: Source, load: Load) -> None:
-        """Emit a `LoadBegan` event for a load that has begun.
-
-        Args:
-            source: source of the load.
-            load: the load.
-        """
-        bid, span = load.bid, load.span
+    def began(self, one: RunningLoad) -> None:
+        """Emit a `LoadBegan` event for a load that has begun."""
+        load, bid, span = one.load, one.load.bid, one.load.span
         self._unserved.pop(load.request_id, None)
         self._events.emit(
             LoadBegan(
                 load.request_id,
                 load.began,
                 load=load.key,
-                source=source.name,
+                source=one.source.name,
                 peer=bid.source,
                 parts=bid.parts,
                 begin=span.begins,
@@ -210,27 +205,26 @@ class AdmissionEvents:
         )
 
     @log_errors
-    def ended(self, source: Source, load: Load, report: Report, *, unwanted: str | None) -> None:
+    def ended(self, one: RunningLoad, report: Report, *, unwanted: str | None) -> None:
         """Emit a `LoadEnded` event for a load that all workers have reported.
 
         Args:
-            source: source of the load.
-            load: the load.
+            one: the load.
             report: merged report of all workers.
             unwanted: None if the request still waits for the load. Otherwise the reason why it does not;
                 empty if the reason is not known.
         """
-        now, failed = self._clock(), report.failure is not None
-        blame = source.failure_reason(load, report) if failed and unwanted is None else None
-        moved = source.loaded_bytes(load, report)
+        load, now, failed = one.load, self._clock(), report.failure is not None
+        miss = one.feed.miss(report) if failed and unwanted is None else None
+        moved = one.feed.moved(report)
         self._events.emit(
             LoadEnded(
                 load.request_id,
                 now,
                 load=load.key,
-                source=source.name,
+                source=one.source.name,
                 outcome=_OUTCOMES[report.outcome] if unwanted is None else LoadOutcome.DROPPED,
-                miss=blame,
+                miss=miss,
                 failure=(report.failure or "") if unwanted is None else unwanted,
                 seconds=now - load.began,
                 moved=() if failed else moved,

@@ -11,7 +11,7 @@ from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import BlockIds
 from kvferry.connector.load import Load
 from kvferry.connector.load_results import NO_FIGURES, LoadFigures
-from kvferry.connector.worker.orders import ChunkOrders, MergedCopyReport
+from kvferry.connector.worker.orders import ArenaCard, LoadOrder, MergedCopyReport, StoreOrder
 from kvferry.geometry import RankGeometry
 from kvferry.tiers.paths import boot_id
 from kvferry.transport.messages import RankCard
@@ -43,24 +43,29 @@ class WorkerInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadRead:
-    """The next part of a load from a peer.
+class LoadPart:
+    """The next part of a load: what the workers do for it now.
 
-    A load whose KV is complete at the peer has one part. Otherwise its parts follow each other while the peer
-    computes the prompt. The first part is sent in the same message as the load.
+    The parts of a load follow each other as its KV becomes available: as chunks arrive in host memory, or as
+    a peer computes the prompt. If the KV is complete at the peer, the load has one part.
 
     Attributes:
         load: key of the load.
-        order: order to read the part; None if there is nothing to read yet, although the peer has computed
-            more, or if nothing more will be read.
+        work: order to read from a peer, or to copy chunks from host memory. None if there is nothing to do
+            yet, although a peer has computed more, or if nothing more will come.
         last: True if this is the last part of the load.
         failure: reason why no more parts will come and the load has failed; None if it has not.
     """
 
     load: str
-    order: ReadOrder | None
+    work: ReadOrder | LoadOrder | None
     last: bool = False
     failure: str | None = None
+
+    @property
+    def ends(self) -> bool:
+        """True if no part follows."""
+        return self.last or self.failure is not None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,7 +80,7 @@ class StepOrders:
         connects: descriptions of all ranks of each peer to connect to, by peer name.
         disconnects: names of the peers to disconnect, because no load has used them for a while.
         loads: loads to begin, from any source.
-        reads: reads from peers. Each carries out a part of a load.
+        parts: parts of these and of earlier loads that begin now.
         given_up: reason why a request no longer waits for a load, by load key. Workers report these loads as
             failed at once.
         ended: lease slot of each ended lease, by request id. Workers raise the lease word in this slot, then
@@ -86,7 +91,9 @@ class StepOrders:
             forward pass, then report the lease in `StepReports.raised`.
         saves: (block table per group, number of tokens) of each prompt whose computation this step completes.
             Workers copy the prompt's blocks to the host buffer, from which peers read them.
-        chunks: orders to store and load chunks of the tiers.
+        arena: description of the host memory that holds chunks, sent once, before the first copies; else
+            None.
+        stores: orders to copy chunks from KV blocks to host memory, after the step's forward pass.
         epoch: number of cache resets of the engine before this step was scheduled.
         computes: True if the step computes tokens.
         idle: True if the engine computes nothing while workers execute this step, so that the step may wait
@@ -98,12 +105,13 @@ class StepOrders:
     connects: dict[str, tuple[RankCard, ...]] = field(default_factory=dict)
     disconnects: list[str] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
-    reads: list[LoadRead] = field(default_factory=list)
+    parts: list[LoadPart] = field(default_factory=list)
     given_up: dict[str, str] = field(default_factory=dict)
     ended: dict[str, int] = field(default_factory=dict)
     raised: dict[str, int] = field(default_factory=dict)
     saves: list[tuple[BlockIds, int]] = field(default_factory=list)
-    chunks: ChunkOrders = field(default_factory=ChunkOrders)
+    arena: ArenaCard | None = None
+    stores: list[StoreOrder] = field(default_factory=list)
     epoch: int = 0
     computes: bool = False
     idle: bool = False
@@ -116,15 +124,18 @@ class StepOrders:
 
     @property
     def begins_nothing(self) -> bool:
-        """True if workers have nothing to begin in the step. They may still have lease words to raise."""
+        """True if workers have nothing to begin before the step's forward pass.
+
+        They may still have lease words to raise, and chunks to store.
+        """
         return not (
             self.loads
-            or self.reads
+            or self.parts
             or self.connects
             or self.disconnects
             or self.given_up
             or self.ended
-            or self.chunks
+            or self.arena
         )
 
 

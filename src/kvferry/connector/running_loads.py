@@ -13,7 +13,7 @@ from kvferry.connector.engine import Block, BlockPool, CacheGroup, Request, Requ
 from kvferry.connector.load import Load
 from kvferry.connector.messages import Report, StepOrders, StepReports
 from kvferry.connector.pins import Pins
-from kvferry.connector.source import Source
+from kvferry.connector.source import Feed, Source
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import LoadSpan, max_writable_blocks, writable_blocks
 from kvferry.terminal import shown
@@ -26,6 +26,7 @@ class RunningLoad:
     Attributes:
         source: source of the load.
         load: the load as sent to the workers.
+        feed: what brings the KV to the workers.
         given_up: True if this load was dropped because another load of the same attempt failed.
         reports: reports received so far. One report may combine several workers.
         reported: number of workers that have reported.
@@ -33,6 +34,7 @@ class RunningLoad:
 
     source: Source
     load: Load
+    feed: Feed
     given_up: bool = False
     reports: list[Report] = field(default_factory=list)
     reported: int = 0
@@ -84,6 +86,7 @@ class RunningLoads:
         self._workers, self._timeout, self._clock = workers, timeout_seconds, clock
         self._loads: dict[str, RunningLoad] = {}
         self._begun: list[Load] = []
+        self._fed: dict[str, Feed] = {}
         self._given_up: dict[str, str] = {}
         self._attempts = 0
 
@@ -101,15 +104,13 @@ class RunningLoads:
 
     @property
     def calm(self) -> bool:
-        """True if the workers are to be told nothing."""
-        return not (self._begun or self._given_up)
+        """True if there is nothing to tell the workers, now or later."""
+        return not (self._begun or self._fed or self._given_up)
 
     def begin(
         self, request: Request, blocks: RequestBlocks, parts: Sequence[tuple[Source, Bid, LoadSpan]]
     ) -> list[RunningLoad]:
         """Begin a load for each part of an attempt to load a request's prefix, and pin the blocks they write.
-
-        The caller has each source begin its load.
 
         Args:
             request: the request.
@@ -133,7 +134,8 @@ class RunningLoads:
             )
             self._pin(load, blocks.blocks)
             self._begun.append(load)
-            self._loads[load.key] = one = RunningLoad(source, load)
+            self._loads[load.key] = one = RunningLoad(source, load, source.begin(load, request))
+            self._fed[load.key] = one.feed
             found.append(one)
         return found
 
@@ -148,12 +150,16 @@ class RunningLoads:
         self._given_up[one.load.key] = reason
 
     def take_orders(self, orders: StepOrders) -> None:
-        """Tell the workers which loads to begin in the coming step, and which loads to give up.
+        """Tell the workers what to do for loads in the coming step, and which loads to give up.
 
         Args:
             orders: message to the workers for the coming step. This object is mutated.
         """
         orders.loads, self._begun = self._begun, []
+        for key, feed in list(self._fed.items()):
+            orders.parts += (parts := feed.next_parts())
+            if any(part.ends for part in parts):
+                del self._fed[key]
         orders.given_up, self._given_up = self._given_up, {}
 
     def add_report(self, key: str, report: Report, workers: int) -> RunningLoad | None:
@@ -167,7 +173,10 @@ class RunningLoads:
         if report.late:
             self._pins.mark_late(key)
         one = self._loads[key]
-        return None if one.add_report(report, workers) < self._workers else self._loads.pop(key)
+        if one.add_report(report, workers) < self._workers:
+            return None
+        self._fed.pop(key, None)
+        return self._loads.pop(key)
 
     def release(self, reports: StepReports) -> None:
         """Unpin the blocks of loads of which nothing is in flight on any worker any more."""

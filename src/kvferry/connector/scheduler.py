@@ -355,10 +355,10 @@ class SchedulerHalf:
         if self._tiering is not None:
             self._tiering.schedule(step, orders)
         self._admission.scheduled(step.tokens)
-        if self._peers is not None and self._standstill.claim_lapses(
-            self._admission.admitted, self._producer.leases_block
-        ):
-            self._peers.give_up_oldest_claim(self._standstill.reason)
+        if self._peers is not None:
+            if self._standstill.claim_lapses(self._admission.admitted, self._producer.leases_block):
+                self._peers.give_up_oldest_claim(self._standstill.reason)
+            self._peers.hand_over(orders)
         self._admission.hand_over(orders)
         if self._config.host_buffer:
             self._save_completed(step, orders)

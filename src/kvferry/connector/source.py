@@ -1,6 +1,7 @@
 """The interface between admission and the sources of KV: peers and tiers.
 
 A source offers the KV of a prompt prefix as a *bid*. Admission takes the best bid and has its source load it.
+The source answers with a *feed*, which brings the KV to the workers in parts as it becomes available.
 """
 
 from __future__ import annotations
@@ -13,7 +14,54 @@ from kvferry.connector.decisions import MissReason, SourceMiss
 from kvferry.connector.engine import Request
 from kvferry.connector.load import Load
 from kvferry.connector.load_results import GroupBytes
-from kvferry.connector.messages import Report, StepOrders
+from kvferry.connector.messages import LoadPart, Report
+
+
+class Feed(Protocol):
+    """What a source does for one load, from its beginning until all workers have reported it.
+
+    The engine's thread calls it, so no method may block.
+    """
+
+    @property
+    def origin(self) -> str:
+        """The place that the KV comes from: ``peer``, or the name of the slowest tier that the load uses."""
+
+    def next_parts(self) -> Sequence[LoadPart]:
+        """Return what the workers do for the load in the coming step.
+
+        Nothing follows a part that is the last, or that says why no more will come.
+        """
+
+    def drop(self) -> None:
+        """Bring nothing more, because the request has ended, or another load of its attempt has failed.
+
+        What is in flight cannot be cancelled: the workers still report the load's end.
+        """
+
+    def moved(self, report: Report) -> tuple[GroupBytes, ...]:
+        """Return the number of bytes that the load has copied, per KV cache group.
+
+        Args:
+            report: merged report of all workers about the load.
+        """
+
+    def miss(self, report: Report) -> MissReason:
+        """Return the reason why the load has failed.
+
+        Args:
+            report: merged report of all workers about the load.
+        """
+
+    def ended(self, report: Report, *, wanted: bool) -> None:
+        """Handle the end of the load, which all workers have reported. No other method is called any more.
+
+        If it has failed, do not use its peer, or the tiers that were too slow, for its request again.
+
+        Args:
+            report: merged report of all workers about the load.
+            wanted: False if no request waits for the load any more, or it has failed in vain.
+        """
 
 
 class Source(Protocol):
@@ -94,10 +142,8 @@ class Source(Protocol):
             blocks: maximum number of blocks that the new load may hold.
         """
 
-    def begin(self, load: Load, request: Request) -> None:
-        """Begin to load KV from this source.
-
-        The workers are told of `load` in the scheduler's message for the next engine step.
+    def begin(self, load: Load, request: Request) -> Feed:
+        """Begin to load KV from this source. Return what brings it to the workers, part by part.
 
         Args:
             load: the load.
@@ -114,48 +160,6 @@ class Source(Protocol):
             request_id: id of the request.
         """
 
-    def origin(self, load: Load) -> str:
-        """Return the origin of a load's KV: ``peer``, or the name of the slowest tier that the load uses."""
-
-    def loaded_bytes(self, load: Load, report: Report) -> tuple[GroupBytes, ...]:
-        """Return the number of bytes that a load has copied, per KV cache group. Called before `forget`.
-
-        Args:
-            load: the load.
-            report: merged report of all workers about the load.
-        """
-
-    def failure_reason(self, load: Load, report: Report) -> MissReason:
-        """Return the reason why a load has failed. Called before `forget`.
-
-        Args:
-            load: the load.
-            report: merged report of all workers about the load.
-        """
-
-    def ended(self, load: Load, report: Report) -> None:
-        """Handle the end of a load that all workers have reported.
-
-        If the load has failed, do not use its peer, or the tiers that were too slow, for this request again.
-
-        Args:
-            load: the load.
-            report: merged report of all workers about the load.
-        """
-
-    def forget(self, load: Load) -> None:
-        """Forget a load that all workers have reported, even if no request waits for it any more."""
-
-    def dropped(self, load: Load) -> None:
-        """Cancel a load in flight because no request waits for it any more, if this source can cancel loads.
-
-        Its request has ended, or another load of the same attempt has failed. The workers still report the
-        load's end.
-
-        Args:
-            load: the load.
-        """
-
     def settled(self, request_id: str) -> None:
         """Release the leases on peers' blocks that this source holds for a request that needs no more loads.
 
@@ -168,10 +172,3 @@ class Source(Protocol):
 
     def finished(self, request_id: str) -> None:
         """Forget a request that has ended."""
-
-    def hand_over(self, orders: StepOrders) -> None:
-        """Add the work of this source to the message that tells the workers what to do in the coming step.
-
-        Args:
-            orders: message to the workers. This object is mutated.
-        """

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvferry.connector.bids import Bid
+from kvferry.connector.load import Load
+from kvferry.connector.messages import LoadPart
 from kvferry.connector.worker.loads import Loads
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import LoadSpan
@@ -84,16 +87,30 @@ class WorkerSteps:
             requests: loads to begin.
         """
         for load in requests:
-            self._loads.begin(load.key, LOAD_SECONDS)
-            tables = as_arrays(load.src_tables), as_arrays(load.dst_tables)
-            self._transfers.submit(
-                ReadOrder(load.key, load.peer, load.span, *tables, load.lease, load.strategy)
+            source, tables = as_arrays(load.src_tables), as_arrays(load.dst_tables)
+            self._loads.begin(
+                Load(
+                    key=load.key,
+                    request_id=load.key,
+                    attempt=load.key,
+                    loads=1,
+                    bid=Bid(load.peer, ()),
+                    span=load.span,
+                    tables=tables,
+                    timeout_seconds=LOAD_SECONDS,
+                    began=0.0,
+                )
             )
+            order = ReadOrder(load.key, load.peer, load.span, source, tables, load.lease, load.strategy)
+            self._loads.add(LoadPart(load.key, order, last=True))
+            self._transfers.submit(order)
         stepped = StepOutcome()
         for result in self._transfers.results():
             stepped.results[result.key] = result
-            self._loads.on_transfer_ended(result.key, result.failure)
-        stepped.failures = self._loads.settle().reported
+            self._loads.on_part_ended(result.key, result.failure, result)
+        for one in self._loads.settle():
+            if one.report is not None:
+                stepped.failures[one.load.key] = one.report.failure
         return stepped
 
 

@@ -92,7 +92,6 @@ class ReadResult:
             they were not read.
         peer_lost: True if the peer cannot be read from, or has restarted. Other orders to read from this peer
             will fail too.
-        reads: number of orders whose results are merged in this one.
     """
 
     key: str
@@ -101,7 +100,6 @@ class ReadResult:
     transfer_seconds: float
     check_seconds: float
     peer_lost: bool = False
-    reads: int = 1
 
 
 @dataclass(frozen=True, slots=True)

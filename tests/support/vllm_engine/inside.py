@@ -15,6 +15,7 @@ from kvferry.observe.metrics_listener import MetricsListener
 from kvferry.planning.select import LoadSpan
 from kvferry.serving.router.bodies import ASK_FOR_KV
 from kvferry.tiers.names import TIERS
+from kvferry.transport.read_order import ReadOrder
 from kvferry.transport.redeem import Grant, Redeemed
 from support.vision import noise
 from support.vllm_engine import (
@@ -372,16 +373,16 @@ def _note_parts(engine: Any) -> None:
     engine.parts, worker = {}, worker_half(engine)
     if worker is None:  # it runs in another process
         return
-    add = worker._reads.add
+    add = worker._loads.add
 
-    def noted(read: Any) -> Any:
-        order = add(read)
-        if order is not None:
-            name = worker._orders[read.load].request_id.split("-")[0]
-            engine.parts.setdefault(name, []).append((order.span.begins, order.span.ends))
-        return order
+    def noted(part: Any) -> Any:
+        load = add(part)
+        if load is not None and isinstance(part.work, ReadOrder):
+            name, span = load.request_id.split("-")[0], part.work.span
+            engine.parts.setdefault(name, []).append((span.begins, span.ends))
+        return load
 
-    worker._reads.add = noted
+    worker._loads.add = noted
 
 
 def waiting_for_kv(engine: Any) -> int:
@@ -718,10 +719,10 @@ class Witness:
         self.admitted: list[tuple[str, int, int | None]] = []
         self.spoil_group: int | None = None
         self.left: list[float] = []
-        self._orders: dict[str, Any] = {}
+        self._loads: dict[str, Any] = {}
         self._worker = worker
-        self._results = worker.ended
-        worker.ended = self._watched
+        self._begin, self._results = worker.begin, worker.ended
+        worker.begin, worker.ended = self._begun, self._watched
         self._matched = admission.matched
         admission.matched = self._asked
 
@@ -731,28 +732,30 @@ class Witness:
             self.admitted.append((request.request_id, local_tokens, tokens))
         return tokens
 
+    def _begun(self, orders: Any) -> None:
+        self._loads |= {load.key: load for load in orders.loads if load.source != TIERS}
+        self._begin(orders)
+
     def _watched(self) -> Any:
-        orders = self._worker._orders.items()
-        self._orders |= {key: load for key, load in orders if load.source != TIERS}
         results = self._results()
-        for key, order in list(self._orders.items()):
-            if order.request_id in results.received:
-                del self._orders[key]
-                if order.request_id not in results.failed:
-                    self._believed(order)
+        for key, load in list(self._loads.items()):
+            if load.request_id in results.received:
+                del self._loads[key]
+                if load.request_id not in results.failed:
+                    self._believed(load)
         return results
 
-    def _believed(self, order: Any) -> None:
-        self.loaded[order.request_id] = digests_of(self._worker, order.tables, order.span)
-        self.left = list(self._left(order))
+    def _believed(self, load: Any) -> None:
+        self.loaded[load.request_id] = digests_of(self._worker, load.tables, load.span)
+        self.left = list(self._left(load))
         if self.spoil_group is not None:
-            ids = self._worker.needed(order.span, order.tables)[self.spoil_group]
+            ids = self._worker.needed(load.span, load.tables)[self.spoil_group]
             for layer in self._worker.geometry.groups[self.spoil_group].layers if len(ids) else ():
                 negate(self._worker, layer, int(ids[-1]))
 
-    def _left(self, order: Any) -> Any:
+    def _left(self, load: Any) -> Any:
         blocks = self._worker.geometry.num_blocks
-        each = zip(self._worker.geometry.groups, self._worker.needed(order.span, order.tables), strict=True)
+        each = zip(self._worker.geometry.groups, self._worker.needed(load.span, load.tables), strict=True)
         for group, ids in each:
             for layer in group.layers:
                 cache = self._worker.caches[layer.name]

@@ -44,8 +44,8 @@ class RankWitness:
         if not hasattr(half, "unwatched"):
             half.unread = {}
             half.unwatched, half.ended = half.ended, lambda: _watched(half)
-            begin = half._begin_transfers
-            half._begin_transfers = lambda transfers, orders: _begun(half, begin, transfers, orders)
+            half.unread_loads, begin = {}, half.begin
+            half.begin = lambda orders: _begun(half, begin, orders)
         return {}
 
     def witnessed_loads(self) -> list[dict[str, Any]]:
@@ -67,14 +67,17 @@ class RankWitness:
         return digests_of(only_half(), told["tables"], LoadSpan(*told["span"]))
 
 
-def _begun(half: Any, begin: Any, transfers: Any, orders: Any) -> None:
+def _begun(half: Any, begin: Any, orders: Any) -> None:
+    from kvferry.transport.read_order import ReadOrder
+
+    half.unread_loads |= {load.key: load for load in orders.loads}
     # What comes from the tiers is not looked at.
     half.unread |= {
-        read.load: (half._orders[read.load], read.order)
-        for read in orders.reads
-        if read.order is not None and read.load in half._orders
+        part.load: (half.unread_loads[part.load], part.work)
+        for part in orders.parts
+        if isinstance(part.work, ReadOrder)
     }
-    begin(transfers, orders)
+    begin(orders)
 
 
 def _watched(half: Any) -> Any:

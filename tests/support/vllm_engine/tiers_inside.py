@@ -29,8 +29,7 @@ def held(engine: Any, of: int = 0) -> dict[str, int]:
         "requests looked at": len(tiering._storing._progress),
         "named requests": len(tiering._prompts._known),
         "requests to serve": len(source._requests),
-        "loads from tiers": len(source._loading),
-        "parts": len(source._slots),
+        "loads from tiers": source.busy and len(source._feeds),
         "orders moved by some": len(tiering._copies),
         "fetches": len(cache.reading.fetches),
         "incoming": len(cache.reading.incoming),
@@ -43,9 +42,8 @@ def held(engine: Any, of: int = 0) -> dict[str, int]:
     if worker is not None:  # of one rank, it is in this process
         counts |= {
             "loads of the worker": len(worker._loads),
-            "orders of the worker": len(worker._orders),
-            "results of the worker": len(worker._results),
-            "failures of the mover": len(worker._mover._failed),
+            "parts of the worker": len(worker._loads._parts),
+            "attempts of the worker": len(worker._loads._attempts),
         }
     return {name: count for name, count in counts.items() if count}
 

@@ -18,8 +18,9 @@ from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.events import LateBlocks, LoadEnded, Scheduled, SourcesAsked
 from kvferry.connector.headroom import Headroom
+from kvferry.connector.load import Load
 from kvferry.connector.load_results import GroupBytes, LoadFigures, LoadOutcome
-from kvferry.connector.messages import Report, StepOrders, StepReports
+from kvferry.connector.messages import LoadPart, Report, StepOrders, StepReports
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.pins import Pins
 from kvferry.connector.policies import FirstPolicy, WeightPolicy
@@ -69,12 +70,6 @@ class Stand:
     def why_no_bid(self, request, local_tokens):
         return SourceMiss(self.name, self.miss or MissReason.NOT_STORED, "0 full_attention")
 
-    def loaded_bytes(self, load, report):
-        return (GroupBytes("0 full_attention", "copied", 100),)
-
-    def failure_reason(self, load, report):
-        return MissReason.DEADLINE if report.late else MissReason.FAILED
-
     def bids(self, request, local_tokens):
         tokens = self.total - local_tokens
         return [offer(self.name, tokens, self.looking, self.promised)] if tokens > 0 else []
@@ -94,23 +89,10 @@ class Stand:
     def begin(self, load, request):
         self.load = load
         self.heard.append(("begin", load.span.begins, load.span.ends))
-
-    def origin(self, load):
-        return f"{self.name} of {load.request_id}"
+        return StandFeed(self, load)
 
     def alignments(self, request_id):
         return self.alignment_tokens, self.alignment_tokens
-
-    def ended(self, load, report):
-        self.heard.append(("ended", report.failure))
-        if report.failure is not None and self.strikes:
-            self.bidding.exclude(self.name, report.failure)
-
-    def forget(self, load):
-        self.forgotten.append(load.key)
-
-    def dropped(self, load):
-        self.heard.append(("dropped", load.key))
 
     def settled(self, request_id):
         self.heard.append(("settled", request_id))
@@ -118,8 +100,36 @@ class Stand:
     def finished(self, request_id):
         self.heard.append(("finished", request_id))
 
-    def hand_over(self, orders):
-        orders.disconnects.append(self.name)
+
+@dataclass
+class StandFeed:
+    """What such a source does for a load, which has one part."""
+
+    source: Stand
+    load: Load
+
+    @property
+    def origin(self):
+        return f"{self.source.name} of {self.load.request_id}"
+
+    def next_parts(self):
+        return [LoadPart(self.load.key, None, last=True)]
+
+    def drop(self):
+        self.source.heard.append(("dropped", self.load.key))
+
+    def moved(self, report):
+        return (GroupBytes("0 full_attention", "copied", 100),)
+
+    def miss(self, report):
+        return MissReason.DEADLINE if report.late else MissReason.FAILED
+
+    def ended(self, report, *, wanted):
+        self.source.forgotten.append(self.load.key)
+        if wanted:
+            self.source.heard.append(("ended", report.failure))
+            if report.failure is not None and self.source.strikes:
+                self.source.bidding.exclude(self.source.name, report.failure)
 
 
 def engine_with(
@@ -604,12 +614,6 @@ def test_an_offer_that_is_gone_when_blocks_are_allocated_is_not_loaded():
     engine.allocate(one, 0)
     assert source.heard == [("settled", "a")]
     assert engine.admission.pins.late_blocks("one") == len(engine.admission.pins) == 0
-
-
-def test_every_source_hands_over_in_order():
-    meta = StepOrders()
-    engine_with(Stand("one"), Stand("other")).admission.hand_over(meta)
-    assert meta.disconnects == ["one", "other"]
 
 
 def cached(blocks):
@@ -1156,12 +1160,14 @@ def test_a_preempted_request_is_counted_once_however_often_it_is_served():
     }  # fmt: skip
 
 
-def test_errors_of_events_are_logged_once_and_change_nothing(caplog):
+def test_errors_of_events_are_logged_once_and_change_nothing(caplog, monkeypatch):
     def broken(*_):
         raise RuntimeError("no")
 
+    monkeypatch.setattr(StandFeed, "moved", broken)
+
     source, silent = Stand("peer", 16), Stand("tiers")
-    silent.why_no_bid = source.loaded_bytes = broken
+    silent.why_no_bid = broken
     engine = engine_with(source, silent, workers=1)
     for name in "ab":
         assert engine.admit(arrive(engine, name)) == 16

@@ -1,12 +1,9 @@
 """Reports of several workers become one."""
 
-from dataclasses import replace
-
 import pytest
 
 from kvferry.connector.load_results import LoadFigures
 from kvferry.connector.messages import Report, StepReports
-from kvferry.connector.worker.half import _report
 from kvferry.transport.lane import ReadResult
 from kvferry.transport.read_plan import ReadPlan, TransferCounts
 from kvferry.transport.transfers import _join_results
@@ -67,9 +64,7 @@ def test_a_lost_peer_is_reported_by_any_lane(lost):
     whole = _join_results(
         [ReadResult("a", None, plan, 1.0, 0.1), ReadResult("a", "it broke", None, 0.0, 0.0, peer_lost=lost)]
     )
-    assert _report(whole.failure, late=False, result=whole).peer_lost is lost
-    assert _report("it broke", late=False, result=replace(whole, plan=None)).peer_lost is lost
-    assert not _report("its deadline passed", late=True, result=None).peer_lost
+    assert whole.peer_lost is lost
 
 
 def test_two_failures_without_bytes_are_one():

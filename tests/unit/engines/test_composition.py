@@ -20,7 +20,6 @@ from hypothesis import event, given, strategies as st
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.bids import Bidding
 from kvferry.connector.load_plans import common_alignment, load_plans
-from kvferry.connector.messages import StepOrders
 from kvferry.connector.peers.offer import Offer, write_offer
 from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.refusals import Refusals
@@ -264,8 +263,8 @@ class TwoSources:
         parts = offer.parts(case.local_tokens, case.local_tokens + offer.bid.tokens - here, case.prompt)
         for source, bid, span in parts:
             load = made_up_load(f"a#{len(found)}", span, tables, attempt="a", loads=len(parts), bid=bid)
-            source.begin(load, self.one)
-            found.append((span, self._read(span) if source is self.peer else self._fetched(span)))
+            feed = source.begin(load, self.one)
+            found.append((span, self._read(span, feed) if source is self.peer else self._fetched(span)))
         return found
 
     def _tables(self) -> list[list[int]]:
@@ -277,10 +276,8 @@ class TwoSources:
             tables.append([1] if kind is STATE else ids)
         return tables
 
-    def _read(self, span: LoadSpan) -> list[Brought]:
-        meta = StepOrders()
-        self.peer.hand_over(meta)
-        ((order, last),) = [(read.order, read.last) for read in meta.reads]
+    def _read(self, span: LoadSpan, feed: Any) -> list[Brought]:
+        ((order, last),) = [(part.work, part.last) for part in feed.next_parts()]
         assert (order.span, last) == (span, True)
         found = [Brought() for _ in self.case.kinds]
         for route in self._from_peer.routes:

@@ -1,25 +1,39 @@
-"""The parts of loads from peers, ordered as the peers compute them."""
+"""The parts of a load from a peer, ordered as the peer computes them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from kvferry.connector.decisions import MissReason
 from kvferry.connector.load import Load
-from kvferry.connector.messages import LoadRead
+from kvferry.connector.load_results import GroupBytes
+from kvferry.connector.messages import LoadPart, Report
 from kvferry.connector.peers.pull import Pull
 from kvferry.planning.increments import next_part
+from kvferry.tiers.names import PEER
 from kvferry.transport.handshake import Unusable
 from kvferry.transport.read_order import ReadOrder
 
 
-class LoadFeed:
+class PeerFeed:
     """Orders the parts of one load from a peer. KV that the peer has computed is ordered as one part.
 
-    Attributes:
-        pull: state of the exchange with the peer.
+    The workers are also told that the peer has computed more, if nothing of it can be read yet, because the
+    load's deadline begins anew with each part.
     """
 
-    def __init__(self, load: Load, pull: Pull, alignment_tokens: int) -> None:
+    origin = PEER
+
+    def __init__(
+        self,
+        load: Load,
+        pull: Pull,
+        *,
+        alignment_tokens: int,
+        labels: Sequence[str],
+        update: Callable[[Pull], Unusable | None],
+        on_failed: Callable[[Pull, Report], None],
+    ) -> None:
         """Create the feed of a load that begins now.
 
         Args:
@@ -27,24 +41,24 @@ class LoadFeed:
             pull: state of the exchange with the peer. It has a grant.
             alignment_tokens: alignment of the positions at which two parts may meet, in tokens
                 (`common_alignment`).
+            labels: label of each KV cache group of this engine.
+            update: function that takes in the peer's last answer, and returns why its KV cannot be read any
+                more; None if it can.
+            on_failed: function that is called if the load has failed and its request waits for it.
         """
-        self.pull = pull
-        self._load, self._alignment_tokens = load, alignment_tokens
+        self._load, self._pull, self._alignment_tokens, self._labels = load, pull, alignment_tokens, labels
+        self._update, self._on_failed = update, on_failed
         self._done, self._parts, self._ready = load.span.begins, 0, 0
+        self._dropped = False
+        pull.loading = True
 
-    def next_read(self, failure: str | None) -> LoadRead | None:
-        """Return the next message about the load to the workers; None if there is nothing to tell them.
-
-        The workers are also told that the peer has computed more, if nothing of it can be read yet. With each
-        message the load's deadline begins anew.
-
-        Args:
-            failure: reason why the peer's KV cannot be read any more; None if it can.
-        """
-        load, pull = self._load, self.pull
+    def next_parts(self) -> Sequence[LoadPart]:
+        """Return what the peer has computed since the last call, as one part; empty if that is nothing."""
+        load, pull = self._load, self._pull
+        unusable = Unusable("no request waits for it any more") if self._dropped else self._update(pull)
+        if unusable is not None:
+            return [LoadPart(load.key, None, failure=unusable.reason)]
         news, self._ready = pull.ready > self._ready, pull.ready
-        if failure is not None:
-            return LoadRead(load.key, None, failure=failure)
         assert pull.grant is not None
         assert pull.incarnation is not None
         span = next_part(
@@ -55,7 +69,7 @@ class LoadFeed:
             whole=pull.is_whole,
         )
         if span is None:
-            return LoadRead(load.key, None) if news else None
+            return [LoadPart(load.key, None)] if news else []
         self._done, self._parts = span.ends, self._parts + 1
         order = ReadOrder(
             key=f"{load.key}.{self._parts}",
@@ -65,59 +79,24 @@ class LoadFeed:
             dst_tables=load.tables,
             lease=pull.grant.word(pull.incarnation),
         )
-        return LoadRead(load.key, order, last=span.ends == load.span.ends)
+        return [LoadPart(load.key, order, last=span.ends == load.span.ends)]
 
+    def drop(self) -> None:
+        """Order nothing more. The workers cannot cancel reads in flight."""
+        self._dropped, self._pull.loading = True, False
 
-class LoadFeeds:
-    """The feeds of all loads of which something is still to be ordered. Only the engine's thread calls it."""
+    def moved(self, report: Report) -> tuple[GroupBytes, ...]:
+        """Return the number of bytes that workers have read, per KV cache group of this engine."""
+        figures = report.figures
+        each = zip(self._labels, figures.strategy_by_group, figures.bytes_by_group, strict=False)
+        return tuple(GroupBytes(label, strategy, size) for label, strategy, size in each if size)
 
-    def __init__(self) -> None:
-        """Create the object. There are no loads yet."""
-        self._feeds: dict[str, LoadFeed] = {}
-        self._dropped: list[LoadRead] = []
+    def miss(self, report: Report) -> MissReason:
+        """Return why the load failed: DEADLINE if it has passed its deadline, else FAILED."""
+        return MissReason.DEADLINE if report.late else MissReason.FAILED
 
-    @property
-    def calm(self) -> bool:
-        """True if there is nothing to tell the workers, now or later."""
-        return not (self._feeds or self._dropped)
-
-    @property
-    def peers(self) -> set[str]:
-        """Names of the peers of which something is still to be read."""
-        return {feed.pull.peer for feed in self._feeds.values()}
-
-    def begin(self, load: Load, pull: Pull, alignment_tokens: int) -> None:
-        """Order a load from the coming step on.
-
-        Args:
-            load: load that begins now.
-            pull: state of the exchange with the peer. It has a grant.
-            alignment_tokens: alignment of the positions at which two parts may meet, in tokens.
-        """
-        self._feeds[load.key] = LoadFeed(load, pull, alignment_tokens)
-
-    def forget(self, load: Load) -> None:
-        """Order nothing more of a load that has ended."""
-        self._feeds.pop(load.key, None)
-
-    def drop(self, load: Load) -> None:
-        """Tell the workers that a load gets no further parts, if some were still to come."""
-        if self._feeds.pop(load.key, None) is not None:
-            self._dropped.append(LoadRead(load.key, None, failure="no request waits for it any more"))
-
-    def take_reads(self, failure_of: Callable[[Pull], Unusable | None]) -> list[LoadRead]:
-        """Return the messages of the coming step to the workers.
-
-        Args:
-            failure_of: function that takes in the peer's last answer, and returns why its KV cannot be read
-                any more; None if it can.
-        """
-        reads, self._dropped = self._dropped, []
-        for key, feed in list(self._feeds.items()):
-            unusable = failure_of(feed.pull)
-            read = feed.next_read(None if unusable is None else unusable.reason)
-            if read is not None:
-                reads.append(read)
-                if read.last or read.failure is not None:
-                    del self._feeds[key]
-        return reads
+    def ended(self, report: Report, *, wanted: bool) -> None:
+        """Let the peer be excluded if the load has failed and its request waits for it."""
+        self._pull.loading = False
+        if wanted and report.failure is not None:
+            self._on_failed(self._pull, report)

@@ -29,11 +29,10 @@ from kvferry.connector.bids import Bid, Bidding, PlaceTokens
 from kvferry.connector.decisions import MissReason, SourceMiss
 from kvferry.connector.engine import Block, Request
 from kvferry.connector.load import Load
-from kvferry.connector.load_results import GroupBytes
 from kvferry.connector.messages import Report, StepOrders
 from kvferry.connector.peers.claims import Claims
 from kvferry.connector.peers.connections import PeerConnections
-from kvferry.connector.peers.feed import LoadFeeds
+from kvferry.connector.peers.feed import PeerFeed
 from kvferry.connector.peers.offer import read_offer
 from kvferry.connector.peers.pull import Pull, peer_name
 from kvferry.connector.peers.turn_finder import TurnFinder
@@ -116,7 +115,7 @@ class PeerSource:
         self._turns, self._asking = turns, dict[str, Bidding]()
         self._pulls: dict[str, Pull] = {}
         self._claims = Claims(client, idle, clock)
-        self._feeds, self._connections = LoadFeeds(), PeerConnections(ranks, clock)
+        self._connections = PeerConnections(ranks, clock)
         self._meets, self._met = tuple(meets), dict[Address, int]()
         self._stopped = ""
 
@@ -257,26 +256,27 @@ class PeerSource:
         """
         return may_hold(bid.source, blocks, self._held(), self._most_held)
 
-    def begin(self, load: Load, request: Request) -> None:
-        """Make all workers read the KV of a load from its peer, from the coming engine step on.
+    def begin(self, load: Load, request: Request) -> PeerFeed:
+        """Have the workers connect to a request's peer if they are not connected, and read from the peer.
 
         If the peer still computes some of the KV, it is read in later steps.
-
-        If the workers are not connected to the peer yet, they connect first. `hand_over` adds this work to
-        the message that the workers receive for the step.
 
         Args:
             load: load to begin, with its tokens and destination blocks.
             request: request that waits for the load; unused.
         """
         pull = self._pulls[load.request_id]
-        assert pull.grant is not None
-        assert pull.incarnation is not None
         answer = self._client.look_up(pull.address, pull.incarnation)
         if isinstance(answer, PeerInfo):
             self._connections.use(pull.peer, answer)
-        pull.loading = True
-        self._feeds.begin(load, pull, self._connections.part_alignment(answer))
+        return PeerFeed(
+            load,
+            pull,
+            alignment_tokens=self._connections.part_alignment(answer),
+            labels=self._labels,
+            update=self._update,
+            on_failed=self._on_failed,
+        )
 
     def alignments(self, request_id: str) -> tuple[int, ...]:
         """Return the alignment of content loaded from a request's peer, in tokens, for each KV cache group.
@@ -287,58 +287,6 @@ class PeerSource:
         pull = self._pulls[request_id]
         answer = self._client.look_up(pull.address, pull.incarnation)
         return self._connections.alignments(pull.peer, answer)
-
-    def origin(self, load: Load) -> str:
-        """Return ``"peer"``: all KV that this source loads comes from other engines."""
-        return PEER
-
-    def loaded_bytes(self, load: Load, report: Report) -> tuple[GroupBytes, ...]:
-        """Return the number of bytes that workers have read for a load, per KV cache group of this engine.
-
-        Args:
-            load: load that has ended; unused.
-            report: merged report of all workers about the load, with the bytes of each group.
-        """
-        figures = report.figures
-        each = zip(self._labels, figures.strategy_by_group, figures.bytes_by_group, strict=False)
-        return tuple(GroupBytes(label, strategy, size) for label, strategy, size in each if size)
-
-    def failure_reason(self, load: Load, report: Report) -> MissReason:
-        """Return why a load failed: DEADLINE if it has passed its deadline, else FAILED.
-
-        Args:
-            load: load that has failed; unused.
-            report: merged report of all workers about the load.
-        """
-        return MissReason.DEADLINE if report.late else MissReason.FAILED
-
-    def ended(self, load: Load, report: Report) -> None:
-        """Exclude the peer from serving a request whose load has failed. Do nothing if the load succeeded.
-
-        If the workers lost the connection to the peer or the load missed its deadline, also forget the
-        handshake with the peer, because the peer may be gone or restarted.
-
-        Args:
-            load: load that has ended.
-            report: merged report of all workers about the load.
-        """
-        if report.failure is not None:
-            if report.peer_lost or report.late:
-                self._client.forget(self._pulls[load.request_id].address)
-            self._exclude_peer(load.request_id, report.failure)
-
-    def forget(self, load: Load) -> None:
-        """Read nothing more for a load that has ended."""
-        self._feeds.forget(load)
-        self._note_end(load)
-
-    def dropped(self, load: Load) -> None:
-        """Begin no more reads of a load whose request stops waiting for it.
-
-        The workers cannot cancel reads in flight.
-        """
-        self._feeds.drop(load)
-        self._note_end(load)
 
     def settled(self, request_id: str) -> None:
         """End a request's claim on a peer's lease, because the request will not read from the peer again.
@@ -419,12 +367,13 @@ class PeerSource:
 
         Only peers that are unused for a while are then disconnected later.
         """
-        return self._connections.calm and self._feeds.calm
+        return self._connections.calm
 
     def hand_over(self, orders: StepOrders) -> None:
-        """Tell the workers which peers to connect to and what to read from peers in the coming step.
+        """Tell the workers which peers to connect to, before the first load from them.
 
-        The workers also disconnect peers that have not been used for `connections.UNUSED_SECONDS`.
+        The workers also disconnect peers that have not been used for `connections.UNUSED_SECONDS`. From now
+        on this step's questions to peers may wait again.
 
         Args:
             orders: message to all workers for the coming step. This object is mutated.
@@ -435,8 +384,9 @@ class PeerSource:
             self._connections.use(peer_name(facts.engine_id, address, facts.incarnation), peer)
             self._met[address] = facts.incarnation
         orders.connects = self._connections.take_new()
-        orders.disconnects = self._connections.take_unused(lambda: self._feeds.peers)
-        orders.reads = self._feeds.take_reads(self._update)
+        orders.disconnects = self._connections.take_unused(
+            lambda: {pull.peer for pull in self._pulls.values() if pull.loading}
+        )
 
     def _new_peers(self) -> Iterator[tuple[Address, PeerInfo]]:
         """Yield the configured peers, each with its address, whose present run the workers have not met."""
@@ -612,9 +562,19 @@ class PeerSource:
         elif pull.grant is not None:
             self._client.release(pull.address, pull.ticket)  # a kept turn has a grant, but no claim
 
-    def _note_end(self, load: Load) -> None:
-        if (pull := self._pulls.get(load.request_id)) is not None:
-            pull.loading = False
+    def _on_failed(self, pull: Pull, report: Report) -> None:
+        """Exclude the peer of a load that has failed.
+
+        If the workers lost the connection to the peer or the load missed its deadline, also forget the
+        handshake with the peer, because the peer may be gone or restarted.
+
+        Args:
+            pull: state of the exchange with the peer.
+            report: merged report of all workers about the load.
+        """
+        if report.peer_lost or report.late:
+            self._client.forget(pull.address)
+        self._exclude_peer(pull.request.request_id, report.failure or "")
 
     def _held(self) -> dict[str, int]:
         """Return the number of KV blocks that loads keep allocated, by name of the peer."""

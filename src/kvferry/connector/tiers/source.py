@@ -1,57 +1,36 @@
 """The source that loads KV from this engine's tiers: host memory, files, object stores.
 
 A *chunk* is a fixed number of tokens of a KV cache group, as stored. A load fetches chunks into slots of host
-memory. As they arrive, it orders *parts*: sets of chunks that the ranks copy to their KV blocks:
-
-    begin ─▶ part, part, ... ─▶ end      to every rank, in this order
-             each part copied by all ranks ─▶ its slots are released
-
-The source cancels the fetch when the load fails or its request no longer waits for it. The ranks then receive
-the end at once, and report the load when nothing of it is in flight.
+memory. As they arrive, ranks copy them to their KV blocks (`feed`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 
 import numpy as np
 
 from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.cache.fetch import Fetch
 from kvferry.connector.bids import Bid, Bidding, PlaceTokens
 from kvferry.connector.decisions import MissReason, SourceMiss
 from kvferry.connector.engine import Request
 from kvferry.connector.load import Load
-from kvferry.connector.load_results import GroupBytes
-from kvferry.connector.messages import Report, StepOrders
 from kvferry.connector.refusals import Refusals
+from kvferry.connector.tiers.feed import ChunkFeed
 from kvferry.connector.tiers.misses import miss_of
 from kvferry.connector.tiers.prompts import Prompts
-from kvferry.connector.worker.orders import LoadEnd, LoadPart, MergedCopyReport, Piece
+from kvferry.connector.worker.orders import MergedCopyReport
 from kvferry.geometry import Group
 from kvferry.geometry.canonical import CanonicalForm
 from kvferry.geometry.canonical.length import content_alignment
 from kvferry.planning.coverage import Coverage
 from kvferry.planning.select import windows_survive_load
-from kvferry.tiers.host.tier import Slot
 from kvferry.tiers.names import HOST, TIERS
-from kvferry.tiers.outcome import GetOutcome
 
 logger = logging.getLogger(__name__)
-
-COPIED = "copied"
-"""Transfer strategy reported for chunks. Loads from peers report their own strategies."""
-
-_MISSES = {
-    GetOutcome.ABSENT: MissReason.EVICTED,
-    GetOutcome.CORRUPT: MissReason.CHECKSUM,
-    GetOutcome.OTHER_SHAPE: MissReason.CHECKSUM,
-}
 
 
 @dataclass(slots=True)
@@ -71,35 +50,6 @@ class _TierRequest:
     excluded_tiers: set[str] = field(default_factory=set)
     coverage: Coverage | None = None
     declined: bool = False
-
-
-@dataclass(slots=True)
-class _Loading:
-    """A load of chunks that has neither ended nor been cancelled.
-
-    Attributes:
-        load: load that the scheduler has begun.
-        fetch: reads of the load's chunks into host memory.
-        parts: number of orders (`LoadPart`) for this load so far. Each tells the ranks to copy the chunks
-            that have arrived in host memory since the previous order.
-    """
-
-    load: Load
-    fetch: Fetch
-    parts: int = 0
-
-
-@dataclass(slots=True)
-class _LoadRecord:
-    """The bytes that the ranks have copied for one load, and the reason to report if the load fails.
-
-    Attributes:
-        sizes: number of bytes over all ranks, by index of the KV cache group in the storage format.
-        miss: reason to report for a failure, unless the load missed its deadline.
-    """
-
-    sizes: Counter[int] = field(default_factory=Counter)
-    miss: MissReason = MissReason.FAILED
 
 
 class TierSource:
@@ -144,17 +94,14 @@ class TierSource:
         self._refusals, self._bid_per_tier, self._most_loads = refusals, bid_per_tier, most_loads
         self._widest_group = prompts.widest_group
         self._requests: dict[str, _TierRequest] = {}
-        self._loading: dict[str, _Loading] = {}
-        self._ends: list[LoadEnd] = []
-        self._slots: dict[str, tuple[str, list[Slot]]] = {}
-        self._records: dict[str, _LoadRecord] = {}
+        self._feeds: list[ChunkFeed] = []
         self._labels = canonical.labels
-        self._numbers = count()
 
     @property
     def busy(self) -> bool:
         """Whether a load of chunks is under way, or ranks still copy chunks out of host memory."""
-        return bool(self._loading or self._slots or self._ends)
+        self._feeds = [feed for feed in self._feeds if feed.busy]
+        return bool(self._feeds)
 
     def arrived(self, request: Request, bidding: Bidding) -> bool:
         """Compute the chunk keys of a new request. Return True if the tiers may be able to serve the request.
@@ -224,7 +171,11 @@ class TierSource:
 
     @property
     def _is_busy(self) -> bool:
-        return len(self._loading) >= self._most_loads
+        return self._under_way >= self._most_loads
+
+    @property
+    def _under_way(self) -> int:
+        return sum(feed.fetches for feed in self._feeds)
 
     def _bid_before_naming(self, request: Request, local_tokens: int) -> Sequence[Bid]:
         """Return a placeholder bid for a request whose chunk keys are not known yet.
@@ -284,7 +235,7 @@ class TierSource:
         """
         state, chunks = self._requests[request.request_id], self._prompts.get(request)
         if state.declined:
-            detail = f"loads under way: {len(self._loading)}, as many as tier_loads allows"
+            detail = f"loads under way: {self._under_way}, as many as tier_loads allows"
             return SourceMiss(TIERS, MissReason.BUSY, detail=detail)
         if chunks is None or state.coverage is None:
             return SourceMiss(TIERS, MissReason.UNNAMED, detail=self._prompts.why_unnamed(request.request_id))
@@ -302,10 +253,8 @@ class TierSource:
         """
         return True
 
-    def begin(self, load: Load, request: Request) -> None:
+    def begin(self, load: Load, request: Request) -> ChunkFeed:
         """Start to fetch the chunks of a load into host memory.
-
-        As chunks arrive, `hand_over` tells the ranks to copy them to KV blocks.
 
         Args:
             load: load to begin, with its tokens and destination blocks.
@@ -319,8 +268,16 @@ class TierSource:
             fetch = self._cache.reading.fetch(
                 chunks.wanted_chunks(state.coverage, load.span), state.excluded_tiers
             )
-        self._loading[load.key] = _Loading(load, fetch)
-        self._records[load.key] = _LoadRecord()
+        feed = ChunkFeed(
+            load,
+            fetch,
+            reading=self._cache.reading,
+            excluded_tiers=state.excluded_tiers,
+            refusals=self._refusals,
+            labels=self._labels,
+        )
+        self._feeds = [one for one in self._feeds if one.busy] + [feed]
+        return feed
 
     def alignments(self, request_id: str) -> tuple[int, ...]:
         """Return, for each KV cache group of the engine, the alignment of the content of chunks, in tokens.
@@ -330,54 +287,6 @@ class TierSource:
         """
         return self._alignments
 
-    def origin(self, load: Load) -> str:
-        """Return the name of the slowest tier from which a load fetches chunks."""
-        return self._cache.reading.origin(self._loading[load.key].fetch)
-
-    def loaded_bytes(self, load: Load, report: Report) -> tuple[GroupBytes, ...]:
-        """Return the number of bytes that all ranks together have copied for a load, per KV cache group.
-
-        The groups are those of the storage format, which may differ from the engine's groups.
-
-        Args:
-            load: load that has ended.
-            report: merged report of all workers about the load; unused.
-        """
-        sizes = self._records[load.key].sizes
-        return tuple(
-            GroupBytes(self._labels[number], COPIED, size) for number, size in sorted(sizes.items()) if size
-        )
-
-    def failure_reason(self, load: Load, report: Report) -> MissReason:
-        """Return why a load failed: DEADLINE if it missed its deadline, else why a chunk could not be read.
-
-        Args:
-            load: load that has failed.
-            report: merged report of all workers about the load.
-        """
-        return MissReason.DEADLINE if report.late else self._records[load.key].miss
-
-    def ended(self, load: Load, report: Report) -> None:
-        """If a load has failed, log the reason, and exclude tiers that were too late.
-
-        A tier was too late if chunks that were requested from it had not arrived by the load's deadline. It
-        is not used for this request again. If the load has succeeded, this method does nothing.
-
-        Args:
-            load: load that has ended.
-            report: merged report of all workers about the load.
-        """
-        if report.failure is None:
-            return
-        self._refusals.say(load.request_id, TIERS, report.failure)
-        if (loading := self._loading.get(load.key)) is not None:  # its deadline has passed
-            self._requests[load.request_id].excluded_tiers |= self._cache.reading.awaited_tiers(loading.fetch)
-            self._end(loading, report.failure)
-
-    def forget(self, load: Load) -> None:
-        """Delete the byte counts of a load. Call this when all workers have reported that the load ended."""
-        del self._records[load.key]
-
     def take_copy_seconds(self) -> list[float]:
         """Return the copy times recorded since the last call, and clear them.
 
@@ -386,35 +295,12 @@ class TierSource:
         taken, self._copy_seconds = self._copy_seconds, []
         return taken
 
-    def dropped(self, load: Load) -> None:
-        """Cancel a load because its request no longer waits for it."""
-        if (loading := self._loading.get(load.key)) is not None:
-            self._end(loading, "nobody waits for it any more")
-
     def settled(self, request_id: str) -> None:
         """Do nothing when a request will load no more KV. The tiers keep no lease for the request."""
 
     def finished(self, request_id: str) -> None:
         """Forget a request that has ended."""
         del self._requests[request_id]
-
-    def hand_over(self, orders: StepOrders) -> None:
-        """Tell the ranks to copy the chunks that have arrived, and to end the loads that are complete.
-
-        Args:
-            orders: message to all ranks for the coming step. This object is mutated.
-        """
-        chunks = orders.chunks
-        for loading in list(self._loading.values()):
-            if ready := loading.fetch.take():
-                chunks.parts.append(
-                    self._next_part(loading, [Piece(w.group, w.number, s.offset) for w, s in ready])
-                )
-                self._slots[chunks.parts[-1].key] = loading.load.key, [slot for _, slot in ready]
-            if loading.fetch.over:
-                self._state_of(loading).excluded_tiers |= loading.fetch.failed
-                self._end(loading, loading.fetch.failure)
-        chunks.ends, self._ends = self._ends, []
 
     def on_copied(self, report: MergedCopyReport) -> bool:
         """Release the host memory of chunks that all ranks have copied to KV blocks.
@@ -425,20 +311,18 @@ class TierSource:
         Returns:
             False if the order belongs to no load, else True.
         """
-        load, slots = self._slots.pop(report.key, ("", None))
-        if slots is None:
+        feed = next((feed for feed in self._feeds if report.key in feed.copying), None)
+        if feed is None:
             return False
-        for slot in reversed(slots):
+        for slot in reversed(feed.take_copied(report)):
             self._cache.close(slot)
         self._copy_seconds.append(report.seconds)
-        if (record := self._records.get(load)) is not None:
-            record.sizes.update(dict(enumerate(report.bytes_by_group)))
         return True
 
     def start_anew(self) -> None:
         """Cancel all loads under way, because their chunks were computed before the cache was reset."""
-        for loading in list(self._loading.values()):
-            self._end(loading, "the cache was reset")
+        for feed in self._feeds:
+            feed.stop("the cache was reset")
 
     def _bid_for(self, found: Coverage, first: int, last: int) -> Bid | None:
         if first >= last or self._is_busy:
@@ -457,20 +341,3 @@ class TierSource:
         sums = found.tokens_by_tier(self._widest_group, first, last)
         names = (HOST, *self._cache.tiers)
         return tuple(PlaceTokens(names[at], int(sums[at])) for at in np.flatnonzero(sums))
-
-    def _next_part(self, loading: _Loading, pieces: list[Piece]) -> LoadPart:
-        key = f"{loading.load.key}/{next(self._numbers)}"
-        loading.parts += 1
-        pieces.sort(key=lambda piece: (piece.group, piece.number))
-        first = loading.parts == 1
-        return LoadPart(key, loading.load, tuple(pieces), first)
-
-    def _end(self, loading: _Loading, failure: str | None) -> None:
-        del self._loading[loading.load.key]
-        self._cache.reading.cancel(loading.fetch)
-        if loading.fetch.miss in _MISSES and (record := self._records.get(loading.load.key)):
-            record.miss = _MISSES[loading.fetch.miss]
-        self._ends.append(LoadEnd(loading.load.key, failure))
-
-    def _state_of(self, loading: _Loading) -> _TierRequest:
-        return self._requests.get(loading.load.request_id) or _TierRequest(Bidding(0))

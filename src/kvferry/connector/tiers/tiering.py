@@ -192,10 +192,10 @@ class Tiering:
                 `TierSource.hand_over` adds the chunks to load.
         """
         self._cache.poll()
-        orders.chunks.arena, self._card = self._card, None
+        orders.arena, self._card = self._card, None
         self._storing.schedule(step)
         self._places.schedule(step)
-        orders.chunks.stores = self._stores.take()
+        orders.stores = self._stores.take()
 
     def take_reports(self, reports: StepReports) -> None:
         """Process the ranks' reports about copies of chunks.
@@ -211,16 +211,16 @@ class Tiering:
             self._copies[key] = merged
             if merged.ranks == self._workers:
                 del self._copies[key]
-                if merged.failure is not None:
-                    self._say(merged.failure)
                 if not self._stores.on_copied(merged):
-                    self.source.on_copied(merged)
+                    self.source.on_copied(merged)  # its load says the failure
+                elif merged.failure is not None:
+                    self._say(merged.failure)
 
     def _say(self, failure: str) -> None:
-        """Log the reason why ranks could not copy chunks, unless it has been logged before."""
+        """Log the reason why ranks could not store chunks, unless it has been logged before."""
         self._failures[failure] += 1
         if self._failures[failure] == 1:
-            logger.warning("tiers: ranks could not copy chunks: %s", failure)
+            logger.warning("tiers: ranks could not store chunks: %s", failure)
 
     def step_done(self) -> None:
         """Emit events about the chunks that tiers have read, stored or evicted since the last step."""

@@ -19,21 +19,18 @@ import numpy as np
 from kvferry.connector.access import peers_allowed
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import BlockIds
-from kvferry.connector.load import Load
-from kvferry.connector.load_results import LoadFigures
 from kvferry.connector.messages import (
     NOTHING_ENDED,
     EndedRequests,
-    Report,
+    LoadPart,
     StepOrders,
     StepReports,
     WorkerInfo,
 )
 from kvferry.connector.peers.producer import LEASE_SLOTS
-from kvferry.connector.worker.load_reads import LoadReads
-from kvferry.connector.worker.loads import AttemptResults, Loads
+from kvferry.connector.worker.loads import Loads
 from kvferry.connector.worker.mover import ChunkMover
-from kvferry.connector.worker.orders import MergedCopyReport
+from kvferry.connector.worker.orders import LoadOrder, MergedCopyReport
 from kvferry.connector.worker.stale import StaleEpochs
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.geometry import Group, RankGeometry
@@ -43,9 +40,9 @@ from kvferry.planning.select import LoadSpan, blocks_needed
 from kvferry.planning.strategy import Strategy
 from kvferry.transport.costs_file import load_costs
 from kvferry.transport.key_file import read_keys
-from kvferry.transport.lane import ReadResult
 from kvferry.transport.lease import LeaseWords, new_incarnation
 from kvferry.transport.port_range import parse_port_range
+from kvferry.transport.read_order import ReadOrder
 from kvferry.transport.settings import TransferSettings
 from kvferry.transport.transfers import Transfers
 
@@ -112,12 +109,8 @@ class WorkerHalf:
         self._open: Callable[[], Transfers] | None = None
         self._mirror: CacheMirror | None = None
         self._transfers, self._mover = transfers, mover
-        self._loads, self._attempt_results = Loads(clock), AttemptResults()
-        self._reads = LoadReads()
-        self._orders: dict[str, Load] = {}
-        self._results: dict[str, ReadResult] = {}
-        self._sent: set[str] = set()
-        self._stale, self._void = StaleEpochs(), set[str]()
+        self._loads, self._sent = Loads(clock), set[str]()
+        self._stale = StaleEpochs()
         self._reports = StepReports()
         self._idle = False
         self._arrived = threading.Event() if arrived is None else arrived
@@ -191,7 +184,7 @@ class WorkerHalf:
         """
         if self._stale.asleep:
             return
-        if self._orders:
+        if len(self._loads):
             raise ConfigError(
                 "KV is still loaded into the memory that this engine would give up; pause it first (/pause)"
             )
@@ -237,9 +230,7 @@ class WorkerHalf:
         self._invalidate()
 
     def _invalidate(self) -> None:
-        self._void.update(self._orders)
-        for key in self._orders:
-            self._loads.give_up(key, self._stale.reason)
+        self._loads.invalidate(self._stale.reason)
         if self._transfers is not None:
             self._transfers.words.invalidate_all()
 
@@ -270,20 +261,19 @@ class WorkerHalf:
             self._stale.on_step(orders.epoch)
         if orders.quiet or orders.begins_nothing:
             return
-        for load in orders.loads:
-            self._loads.begin(load.key, load.timeout_seconds)
-            self._orders[load.key] = load
-            if orders.epoch in self._stale:
-                self._loads.give_up(load.key, self._stale.reason)
-                self._void.add(load.key)  # it may end before it is given up
         if self._transfers is not None:
-            self._begin_transfers(self._transfers, orders)
+            self._connect(self._transfers, orders)
+        if self._mover is not None and orders.arena is not None:
+            self._mover.attach(orders.arena)
+        for load in orders.loads:
+            self._loads.begin(load)
+        if orders.epoch in self._stale:
+            self._loads.invalidate(self._stale.reason, [load.key for load in orders.loads])
+        self._begin_parts(orders.parts)
         for key, why in orders.given_up.items():
             self._loads.give_up(key, why)
-        if self._mover is not None:
-            self._mover.load(orders.chunks)
 
-    def _begin_transfers(self, transfers: Transfers, orders: StepOrders) -> None:
+    def _connect(self, transfers: Transfers, orders: StepOrders) -> None:
         for peer, cards in orders.connects.items():
             transfers.connect(peer, cards)
         for peer in orders.disconnects:
@@ -291,16 +281,27 @@ class WorkerHalf:
         if orders.ended:
             transfers.words.end(orders.ended.values())
             self._sent.update(orders.ended)
-        self._reads.begin({read.load for read in orders.reads} & {load.key for load in orders.loads})
-        begun = []
-        for read in orders.reads:
-            if self._stale:
-                self._reads.fail(read.load, self._stale.reason)
-            if (order := self._reads.add(read)) is not None:
-                begun.append(order)
-            if read.failure is None and read.load in self._orders:
-                self._loads.extend(read.load, self._orders[read.load].timeout_seconds)
-        transfers.submit(*begun)
+
+    def _begin_parts(self, parts: Sequence[LoadPart]) -> None:
+        reads = []
+        for part in parts:
+            # Peers compare weights only at the handshake, so after a change nothing is read, in any epoch.
+            if self._stale and isinstance(part.work, ReadOrder):
+                self._loads.invalidate(self._stale.reason, [part.load])
+            load = self._loads.add(part)
+            if isinstance(part.work, LoadOrder):
+                if load is None or self._mover is None:
+                    self._refuse(part.work.key, "its load has ended")
+                else:
+                    self._mover.load(load, part.work)
+            elif load is not None and part.work is not None:
+                reads.append(part.work)
+        if reads and self._transfers is not None:
+            self._transfers.submit(*reads)
+
+    def _refuse(self, key: str, why: str) -> None:
+        """Report an order to copy chunks as failed, without copying anything."""
+        self._reports.copies[key] = MergedCopyReport(key, why, (), 0.0)
 
     def save(self, orders: StepOrders, mark: Callable[[], DeviceEvent | None]) -> None:
         """Copy completed prompts to the host buffer, and start to store the step's chunks.
@@ -317,11 +318,15 @@ class WorkerHalf:
             if self._mirror is not None:
                 span = LoadSpan(0, tokens, tokens + 1)
                 self._mirror.save(self._described().groups, self._needed(span, _arrays(tables)))
-        if self._mover is not None and orders.chunks.stores:
-            if orders.epoch in self._stale:
-                self._mover.refuse(orders.chunks, self._stale.reason)
+        if self._mover is None or not orders.stores:
+            return
+        stale = orders.epoch in self._stale
+        computed = None if stale else mark()
+        for order in orders.stores:
+            if stale:
+                self._refuse(order.key, self._stale.reason)
             else:
-                self._mover.store(orders.chunks, mark())
+                self._mover.store(order, computed)
 
     def ended(self) -> EndedRequests:
         """Return the requests whose transfers have ended since the last call.
@@ -329,33 +334,26 @@ class WorkerHalf:
         Also record the reports of these transfers for `take_reports`. If the engine computes nothing, wait at
         most `IDLE_WAIT_SECONDS` for a load to end, and longer only while loads keep ending.
         """
-        if not self._orders and not self._sent and self._mover is None:
+        if not len(self._loads) and not self._sent and self._mover is None:
             return NOTHING_ENDED
         self._take_results()
         if self._idle:
             self._wait_for_results()
-        if not (self._orders or self._sent):
+        if not (len(self._loads) or self._sent):
             return NOTHING_ENDED
-        settled = self._loads.settle()
-        for key in settled.reported.keys() - settled.released:
-            self._reads.fail(key, settled.reported[key] or "")  # reported before its transfers have ended
         received, failed = set(), set()
-        for key, outcome in settled.reported.items():
-            load, failure = self._orders[key], outcome or (self._stale.reason if key in self._void else None)
-            if failure is None and self._mirror is not None:
-                self._mirror.load(self._described().groups, self._needed(load.span, load.tables))
-            whole = self._attempt_results.add(load.attempt, load.loads, failure)
-            if whole is not None:
+        for one in self._loads.settle():
+            load = one.load
+            if one.report is not None:
+                if one.report.failure is None and self._mirror is not None:
+                    self._mirror.load(self._described().groups, self._needed(load.span, load.tables))
+                self._reports.reports[load.key], self._reports.reported[load.key] = one.report, 1
+            if one.released:
+                self._reports.released[load.key] = 1
+            if one.served is not None:
                 received.add(load.request_id)
-            if whole is False:
+            if one.served is False:
                 failed.add(load.request_id)
-            self._reports.reports[key] = _report(failure, key not in settled.released, self._results.get(key))
-            self._reports.reported[key] = 1
-        for key in settled.released:
-            self._reports.released[key] = 1
-            self._orders.pop(key, None)
-            self._results.pop(key, None)
-            self._void.discard(key)
         sent, self._sent = self._sent, set()
         return EndedRequests(frozenset(sent), frozenset(received), frozenset(failed))
 
@@ -377,17 +375,11 @@ class WorkerHalf:
         found = False
         for result in self._transfers.results() if self._transfers is not None else ():
             found = True
-            self._reads.on_result(result)
-        for ended in self._reads.take_ended():
-            self._results[ended.key] = ended
-            self._loads.on_transfer_ended(ended.key, ended.failure)
-        if self._mover is not None:
-            for report in self._mover.take_copy_reports():
-                found = True
-                self._reports.copies[report.key] = MergedCopyReport.of(report)
-            for end in self._mover.take_ended_loads():
-                found = True
-                self._loads.on_transfer_ended(end.key, end.failure)
+            self._loads.on_part_ended(result.key, result.failure, result)
+        for report in self._mover.take_reports() if self._mover is not None else ():
+            found = True
+            self._reports.copies[report.key] = MergedCopyReport.of(report)
+            self._loads.on_part_ended(report.key, report.failure)
         return found
 
     def take_reports(self) -> StepReports | None:
@@ -435,23 +427,3 @@ def _transfer_settings(config: ConnectorConfig) -> TransferSettings:
 
 def _arrays(tables: BlockIds) -> tuple[Int64s, ...]:
     return tuple(np.array(table, np.int64) for table in tables)
-
-
-def _report(failure: str | None, late: bool, result: ReadResult | None) -> Report:
-    if result is None or result.plan is None:
-        return Report(failure, late, peer_lost=result is not None and result.peer_lost)
-    plan = result.plan
-    figures = LoadFigures(
-        bytes_by_group=plan.bytes_by_group,
-        strategy_by_group=plan.strategy_by_group,
-        reads=result.reads,
-        pages=plan.counts.pages,
-        descriptors=plan.counts.descriptors,
-        run_bytes=plan.counts.largest_run,
-        plan_seconds=plan.seconds,
-        transfer_seconds=result.transfer_seconds,
-        check_seconds=result.check_seconds,
-        read_bytes_per_second=plan.bytes_per_second,
-        not_shared=plan.not_shared,
-    )
-    return Report(failure, late, result.peer_lost, figures)

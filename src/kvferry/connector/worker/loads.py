@@ -1,21 +1,30 @@
-"""The states of a load on one worker.
+"""The loads of one worker, and the states that each goes through.
 
-A load ends twice: for its request and for its memory. When its deadline passes, it is reported as failed and
-the request goes on without it. But its KV blocks belong to the transfer until nothing of it is in flight,
-however long that takes.
+A load is carried out in parts, as its KV becomes available: by the lanes, which read from a peer, or by the
+mover, which copies chunks from host memory. It ends twice: for its request and for its memory. When its
+deadline passes, it is reported as failed and the request goes on without it. But its KV blocks belong to the
+parts in flight, however long they take.
 
-    LOADING ─transfer ended─▶ READY or FAILED     (reported; memory free)
-       └─deadline, or given up─▶ EXPIRED ─transfer ended─▶ RELEASED
-                    (reported; memory still held)            (memory free)
+    OPEN ─last part begun─▶ WHOLE ────┐
+      ├─a part fails, no more come─▶ FAILING ─no part in flight─▶ READY or FAILED  (reported; memory free)
+      └─any of them: deadline, or given up─▶ EXPIRED ─no part in flight─▶ RELEASED
+                                      (reported; memory still held)       (memory free)
 
-A load is given up before its deadline when it has become useless, for example because the load of another
-part of the same prefix has failed. Each load is reported exactly once, and released exactly once.
+Only an OPEN load takes parts: blocks of the others may belong to other requests soon. A load is given up when
+it has become useless, for example because the load of another part of the same prefix has failed. Each load
+is reported exactly once, and released exactly once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+
+from kvferry.connector.load import Load
+from kvferry.connector.load_results import NO_FIGURES, LoadFigures
+from kvferry.connector.messages import LoadPart, Report
+from kvferry.transport.lane import ReadResult
+from kvferry.transport.read_plan import join_plans
 
 MOST_TIMEOUTS = 20
 """Maximum time of a load whose KV a peer still computes, as a multiple of its timeout.
@@ -31,45 +40,58 @@ Only the engine's steps call it.
 
 
 @dataclass(frozen=True, slots=True)
-class SettledLoads:
-    """The loads whose result became known, or whose transfers ended, since the last call of `Loads.settle`.
-
-    A load past its deadline is reported as failed first. It is released later, when its transfers have ended.
+class SettledLoad:
+    """A load whose result became known, or whose memory became free, since the last call of `Loads.settle`.
 
     Attributes:
-        reported: result of each load whose result became known, by load key: the reason for the failure, or
-            None if the load succeeded.
-        released: keys of the loads that have no transfer in flight any more.
+        load: the load.
+        report: result of the load; None if it was reported before.
+        released: True if no part is in flight any more.
+        served: with the report of the last load of an attempt, whether all its loads have succeeded; else
+            None. The loads of an attempt each load a part of the same prefix.
     """
 
-    reported: dict[str, str | None] = field(default_factory=dict)
-    released: set[str] = field(default_factory=set)
+    load: Load
+    report: Report | None
+    released: bool
+    served: bool | None = None
 
 
-class AttemptResults:
-    """Collects the results of loads by attempt. All loads of an attempt load parts of the same prefix."""
+@dataclass(slots=True)
+class _Running:
+    """The state of a load that may still write to its blocks.
 
-    def __init__(self) -> None:
-        self._results: dict[str, list[str | None]] = {}
+    Attributes:
+        load: the load.
+        deadline: time at which the load is reported as failed, seconds of the clock.
+        latest: time beyond which the deadline is not moved.
+        in_flight: number of parts that have begun and not ended.
+        whole: True if the last part has begun.
+        failure: reason why a part has failed, or why no more will come; None if there is none.
+        given_up: reason why the load is of no use any more; None if it is.
+        void: reason why the load has failed even if all its parts arrive; None if there is none.
+        reported: True if the result was reported.
+        reads: results of the parts that were read from a peer.
+    """
 
-    def add(self, attempt: str, loads: int, failure: str | None) -> bool | None:
-        """Record the result of one load of an attempt. The loads of an attempt each load a part of a prefix.
+    load: Load
+    deadline: float
+    latest: float
+    in_flight: int = 0
+    whole: bool = False
+    failure: str | None = None
+    given_up: str | None = None
+    void: str | None = None
+    reported: bool = False
+    reads: list[ReadResult] = field(default_factory=list)
 
-        Args:
-            attempt: name of the attempt.
-            loads: number of loads of the attempt.
-            failure: reason for the failure of this load; None if it succeeded.
+    @property
+    def is_open(self) -> bool:
+        return not (self.whole or self.reported or self.failure or self.void)
 
-        Returns:
-            None while other loads of the attempt have not been reported. With the report of the last load,
-            whether all loads have succeeded.
-        """
-        results = self._results.setdefault(attempt, [])
-        results.append(failure)
-        if len(results) < loads:
-            return None
-        del self._results[attempt]
-        return not any(failure is not None for failure in results)
+    @property
+    def has_landed(self) -> bool:
+        return not (self.in_flight or self.is_open)
 
 
 class Loads:
@@ -77,92 +99,136 @@ class Loads:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._deadlines: dict[str, float] = {}
-        self._latest: dict[str, float] = {}
-        self._given_up: dict[str, str] = {}
-        self._expired: set[str] = set()
-        self._ended: dict[str, str | None] = {}
+        self._loads: dict[str, _Running] = {}
+        self._parts: dict[str, _Running] = {}
+        self._attempts: dict[str, list[bool]] = {}
 
     def __len__(self) -> int:
         """Return the number of loads that may still write to their blocks."""
-        return len(self._deadlines) + len(self._expired)
+        return len(self._loads)
 
     @property
     def under_way(self) -> bool:
-        """True if a load that is not past its deadline still has a transfer in flight."""
-        return not self._deadlines.keys() <= self._ended.keys()
+        """True if the result of a load is still to come."""
+        return any(not (one.reported or one.has_landed) for one in self._loads.values())
 
-    def begin(self, key: str, timeout_seconds: float) -> None:
-        """Add a load that begins now.
-
-        Args:
-            key: name of the load.
-            timeout_seconds: seconds from now to the deadline of the load.
-        """
-        if key in self._deadlines or key in self._expired:
-            raise ValueError(f"load {key!r} has begun already")
+    def begin(self, load: Load) -> None:
+        """Add a load. It has no parts yet, and its timeout begins now."""
+        if load.key in self._loads:
+            raise ValueError(f"load {load.key!r} has begun already")
         now = self._clock()
-        self._deadlines[key], self._latest[key] = now + timeout_seconds, now + MOST_TIMEOUTS * timeout_seconds
+        self._loads[load.key] = _Running(
+            load, now + load.timeout_seconds, now + MOST_TIMEOUTS * load.timeout_seconds
+        )
 
-    def extend(self, key: str, timeout_seconds: float) -> None:
-        """Let the timeout of a load begin anew, because its peer has computed more of the KV.
+    def add(self, part: LoadPart) -> Load | None:
+        """Add the next part of a load. Return the load if the part must be begun now; else None.
 
-        The load ends at most `MOST_TIMEOUTS` timeouts after its beginning. Do nothing if its result has been
-        reported already.
+        If a peer still computes the KV, the load's timeout begins anew, since the peer has computed more. It
+        ends at most `MOST_TIMEOUTS` timeouts after its beginning.
 
         Args:
-            key: name of the load.
-            timeout_seconds: seconds from now to the new deadline.
+            part: part of a load. It is ignored if its load takes no more parts.
         """
-        if key in self._deadlines:
-            self._deadlines[key] = min(self._clock() + timeout_seconds, self._latest[key])
+        one = self._loads.get(part.load)
+        if one is None or not one.is_open:
+            return None
+        one.whole, one.failure = part.last, part.failure
+        if one.load.bid.growing and part.failure is None:
+            one.deadline = min(self._clock() + one.load.timeout_seconds, one.latest)
+        if part.work is None:
+            return None
+        one.in_flight += 1
+        self._parts[part.work.key] = one
+        return one.load
+
+    def on_part_ended(self, key: str, failure: str | None, read: ReadResult | None = None) -> None:
+        """Record that nothing of a part is in flight any more.
+
+        Args:
+            key: name of the part's work. It is ignored if it is none of a load.
+            failure: reason for the failure; None if the part succeeded.
+            read: result of the part, if it was read from a peer.
+        """
+        if (one := self._parts.pop(key, None)) is None:
+            return
+        one.in_flight -= 1
+        one.failure = one.failure or failure
+        if read is not None:
+            one.reads.append(read)
 
     def give_up(self, key: str, why: str) -> None:
-        """Mark a load as failed because its request does not need it any more.
-
-        Do nothing if the result of the load has been reported already.
+        """Report a load as failed, unless all its parts have arrived, because it is of no use any more.
 
         Args:
-            key: name of the load.
-            why: reason to report as the load's failure.
+            key: name of the load. It is ignored if the load has been reported.
+            why: reason to report.
         """
-        if key in self._deadlines:
-            self._given_up[key] = why
+        if (one := self._loads.get(key)) is not None:
+            one.given_up = one.given_up or why
 
-    def on_transfer_ended(self, key: str, failure: str | None) -> None:
-        """Record that a load has no transfer in flight any more.
+    def invalidate(self, why: str, keys: Iterable[str] | None = None) -> None:
+        """Report loads as failed, even if all their parts have arrived, because their KV must not be used.
 
         Args:
-            key: name of the load.
-            failure: reason for the failure; None if the load succeeded.
+            why: reason to report.
+            keys: names of the loads; None for all.
         """
-        self._ended[key] = failure
+        for key in self._loads if keys is None else keys:
+            if (one := self._loads.get(key)) is not None:
+                one.void = one.void or why
 
-    def settle(self) -> SettledLoads:
-        """Return the loads that have ended, been given up or passed their deadline since the last call.
-
-        A load that is given up or passes its deadline is reported as failed at once. A later call releases
-        it, after its transfers have ended.
-        """
-        reported: dict[str, str | None] = {}
-        released: set[str] = set()
-        for key, failure in self._ended.items():
-            released.add(key)
-            if key in self._expired:
-                self._expired.discard(key)
-            else:
-                del self._deadlines[key], self._latest[key]
-                self._given_up.pop(key, None)
-                reported[key] = failure
-        self._ended.clear()
+    def settle(self) -> list[SettledLoad]:
+        """Return the loads that have ended, been given up or passed their deadline since the last call."""
         now = self._clock()
-        over = {k: _expired(now - deadline) for k, deadline in self._deadlines.items() if deadline <= now}
-        for key, why in {**over, **self._given_up}.items():
-            del self._deadlines[key], self._latest[key]
-            self._expired.add(key)
-            reported[key] = why
-        self._given_up.clear()
-        return SettledLoads(reported, released)
+        found = []
+        for one in list(self._loads.values()):
+            if one.has_landed:
+                del self._loads[one.load.key]
+                found.append(self._settled(one, one.void or one.failure, late=False))
+            elif not one.reported:
+                why = one.void or one.given_up
+                if why is None and one.deadline <= now:
+                    why = _expired(now - one.deadline)
+                if why is not None:
+                    found.append(self._settled(one, why, late=True))
+        return found
+
+    def _settled(self, one: _Running, failure: str | None, *, late: bool) -> SettledLoad:
+        load = one.load
+        if one.reported:
+            return SettledLoad(load, None, released=True)
+        one.reported = True
+        results = self._attempts.setdefault(load.attempt, [])
+        results.append(failure is None)
+        served = None
+        if len(results) == load.loads:
+            served = all(self._attempts.pop(load.attempt))
+        return SettledLoad(load, _report(one, failure, late=late), released=not late, served=served)
+
+
+def _report(one: _Running, failure: str | None, *, late: bool) -> Report:
+    lost, plans = (
+        any(read.peer_lost for read in one.reads),
+        [read.plan for read in one.reads if read.plan is not None],
+    )
+    if late or not plans:
+        return Report(failure, late, peer_lost=lost, figures=NO_FIGURES)
+    plan = join_plans(plans)
+    figures = LoadFigures(
+        bytes_by_group=plan.bytes_by_group,
+        strategy_by_group=plan.strategy_by_group,
+        reads=len(one.reads),
+        pages=plan.counts.pages,
+        descriptors=plan.counts.descriptors,
+        run_bytes=plan.counts.largest_run,
+        plan_seconds=sum(each.seconds for each in plans),
+        transfer_seconds=sum(read.transfer_seconds for read in one.reads),
+        check_seconds=sum(read.check_seconds for read in one.reads),
+        read_bytes_per_second=plan.bytes_per_second,
+        not_shared=plan.not_shared,
+    )
+    return Report(failure, late, lost, figures)
 
 
 def _expired(late_seconds: float) -> str:

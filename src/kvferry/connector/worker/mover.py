@@ -14,10 +14,11 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from itertools import count
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
+from kvferry.connector.load import Load
 from kvferry.connector.worker.chunk_routes import ChunkRoutes
-from kvferry.connector.worker.orders import ArenaCard, ChunkOrders, CopyReport, LoadEnd, LoadPart, StoreOrder
+from kvferry.connector.worker.orders import ArenaCard, CopyReport, LoadOrder, StoreOrder
 from kvferry.errors import KVFerryError, TransferError
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.memory.device_stream import DeviceEvent, enter_stream
@@ -35,7 +36,6 @@ _FORWARD_POLL_SECONDS = 5e-4
 
 _Job: TypeAlias = Callable[[], bool | None]
 """A job of the thread. It returns True if it could not begin yet, and must be called again."""
-_Item = TypeVar("_Item")
 
 
 class ChunkMover:
@@ -55,71 +55,58 @@ class ChunkMover:
 
         Args:
             rank_coordinates: (pp_rank, tp_rank) of this rank.
-            on_result: function that the thread calls after each copy, and at the end of each load.
+            on_result: function that the thread calls after each copy.
             engine_bytes: run length in bytes from which a GPU's copy engine copies instead of a kernel.
         """
         self._rank_coordinates, self._on_result = rank_coordinates, on_result
         self._engine_bytes = engine_bytes
         self._jobs: queue.PriorityQueue[tuple[int, int, _Job | None]] = queue.PriorityQueue()
         self._numbers = count()
-        self._copy_reports: deque[CopyReport] = deque()
-        self._ended_loads: deque[LoadEnd] = deque()
+        self._reports: deque[CopyReport] = deque()
         self._routes: ChunkRoutes | None = None
         self._arena: Arena | None = None
         self._registration: HostRegistration | None = None
         self._unusable = "no arena yet"
-        self._failed: dict[str, str] = {}
         self._thread = threading.Thread(target=self._run, name="kvferry-chunks", daemon=True)
         self._thread.start()
 
-    def load(self, orders: ChunkOrders) -> None:
-        """Queue one step's copies of chunks from host memory to KV blocks.
-
-        If `orders` describes the host memory that holds chunks (the arena), attach this memory first.
+    def attach(self, card: ArenaCard) -> None:
+        """Queue the job of attaching the host memory that holds chunks, before the first copy.
 
         Args:
-            orders: copies that the scheduler half wants done in the step.
+            card: description of this memory.
         """
-        if orders.arena is not None:
-            self._put(_FIRST, partial(self._attach, orders.arena))
-        for part in orders.parts:
-            self._put(_LOAD, partial(self._part, part))
-        for end in orders.ends:
-            self._put(_LOAD, partial(self._end, end))
+        self._put(_FIRST, partial(self._attach, card))
 
-    def store(self, orders: ChunkOrders, computed: DeviceEvent | None) -> None:
-        """Queue one step's copies of chunks from KV blocks to host memory.
+    def load(self, load: Load, order: LoadOrder) -> None:
+        """Queue a copy of chunks from host memory to KV blocks.
 
         Args:
-            orders: copies that the scheduler half wants done in the step.
+            load: load that the chunks belong to.
+            order: chunks to copy.
+        """
+
+        def copy(routes: ChunkRoutes) -> tuple[int, ...]:
+            return routes.load(order.pieces, load.span, load.tables, first=order.first)
+
+        self._put(_LOAD, partial(self._copy, order.key, copy))
+
+    def store(self, order: StoreOrder, computed: DeviceEvent | None) -> None:
+        """Queue a copy of chunks from KV blocks to host memory.
+
+        Args:
+            order: chunks to copy.
             computed: event of the GPU after which the blocks hold what the step's forward pass wrote; None if
-                they hold it already. The copies wait for it.
+                they hold it already. The copy waits for it.
         """
-        for order in orders.stores:
-            self._put(_STORE, partial(self._store, order, computed))
+        self._put(_STORE, partial(self._store, order, computed))
 
-    def refuse(self, orders: ChunkOrders, why: str) -> None:
-        """Report every store of a step as failed, without copying anything.
-
-        Args:
-            orders: copies that the scheduler half wants done in the step.
-            why: reason to report for the failure.
-        """
-        self._copy_reports.extend(CopyReport(order.key, why, (), 0.0) for order in orders.stores)
-
-    def take_copy_reports(self) -> list[CopyReport]:
-        """Return the reports on the copies that have finished since the last call, and clear them.
-
-        There is one report per entry in `ChunkOrders.stores` or `ChunkOrders.parts`.
-        """
-        return _take_all(self._copy_reports)
-
-    def take_ended_loads(self) -> list[LoadEnd]:
-        """Return the loads that have ended since the last call, with the reasons of failures, and clear them.
-
-        A load has ended when none of its chunks is left to copy.
-        """
-        return _take_all(self._ended_loads)
+    def take_reports(self) -> list[CopyReport]:
+        """Return the reports on the copies that have ended since the last call, one for each order."""
+        found = []
+        while self._reports:
+            found.append(self._reports.popleft())
+        return found
 
     def finish(self) -> None:
         """Wait until all queued orders are carried out."""
@@ -176,23 +163,8 @@ class ChunkMover:
         self._copy(order.key, lambda routes: routes.store(order, computed))
         return False
 
-    def _part(self, part: LoadPart) -> None:
-        load = part.load
-        failure = self._copy(
-            part.key, lambda routes: routes.load(part.pieces, load.span, load.tables, first=part.first)
-        )
-        if failure is not None:
-            self._failed.setdefault(load.key, failure)
-
-    def _end(self, end: LoadEnd) -> None:
-        failure = self._failed.pop(end.key, None)
-        self._ended_loads.append(LoadEnd(end.key, end.failure or failure))
-        self._on_result()
-
-    def _copy(self, key: str, what: Callable[[ChunkRoutes], tuple[int, ...]]) -> str | None:
+    def _copy(self, key: str, what: Callable[[ChunkRoutes], tuple[int, ...]]) -> None:
         """Copy the chunks of an order and record a report.
-
-        Return the reason for a failure, or None if the copy succeeded.
 
         Args:
             key: unique name of the order.
@@ -210,9 +182,8 @@ class ChunkMover:
         except Exception as error:
             logger.exception("tiers: order %s", key)
             failure = f"{type(error).__name__}: {error}"
-        self._copy_reports.append(CopyReport(key, failure, copied_bytes, time.perf_counter() - began))
+        self._reports.append(CopyReport(key, failure, copied_bytes, time.perf_counter() - began))
         self._on_result()
-        return failure
 
 
 def _still_runs(computed: DeviceEvent | None) -> bool:
@@ -226,10 +197,3 @@ def _still_runs(computed: DeviceEvent | None) -> bool:
     except Exception:
         logger.exception("tiers: the event of a forward cannot be queried")
         return False
-
-
-def _take_all(of: deque[_Item]) -> list[_Item]:
-    found = []
-    while of:
-        found.append(of.popleft())
-    return found

@@ -6,9 +6,8 @@ blocks and the arena, the host memory that holds chunks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from kvferry.connector.load import Load
 from kvferry.geometry import RankGeometry
 from kvferry.memory.sealed import SharedFile
 from kvferry.planning.chunk_cells import TableSlice
@@ -64,60 +63,21 @@ class StoreOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadPart:
+class LoadOrder:
     """The order to copy a part of a load's chunks from host memory to KV blocks.
 
     It is sent when these chunks have arrived in host memory.
 
     Attributes:
-        key: unique name of the part.
-        load: the load.
+        key: unique name of the order.
         pieces: chunks to copy, sorted by `Piece.group`, then by `Piece.number`.
         first: True for the first part of the load. Blocks that the load fills only in part are zeroed before
             this part is copied.
     """
 
     key: str
-    load: Load
     pieces: tuple[Piece, ...]
     first: bool
-
-
-@dataclass(frozen=True, slots=True)
-class LoadEnd:
-    """The message to the ranks that a load is complete or has failed, and that no more parts of it follow.
-
-    Attributes:
-        key: name of the load.
-        failure: reason why parts are missing; None if the load is complete.
-    """
-
-    key: str
-    failure: str | None
-
-
-@dataclass(slots=True)
-class ChunkOrders:
-    """All copies of chunks that the ranks make in one step, between KV blocks and the arena.
-
-    The arena is the host memory that holds chunks. The scheduler half sends this object to every rank.
-
-    Attributes:
-        arena: description of the arena, sent once, before the first copies; None afterwards.
-        stores: orders to copy chunks from KV blocks to the arena, carried out one after the other after all
-            `parts`.
-        parts: orders to copy chunks from the arena to KV blocks, carried out one after the other.
-        ends: messages that a load is complete or has failed, processed after `parts`.
-    """
-
-    arena: ArenaCard | None = None
-    stores: list[StoreOrder] = field(default_factory=list)
-    parts: list[LoadPart] = field(default_factory=list)
-    ends: list[LoadEnd] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        """Return whether this step has any orders to copy chunks."""
-        return bool(self.arena or self.stores or self.parts or self.ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +87,7 @@ class CopyReport:
     No copy of the order is under way any more.
 
     Attributes:
-        key: unique name of the order (`StoreOrder.key` or `LoadPart.key`).
+        key: unique name of the order (`StoreOrder.key` or `LoadOrder.key`).
         failure: reason for the failure; None if the order was carried out.
         bytes_by_group: number of bytes that this rank copied, per KV cache group of the storage format.
         seconds: seconds that the copy took.
@@ -144,7 +104,7 @@ class MergedCopyReport:
     """The merged reports of several ranks about the same order to copy chunks.
 
     Attributes:
-        key: unique name of the order (`StoreOrder.key` or `LoadPart.key`).
+        key: unique name of the order (`StoreOrder.key` or `LoadOrder.key`).
         failure: reason for the failure of one of the ranks; None if all of them have carried out the order.
         bytes_by_group: number of bytes that these ranks copied together, per KV cache group of the storage
             format.

@@ -12,7 +12,7 @@ from kvferry.connector.adapters import Adapters
 from kvferry.connector.bids import Bid, Bidding, PlaceTokens
 from kvferry.connector.decisions import MissReason, SourceMiss
 from kvferry.connector.load_results import GroupBytes, LoadFigures
-from kvferry.connector.messages import LoadRead, Report
+from kvferry.connector.messages import LoadPart, Report
 from kvferry.connector.peers.claims import STEP_WAIT_SECONDS
 from kvferry.connector.peers.connections import UNUSED_SECONDS
 from kvferry.connector.peers.offer import Offer, write_offer
@@ -189,17 +189,17 @@ def test_a_read_is_ordered_from_a_peer_that_is_already_connected():
     load = engine.begin_load(one, 8)
     meta = engine.step()
     assert meta.connects == {PEER: KNOWN.ranks}
-    (part,) = meta.reads
+    (part,) = meta.parts
     assert (part.load, part.last, part.failure) == ("a#1", True, None)
-    read = part.order
+    read = part.work
     assert (read.key, read.peer, read.span) == ("a#1.1", PEER, LoadSpan(8, 40, 41))
     assert [ids.tolist() for ids in read.src_tables] == [[1, 2, 3]]
     assert read.dst_tables is load.tables
     assert (read.lease.slot, read.lease.generation, read.lease.incarnation) == (3, 7, 11)
-    assert engine.source.origin(load) == "peer"
+    assert engine.feeds[load.key].origin == "peer"
     engine.begin_load(engine.arrive(offered("b")))
     assert engine.step().connects == {}, "workers know it"
-    assert engine.step().reads == []
+    assert engine.step().parts == []
 
 
 @pytest.mark.parametrize(
@@ -401,7 +401,7 @@ def test_a_failed_peer_is_excluded_and_reconnected_if_it_may_have_gone(how, anew
     engine = with_peer()
     one = engine.arrive(offered())
     load = engine.begin_load(one)
-    engine.source.ended(load, Report("the lease was broken", **how))
+    engine.end_load(load, Report("the lease was broken", **how))
     assert (engine.client.forgotten, engine.client.released) == ([ADDRESS] * anew, ["theirs"])
     assert engine.half.bidding.exclusion_reason(PEER) == "the lease was broken"
     assert not engine.source.bids(one, 0)
@@ -414,19 +414,20 @@ def test_loaded_bytes_are_reported_by_group_without_empty_groups():
     kinds = (GroupKind.FULL, 0), (GroupKind.SLIDING, 64), (GroupKind.STATE, 0)
     groups = tuple(Group(kind, 16, span, ()) for kind, span in kinds)
     engine = with_peer(ranks=[replace(RANKS[0], groups=groups)])
+    feed = engine.feeds[engine.begin_load(engine.arrive(offered())).key]
     figures = LoadFigures(bytes_by_group=(640, 0, 8), strategy_by_group=("direct", "", "direct+staged"))
-    assert engine.source.loaded_bytes(None, Report(None, figures=figures)) == (
+    assert feed.moved(Report(None, figures=figures)) == (
         GroupBytes("0 full_attention", "direct", 640),
         GroupBytes(f"2 {groups[2].label}", "direct+staged", 8),
     )
-    assert engine.source.loaded_bytes(None, Report("no answer")) == ()
+    assert feed.moved(Report("no answer")) == ()
 
 
 def test_a_lease_is_released_once_when_its_request_is_settled():
     engine = with_peer()
     one = engine.arrive(offered())
     load = engine.begin_load(one)
-    engine.source.ended(load, Report(None))
+    engine.end_load(load, Report(None))
     assert engine.client.released == []
     for _ in range(2):
         engine.source.settled("a")
@@ -497,7 +498,7 @@ def test_workers_connect_to_a_configured_peer_before_the_first_ticket_and_after_
 
 def test_workers_disconnect_an_unused_peer():
     engine = with_peer()
-    engine.begin_load(engine.arrive(offered()))
+    engine.end_load(engine.begin_load(engine.arrive(offered())), Report(None))
     engine.clock.now += UNUSED_SECONDS
     assert engine.step().disconnects == []
     engine.clock.now += 1
@@ -509,11 +510,13 @@ def test_workers_disconnect_an_unused_peer():
 
 def test_workers_disconnect_only_the_unused_peer():
     engine, other = with_peer(), PEER.replace("5600", "5601")
-    engine.begin_load(engine.arrive(offered("a")))
+    loads = [engine.begin_load(engine.arrive(offered("a")))]
     engine.clock.now += 1
-    engine.begin_load(engine.arrive(offered("b", remote_port=5601)))
+    loads.append(engine.begin_load(engine.arrive(offered("b", remote_port=5601))))
     engine.clock.now += 1
-    engine.begin_load(engine.arrive(offered("c")))
+    loads.append(engine.begin_load(engine.arrive(offered("c"))))
+    for load in loads:
+        engine.end_load(load, Report(None))
     engine.step()
     engine.clock.now += UNUSED_SECONDS - 0.5
     assert engine.step().disconnects == [other]
@@ -597,7 +600,7 @@ def test_after_a_reset_no_offer_that_came_before_is_bid():
     assert engine.client.released == ["c", "a", "b"], "what is being read is not believed either"
     assert engine.source.bids(waiting, 0) == engine.source.bids(loading, 0) == ()
     assert refused(engine) == ["the cache was reset"] * 2, "before and after its ticket was redeemed"
-    engine.source.ended(load, Report("the producer gave the blocks back"))
+    engine.end_load(load, Report("the producer gave the blocks back"))
     assert engine.source.bids(engine.arrive(offered("d")), 0), "what comes is"
 
 
@@ -667,7 +670,7 @@ def streaming(granted=16):
 
 
 def spans(meta):
-    return [(part.order.span.begins, part.order.span.ends, part.last) for part in meta.reads]
+    return [(part.work.span.begins, part.work.span.ends, part.last) for part in meta.parts]
 
 
 def test_an_offer_without_a_number_of_tokens_is_of_all_but_the_last():
@@ -689,25 +692,25 @@ def test_a_load_is_read_as_its_peer_computes_it():
     engine, _, load = streaming()
     meta = engine.step()
     assert spans(meta) == [(0, 16, False)]
-    assert [part.load for part in meta.reads] == [load.key]
-    assert engine.step().reads == []
+    assert [part.load for part in meta.parts] == [load.key]
+    assert engine.step().parts == []
     engine.client.redeemed = some_of_it(39, (1, 2, 3))
     assert spans(engine.step()) == [(16, 32, False)]
     engine.client.redeemed = some_of_it(40, (1, 2, 9))
     meta = engine.step()
     assert spans(meta) == [(32, 40, True)]
-    assert meta.reads[0].order.src_tables[0].tolist() == [1, 2, 9], "as the last grant has it"
-    assert engine.step().reads == []
+    assert meta.parts[0].work.src_tables[0].tolist() == [1, 2, 9], "as the last grant has it"
+    assert engine.step().parts == []
     engine.source.settled("a")
     assert engine.client.released == ["theirs"]
 
 
 def test_a_load_is_begun_with_its_first_message_even_if_nothing_can_be_read_yet():
     engine, _, load = streaming(granted=8)
-    assert engine.step().reads == [LoadRead(load.key, None)]
-    assert engine.step().reads == []
+    assert engine.step().parts == [LoadPart(load.key, None)]
+    assert engine.step().parts == []
     engine.client.redeemed = some_of_it(15)
-    assert engine.step().reads == [LoadRead(load.key, None)], "its deadline begins anew"
+    assert engine.step().parts == [LoadPart(load.key, None)], "its deadline begins anew"
 
 
 @pytest.mark.parametrize(
@@ -722,24 +725,25 @@ def test_a_load_whose_peer_ends_the_lease_fails_once_and_is_not_read_on(answer, 
     engine, _, load = streaming()
     engine.step()
     engine.client.redeemed = answer
-    (told,) = engine.step().reads
-    assert (told.load, told.order) == (load.key, None)
+    (told,) = engine.step().parts
+    assert (told.load, told.work) == (load.key, None)
     assert told.failure.startswith(why)
-    assert engine.step().reads == []
-    engine.source.forget(load)
-    engine.source.ended(load, Report(told.failure))
+    assert engine.step().parts == []
+    engine.end_load(load, Report(told.failure))
     assert refused(engine) == [told.failure]
     assert not engine.source.bids(offered(), 0)
 
 
 def test_workers_keep_a_peer_while_a_load_from_it_grows():
-    engine, _, _ = streaming()
+    engine, _, load = streaming()
     engine.step()
     engine.clock.now += UNUSED_SECONDS + 1
     assert engine.step().disconnects == []
     engine.client.redeemed = some_of_it(40)
     assert spans(engine.step()) == [(16, 40, True)]
-    assert engine.step().disconnects == [PEER], "the lane ends the reads first"
+    assert engine.step().disconnects == []
+    engine.end_load(load, Report(None))
+    assert engine.step().disconnects == [PEER]
 
 
 def test_a_load_is_read_at_the_end_if_its_peer_keeps_windows_where_this_engine_keeps_all():
@@ -747,7 +751,7 @@ def test_a_load_is_read_at_the_end_if_its_peer_keeps_windows_where_this_engine_k
     theirs = tuple(structs.replace(card, geometry=replace(card.geometry, groups=groups)) for card in cards())
     engine = with_peer(replace(KNOWN, ranks=theirs), redeemed=some_of_it(16))
     engine.begin_load(engine.arrive(offered(remote_num_tokens=None)))
-    assert [part.order for part in engine.step().reads] == [None]
+    assert [part.work for part in engine.step().parts] == [None]
     engine.client.redeemed = some_of_it(40)
     assert spans(engine.step()) == [(0, 40, True)]
 
@@ -755,32 +759,32 @@ def test_a_load_is_read_at_the_end_if_its_peer_keeps_windows_where_this_engine_k
 def test_a_load_that_no_request_waits_for_is_not_read_on():
     engine, _, load = streaming()
     engine.step()
-    engine.source.dropped(load)
+    engine.feeds[load.key].drop()
     engine.source.settled("a")
     engine.source.finished("a")
     engine.client.redeemed = some_of_it(40)
-    (told,) = engine.step().reads
-    assert (told.order, told.failure) == (None, "no request waits for it any more")
-    engine.source.dropped(load)
-    assert engine.step().reads == []
+    (told,) = engine.step().parts
+    assert (told.work, told.failure) == (None, "no request waits for it any more")
+    engine.feeds[load.key].drop()
+    assert engine.step().parts == []
     assert engine.client.released == ["theirs"]
 
 
 def test_a_load_that_was_reported_is_not_read_on():
     engine, _, load = streaming()
     engine.step()
-    engine.source.forget(load)
+    engine.end_load(load, Report("its deadline passed", late=True), wanted=False)
     engine.client.redeemed = some_of_it(40)
-    assert engine.step().reads == []
+    assert engine.step().parts == []
 
 
 def test_after_a_reset_a_load_is_not_read_on():
     engine, _, load = streaming()
     engine.step()
     engine.source.start_anew()
-    (told,) = engine.step().reads
-    assert (told.load, told.order, told.failure) == (load.key, None, "the cache was reset")
-    assert engine.step().reads == []
+    (told,) = engine.step().parts
+    assert (told.load, told.work, told.failure) == (load.key, None, "the cache was reset")
+    assert engine.step().parts == []
 
 
 def admit(one, own=0):
@@ -813,7 +817,7 @@ def test_the_number_of_an_offer_is_reported_at_every_admission():
     one = engine.arrive(offered(remote_prefill_cached_tokens=12))
     load = engine.begin_load(one)
     admit(one)
-    engine.source.ended(load, Report("its lease has ended"))
+    engine.end_load(load, Report("its lease has ended"))
     assert one.cached_tokens == 12
     admit(one, own=32)
     engine.source.settled("a")

@@ -144,7 +144,7 @@ def step(engine, *work, snapshots=()):
     """Run a step; return False if there are too few blocks."""
     orders = engine.step(*work, snapshots=snapshots)
     if orders is not None:
-        engine.orders += orders.chunks.stores
+        engine.orders += orders.stores
     return orders is not None
 
 
@@ -153,7 +153,7 @@ def schedule(engine, one, tokens, ids, snapshots=()):
     name = one.request_id
     given = {name: snapshots} if snapshots else {}
     scheduled = PlainStep(tokens={name: tokens}, tables={name: ids}, snapshots=given)
-    engine.orders += engine.half.orders(scheduled).chunks.stores
+    engine.orders += engine.half.orders(scheduled).stores
 
 
 def finish(engine, one):

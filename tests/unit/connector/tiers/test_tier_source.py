@@ -79,10 +79,15 @@ def begin(engine, local_tokens=0):
     return engine.begin_load(engine.one, local_tokens)
 
 
+def begin_with(engine, load):
+    engine.feeds[load.key] = feed = engine.source.begin(load, engine.one)
+    engine.half.feeds.append(feed)
+
+
 def step(engine):
-    """Orders to the ranks of the next step."""
+    """Parts of loads that the ranks are told of in the next step."""
     engine.cache.poll()
-    return engine.step().chunks
+    return engine.step().parts
 
 
 def read(engine, number, outcome, tier=0):
@@ -90,8 +95,8 @@ def read(engine, number, outcome, tier=0):
     answer(engine.queues[tier], "read", engine.keys[number], outcome)
 
 
-def moved(engine, part):
-    assert engine.source.on_copied(MergedCopyReport(part.key, None, (SIZE * len(part.pieces),), 0.5))
+def moved(engine, order):
+    assert engine.source.on_copied(MergedCopyReport(order.key, None, (SIZE * len(order.pieces),), 0.5))
 
 
 def holds(engine):
@@ -101,12 +106,17 @@ def holds(engine):
     return held - sum(queue.writing for queue in engine.queues)
 
 
-def ends(orders):
-    return [(end.key, end.failure) for end in orders.ends]
+def ends(parts):
+    """Each load that has ended here, and why it has failed."""
+    return [(part.load, part.failure) for part in parts if part.last or part.failure is not None]
 
 
-def numbers(orders):
-    return [[piece.number for piece in part.pieces] for part in orders.parts]
+def copies(parts):
+    return [part.work for part in parts if part.work is not None]
+
+
+def numbers(parts):
+    return [[piece.number for piece in order.pieces] for order in copies(parts)]
 
 
 def test_the_longest_prefix_is_offered_beyond_what_is_here():
@@ -124,21 +134,18 @@ def test_a_load_from_host_memory_is_one_part_and_an_end_and_closes_its_slots_whe
     engine = with_tiers()
     store(engine, 0, 1, 2, 3)
     load = begin(engine, local_tokens=8)
-    assert (engine.source.origin(load), engine.source.busy) == ("host", True)
-    orders = step(engine)
-    assert (numbers(orders), ends(orders)) == ([[1, 2, 3]], [("a#1", None)])
-    (part,) = orders.parts
-    assert (part.load, part.first) == (load, True)
+    assert (engine.feeds[load.key].origin, engine.source.busy) == ("host", True)
+    told = step(engine)
+    assert (numbers(told), ends(told)) == ([[1, 2, 3]], [("a#1", None)])
+    (order,) = copies(told)
+    assert (told[0].load, order.first) == (load.key, True)
     assert not step(engine), "all is said once"
     assert holds(engine) == 3
-    moved(engine, part)
+    moved(engine, order)
     assert holds(engine) == 0
-    assert engine.source.loaded_bytes(load, Report(None)) == (
-        GroupBytes("0 full_attention", "copied", 3 * SIZE),
-    )
+    assert engine.feeds[load.key].moved(Report(None)) == (GroupBytes("0 full_attention", "copied", 3 * SIZE),)
     assert (engine.source.take_copy_seconds(), engine.source.take_copy_seconds()) == ([0.5], [])
-    engine.source.ended(load, Report(None))
-    engine.source.forget(load)
+    engine.end_load(load, Report(None))
     assert not engine.source.busy
 
 
@@ -152,9 +159,10 @@ def test_chunks_go_to_the_ranks_as_they_come():
     read(engine, 0, GetOutcome.HIT)
     second = step(engine)
     assert (numbers(second), ends(second)) == ([[0]], [("a#1", None)])
-    assert [part.first for part in first.parts + second.parts] == [True, False]
-    for part in first.parts + second.parts:
-        moved(engine, part)
+    orders = copies(first + second)
+    assert [order.first for order in orders] == [True, False]
+    for order in orders:
+        moved(engine, order)
     assert holds(engine) == 0
 
 
@@ -163,14 +171,14 @@ def test_a_load_without_one_of_its_chunks_fails_and_a_shorter_prefix_is_offered(
     load = begin(engine)
     read(engine, 0, GetOutcome.HIT)
     read(engine, 2, GetOutcome.ABSENT)
-    orders = step(engine)
-    assert numbers(orders) == [[0]]
-    assert ends(orders) == [("a#1", "a chunk of the file tier: absent")]
-    engine.source.ended(load, Report("a chunk of the file tier: absent"))
-    assert step(engine).ends == []
+    told = step(engine)
+    assert numbers(told) == [[0]]
+    assert ends(told) == [("a#1", "a chunk of the file tier: absent")]
+    engine.end_load(load, Report("a chunk of the file tier: absent"))
+    assert ends(step(engine)) == []
     assert bid(engine).tokens == 16, "the tier is not to blame"
     read(engine, 1, GetOutcome.HIT)
-    moved(engine, orders.parts[0])
+    moved(engine, copies(told)[0])
     step(engine)
     assert holds(engine) == 0
 
@@ -179,9 +187,9 @@ def test_a_tier_with_a_read_error_is_excluded_for_the_request():
     engine = with_tiers([0, 1], [0])
     load = begin(engine)
     read(engine, 1, GetOutcome.IO_ERROR)
-    orders = step(engine)
-    assert ends(orders) == [("a#1", "a chunk of the file tier: I/O error")]
-    engine.source.ended(load, Report("I/O error"))
+    told = step(engine)
+    assert ends(told) == [("a#1", "a chunk of the file tier: I/O error")]
+    engine.end_load(load, Report("I/O error"))
     read(engine, 0, GetOutcome.ABSENT)
     step(engine)
     read(engine, 0, GetOutcome.HIT, tier=1)
@@ -193,22 +201,21 @@ def test_a_tier_with_a_read_error_is_excluded_for_the_request():
     engine.queues[1].tier.keys.add(engine.keys[1])
     assert bid(engine).tokens == 16
     second = begin(engine)
-    assert engine.source.origin(second) == "object"
+    assert engine.feeds[second.key].origin == "object"
 
 
-def test_a_load_past_its_deadline_ends_once_and_excludes_the_tier_it_waits_for():
+def test_a_load_past_its_deadline_excludes_the_tier_it_waits_for():
     engine = with_tiers([0, 1])
     store(engine, 0)
     load = begin(engine)
-    (part,) = step(engine).parts
-    engine.source.ended(load, LATE)
-    assert ends(step(engine)) == [("a#1", "its deadline passed")]
-    assert ends(step(engine)) == []
+    (order,) = copies(step(engine))
+    engine.end_load(load, LATE)
+    assert step(engine) == [], "all ranks have reported it"
     assert bid(engine).tokens == 8
     read(engine, 1, GetOutcome.HIT)
     assert not step(engine), "it comes, and nobody is given it"
     assert bid(engine).tokens == 16, "it is in host memory now"
-    moved(engine, part)
+    moved(engine, order)
     assert holds(engine) == 0
 
 
@@ -217,12 +224,12 @@ def test_a_load_late_because_of_slow_ranks_excludes_no_tier():
     load = begin(engine)
     read(engine, 0, GetOutcome.HIT)
     read(engine, 1, GetOutcome.HIT)
-    (part,) = step(engine).parts
-    engine.source.ended(load, LATE)
+    (order,) = copies(step(engine))
+    engine.end_load(load, LATE)
     engine.cache.clear()
     assert bid(engine).tokens == 16
     assert ends(step(engine)) == []
-    moved(engine, part)
+    moved(engine, order)
     assert holds(engine) == 0
 
 
@@ -231,12 +238,12 @@ def test_a_dropped_load_closes_the_slots_that_ranks_do_not_copy():
     store(engine, 0)
     load = begin(engine)
     assert holds(engine) == 2
-    engine.source.dropped(load)
+    engine.feeds[load.key].drop()
     engine.source.finished("a")
-    orders = step(engine)
-    assert numbers(orders) == []
-    assert ends(orders) == [("a#1", "nobody waits for it any more")]
-    engine.source.dropped(load)
+    told = step(engine)
+    assert numbers(told) == []
+    assert ends(told) == [("a#1", "nobody waits for it any more")]
+    engine.feeds[load.key].drop()
     assert ends(step(engine)) == []
     read(engine, 1, GetOutcome.HIT)
     step(engine)
@@ -248,13 +255,13 @@ def test_a_dropped_load_keeps_the_slots_that_ranks_copy():
     engine = with_tiers([1])
     store(engine, 0)
     load = begin(engine)
-    (part,) = step(engine).parts
-    engine.source.dropped(load)
+    (order,) = copies(step(engine))
+    engine.feeds[load.key].drop()
     assert ends(step(engine)) == [("a#1", "nobody waits for it any more")]
     assert holds(engine) == 2, "a part, and a read"
     read(engine, 1, GetOutcome.HIT)
     step(engine)
-    moved(engine, part)
+    moved(engine, order)
     assert holds(engine) == 0
 
 
@@ -265,8 +272,8 @@ def test_a_reset_ends_loads_and_nothing_kept_before_is_offered():
     engine.prompts.start_anew()
     engine.source.start_anew()
     engine.cache.clear()
-    orders = step(engine)
-    assert (numbers(orders), ends(orders)) == ([], [("a#1", "the cache was reset")])
+    told = step(engine)
+    assert (numbers(told), ends(told)) == ([], [("a#1", "the cache was reset")])
     assert bid(engine) is None
     assert holds(engine) == 0
 
@@ -277,7 +284,7 @@ def test_a_load_fails_if_its_request_has_no_chunk_keys_any_more():
     bid(engine)
     engine.prompts.remove("a")
     load = made_up_load("a#1", LoadSpan(0, 8, PROMPT), [[1, 2]])
-    engine.source.begin(load, engine.one)
+    begin_with(engine, load)
     assert ends(step(engine)) == [("a#1", "its chunks have no names any more")]
 
 
@@ -380,13 +387,13 @@ def test_the_tail_of_a_prefix_is_loaded_if_its_head_is_gone():
     assert parts([tail]) == [{"file": 12}]
     span = LoadSpan(0, 24, PROMPT, (12, 24))
     load = made_up_load("a#1.1", span, [range(1, 8)], attempt="a#1", loads=2, bid=tail)
-    engine.source.begin(load, engine.one)
+    begin_with(engine, load)
     step(engine)
     for number in (1, 2):
         read(engine, number, GetOutcome.HIT)
-    (part,) = step(engine).parts
-    assert [piece.number for piece in part.pieces] == [1, 2]
-    assert part.load is load
+    told = step(engine)
+    assert numbers(told) == [[1, 2]]
+    assert {part.load for part in told} == {load.key}
 
 
 def test_bids_with_fewer_tiers_are_made_if_configured():
@@ -482,6 +489,6 @@ def test_a_load_fails_for_the_reason_of_its_chunk(came, miss):
     load = begin(engine)
     read(engine, 0, came)
     step(engine)
-    assert engine.source.failure_reason(load, Report("as the ranks were told")) is miss
-    assert engine.source.failure_reason(load, LATE) is MissReason.DEADLINE
-    assert engine.source.loaded_bytes(load, LATE) == ()
+    assert engine.feeds[load.key].miss(Report("as the ranks were told")) is miss
+    assert engine.feeds[load.key].miss(LATE) is MissReason.DEADLINE
+    assert engine.feeds[load.key].moved(LATE) == ()

@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.connector.worker.chunk_routes import ChunkRoutes
 from kvferry.connector.worker.mover import ChunkMover
-from kvferry.connector.worker.orders import ArenaCard, ChunkOrders, LoadEnd, LoadPart, Piece, StoreOrder
+from kvferry.connector.worker.orders import ArenaCard, LoadOrder, Piece, StoreOrder
 from kvferry.errors import TransferError
 from kvferry.geometry import Group, GroupKind, RankGeometry
 from kvferry.geometry.canonical import canonical_form_of
@@ -243,19 +243,17 @@ def test_a_mover_does_loads_first_and_says_what_it_did(arena: Arena) -> None:
     mover = ChunkMover((0, 0))
     waited = []
     forward = SimpleNamespace(query=lambda: True, synchronize=lambda: waited.append(1))
-    mover.store(ChunkOrders(stores=[StoreOrder("early", pieces, tables, WHOLE)]), forward)
-    mover.load(ChunkOrders(arena=ArenaCard(arena.handle, tuple(ranks_of(a)), CHUNK)))
-    mover.store(ChunkOrders(stores=[StoreOrder("s", pieces, tables, WHOLE)]), forward)
+    mover.store(StoreOrder("early", pieces, tables, WHOLE), forward)
+    mover.attach(ArenaCard(arena.handle, tuple(ranks_of(a)), CHUNK))
+    mover.store(StoreOrder("s", pieces, tables, WHOLE), forward)
     load = made_up_load("l", LoadSpan(0, TOKENS, 400), [tables[0].ids])
-    part = LoadPart("p", load, pieces, first=True)
-    mover.load(ChunkOrders(parts=[part], ends=[LoadEnd("l", None)]))
+    mover.load(load, LoadOrder("p", pieces, first=True))
     mover.close()
-    moved = {one.key: one for one in mover.take_copy_reports()}
+    moved = {one.key: one for one in mover.take_reports()}
     assert set(moved) == {"early", "s", "p"}
     assert moved["s"].failure is None
     assert sum(moved["s"].bytes_by_group) > 0
     assert moved["p"].failure is not None, "tables for one group of three"
-    assert [(end.key, end.failure) for end in mover.take_ended_loads()] == [("l", moved["p"].failure)]
     assert len(waited) == 2
 
 
@@ -287,16 +285,16 @@ def test_a_mover_on_a_gpu_copies_after_the_forward_and_reports_after_its_copies(
     pieces = pieces_of(a, range(3))
     mover = ChunkMover((0, 0), engine_bytes=4096)
     event = device_stream.record_event()
-    mover.load(ChunkOrders(arena=ArenaCard(arena.handle, ranks, CHUNK)))
-    mover.store(ChunkOrders(stores=[StoreOrder("s", pieces, tables_of(a, 0, TOKENS), WHOLE)]), event)
-    reports = wait_for(mover.take_copy_reports)
+    mover.attach(ArenaCard(arena.handle, ranks, CHUNK))
+    mover.store(StoreOrder("s", pieces, tables_of(a, 0, TOKENS), WHOLE), event)
+    reports = wait_for(mover.take_reports)
     assert reports[0].failure is None
     for cache in a:
         cache.buffer.zero_()
     load = made_up_load("l", LoadSpan(0, TOKENS, 400), arrays(a))
-    mover.load(ChunkOrders(parts=[LoadPart("p", load, pieces, first=True)], ends=[LoadEnd("l", None)]))
+    mover.load(load, LoadOrder("p", pieces, first=True))
     mover.close()
-    assert [end.failure for end in mover.take_ended_loads()] == [None]
+    assert [report.failure for report in mover.take_reports()] == [None]
     calls = [call for call, _ in groupby(cuda.calls)]
     size = arena.handle.size
     assert calls[0] == "record event 1"
@@ -324,18 +322,17 @@ def test_a_load_does_not_wait_behind_a_store_whose_forward_still_runs(arena: Are
     a, _ = engines(1, 2)
     pieces, over = pieces_of(a, range(3)), []
     mover = ChunkMover((0, 0))
-    mover.load(ChunkOrders(arena=ArenaCard(arena.handle, tuple(ranks_of(a)), CHUNK)))
+    mover.attach(ArenaCard(arena.handle, tuple(ranks_of(a)), CHUNK))
     forward = SimpleNamespace(query=lambda: bool(over), synchronize=lambda: None)
     order = StoreOrder("s", pieces, tables_of(a, 0, TOKENS), WHOLE)
-    mover.store(ChunkOrders(stores=[order, replace(order, key="t")]), forward)
+    for key in "st":
+        mover.store(replace(order, key=key), forward)
     load = made_up_load("l", LoadSpan(0, TOKENS, 400), arrays(a))
-    mover.load(ChunkOrders(parts=[LoadPart("p", load, pieces, first=True)], ends=[LoadEnd("l", None)]))
-    ended = wait_for(mover.take_ended_loads)
-    assert [(end.key, end.failure) for end in ended] == [("l", None)]
-    assert [report.key for report in mover.take_copy_reports()] == ["p"]
+    mover.load(load, LoadOrder("p", pieces, first=True))
+    assert [(report.key, report.failure) for report in wait_for(mover.take_reports)] == [("p", None)]
     over.append(True)
     mover.close()
-    assert [report.key for report in mover.take_copy_reports()] == ["s", "t"], "stores keep their order"
+    assert [report.key for report in mover.take_reports()] == ["s", "t"], "stores keep their order"
 
 
 def test_a_gpu_that_fails_is_reported_and_the_thread_goes_on(arena: Arena, monkeypatch) -> None:
@@ -346,17 +343,17 @@ def test_a_gpu_that_fails_is_reported_and_the_thread_goes_on(arena: Arena, monke
 
     mover = ChunkMover((0, 0))
     order = StoreOrder("s", pieces_of(a, range(3)), tables_of(a, 0, TOKENS), WHOLE)
-    card = ChunkOrders(arena=ArenaCard(arena.handle, tuple(ranks_of(a)), CHUNK))
+    card = ArenaCard(arena.handle, tuple(ranks_of(a)), CHUNK)
     monkeypatch.setattr("kvferry.connector.worker.mover.enter_stream", fail)
-    mover.load(card)
-    mover.store(ChunkOrders(stores=[order]), SimpleNamespace(query=fail, synchronize=fail))
-    first = wait_for(mover.take_copy_reports)
+    mover.attach(card)
+    mover.store(order, SimpleNamespace(query=fail, synchronize=fail))
+    first = wait_for(mover.take_reports)
     monkeypatch.undo()
-    mover.load(card)
-    mover.store(ChunkOrders(stores=[order]), SimpleNamespace(query=fail, synchronize=fail))
-    mover.store(ChunkOrders(stores=[order]), None)
+    mover.attach(card)
+    mover.store(order, SimpleNamespace(query=fail, synchronize=fail))
+    mover.store(order, None)
     mover.close()
-    failures = [report.failure for report in (*first, *mover.take_copy_reports())]
+    failures = [report.failure for report in (*first, *mover.take_reports())]
     assert failures == [*["RuntimeError: CUDA error: unspecified launch failure"] * 2, None]
 
 

@@ -1,180 +1,311 @@
 """The life of a load: reported once, released once, never released before it has landed."""
 
+from __future__ import annotations
+
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from kvferry.connector.worker.loads import MOST_TIMEOUTS, AttemptResults, Loads, SettledLoads
+from kvferry.connector.bids import Bid
+from kvferry.connector.load import Load
+from kvferry.connector.load_results import LoadFigures
+from kvferry.connector.messages import LoadPart, Report
+from kvferry.connector.worker.loads import MOST_TIMEOUTS, Loads
+from kvferry.connector.worker.orders import LoadOrder
+from kvferry.planning.select import LoadSpan
+from kvferry.transport.lane import ReadResult
+from kvferry.transport.read_plan import ReadPlan, TransferCounts
 from support.clock import Clock
 from support.examples import examples
+from support.loads import made_up_load
+
+GROWING = Bid("peer", (), growing=True)
+LATE = "its deadline passed"
+
+
+def load(key: str = "a", **given) -> Load:
+    """A load with a timeout of 30 s."""
+    return made_up_load(key, LoadSpan(0, 4, 5), [], **given)
+
+
+def part(key: str, of: str = "a", *, last: bool = False) -> LoadPart:
+    return LoadPart(of, LoadOrder(key, (), first=True), last)
+
+
+def settled(loads: Loads) -> tuple[dict[str, str | None], set[str]]:
+    """Failure of each load that is reported, and the loads whose memory is free."""
+    found = loads.settle()
+    reported = {one.load.key: one.report.failure for one in found if one.report is not None}
+    released = {one.load.key for one in found if one.released}
+    for one in found:
+        assert one.report is None or one.report.late is not one.released
+    return reported, released
+
+
+NOTHING: tuple[dict[str, str | None], set[str]] = ({}, set())
 
 
 @pytest.fixture
-def clock():
+def clock() -> Clock:
     return Clock()
 
 
 @pytest.fixture
-def loads(clock):
-    return Loads(clock)
-
-
-def test_pins_do_not_change_without_reports(loads, clock):
-    loads.begin("a", 30.0)
-    clock.now = 29.9
-    assert loads.settle() == SettledLoads({}, set())
-    assert len(loads) == 1
-
-
-def test_a_load_that_gets_on_is_not_late_but_does_not_go_on_for_ever(loads, clock):
-    loads.begin("a", 30.0)
-    for _ in range(MOST_TIMEOUTS - 1):
-        clock.now += 29.9
-        loads.extend("a", 30.0)
-        assert loads.settle() == SettledLoads({}, set())
-    clock.now += 29.9
-    loads.extend("a", 30.0)
-    clock.now = MOST_TIMEOUTS * 30.0
-    assert loads.settle() == SettledLoads({"a": "its deadline passed"}, set())
-    loads.extend("a", 30.0)
-    assert loads.settle() == SettledLoads({}, set()), "it is reported once"
-
-
-def test_a_load_says_that_the_engine_made_no_step_at_its_deadline(loads, clock):
-    loads.begin("a", 30.0)
-    clock.now = 85.8
-    assert (
-        loads.settle()
-        .reported["a"]
-        .startswith("its deadline passed 55.8 s ago, and the engine made no step since")
-    )
+def loads(clock) -> Loads:
+    """Loads, of which one has begun."""
+    made = Loads(clock)
+    made.begin(load())
+    return made
 
 
 @pytest.mark.parametrize("failure", [None, "it broke"])
-def test_a_load_that_landed_is_reported_and_released_together(loads, failure):
-    loads.begin("a", 30.0)
-    loads.on_transfer_ended("a", failure)
-    assert loads.settle() == SettledLoads({"a": failure}, {"a"})
-    assert loads.settle() == SettledLoads({}, set())
+def test_a_load_of_one_part_is_reported_and_released_with_it(loads, failure):
+    assert loads.add(part("1", last=True)).key == "a"
+    assert settled(loads) == NOTHING
+    loads.on_part_ended("1", failure)
+    assert settled(loads) == ({"a": failure}, {"a"})
+    assert settled(loads) == NOTHING
     assert len(loads) == 0
+
+
+def test_a_load_ends_with_its_last_part_whatever_part_ends_last(loads):
+    loads.add(part("1"))
+    loads.on_part_ended("1", None)
+    assert settled(loads) == NOTHING, "more is to come"
+    loads.add(part("2"))
+    loads.add(part("3", last=True))
+    loads.on_part_ended("3", None)
+    assert settled(loads) == NOTHING
+    loads.on_part_ended("2", None)
+    assert settled(loads) == ({"a": None}, {"a"})
+
+
+def test_figures_of_all_reads_are_added(loads):
+    for key, size, pages in (("1", 10, 2), ("2", 30, 3)):
+        plan = ReadPlan((), (), (size, 0), ("direct", ""), TransferCounts(size, pages, 1, size), 0.25)
+        loads.add(part(key, last=key == "2"))
+        loads.on_part_ended(key, None, ReadResult(key, None, plan, 1.0, 0.5))
+    (one,) = loads.settle()
+    assert one.report == Report(
+        None,
+        figures=LoadFigures(
+            bytes_by_group=(40, 0),
+            strategy_by_group=("direct", ""),
+            reads=2,
+            pages=5,
+            descriptors=2,
+            run_bytes=30,
+            plan_seconds=0.5,
+            transfer_seconds=2.0,
+            check_seconds=1.0,
+        ),
+    )
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_lost_peer_is_reported(loads, lost):
+    loads.add(part("1"))
+    loads.on_part_ended("1", "lost", ReadResult("1", "lost", None, 0.0, 0.0, lost))
+    assert [one.report.peer_lost for one in loads.settle()] == [lost]
+
+
+def test_after_a_failure_nothing_is_begun_and_what_is_in_flight_is_awaited(loads):
+    loads.add(part("1"))
+    loads.add(part("2"))
+    loads.on_part_ended("1", "lost")
+    assert settled(loads) == NOTHING
+    assert loads.add(part("3", last=True)) is None
+    loads.on_part_ended("2", "another")
+    assert settled(loads) == ({"a": "lost"}, {"a"})
+    assert loads.add(part("4", last=True)) is None, "its blocks may belong to others"
+    assert settled(loads) == NOTHING
+
+
+def test_a_load_that_is_broken_off_ends_once_nothing_is_in_flight(loads):
+    loads.add(LoadPart("a", None))
+    loads.add(part("1"))
+    loads.add(LoadPart("a", None, failure="aborted"))
+    assert settled(loads) == NOTHING
+    loads.on_part_ended("1", None)
+    assert settled(loads) == ({"a": "aborted"}, {"a"})
 
 
 def test_a_load_past_its_deadline_is_reported_at_once_and_released_when_it_lands(loads, clock):
-    loads.begin("a", 30.0)
+    loads.add(part("1"))
+    clock.now = 29.9
+    assert settled(loads) == NOTHING
     clock.now = 30.0
-    assert loads.settle() == SettledLoads({"a": "its deadline passed"}, set())
+    assert settled(loads) == ({"a": LATE}, set())
     assert len(loads) == 1, "its memory is still held"
+    assert loads.add(part("2", last=True)) is None, "its blocks may belong to others"
     clock.now = 1000.0
-    assert loads.settle() == SettledLoads({}, set())
-    loads.on_transfer_ended("a", None)
-    assert loads.settle() == SettledLoads({}, {"a"})
+    assert settled(loads) == NOTHING
+    loads.on_part_ended("1", None)
+    assert settled(loads) == ({}, {"a"})
     assert len(loads) == 0
 
 
+def test_a_load_that_gets_on_is_not_late_but_does_not_go_on_for_ever(clock):
+    loads = Loads(clock)
+    loads.begin(load(bid=GROWING))
+    for _ in range(MOST_TIMEOUTS - 1):
+        clock.now += 29.9
+        loads.add(LoadPart("a", None))
+        assert settled(loads) == NOTHING
+    clock.now += 29.9
+    loads.add(LoadPart("a", None))
+    clock.now = MOST_TIMEOUTS * 30.0
+    assert settled(loads) == ({"a": LATE}, set())
+    loads.add(LoadPart("a", None))
+    assert settled(loads) == ({}, {"a"}), "it is reported once"
+
+
+def test_parts_of_a_load_that_does_not_grow_leave_its_deadline_as_it_is(loads, clock):
+    clock.now = 29.9
+    loads.add(part("1"))
+    clock.now = 30.0
+    assert settled(loads)[0] == {"a": LATE}
+
+
+def test_a_load_says_that_the_engine_made_no_step_at_its_deadline(loads, clock):
+    clock.now = 85.8
+    assert settled(loads)[0]["a"].startswith(f"{LATE} 55.8 s ago, and the engine made no step since")
+
+
 def test_a_load_that_is_given_up_is_reported_at_once_and_released_when_it_lands(loads, clock):
-    loads.begin("a", 30.0)
-    loads.begin("b", 30.0)
+    loads.begin(load("b"))
+    loads.add(part("1"))
+    loads.add(part("2", of="b"))
     loads.give_up("a", "of no use")
     loads.give_up("c", "of no use")
-    assert loads.settle() == SettledLoads({"a": "of no use"}, set())
+    assert settled(loads) == ({"a": "of no use"}, set())
     assert len(loads) == 2, "its memory is still held"
     loads.give_up("a", "again")
     clock.now = 30.0
-    assert loads.settle() == SettledLoads({"b": "its deadline passed"}, set())
-    loads.on_transfer_ended("a", None)
-    assert loads.settle() == SettledLoads({}, {"a"})
+    assert settled(loads) == ({"b": LATE}, set())
+    loads.on_part_ended("1", None)
+    assert settled(loads) == ({}, {"a"})
 
 
-def test_a_load_that_landed_before_it_was_given_up_is_what_it_is(loads):
-    loads.begin("a", 30.0)
-    loads.on_transfer_ended("a", None)
+def test_a_load_that_has_landed_is_ready_though_it_is_given_up_or_late(loads, clock):
+    loads.add(part("1", last=True))
+    loads.on_part_ended("1", None)
     loads.give_up("a", "of no use")
-    assert loads.settle() == SettledLoads({"a": None}, {"a"})
-    assert loads.settle() == SettledLoads({}, set())
-
-
-def test_a_load_that_landed_just_in_time_is_ready_however_late_one_asks(loads, clock):
-    loads.begin("a", 30.0)
-    loads.on_transfer_ended("a", None)
     clock.now = 31.0
-    assert loads.settle() == SettledLoads({"a": None}, {"a"})
+    assert settled(loads) == ({"a": None}, {"a"})
+
+
+def test_a_load_whose_kv_must_not_be_used_has_failed_though_it_has_landed(loads):
+    loads.begin(load("b"))
+    loads.add(part("1", last=True))
+    loads.on_part_ended("1", None)
+    loads.invalidate("of other weights", ["a", "unknown"])
+    assert settled(loads) == ({"a": "of other weights"}, {"a"})
+    loads.invalidate("moved")
+    assert loads.add(part("2", of="b")) is None
+    assert settled(loads) == ({"b": "moved"}, {"b"})
 
 
 def test_each_load_has_its_own_deadline(loads, clock):
-    loads.begin("a", 10.0)
     clock.now = 5.0
-    loads.begin("b", 10.0)
-    clock.now = 12.0
-    assert loads.settle().reported.keys() == {"a"}
+    loads.begin(load("b"))
+    clock.now = 32.0
+    assert settled(loads)[0].keys() == {"a"}
 
 
-def test_a_load_begins_once(loads, clock):
-    loads.begin("a", 1.0)
+def test_a_load_begins_once(loads):
     with pytest.raises(ValueError, match="load 'a' has begun already"):
-        loads.begin("a", 1.0)
-    clock.now = 2.0
-    loads.settle()
-    with pytest.raises(ValueError, match="load 'a' has begun already"):
-        loads.begin("a", 1.0)
+        loads.begin(load())
+
+
+@pytest.mark.parametrize("failing", [set(), {0}, {1}, {0, 2}])
+def test_an_attempt_is_over_with_the_last_of_its_loads(clock, failing):
+    loads, served = Loads(clock), []
+    for number in range(3):
+        loads.begin(load(str(number), attempt="one", loads=3))
+        loads.add(part(f"part {number}", of=str(number), last=True))
+    for number in range(3):
+        loads.on_part_ended(f"part {number}", "torn" if number in failing else None)
+        served += [one.served for one in loads.settle()]
+    assert served == [None, None, not failing]
 
 
 class LifeOfLoads(RuleBasedStateMachine):
-    """Begin, land, wait and ask in any order."""
+    """Begin loads and parts, land, wait, give up and ask in any order, beside a plain model."""
 
-    flying = Bundle("flying")
+    begun = Bundle("begun")
 
     def __init__(self):
         super().__init__()
         self.clock = Clock()
         self.loads = Loads(self.clock)
-        self.begun, self.deadline, self.landed = 0, {}, {}
+        self.number, self.deadline = 0, {}
+        self.flying, self.whole, self.failed = {}, set(), {}
+        self.given_up = set()
         self.reported, self.released = {}, set()
 
-    @rule(target=flying, timeout=st.integers(1, 5))
-    def begin(self, timeout):
-        key = f"load {self.begun}"
-        self.begun += 1
-        self.loads.begin(key, timeout)
-        self.deadline[key] = self.clock.now + timeout
+    @rule(target=begun)
+    def begin(self):
+        key = f"load {self.number}"
+        self.number += 1
+        self.loads.begin(load(key))
+        self.deadline[key], self.flying[key] = self.clock.now + 30, []
         return key
 
-    @rule(key=consumes(flying), failure=st.sampled_from([None, "it broke"]))
-    def land(self, key, failure):
-        self.landed[key] = failure
-        self.loads.on_transfer_ended(key, failure)
+    @rule(key=begun, last=st.booleans())
+    def add(self, key, last):
+        self.number += 1
+        name = f"part {self.number}"
+        closed = key in self.whole or key in self.failed or key in self.reported
+        assert (self.loads.add(part(name, of=key, last=last)) is None) is closed
+        if not closed:
+            self.flying[key].append(name)
+            if last:
+                self.whole.add(key)
 
-    @rule(seconds=st.integers(0, 3))
+    @rule(key=begun, failure=st.sampled_from([None, None, "it broke"]), data=st.data())
+    def land(self, key, failure, data):
+        if not self.flying[key]:
+            return
+        name = data.draw(st.sampled_from(self.flying[key]))
+        self.flying[key].remove(name)
+        if failure:
+            self.failed.setdefault(key, failure)
+        self.loads.on_part_ended(name, failure)
+
+    @rule(key=begun)
+    def give_up(self, key):
+        self.given_up.add(key)
+        self.loads.give_up(key, "of no use")
+
+    @rule(seconds=st.integers(0, 20))
     def wait(self, seconds):
         self.clock.now += seconds
 
     @rule()
     def settle(self):
-        settled = self.loads.settle()
-        assert not settled.reported.keys() & self.reported.keys(), "reported twice"
-        assert not settled.released & self.released, "released twice"
-        assert settled.released <= self.landed.keys(), "released before it landed"
-        for key, failure in settled.reported.items():
-            expired = key not in settled.released
-            assert failure.startswith("its deadline passed") if expired else failure == self.landed[key]
-            assert not expired or self.deadline[key] <= self.clock.now
-        self.reported |= settled.reported
-        self.released |= settled.released
+        over = {
+            key
+            for key, flying in self.flying.items()
+            if not flying and (key in self.whole or key in self.failed or key in self.reported)
+        }
+        reported, released = settled(self.loads)
+        assert not reported.keys() & self.reported.keys(), "reported twice"
+        assert released == over - self.released, "whatever landed is released, once, and nothing else"
+        for key, failure in reported.items():
+            if key in released:
+                assert failure == self.failed.get(key)
+            else:
+                assert failure == "of no use" or failure.startswith(LATE)
+        self.reported |= reported
+        self.released |= released
         late = {key for key, deadline in self.deadline.items() if deadline <= self.clock.now}
-        assert self.reported.keys() == late | self.landed.keys(), "whatever is due is reported"
-        assert self.released == self.landed.keys(), "whatever landed is released"
+        assert self.reported.keys() == late | over | self.given_up, "whatever is due is reported"
 
     @invariant()
     def holds_what_is_not_released(self):
-        assert len(self.loads) == self.begun - len(self.released)
+        assert len(self.loads) == len(self.deadline) - len(self.released)
 
 
 TestLifeOfLoads = LifeOfLoads.TestCase
-TestLifeOfLoads.settings = examples(40, stateful_step_count=25)
-
-
-@pytest.mark.parametrize("failing", [set(), {0}, {1}, {0, 2}])
-def test_an_attempt_is_over_with_the_last_of_its_loads(failing):
-    results = AttemptResults()
-    said = [results.add("a", 3, "torn" if number in failing else None) for number in range(3)]
-    assert said == [None, None, not failing]
-    assert results.add("a", 1, None) is True, "nothing is left of the attempt before"
+TestLifeOfLoads.settings = examples(40, stateful_step_count=40)

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.connector.messages import LoadRead, StepOrders
+from kvferry.connector.bids import Bid
+from kvferry.connector.messages import LoadPart, StepOrders
 from kvferry.connector.worker.half import WorkerHalf
 from kvferry.connector.worker.loads import MOST_TIMEOUTS
 from kvferry.planning.select import LoadSpan
@@ -17,6 +18,7 @@ from support.clock import Clock
 from support.loads import made_up_load, only_read
 
 TIMEOUT = 30.0
+GROWING = Bid("peer", (), growing=True)
 
 
 class Worker:
@@ -35,10 +37,10 @@ class Worker:
         over, self.over = self.over, []
         return over
 
-    def step(self, *reads: LoadRead, begins: bool = False) -> tuple[set[str], set[str]]:
+    def step(self, *parts: LoadPart, begins: bool = False) -> tuple[set[str], set[str]]:
         """One step: the requests whose load has ended, and those of them that have failed."""
-        loads = [made_up_load("a#1", LoadSpan(0, 4, 5), [[1]])] if begins else []
-        self.half.begin(StepOrders(computes=True, loads=loads, reads=list(reads)))
+        loads = [made_up_load("a#1", LoadSpan(0, 4, 5), [[1]], bid=GROWING)] if begins else []
+        self.half.begin(StepOrders(computes=True, loads=loads, parts=list(parts)))
         ended = self.half.ended()
         return set(ended.received), set(ended.failed)
 
@@ -50,7 +52,7 @@ class Worker:
         return reports is not None and "a#1" in reports.released
 
 
-def part(key: str, *, last: bool = False) -> LoadRead:
+def part(key: str, *, last: bool = False) -> LoadPart:
     read = only_read(key)
     return replace(read, load="a#1", last=last)
 
@@ -71,8 +73,8 @@ def test_a_load_is_reported_with_its_last_part() -> None:
 
 def test_a_deadline_begins_anew_with_every_part_and_every_sign_of_progress() -> None:
     worker = Worker()
-    worker.step(LoadRead("a#1", None), begins=True)
-    for message in (LoadRead("a#1", None), part("1"), LoadRead("a#1", None)):
+    worker.step(LoadPart("a#1", None), begins=True)
+    for message in (LoadPart("a#1", None), part("1"), LoadPart("a#1", None)):
         worker.clock.now += TIMEOUT - 1
         assert worker.step(message) == (set(), set())
     worker.land("1")
@@ -86,12 +88,12 @@ def test_a_deadline_begins_anew_with_every_part_and_every_sign_of_progress() -> 
 
 def test_a_peer_that_computes_for_ever_does_not_hold_a_request_for_ever() -> None:
     worker = Worker()
-    worker.step(LoadRead("a#1", None), begins=True)
+    worker.step(LoadPart("a#1", None), begins=True)
     for _ in range(MOST_TIMEOUTS):
         worker.clock.now += TIMEOUT - 1
-        worker.step(LoadRead("a#1", None))
+        worker.step(LoadPart("a#1", None))
     worker.clock.now += TIMEOUT - 1
-    assert worker.step(LoadRead("a#1", None)) == ({"a"}, {"a"})
+    assert worker.step(LoadPart("a#1", None)) == ({"a"}, {"a"})
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
@@ -101,7 +103,7 @@ def test_a_load_that_is_broken_off_is_released_once_nothing_can_land(in_flight) 
     if not in_flight:
         worker.land("1")
         worker.step()
-    ended = worker.step(LoadRead("a#1", None, failure="the lease has ended"))
+    ended = worker.step(LoadPart("a#1", None, failure="the lease has ended"))
     if in_flight:
         assert (ended, worker.released()) == ((set(), set()), False)
         worker.land("1")

@@ -13,7 +13,7 @@ from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.messages import StepOrders
 from kvferry.connector.worker import half as module
 from kvferry.connector.worker.half import WorkerHalf
-from kvferry.connector.worker.orders import ChunkOrders, StoreOrder
+from kvferry.connector.worker.orders import StoreOrder
 from kvferry.connector.worker.stale import ASLEEP
 from kvferry.errors import ConfigError
 from kvferry.geometry.layout import EngineShape, lay_out
@@ -56,7 +56,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Transfers]:
 def half(made: list[Transfers]) -> Iterator[WorkerHalf]:
     (rank,) = lay_out(model(attention()), EngineShape(1, (1,), 16, "LBHNC", 100))
     mover = mock.Mock()
-    mover.take_copy_reports.return_value, mover.take_ended_loads.return_value = [], []
+    mover.take_reports.return_value = []
     one = WorkerHalf(mover=mover)
     one.start("e", rank, ConnectorConfig())
     yield one
@@ -81,18 +81,17 @@ def test_a_woken_worker_has_new_transfers_under_a_new_name(half: WorkerHalf, mad
 
 def test_while_it_sleeps_nothing_is_loaded_or_stored(half: WorkerHalf, made: list[Transfers]) -> None:
     half.fall_asleep()
-    half.begin(StepOrders(loads=[made_up_load("a", LoadSpan(0, 8, 9), [[1]])], reads=[only_read("a")]))
-    half.save(
-        StepOrders(chunks=(chunks := ChunkOrders(stores=[StoreOrder("one", (), (), range(0))]))), lambda: None
-    )
+    half.begin(StepOrders(loads=[made_up_load("a", LoadSpan(0, 8, 9), [[1]])], parts=[only_read("a")]))
+    half.save(StepOrders(stores=[StoreOrder("one", (), (), range(0))]), lambda: None)
     assert made[0].submitted == []
-    half._mover.refuse.assert_called_once_with(chunks, ASLEEP)
+    half._mover.store.assert_not_called()
     half.ended()
-    assert half.take_reports().reports["a"].failure == ASLEEP
+    reports = half.take_reports()
+    assert (reports.reports["a"].failure, reports.copies["one"].failure) == (ASLEEP, ASLEEP)
 
 
 def test_memory_that_a_load_writes_is_not_given_up(half: WorkerHalf, made: list[Transfers]) -> None:
-    half.begin(StepOrders(loads=[made_up_load("a", LoadSpan(0, 8, 9), [[1]])], reads=[only_read("a")]))
+    half.begin(StepOrders(loads=[made_up_load("a", LoadSpan(0, 8, 9), [[1]])], parts=[only_read("a")]))
     with pytest.raises(ConfigError, match="pause it first"):
         half.fall_asleep()
     assert made[0].open

@@ -9,10 +9,9 @@ from unittest import mock
 
 import pytest
 
-from kvferry.connector.messages import StepOrders, StepReports
+from kvferry.connector.messages import LoadPart, StepOrders, StepReports
 from kvferry.connector.worker.half import WorkerHalf
-from kvferry.connector.worker.mover import ChunkMover
-from kvferry.connector.worker.orders import ChunkOrders, StoreOrder
+from kvferry.connector.worker.orders import CopyReport, LoadOrder, StoreOrder
 from kvferry.connector.worker.stale import CHANGED, MOVED, StaleEpochs
 from kvferry.engines.vllm.compat import weights
 from kvferry.planning.select import LoadSpan
@@ -98,35 +97,27 @@ def test_a_cache_that_has_moved_on_any_worker_is_reported() -> None:
 
 def test_a_worker_whose_cache_has_moved_loads_and_stores_nothing_whatever_the_epoch() -> None:
     mover, words = mock.Mock(), mock.Mock()
-    mover.take_copy_reports.return_value, mover.take_ended_loads.return_value = [], []
+    mover.take_reports.return_value = []
     transfers = mock.Mock(words=words)
     half = WorkerHalf(transfers=transfers, mover=mover)
     transfers.results.return_value = []
     before, after = (made_up_load(name, LoadSpan(0, 8, 9), []) for name in ("before", "after"))
-    half.begin(StepOrders(loads=[before]))
+    copied = LoadOrder("part", (), first=True)
+    half.begin(StepOrders(loads=[before], parts=[LoadPart("before", copied, last=True)]))
     half.on_cache_moved()
     words.invalidate_all.assert_called_once_with()
     assert half.take_reports().moved
     half.begin(StepOrders(epoch=7, computes=True, loads=[after]))
-    chunks = ChunkOrders(stores=[StoreOrder("one", (), (), range(0))])
-    half.save(StepOrders(epoch=7, chunks=chunks), lambda: None)
-    mover.refuse.assert_called_once_with(chunks, MOVED)
+    half.save(StepOrders(epoch=7, stores=[StoreOrder("one", (), (), range(0))]), lambda: None)
     mover.store.assert_not_called()
-    half.begin(StepOrders(epoch=7, reads=[only_read("after")]))
-    transfers.submit.assert_called_with()
-    mover.take_ended_loads.return_value = [SimpleNamespace(key="before", failure=None)]
+    half.begin(StepOrders(epoch=7, parts=[only_read("after")]))
+    transfers.submit.assert_not_called()
+    mover.take_reports.return_value = [CopyReport("part", None)]
     half.ended()
-    reports = half.take_reports().reports
-    assert {name: report.failure for name, report in reports.items()} == {"before": MOVED, "after": MOVED}
-
-
-def test_a_refused_store_is_reported_as_failed() -> None:
-    mover = ChunkMover((0, 0))
-    mover.refuse(ChunkOrders(stores=[StoreOrder("one", (), (), range(0))]), "of other weights")
-    assert [(moved.key, moved.failure) for moved in mover.take_copy_reports()] == [
-        ("one", "of other weights")
-    ]
-    mover.close()
+    reports = half.take_reports()
+    assert {name: copy.failure for name, copy in reports.copies.items()} == {"one": MOVED, "part": None}
+    failures = {name: report.failure for name, report in reports.reports.items()}
+    assert failures == {"before": MOVED, "after": MOVED}
 
 
 CALLS = (

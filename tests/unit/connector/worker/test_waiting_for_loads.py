@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
-from kvferry.connector.messages import StepOrders
+from kvferry.connector.messages import LoadPart, StepOrders
 from kvferry.connector.worker.half import BURST_SECONDS, GAP_SECONDS, IDLE_WAIT_SECONDS, WorkerHalf
-from kvferry.connector.worker.orders import LoadEnd
+from kvferry.connector.worker.orders import LoadOrder
 from kvferry.planning.select import LoadSpan
 from kvferry.transport.lane import ReadResult
 from kvferry.transport.read_order import ReadOrder
@@ -46,7 +46,7 @@ def ended(ends: dict[str, float], *, computes: bool = False) -> tuple[set[str], 
     half = WorkerHalf(clock, transfers=reads, arrived=reads)
     loads = [made_up_load(key, LoadSpan(0, 4, 5), [[1]], request_id=key) for key in ends]
     reads_of = [only_read(key) for key in ends]
-    half.begin(StepOrders(epoch=0, computes=computes, idle=not computes, loads=loads, reads=reads_of))
+    half.begin(StepOrders(epoch=0, computes=computes, idle=not computes, loads=loads, parts=reads_of))
     return set(half.ended().received), clock.now, reads.waits
 
 
@@ -82,18 +82,17 @@ def test_a_load_that_takes_long_does_not_hold_up_one_that_has_ended():
     assert ended({"a": 0.001, "b": 10.0}) == ({"a"}, pytest.approx(0.001 + GAP_SECONDS), 2)
 
 
-def test_a_load_of_other_weights_that_ends_in_its_first_step_has_failed():
-    clock = Clock()
-    copies = Reads(clock, {"a": 0.001})
-    mover = SimpleNamespace(
-        load=lambda orders: None,
-        take_copy_reports=list,
-        take_ended_loads=lambda: [LoadEnd(one.key, None) for one in copies.results()],
-    )
-    half = WorkerHalf(clock, mover=mover, arrived=copies)
+def test_a_load_of_other_weights_fails_in_its_first_step_and_copies_nothing():
+    mover = mock.Mock()
+    mover.take_reports.return_value = []
+    half = WorkerHalf(Clock(), mover=mover)
     half.on_weights_changed()
-    half.begin(StepOrders(idle=True, loads=[made_up_load("a", LoadSpan(0, 4, 5), [[1]])]))
-    assert (half.ended().failed, clock.now) == ({"a"}, 0.001)
+    load = made_up_load("a", LoadSpan(0, 4, 5), [[1]])
+    part = LoadPart("a", LoadOrder("part", (), first=True), last=True)
+    half.begin(StepOrders(idle=True, loads=[load], parts=[part]))
+    assert half.ended().failed == {"a"}
+    mover.load.assert_not_called()
+    assert set(half.take_reports().copies) == {"part"}, "so that its host memory is released"
 
 
 def test_a_load_past_its_deadline_is_not_waited_for():
@@ -101,7 +100,7 @@ def test_a_load_past_its_deadline_is_not_waited_for():
     reads = Reads(clock, {"a": 100.0})
     half = WorkerHalf(clock, transfers=reads, arrived=reads)
     load = made_up_load("a", LoadSpan(0, 4, 5), [[1]])
-    half.begin(StepOrders(epoch=0, computes=True, loads=[load], reads=[only_read("a")]))
+    half.begin(StepOrders(epoch=0, computes=True, loads=[load], parts=[only_read("a")]))
     clock.now = 40.0
     assert half.ended().failed == {"a"}
     half.begin(StepOrders(epoch=0, computes=False, idle=True))
