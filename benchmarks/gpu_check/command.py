@@ -20,11 +20,12 @@ def gpu_check(
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes: bytes matter, speeds do not.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check and time KV on a GPU, without an engine.
+    """Check and time KV on a GPU.
 
     Reads GPU memory between two processes, gathers and scatters, copies to and from host memory, and checks
-    the order after a forward. Needs torch, triton, nixl and kvferry; takes less than ten minutes, and 8 GiB
-    of memory on the GPU and on the host. Ends with exit code 1 if a check failed.
+    the order after a forward. With vLLM, hands prompts over between two engines, beside NixlConnector. Needs
+    torch, triton, nixl and kvferry; takes less than ten minutes, and 8 GiB of memory on the GPU and on the
+    host. Ends with exit code 1 if a check failed.
     """
     from benchmarks.gpu_check import report
     from benchmarks.gpu_check.job import SMALL, GpuCheckJob

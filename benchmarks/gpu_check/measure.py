@@ -16,6 +16,7 @@ from benchmarks.gpu_check.expandable import check_expandable
 from benchmarks.gpu_check.host import check_host
 from benchmarks.gpu_check.job import GpuCheckJob
 from benchmarks.gpu_check.order import check_order
+from benchmarks.gpu_check.pair import check_pair
 from benchmarks.gpu_check.reads import check_reads
 from benchmarks.gpu_check.result import CheckResult, CheckState
 
@@ -27,6 +28,7 @@ CHECKS: Mapping[str, Callable[[GpuCheckJob], CheckResult]] = {
     "order": check_order,
     "content": check_content,
     "expandable": check_expandable,
+    "pair": check_pair,
 }
 
 

@@ -23,7 +23,7 @@ _KVFERRY = {
     "kv_connector": "KVFerryConnector",
     "kv_connector_module_path": "kvferry.engines.vllm.connector",
 }
-_NIXL = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
+_NIXL = {"kv_connector": "NixlConnector"}
 STEP_TOKENS = 2048
 """Maximum number of tokens that a step of an engine computes."""
 
@@ -44,6 +44,7 @@ class Setup:
         threads: number of computing threads. One leaves a core to the threads that move KV.
         layout: value of kvferry's setting ``layout``; with any other value than ``auto``, the CPU backend
             accepts all of `CPU_LAYOUTS`.
+        device: ``cpu`` or ``cuda``, where NixlConnector reads KV to.
     """
 
     model: Path
@@ -55,10 +56,11 @@ class Setup:
     engine: dict[str, Any]
     threads: int = 1
     layout: str = "auto"
+    device: str = "cpu"
 
     def transfer(self) -> dict[str, Any]:
         """Return the engine's ``--kv-transfer-config``."""
-        connector: dict[str, Any] = _NIXL
+        connector: dict[str, Any] = {**_NIXL, "kv_buffer_device": self.device}
         if self.connector == "kvferry":
             connector = {**_KVFERRY, "kv_connector_extra_config": {"layout": self.layout}}
         return {"kv_role": "kv_both", "kv_load_failure_policy": "recompute", **connector}
@@ -102,7 +104,7 @@ class _Watch:
 
 
 class HandoverEngine:
-    """A vLLM engine on this machine's CPU that computes prompts for another engine, or continues them."""
+    """A vLLM engine on this machine that computes prompts for another engine, or continues them."""
 
     def __init__(self, setup: Setup) -> None:
         """Start the engine, which takes tens of seconds."""
@@ -161,6 +163,15 @@ class HandoverEngine:
             (self._watch.stamps.pop(name), output.outputs[0].token_ids[0])
             for name, output in zip(names, outputs, strict=True)
         ]
+
+    def alone(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        """Return the first token of each prompt, computed by this engine and not handed over."""
+        outputs = self._run([self._add(prompt, {}) for prompt in prompts])
+        return [output.outputs[0].token_ids[0] for output in outputs]
+
+    def runner(self) -> int:
+        """Return the number of vLLM's model runner: 1 or 2."""
+        return 2 if self._engine.llm_engine.vllm_config.use_v2_model_runner else 1
 
     def settle(self) -> int:
         """Run steps until no request and no block is held; return the number of free blocks."""

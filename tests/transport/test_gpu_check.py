@@ -23,8 +23,9 @@ def quiet(_: str) -> None:
 
 @pytest.mark.long
 def test_every_check_runs_on_a_cpu_or_says_why_not():
-    found = measure(SMALL, list(CHECKS), quiet)
-    states = dict(zip(CHECKS, [check.state for check in found.checks], strict=True))
+    names = [name for name in CHECKS if name != "pair"]  # tests/engine has it
+    found = measure(SMALL, names, quiet)
+    states = dict(zip(names, [check.state for check in found.checks], strict=True))
     assert states == {
         "reads": CheckState.PASSED,
         "copies": CheckState.PASSED,

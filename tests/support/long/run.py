@@ -47,6 +47,7 @@ SECOND_RUNNER = tuple(
     f"tests/engine/test_{name}.py"
     for name in (
         "families", "tiers", "recovery", "streaming", "next_turn", "speculative", "speculative_tiers",
+        "gpu_check",
     )
 )  # fmt: skip
 """Test files, the short tests too, that also run with vLLM's second model runner, the default on GPUs."""
