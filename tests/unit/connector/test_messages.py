@@ -4,9 +4,13 @@ import pytest
 
 from kvferry.connector.load_results import LoadFigures
 from kvferry.connector.messages import Report, StepReports
+from kvferry.connector.worker.loads import Loads
+from kvferry.planning.select import LoadSpan
 from kvferry.transport.lane import ReadResult
 from kvferry.transport.read_plan import ReadPlan, TransferCounts
 from kvferry.transport.transfers import _join_results
+from support.clock import Clock
+from support.loads import made_up_load, only_read
 
 
 def report(bytes_by_group, pages, descriptors, run_bytes, plan, transfer, check):
@@ -41,7 +45,11 @@ def test_the_slowest_reads_and_any_reason_against_shared_memory_are_reported():
         for speed, why in ((3e8, ""), (2e8, "another user"), (0.0, ""))
     ]
     lanes = _join_results([ReadResult("a", None, plan, 1.0, 0.1) for plan in plans])
-    one = _report(None, late=False, result=lanes)
+    loads = Loads(Clock())
+    loads.begin(made_up_load("a", LoadSpan(0, 4, 5), []))
+    loads.add(only_read("a"))
+    loads.on_part_ended("a", None, lanes)
+    one = loads.settle()[0].report
     other = Report(None, figures=LoadFigures(read_bytes_per_second=4e8))
     for whole in (one, one.with_other(other), other.with_other(one), one.with_other(Report(None))):
         figures = whole.figures
