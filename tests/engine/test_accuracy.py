@@ -36,10 +36,10 @@ def evaluated(model: str, ways: str, folder: Path) -> dict[str, Any]:
         (
             "gemma3",
             0.95,
-            "pair,blocks,tiers",
+            "pair,tp-2-1,tp-1-2,blocks,tiers",
             {"spoiled-full": 0.06, "spoiled-window": 0.06},
         ),
-        ("lfm2", 0.95, "pair,blocks,tiers", {"spoiled-state": 0.06}),
+        ("lfm2", 0.95, "pair,tp-2-1,tp-1-2,blocks,tiers", {"spoiled-full": 0.06, "spoiled-state": 0.06}),
     ],
     ids=["smollm2", "gemma3", "lfm2"],
 )
