@@ -20,6 +20,9 @@ from kvferry.serving.router.settings import RouterSettings
 from kvferry.serving.router.streaming import new_ticket
 from kvferry.serving.router.upstream import BROKEN, EngineClient, read_whole
 
+_AT_ONCE = 8
+"""Number of hand-overs under way at a time, so that many engines that start at once are not flooded."""
+
 _GREETING = {"prompt": [0] * 8, "max_tokens": 1}
 """Request that every engine can answer: token ids that each model has, and no name of a model."""
 
@@ -42,6 +45,7 @@ class Introductions:
         self._prefill, self._decode, self._client = prefill, decode, client
         self._seconds = settings.probe_seconds
         key = () if settings.engine_key is None else (key_header(settings.engine_key),)
+        self._room = asyncio.Semaphore(_AT_ONCE)
         self._headers = hop.passed_on((*key, (b"content-type", b"application/json")))
 
     async def run(self) -> None:
@@ -55,8 +59,12 @@ class Introductions:
                     runs = tuple(backend.losses for backend in pair)
                     if all(backend.up for backend in pair) and met.get(pair) != runs:
                         met[pair] = runs
-                        group.create_task(self._introduce(*pair))
+                        group.create_task(self._introduce_in_turn(*pair))
                 await asyncio.sleep(self._seconds)
+
+    async def _introduce_in_turn(self, prefill: Backend, decode: Backend) -> None:
+        async with self._room:
+            await self._introduce(prefill, decode)
 
     async def _introduce(self, prefill: Backend, decode: Backend) -> None:
         """Hand a prompt over from one engine to another. Engines that cannot do it are left alone."""
