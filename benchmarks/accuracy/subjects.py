@@ -78,7 +78,7 @@ def _trained(trained: Trained) -> Subject:
         model=str(folder),
         questions=folder / "questions.jsonl",
         examples=0,
-        arguments=_engine(),
+        arguments=(*_engine(), *trained.engine),
     )
 
 

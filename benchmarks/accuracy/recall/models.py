@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -23,8 +23,12 @@ class Trained:
         engine_reads: fields to add to config.json, because the engine needs them and transformers does not
             write them.
         reach: greatest number of pairs between the key that is asked for and the end of the prompt. The
-            sliding window or the convolution must carry the key so far.
+            sliding window, the convolution or the recurrent state must carry the key so far.
         looks_back: True if the first layer is attention, which must learn to look at the token before.
+        carries: True if a recurrent state must learn to carry the key that is asked for. Training then starts
+            with a reach of 0, and the attention of the answer counts as much as that of all other tokens.
+        is_tied: False if the engine reads embedding and output matrix apart. Training ties them all the same.
+        engine: arguments of vLLM's API server that the model needs on a CPU.
     """
 
     name: str
@@ -33,6 +37,9 @@ class Trained:
     engine_reads: Mapping[str, Any] = field(default_factory=dict)
     reach: int
     looks_back: bool = False
+    carries: bool = False
+    is_tied: bool = True
+    engine: Sequence[str] = ()
 
     @property
     def folder(self) -> Path:
@@ -65,6 +72,27 @@ _ALL = (
         engine_reads={"conv_dim": 64, "block_dim": 64, "block_ff_dim": 128},
         # The convolution sees three tokens.
         reach=0,
+    ),
+    Trained(
+        name="nemotronh",
+        config="NemotronHConfig",
+        settings={
+            **_ATTENTION,
+            "layers_block_type": ["mamba", "full_attention", "mlp"],
+            "num_hidden_layers": 3,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 32,
+            "n_groups": 2,
+            "ssm_state_size": 32,
+            "initializer_range": 0.1,
+            "tie_word_embeddings": False,
+        },
+        engine_reads={"hybrid_override_pattern": "M*-"},
+        reach=28,
+        carries=True,
+        is_tied=False,
+        # vLLM's Mamba2 kernel for CPUs keeps no snapshot inside a step, so a step is no longer than a block.
+        engine=("--max-num-batched-tokens=64",),
     ),
 )
 MODELS: Mapping[str, Trained] = MappingProxyType({one.name: one for one in _ALL})

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.accuracy.recall.models import MODELS, Trained
 from benchmarks.accuracy.recall.task import (
+    NOTHING,
     PAIRS,
     SPECIAL_IDS,
     WORDS,
@@ -48,9 +49,48 @@ _MOST_STEPS = 3000
 def train(trained: Trained) -> Any:
     """Return the trained model, in float32.
 
-    The number of keys doubles whenever most answers are right. The last steps, with all keys, lower the
-    learning rate to zero.
+    Whenever most answers are right, the reach doubles, up to the model's, or then the number of keys. The
+    last steps, with all keys, lower the learning rate to zero.
     """
+    import torch
+
+    model = _untrained(trained)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98))
+    generator = torch.Generator().manual_seed(_SEED)
+    keys, right, left = _FEWEST_KEYS, 0.0, _LAST_STEPS
+    reach = 0 if trained.carries else trained.reach
+    for step in range(_MOST_STEPS):
+        rate = _LEARNING_RATE * min(1, (step + 1) / _WARM_UP_STEPS, left / _LAST_STEPS)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        # Repeated keys give more to learn from.
+        pairs = max(32, 2 * keys) if step % 2 or keys < 32 else keys
+        gap = int(torch.randint(min(reach, pairs) + 1, (1,), generator=generator))
+        drawn = draw(16, min(PAIRS, pairs), keys, gap, generator)
+        loss, score = _loss(model, drawn, trained)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        right += 0.05 * (score - right)
+        if step % 50 == 0:
+            print(f"step {step}: {keys} keys, reach {reach}: {right:.2f} right", file=sys.stderr, flush=True)
+        if keys == PAIRS:
+            left -= 1
+        elif right > _GOOD_ENOUGH and reach < trained.reach:
+            reach, right = min(trained.reach, 2 * reach + 1), 0.5
+        elif right > _GOOD_ENOUGH:
+            keys, right = min(PAIRS, 2 * keys), 0.5
+        if not left:
+            break
+    if not trained.is_tied:
+        head = model.get_output_embeddings()
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    return model
+
+
+def _untrained(trained: Trained) -> Any:
+    """Return the model with random weights. Its output matrix is the embedding."""
     import torch
     import transformers
 
@@ -59,54 +99,38 @@ def train(trained: Trained) -> Any:
     model: Any = transformers.AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     )
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98))
-    generator = torch.Generator().manual_seed(_SEED)
-    keys, right, left = _FEWEST_KEYS, 0.0, _LAST_STEPS
-    for step in range(_MOST_STEPS):
-        rate = _LEARNING_RATE * min(1, (step + 1) / _WARM_UP_STEPS, left / _LAST_STEPS)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        # Repeated keys give more to learn from.
-        pairs = max(32, 2 * keys) if step % 2 or keys < 32 else keys
-        gap = int(torch.randint(min(trained.reach, pairs) + 1, (1,), generator=generator))
-        drawn = draw(16, min(PAIRS, pairs), keys, gap, generator)
-        loss, score = _loss(model, drawn, looks_back=trained.looks_back)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        right += 0.05 * (score - right)
-        if step % 50 == 0:
-            print(f"step {step}: {keys} keys, {right:.2f} of the answers right", file=sys.stderr, flush=True)
-        if keys == PAIRS:
-            left -= 1
-        elif right > _GOOD_ENOUGH:
-            keys, right = min(PAIRS, 2 * keys), 0.5
-        if not left:
-            break
+    model.get_output_embeddings().weight = model.get_input_embeddings().weight
     return model
 
 
-def _loss(model: Any, drawn: Sequences, *, looks_back: bool) -> tuple[Tensor, float]:
+def _loss(model: Any, drawn: Sequences, trained: Trained) -> tuple[Tensor, float]:
     """Return the loss, and the share of right answers."""
-    from torch.nn.functional import cross_entropy
-
     found = model(input_ids=drawn.tokens, output_attentions=True)
     attentions = [one for one in found.attentions if one is not None]
 
-    def entropy(part: slice) -> Tensor:
-        logits, targets = found.logits[:, part], drawn.targets[:, part]
-        return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+    def misses(part: slice) -> Tensor:
+        loss = _entropy(found.logits, drawn.targets, part)
+        if trained.carries:
+            loss = loss + _misses(attentions[-1][:, :, part], drawn.pair[:, part])
+        return loss
 
     # The one answer counts as much as all keys that are repeated, if there are any.
-    loss = entropy(slice(-4, -1))
+    loss = misses(slice(-4, -1))
     if (drawn.targets[:, :-4] >= 0).any():
-        loss = loss + entropy(slice(-4))
-    loss = loss + _misses(attentions[-1], drawn.pair)
-    if looks_back:
+        loss = loss + misses(slice(-4))
+    if not trained.carries:
+        loss = loss + _misses(attentions[-1], drawn.pair)
+    if trained.looks_back:
         loss = loss + _misses(attentions[0], drawn.near)
     answers = found.logits[:, -3].argmax(-1) == drawn.targets[:, -3]
     return loss, float(answers.float().mean())
+
+
+def _entropy(logits: Tensor, targets: Tensor, part: slice) -> Tensor:
+    """Return the cross entropy of a part of the tokens."""
+    from torch.nn.functional import cross_entropy
+
+    return cross_entropy(logits[:, part].flatten(0, 1), targets[:, part].flatten(), ignore_index=NOTHING)
 
 
 def _misses(attention: Tensor, places: Tensor) -> Tensor:

@@ -264,16 +264,19 @@ def test_each_negative_control_zeroes_the_kinds_of_groups_that_it_names():
 
 
 def test_a_model_is_not_asked_with_spoiled_groups_that_it_does_not_have(tmp_path):
-    gemma, lfm, own = read_subjects(f"gemma3, lfm2,{tmp_path}", FACTS, ["--seed=1"])
-    found = {one.name: [way.name for way in WAYS.values() if one.can_show(way)] for one in (gemma, lfm, own)}
+    subjects = read_subjects(f"gemma3, lfm2,nemotronh,{tmp_path}", FACTS, ["--seed=1"])
+    gemma, _, nemotron, own = subjects
+    found = {one.name: [way.name for way in WAYS.values() if one.can_show(way)] for one in subjects}
     assert found == {
         "gemma3": [name for name in WAYS if name != "spoiled-state"],
         "lfm2": [name for name in WAYS if name != "spoiled-window"],
+        "nemotronh": [name for name in WAYS if name != "spoiled-window"],
         str(tmp_path): list(WAYS),
     }
     assert (gemma.examples, own.examples) == (0, 5)
     assert own.arguments == ("--seed=1",)
     assert gemma.arguments[-1] == "--seed=1"
+    assert nemotron.arguments[-2:] == ("--max-num-batched-tokens=64", "--seed=1")
 
 
 @pytest.mark.parametrize("trained", MODELS.values(), ids=MODELS)
