@@ -13,6 +13,7 @@ from kvferry.connector.worker.loads import Loads
 from kvferry.geometry import Region
 from kvferry.transport.agent import ReadState
 from support.clock import Clock
+from support.loads import made_up_load, only_read
 from support.waiting import wait_for
 from transport import large
 from transport.pair import Watched
@@ -165,14 +166,14 @@ def test_while_a_producer_is_stopped_the_deadline_passes_and_the_memory_stays_ow
     producer = well(world, reader, "P", world.producer)
     reader.memory.bytes[:] = reader.before
     producer.signal(signal.SIGSTOP)
-    loads.begin("load", 30.0)
+    loads.begin(made_up_load("load", large.SPAN, large.FORWARD))
+    loads.add(only_read("load"))
     reader.submit("load", "P", large.SPAN, large.FORWARD, large.FORWARD)
     wait_for(lambda: reader.agent.held["reads"])
     assert reader.poll("load") is None
     now = 31.0
-    settled = loads.settle()
-    assert settled.reported == {"load": "its deadline passed"}
-    assert settled.released == set()
+    (settled,) = loads.settle()
+    assert (settled.report.failure, settled.released) == ("its deadline passed", False)
     assert len(loads) == 1
     assert reader.agent.held["reads"] == 1, "nothing in flight is given back"
     landed = (large.pages(reader.memory.bytes) == large.pages(50)).all(axis=1)
@@ -184,8 +185,8 @@ def test_while_a_producer_is_stopped_the_deadline_passes_and_the_memory_stays_ow
     result = reader.result("load")
     assert result.failure is None
     assert (large.pages(reader.memory.bytes)[1:] == large.pages(50)[1:]).all()
-    loads.on_transfer_ended("load", result.failure)
-    assert loads.settle().released == {"load"}
+    loads.on_part_ended("load", result.failure, result)
+    assert [(one.report, one.released) for one in loads.settle()] == [(None, True)]
     assert len(loads) == 0
 
 
