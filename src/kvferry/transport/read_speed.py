@@ -108,7 +108,10 @@ class ReadSpeed:
         return not self._ended and self._clock() - self._began < PATIENCE_SECONDS
 
     def advance(self) -> None:
-        """Start the next READ, or take the time of one that has ended, without waiting."""
+        """Start the next READ, or take the time of one that has ended.
+
+        A READ that was just started is polled `SPINS` times. Otherwise the call does not wait.
+        """
         if self._handle is not None:
             self._take_time()
             return
@@ -121,8 +124,9 @@ class ReadSpeed:
             if self._handle is None:
                 self.close()
         for _ in range(SPINS):
-            if self._handle is not None:
-                self._take_time()
+            if self._handle is None:
+                break
+            self._take_time()
 
     def close(self) -> None:
         """Give back the memory and the lists. No READ may be in flight. Idempotent."""

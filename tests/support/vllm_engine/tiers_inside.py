@@ -29,7 +29,7 @@ def held(engine: Any, of: int = 0) -> dict[str, int]:
         "requests looked at": len(tiering._storing._progress),
         "named requests": len(tiering._prompts._known),
         "requests to serve": len(source._requests),
-        "loads from tiers": source.busy and len(source._feeds),
+        "loads from tiers": sum(feed.busy for feed in source._feeds),
         "orders moved by some": len(tiering._copies),
         "fetches": len(cache.reading.fetches),
         "incoming": len(cache.reading.incoming),

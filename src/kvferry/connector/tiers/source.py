@@ -100,8 +100,7 @@ class TierSource:
     @property
     def busy(self) -> bool:
         """Whether a load of chunks is under way, or ranks still copy chunks out of host memory."""
-        self._feeds = [feed for feed in self._feeds if feed.busy]
-        return bool(self._feeds)
+        return any(feed.busy for feed in self._feeds)
 
     def arrived(self, request: Request, bidding: Bidding) -> bool:
         """Compute the chunk keys of a new request. Return True if the tiers may be able to serve the request.

@@ -208,10 +208,8 @@ class Loads:
 
 
 def _report(one: _Running, failure: str | None, *, late: bool) -> Report:
-    lost, plans = (
-        any(read.peer_lost for read in one.reads),
-        [read.plan for read in one.reads if read.plan is not None],
-    )
+    lost = any(read.peer_lost for read in one.reads)
+    plans = [read.plan for read in one.reads if read.plan is not None]
     if late or not plans:
         return Report(failure, late, peer_lost=lost, figures=NO_FIGURES)
     plan = join_plans(plans)
