@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.serving.router.introductions import _AT_ONCE
 from support.waiting import wait_for
 
 QUICK = {"introduce": True, "probe_seconds": 0.02}
@@ -106,3 +107,13 @@ def test_engines_that_meet_by_themselves_get_no_prompt_of_the_router(stage, fake
     later(prefill)
     later(decode)
     assert (prefill.asked, decode.asked) == (0, 0)
+
+
+def test_so_many_hand_overs_are_under_way_at_a_time(stage, fake):
+    prefill, decode = fake(hands_over=offer("a"), delay_seconds=3600.0), [fake() for _ in range(_AT_ONCE + 2)]
+    stage([prefill], decode, **QUICK)
+    wait_for(lambda: prefill.asked == _AT_ONCE)
+    later(prefill)
+    assert prefill.asked == _AT_ONCE
+    prefill.delay_seconds = 0.0
+    wait_for(lambda: all(engine.asked == 1 for engine in decode))
