@@ -54,6 +54,9 @@ _NO_SPACE = (*OUT_OF_ROOM, errno.EFBIG)
 # A network mount reports ESTALE for a file that was removed while it was open.
 _EVICTED = (errno.ENOENT, errno.ESTALE)
 
+_MOST_FOLDERS = 8
+"""Number of times that a chunk's folder is created. Evictions remove folders while they are empty."""
+
 _ADVICE = {
     PutOutcome.TOO_LARGE: "raise the capacity or store smaller chunks",
     PutOutcome.FULL: "raise the capacity",
@@ -305,13 +308,14 @@ class FileTier(StorageTier):
         Returns:
             The descriptor of the temporary file, and its path.
         """
-        try:
-            return self._space.reserve(final, size)
-        except FileNotFoundError:
-            folder = os.path.dirname(final)
-            make_folder(self._root, folder)
-            if self._durable:
-                sync_folder(os.path.dirname(folder))
+        folder = os.path.dirname(final)
+        for _ in range(_MOST_FOLDERS):
+            with suppress(FileNotFoundError):
+                return self._space.reserve(final, size)
+            with suppress(FileNotFoundError):
+                make_folder(self._root, folder)
+                if self._durable:
+                    sync_folder(os.path.dirname(folder))
         return self._space.reserve(final, size)
 
     def _get(self, chunk: Chunk, into: memoryview) -> GetOutcome:

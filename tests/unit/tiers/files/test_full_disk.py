@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.errors import ConfigError
+from kvferry.tiers.files import tier as tier_module
 from kvferry.tiers.files.admin import DirectoryAdmin
 from kvferry.tiers.files.ledger import read_ledger
 from kvferry.tiers.files.tier import write_chunk
@@ -187,3 +188,23 @@ def test_a_bad_chunk_that_a_full_disk_cannot_move_aside_is_removed(tmp_path, mon
     monkeypatch.undo()
     assert read_ledger(str(tmp_path))[1] == total(tmp_path)
     assert keep(store, 1, SMALL) is PutOutcome.STORED
+
+
+@pytest.mark.parametrize("at", ["after it was created", "while it is created"])
+def test_a_folder_that_an_eviction_removes_before_its_first_chunk_is_created_again(tmp_path, monkeypatch, at):
+    store = open_store(tmp_path)
+    create, gone = tier_module.make_folder, []
+
+    def make_folder(root: str, folder: str) -> None:
+        create(root, folder)
+        if len(gone) < 3:
+            Path(folder).rmdir()
+            gone.append(folder)
+            if at == "while it is created":
+                raise FileNotFoundError(folder)
+
+    monkeypatch.setattr(tier_module, "make_folder", make_folder)
+    assert keep(store, 1) is PutOutcome.STORED
+    assert fetch(store, 1) == (GetOutcome.HIT, True)
+    assert len(gone) == 3
+    store.close()
