@@ -17,7 +17,7 @@ class Server(uvicorn.Server):
     """A uvicorn server that does not handle signals, so that the caller can handle them."""
 
     @contextmanager
-    def capture_signals(self) -> Iterator[None]:  # noqa: D102
+    def capture_signals(self) -> Iterator[None]:
         yield
 
 
@@ -69,12 +69,12 @@ class BoundedHttp(HttpToolsProtocol):
         self.parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % b"".join(framing))
         self._replaying = False
 
-    def on_message_begin(self) -> None:  # noqa: D102
+    def on_message_begin(self) -> None:
         if not self._replaying:
             self._in_headers = True
             super().on_message_begin()
 
-    def on_url(self, url: bytes) -> None:  # noqa: D102
+    def on_url(self, url: bytes) -> None:
         if self._in_headers:
             super().on_url(url)
 
@@ -96,7 +96,7 @@ class BoundedHttp(HttpToolsProtocol):
             raise ValueError("headers are too long")
         super().on_headers_complete()
 
-    def on_body(self, body: bytes) -> None:  # noqa: D102
+    def on_body(self, body: bytes) -> None:
         self._pending_bytes = 0
         super().on_body(body)
 

@@ -91,10 +91,10 @@ class FileTrace(Trace):
         self._arrivals = ArrivalTimes(self._file)
         return self._requests(self._arrivals)
 
-    def position(self) -> float:  # noqa: D102 - inherited
+    def position(self) -> float:
         return self._file.read_bytes
 
-    def notes(self) -> list[str]:  # noqa: D102 - inherited
+    def notes(self) -> list[str]:
         late = self._arrivals.late
         unsorted = (
             f"not in order of arrival: {counted(late, 'request')}, which arrive with the request before"

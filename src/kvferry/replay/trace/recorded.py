@@ -93,7 +93,7 @@ class RecordedTrace(FileTrace):
         self._is_torn = False
         self._share_done = 0.0
 
-    def position(self) -> float:  # noqa: D102 - inherited
+    def position(self) -> float:
         return self._file.read_bytes * self._share_done
 
     def notes(self) -> list[str]:

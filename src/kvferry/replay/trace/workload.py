@@ -178,7 +178,7 @@ class WorkloadTrace(Trace):
             self._arrival = request.arrival
             yield request
 
-    def position(self) -> float:  # noqa: D102 - inherited
+    def position(self) -> float:
         return self._arrival
 
 

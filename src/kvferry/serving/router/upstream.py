@@ -95,10 +95,10 @@ class EngineAnswer(Protocol):
     """
 
     @property
-    def status(self) -> int: ...  # noqa: D102
+    def status(self) -> int: ...
 
     @property
-    def headers(self) -> Headers: ...  # noqa: D102
+    def headers(self) -> Headers: ...
 
     def chunks(self) -> AsyncIterator[bytes]:
         """Yield the body in pieces, each as soon as it has arrived.
