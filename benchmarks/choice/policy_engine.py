@@ -21,7 +21,7 @@ from typing import Any, Self
 from benchmarks.checkpoint import VOCABULARY
 from benchmarks.choice.workload import Workload
 from benchmarks.served import SteppedEngine
-from kvferry.connector.events import Event, LoadBegan, LoadEnded
+from kvferry.connector.events import Event, LoadEnded
 from kvferry.connector.load_results import LoadOutcome
 from kvferry.errors import KVFerryError, TransferError
 
@@ -176,24 +176,20 @@ class LoadListener:
         Args:
             halves: scheduler-side objects of the engine's connectors.
         """
-        self._began: dict[tuple[str, str], LoadBegan] = {}
         self._ended, self._failed = list[CompletedLoad](), 0
         for number, half in enumerate(halves):
             half.events.subscribe(lambda event, prefix=FAR if number else "": self.hear(event, prefix))
 
     def hear(self, event: Event, prefix: str = "") -> None:
-        """Record the beginning or the end of a load.
+        """Record the end of a load.
 
         Args:
             event: event of a connector.
             prefix: prefix for the names of the connector's places.
         """
-        if isinstance(event, LoadBegan):
-            self._began[prefix, event.load] = event
-        elif isinstance(event, LoadEnded):
-            began = self._began.pop((prefix, event.load))
+        if isinstance(event, LoadEnded):
             if event.outcome is LoadOutcome.READY:
-                parts = {prefix + part.place: part.tokens for part in began.parts}
+                parts = {prefix + part.place: part.tokens for part in event.began.parts}
                 self._ended.append(CompletedLoad(parts, event.seconds))
             else:
                 self._failed += 1

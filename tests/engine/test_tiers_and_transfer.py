@@ -89,7 +89,7 @@ def test_explanation_names_every_bid_and_the_chosen_source(both: Both) -> None:
     (answer,) = both.through([text])
     both.forget()
     peer = next(event for name, event in events(answer["request_id"]) if name == "LoadEnded")
-    assert (peer["source"], peer["outcome"]) == ("peer", "ready")
+    assert (peer["began"]["source"], peer["outcome"]) == ("peer", "ready")
     assert {one["group"] for one in peer["moved"]} == {
         *(f"{number} sliding_window(64)" for number in range(5)),
         "5 full_attention",

@@ -50,13 +50,13 @@ def load_began(
 
 
 def load_ended(
-    load: str = "a#1",
+    load: str | LoadBegan = "a#1",
     source: str = "peer",
     outcome: LoadOutcome = LoadOutcome.READY,
     *,
-    at: float = 0.0,
+    at: float = 0.5,
     **more: Any,
 ) -> LoadEnded:
-    """A load ended, of the request in its name, ``REQUEST#ATTEMPT[.PART]``."""
-    given = {"miss": None, "failure": "", "seconds": 0.5, **more}
-    return LoadEnded(load.partition("#")[0], at, load=load, source=source, outcome=outcome, **given)
+    """A load ended: one that began at 0, of the request in its name, or the given one."""
+    began = load_began(load, source) if isinstance(load, str) else load
+    return LoadEnded(began.request_id, at, began=began, outcome=outcome, **more)

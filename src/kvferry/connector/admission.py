@@ -45,6 +45,7 @@ class _RequestState(RequestState[LoadPlan]):
     Attributes:
         sources: sources that may be able to serve the request.
         loads: loads of the request that not all workers have reported yet.
+        loaded: loads of the current attempt that have succeeded.
         broken: True if a load of the current attempt has failed.
         shortened: True if the engine's own prefix of the request was shortened since the request was last
             admitted. It is then not shortened again, so that the request is not put off for ever.
@@ -52,6 +53,7 @@ class _RequestState(RequestState[LoadPlan]):
 
     sources: tuple[Source, ...]
     loads: list[RunningLoad] = field(default_factory=list)
+    loaded: list[RunningLoad] = field(default_factory=list)
     broken: bool = False
     shortened: bool = False
 
@@ -199,7 +201,7 @@ class Admission:
             self._events.unserved(request)
             return
         plan, local_tokens = taken
-        known.broken = False
+        known.loaded, known.broken = [], False
         self._phases.wait(known, request, local_tokens + load_tokens)
         parts = plan.parts(local_tokens, load_tokens, request.num_tokens)
         known.loads += (begun := self._loads.begin(request, blocks, parts))
@@ -286,7 +288,9 @@ class Admission:
         if known is None or not wanted:
             return
         known.loads.remove(one)
-        if merged.failure is not None:
+        if merged.failure is None:
+            known.loaded.append(one)
+        else:
             known.broken = True
             self._parts.forget(load.request_id)
         # A late load takes at least this long. A part is not timed: windows and states dominate its time.
@@ -298,7 +302,7 @@ class Admission:
         if known.broken:
             return
         self._settle(load.request_id, known)
-        self._events.settled(load.request_id, load.span.total, load.span.prompt)
+        self._events.settled(load.request_id, load.span.total, load.span.prompt, known.loaded)
 
     def _drop_sibling_loads(self, failed: RunningLoad) -> None:
         """Drop the loads of the other parts of a prefix after the load of one part has failed.

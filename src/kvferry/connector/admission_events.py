@@ -15,7 +15,6 @@ from kvferry.connector.events import (
     Arrived,
     Finished,
     LateBlocks,
-    LoadBegan,
     LoadEnded,
     Scheduled,
     SourcesAsked,
@@ -188,21 +187,8 @@ class AdmissionEvents:
     @log_errors
     def began(self, one: RunningLoad) -> None:
         """Emit a `LoadBegan` event for a load that has begun."""
-        load, bid, span = one.load, one.load.bid, one.load.span
-        self._unserved.pop(load.request_id, None)
-        self._events.emit(
-            LoadBegan(
-                load.request_id,
-                load.began,
-                load=load.key,
-                source=one.source.name,
-                peer=bid.source,
-                parts=bid.parts,
-                begin=span.begins,
-                end=span.ends,
-                attempt=load.attempt,
-            )
-        )
+        self._unserved.pop(one.load.request_id, None)
+        self._events.emit(one.began)
 
     @log_errors
     def ended(self, one: RunningLoad, report: Report, *, unwanted: str | None) -> None:
@@ -214,35 +200,35 @@ class AdmissionEvents:
             unwanted: None if the request still waits for the load. Otherwise the reason why it does not;
                 empty if the reason is not known.
         """
-        load, now, failed = one.load, self._clock(), report.failure is not None
+        failed = report.failure is not None
         miss = one.feed.miss(report) if failed and unwanted is None else None
         moved = one.feed.moved(report)
         self._events.emit(
             LoadEnded(
-                load.request_id,
-                now,
-                load=load.key,
-                source=one.source.name,
+                one.load.request_id,
+                self._clock(),
+                began=one.began,
                 outcome=_OUTCOMES[report.outcome] if unwanted is None else LoadOutcome.DROPPED,
                 miss=miss,
                 failure=(report.failure or "") if unwanted is None else unwanted,
-                seconds=now - load.began,
                 moved=() if failed else moved,
                 figures=report.figures,
             )
         )
 
     @log_errors
-    def settled(self, request_id: str, available: int, tokens: int) -> None:
+    def settled(self, request_id: str, available: int, tokens: int, loads: Sequence[RunningLoad]) -> None:
         """Emit a `Scheduled` event for a request whose loads have succeeded.
 
         Args:
             request_id: id of the request.
             available: number of tokens whose KV the engine has now, from its prefix cache or from the loads.
             tokens: number of all tokens of the request.
+            loads: these loads.
         """
         # Computing the last token gives the next one, so an engine computes it even if its KV was loaded.
-        self._events.emit(Scheduled(request_id, self._clock(), min(available, tokens - 1), tokens))
+        cached, began = min(available, tokens - 1), tuple(one.began for one in loads)
+        self._events.emit(Scheduled(request_id, self._clock(), cached, tokens, loads=began))
 
     @log_errors
     def unserved(self, request: Request) -> None:

@@ -35,6 +35,25 @@ class PlaceTokens:
     tokens: int
 
 
+def trim_parts(parts: Iterable[PlaceTokens], tokens: int) -> tuple[PlaceTokens, ...]:
+    """Return the places of the first `tokens` tokens of an offer.
+
+    >>> trim_parts((PlaceTokens("host", 300), PlaceTokens("file", 200), PlaceTokens("object", 100)), 400)
+    (PlaceTokens(place='host', tokens=300), PlaceTokens(place='file', tokens=100))
+
+    Args:
+        parts: number of tokens from each place, in the order of the prompt.
+        tokens: number of tokens that are loaded; at most the sum of the parts.
+    """
+    found = []
+    for part in parts:
+        taken = min(part.tokens, tokens)
+        if taken > 0:
+            found.append(PlaceTokens(part.place, taken))
+        tokens -= taken
+    return tuple(found)
+
+
 @dataclass(frozen=True, slots=True)
 class Bid:
     """A source's offer to load KV for a request: the KV of tokens that the engine does not have.

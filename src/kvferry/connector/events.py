@@ -93,7 +93,7 @@ class LoadBegan:
         load: unique name of the load.
         source: name of the source: ``peer`` or ``tiers``.
         peer: name of the peer; ``tiers`` for a load from tiers.
-        parts: number of tokens by place (``peer`` or the name of a tier), as offered.
+        parts: number of tokens to load by place (``peer`` or the name of a tier).
         begin, end: range of the loaded tokens, half-open.
         attempt: name of the attempt to load the request's prefix. Two sources that load one prefix together
             do so in one attempt.
@@ -120,12 +120,10 @@ class LoadEnded:
     Attributes:
         request_id: the engine's id of the request.
         at: time of the event, monotonic seconds.
-        load: unique name of the load.
-        source: name of the source: ``peer`` or ``tiers``.
+        began: event of the load's start.
         outcome: outcome of the load.
         miss: kind of failure; None if the load did not fail, or if its request no longer waits for the load.
         failure: reason why the load failed or was dropped, as text for people; empty for a successful load.
-        seconds: seconds since the load began.
         moved: bytes moved per KV cache group; empty for a failed load.
         figures: bytes, counts and seconds per stage of a load from a peer, even if the load has failed;
             `NO_FIGURES` for other sources.
@@ -134,14 +132,17 @@ class LoadEnded:
     request_id: str
     at: float
     _: KW_ONLY
-    load: str
-    source: str
+    began: LoadBegan
     outcome: LoadOutcome
-    miss: MissReason | None
-    failure: str
-    seconds: float
+    miss: MissReason | None = None
+    failure: str = ""
     moved: tuple[GroupBytes, ...] = ()
     figures: LoadFigures = NO_FIGURES
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the load began."""
+        return self.at - self.began.at
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +172,7 @@ class Scheduled:
         cached_tokens: number of tokens that need no computation.
         tokens: number of all tokens of the request.
         other_connector_tokens: number of cached tokens that another connector of this engine loaded.
+        loads: the loads whose tokens are among the cached ones.
     """
 
     request_id: str
@@ -178,6 +180,7 @@ class Scheduled:
     cached_tokens: int
     tokens: int
     other_connector_tokens: int = 0
+    loads: tuple[LoadBegan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +222,7 @@ class StoreEnded:
     Attributes:
         request_id: the engine's id of the request.
         at: time of the event, monotonic seconds.
-        store: unique name of the store operation, the same as in its `StoreBegan` event.
+        began: event of the store's start.
         failure: reason for the failure as text for people; empty if the store succeeded.
         size: number of bytes copied by all ranks.
         seconds: seconds that the slowest rank took.
@@ -228,7 +231,7 @@ class StoreEnded:
     request_id: str
     at: float
     _: KW_ONLY
-    store: str
+    began: StoreBegan
     failure: str
     size: int
     seconds: float

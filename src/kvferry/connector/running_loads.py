@@ -8,12 +8,14 @@ from functools import reduce
 
 import numpy as np
 
-from kvferry.connector.bids import Bid
+from kvferry.connector.bids import Bid, trim_parts
 from kvferry.connector.engine import Block, BlockPool, CacheGroup, Request, RequestBlocks
+from kvferry.connector.events import LoadBegan
 from kvferry.connector.load import Load
 from kvferry.connector.messages import Report, StepOrders, StepReports
 from kvferry.connector.pins import Pins
 from kvferry.connector.source import Feed, Source
+from kvferry.connector.stream import short_id
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import LoadSpan, max_writable_blocks, writable_blocks
 from kvferry.terminal import shown
@@ -27,6 +29,7 @@ class RunningLoad:
         source: source of the load.
         load: the load as sent to the workers.
         feed: what brings the KV to the workers.
+        began: event of the load's start.
         given_up: True if this load was dropped because another load of the same attempt failed.
         reports: reports received so far. One report may combine several workers.
         reported: number of workers that have reported.
@@ -35,6 +38,7 @@ class RunningLoad:
     source: Source
     load: Load
     feed: Feed
+    began: LoadBegan
     given_up: bool = False
     reports: list[Report] = field(default_factory=list)
     reported: int = 0
@@ -134,7 +138,8 @@ class RunningLoads:
             )
             self._pin(load, blocks.blocks)
             self._begun.append(load)
-            self._loads[load.key] = one = RunningLoad(source, load, source.begin(load, request))
+            one = RunningLoad(source, load, source.begin(load, request), _began(source, load))
+            self._loads[load.key] = one
             self._fed[load.key] = one.feed
             found.append(one)
         return found
@@ -213,3 +218,19 @@ class RunningLoads:
     def _tables(self, blocks: RequestBlocks, span: LoadSpan) -> tuple[Int64s, ...]:
         ids = zip(self._groups, blocks.get_block_ids(), strict=True)
         return tuple(np.array(group.table(of_group, span.total), np.int64) for group, of_group in ids)
+
+
+def _began(source: Source, load: Load) -> LoadBegan:
+    bid, span = load.bid, load.span
+    return LoadBegan(
+        short_id(load.request_id),  # the event of the load's end holds this one
+        load.began,
+        load=load.key,
+        source=source.name,
+        peer=bid.source,
+        # The engine may have found more tokens in its own cache than when the bid was made.
+        parts=trim_parts(bid.parts, span.ends - span.begins),
+        begin=span.begins,
+        end=span.ends,
+        attempt=load.attempt,
+    )

@@ -7,11 +7,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from kvferry.connector import events
+from kvferry.connector.bids import trim_parts
 from kvferry.connector.decisions import DecisionReason
 from kvferry.connector.load_results import LoadOutcome
 from kvferry.explain.client import EngineTrace
 from kvferry.explain.timeline import TimelineEntry, timeline
-from kvferry.observe.metrics_listener import trim_parts
 from kvferry.observe.traces import RequestTrace
 from kvferry.terminal import report_width, wrapped
 from kvferry.units import counted, format_age, format_count, format_seconds, plural
@@ -53,9 +53,7 @@ def summary(trace: RequestTrace) -> Summary:
     """
     arrived = trace.events[0]
     assert isinstance(arrived, events.Arrived)  # noqa: S101 - by construction
-    found, looks_since, begun = Summary(arrived.tokens), None, dict[str, events.LoadBegan]()
-    succeeded: list[events.LoadBegan] = []
-    broken, loading = set[str](), dict[str, float]()
+    found, looks_since, loading = Summary(arrived.tokens), None, dict[str, float]()
     for event in trace.events:
         if (
             isinstance(event, events.SourcesAsked | events.LoadBegan | events.Scheduled)
@@ -64,30 +62,21 @@ def summary(trace: RequestTrace) -> Summary:
             found.looking, looks_since = found.looking + event.at - looks_since, None
         if isinstance(event, events.SourcesAsked) and event.why is DecisionReason.LOOKING:
             looks_since = event.at
-        elif isinstance(event, events.LoadBegan):
-            begun[event.load] = event
         elif isinstance(event, events.LoadEnded):
-            began = begun.get(event.load)
-            attempt = event.load if began is None else began.attempt
+            attempt = event.began.attempt
             loading[attempt] = max(loading.get(attempt, 0.0), event.seconds)  # parts are loaded concurrently
-            if event.outcome is LoadOutcome.READY:
-                succeeded += [] if began is None else [began]
-            elif event.outcome is not LoadOutcome.DROPPED:
-                found.failed += 1
-                broken.add(attempt)
+            found.failed += event.outcome in {LoadOutcome.FAILED, LoadOutcome.EXPIRED}
         elif isinstance(event, events.Scheduled):
             found.seconds = event.at - arrived.at
-            found.tokens_by_origin = _places(
-                [load for load in succeeded if load.attempt not in broken], event
-            )
+            found.tokens_by_origin = _places(event)
             break
     found.loading = sum(loading.values())
     return found
 
 
-def _places(succeeded: list[events.LoadBegan], scheduled: events.Scheduled) -> Counter[str]:
+def _places(scheduled: events.Scheduled) -> Counter[str]:
     tokens_by_origin: Counter[str] = Counter()
-    for load in succeeded:
+    for load in scheduled.loads:
         # The engine computes the last token, even if its KV was loaded.
         for part in trim_parts(load.parts, min(load.end, scheduled.cached_tokens) - load.begin):
             tokens_by_origin[part.place] += part.tokens

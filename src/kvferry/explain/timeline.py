@@ -10,7 +10,6 @@ from kvferry.connector import events
 from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss
 from kvferry.connector.events import RequestEvent
 from kvferry.connector.load_results import LoadOutcome
-from kvferry.observe.metrics_listener import trim_parts
 from kvferry.observe.traces import FIRST_EVENTS, RequestTrace, StoredChunks
 from kvferry.tiers.names import TIERS
 from kvferry.units import counted, format_bytes, format_count, format_seconds, plural
@@ -101,8 +100,7 @@ class _Timeline:
 
     def _load_began(self, event: events.LoadBegan) -> Iterator[str]:
         yield from self._again()
-        parts = trim_parts(event.parts, event.end - event.begin)
-        origins = ", ".join(f"{format_count(part.tokens)} from {part.place}" for part in parts)
+        origins = ", ".join(f"{format_count(part.tokens)} from {part.place}" for part in event.parts)
         yield f"Loading tokens {event.begin} to {event.end - 1}: {origins}."
         if event.peer != event.source:
             yield f"The {event.source} is {event.peer}"

@@ -8,12 +8,11 @@ misses.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.connector import events
-from kvferry.connector.bids import PlaceTokens
 from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss
 from kvferry.connector.events import Event
 from kvferry.connector.load_results import LoadOutcome
@@ -37,8 +36,6 @@ class _RequestCounts:
         lost: maps the name of a source with a failed load to a position, the largest `until` of the attempts
             in which it failed. Without the failure, the engine would not compute the tokens before this
             position. Cleared when the request is scheduled.
-        succeeded: events of the start of the loads that succeeded.
-        broken: names of the attempts with a failed load. The other loads of these attempts are not used.
         settled: True once the request was scheduled.
     """
 
@@ -48,8 +45,6 @@ class _RequestCounts:
     failed: dict[str, MissReason] = field(default_factory=dict)
     until: dict[str, int] = field(default_factory=dict)
     lost: dict[str, int] = field(default_factory=dict)
-    succeeded: list[events.LoadBegan] = field(default_factory=list)
-    broken: set[str] = field(default_factory=set)
     settled: bool = False
 
     def source_miss(self, source: str) -> SourceMiss:
@@ -84,7 +79,6 @@ class MetricsListener:
     def __init__(self) -> None:
         self._counted = MetricsDelta()
         self._requests: dict[str, _RequestCounts] = {}
-        self._loads: dict[str, events.LoadBegan] = {}
         self._pending: Counter[str] = Counter()
         self._leases: set[str] = set()
         self._handlers: Mapping[type[Event], Callable[[Any], None]] = {
@@ -132,41 +126,30 @@ class MetricsListener:
             request.asked = event
 
     def _load_began(self, event: events.LoadBegan) -> None:
-        self._loads[event.load] = event
         self._pending[event.source] += 1
         self._counted.set("pending_loads", event.source, to=self._pending[event.source])
         if (request := self._requests.get(event.request_id)) is not None:
             request.until[event.attempt] = max(event.end, request.until.get(event.attempt, 0))
 
     def _load_ended(self, event: events.LoadEnded) -> None:
-        """Count the outcome of a load, and record in the history of its request whether the load succeeded.
-
-        Args:
-            event: end of the load. It is ignored if the load's start was not recorded.
-        """
-        began = self._loads.pop(event.load, None)
-        if began is None:
-            return
-        source, counted = event.source, self._counted
+        began, source, counted = event.began, event.began.source, self._counted
         self._pending[source] -= 1
         counted.set("pending_loads", source, to=self._pending[source])
         counted.count("loads", source, event.outcome)
         request = self._requests.get(event.request_id)
         if event.outcome is LoadOutcome.READY:
             self._moved(event)
-            if request is not None:
-                request.succeeded.append(began)
         elif event.miss is not None and request is not None:
             request.failed[source] = event.miss
-            request.broken.add(began.attempt)
             until = request.until.get(began.attempt, began.end)
             request.lost[source] = max(until, request.lost.get(source, 0))
 
     def _moved(self, event: events.LoadEnded) -> None:
         counted = self._counted
-        counted.sample("load_seconds", event.source, of=(event.seconds,))
+        source = event.began.source
+        counted.sample("load_seconds", source, of=(event.seconds,))
         for moved in event.moved:
-            counted.count("load_bytes", event.source, moved.group, moved.strategy, by=moved.size)
+            counted.count("load_bytes", source, moved.group, moved.strategy, by=moved.size)
         if speed := event.figures.read_bytes_per_second:
             for moved in event.moved:
                 counted.set("read_bytes_per_second", moved.strategy, to=speed)
@@ -195,21 +178,19 @@ class MetricsListener:
         if request.settled:
             return
         request.settled = True
-        of_use = [load for load in request.succeeded if load.attempt not in request.broken]
         for source in request.sources:
-            succeeded = [load for load in of_use if load.source == source]
-            if succeeded:
-                self._hit(source, succeeded, ticket=request.ticket)
+            if loads := [load for load in event.loads if load.source == source]:
+                self._hit(source, loads, ticket=request.ticket)
             else:
                 self._miss(request.source_miss(source), ticket=request.ticket)
         request.asked = None
 
-    def _hit(self, source: str, succeeded: list[events.LoadBegan], *, ticket: bool) -> None:
+    def _hit(self, source: str, loads: list[events.LoadBegan], *, ticket: bool) -> None:
         self._ended_ticket(source, "hit", ticket=ticket)
         self._counted.count("queries", source)
         self._counted.count("hits", source)
-        for load in succeeded:
-            for part in trim_parts(load.parts, load.end - load.begin):
+        for load in loads:
+            for part in load.parts:
                 self._counted.count("hit_tokens", source, part.place, by=part.tokens)
 
     def _miss(self, source_miss: SourceMiss, *, ticket: bool) -> None:
@@ -266,20 +247,3 @@ class MetricsListener:
 
     def _late_blocks(self, event: events.LateBlocks) -> None:
         self._counted.set("late_blocks", to=event.blocks)
-
-
-def trim_parts(parts: tuple[PlaceTokens, ...], tokens: int) -> Iterator[PlaceTokens]:
-    """Yield how many of the loaded tokens came from each place.
-
-    A source offers the tokens of a prompt in parts that come from different places (peer or tiers). If fewer
-    tokens are loaded than were offered, the last parts are shortened or left out.
-
-    Args:
-        parts: places, and the number of tokens offered from each, in the order of the prompt.
-        tokens: number of loaded tokens; at most the sum of the parts.
-    """
-    for part in parts:
-        taken = min(part.tokens, tokens)
-        if taken > 0:
-            yield PlaceTokens(part.place, taken)
-        tokens -= taken

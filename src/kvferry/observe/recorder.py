@@ -14,20 +14,18 @@ import time
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.engine import EngineFacts, Request
-from kvferry.connector.events import Arrived, Event, Finished, LoadBegan, LoadEnded, Scheduled
-from kvferry.connector.load_results import LoadOutcome
+from kvferry.connector.events import Arrived, Event, Finished, LoadBegan, Scheduled
 from kvferry.connector.prompt_content import keys_of
 from kvferry.connector.stream import log_errors, short_id
 from kvferry.errors import ConfigError, Unnameable
 from kvferry.keys import ChunkKeys
 from kvferry.observe.line_file import LineFile
-from kvferry.observe.metrics_listener import trim_parts
 from kvferry.observe.recording_file import open_recording
 
 logger = logging.getLogger(__name__)
@@ -53,17 +51,11 @@ class _Known:
         arrival: time of arrival, monotonic seconds.
         local_tokens: number of tokens that the engine's own prefix cache had when the request was first
             admitted; None before that.
-        begun: events of the loads that have begun, by the name of the load.
-        succeeded: events of the start of the loads that succeeded.
-        broken: names of the attempts with a failed load. The other loads of these attempts are not used.
         loaded: number of loaded tokens by place; None until the engine schedules the request.
     """
 
     arrival: float
     local_tokens: int | None = None
-    begun: dict[str, LoadBegan] = field(default_factory=dict)
-    succeeded: list[LoadBegan] = field(default_factory=list)
-    broken: set[str] = field(default_factory=set)
     loaded: Counter[str] | None = None
 
 
@@ -162,7 +154,6 @@ class RequestRecorder:
         self._handlers: Mapping[type[Event], Callable[[Any], None]] = {
             Arrived: self._arrived,
             LoadBegan: self._load_began,
-            LoadEnded: self._load_ended,
             Scheduled: self._scheduled,
             Finished: self._forget,
         }
@@ -211,30 +202,18 @@ class RequestRecorder:
         self._requests[event.request_id] = _Known(event.at)
 
     def _load_began(self, event: LoadBegan) -> None:
-        if (known := self._requests.get(event.request_id)) is not None:
-            known.begun[event.load] = event
-            if known.local_tokens is None:
-                known.local_tokens = event.begin
-
-    def _load_ended(self, event: LoadEnded) -> None:
         known = self._requests.get(event.request_id)
-        began = None if known is None else known.begun.pop(event.load, None)
-        if known is None or began is None:
-            return
-        if event.outcome is LoadOutcome.READY:
-            known.succeeded.append(began)
-        elif event.miss is not None:
-            known.broken.add(began.attempt)
+        if known is not None and known.local_tokens is None:
+            known.local_tokens = event.begin
 
     def _scheduled(self, event: Scheduled) -> None:
         known = self._requests.get(event.request_id)
         if known is None or known.loaded is not None:
             return
         known.loaded = Counter()
-        for load in known.succeeded:
-            if load.attempt not in known.broken:
-                for part in trim_parts(load.parts, load.end - load.begin):
-                    known.loaded[part.place] += part.tokens
+        for load in event.loads:
+            for part in load.parts:
+                known.loaded[part.place] += part.tokens
         if known.local_tokens is None:
             known.local_tokens = event.cached_tokens - event.other_connector_tokens
 

@@ -16,7 +16,6 @@ from kvferry.connector import events
 from kvferry.connector.decisions import DecisionReason
 from kvferry.connector.events import Event
 from kvferry.connector.load_results import LoadOutcome
-from kvferry.observe.metrics_listener import trim_parts
 
 Headers: TypeAlias = tuple[tuple[str, str], ...]
 Attributes: TypeAlias = dict[str, str | int | float | bool]
@@ -62,17 +61,14 @@ class SpanListener:
         self._emit = emit
         self._parents: OrderedDict[str, Headers] = OrderedDict()
         self._looking: dict[str, events.SourcesAsked] = {}
-        self._loads: dict[str, events.LoadBegan] = {}
-        self._stores: dict[str, events.StoreBegan] = {}
         self._leases: dict[str, events.LeaseGranted] = {}
         self._handlers: Mapping[type[Event], Callable[[Any], None]] = {
             events.Arrived: self._arrived,
             events.SourcesAsked: self._asked,
-            events.LoadBegan: self._load_began,
+            events.LoadBegan: self._wait_ended,
             events.LoadEnded: self._load_ended,
             events.Scheduled: self._wait_ended,
             events.Finished: self._wait_ended,
-            events.StoreBegan: self._store_began,
             events.StoreEnded: self._store_ended,
             events.LeaseGranted: self._lease_granted,
             events.LeaseEnded: self._lease_ended,
@@ -102,23 +98,17 @@ class SpanListener:
         if asked is not None and asked.chosen is not None:
             self._end("kvferry.wait", asked, event, {"kvferry.source": asked.chosen.source})
 
-    def _load_began(self, event: events.LoadBegan) -> None:
-        self._wait_ended(event)
-        self._loads[event.load] = event
-
     def _load_ended(self, event: events.LoadEnded) -> None:
-        began = self._loads.pop(event.load, None)
-        if began is None:
-            return
+        began = event.began
         attributes: Attributes = {
-            "kvferry.source": event.source,
+            "kvferry.source": began.source,
             "kvferry.outcome": str(event.outcome),
             "kvferry.tokens": began.end - began.begin,
             "kvferry.bytes": sum(moved.size for moved in event.moved),
         }
         if began.peer != began.source:
             attributes["kvferry.peer"] = began.peer
-        for part in trim_parts(began.parts, began.end - began.begin):
+        for part in began.parts:
             attributes[f"kvferry.tokens.{part.place}"] = part.tokens
         for moved in event.moved:
             attributes[f"kvferry.bytes.{moved.group}"] = moved.size
@@ -135,17 +125,13 @@ class SpanListener:
         failure = "" if event.outcome in {LoadOutcome.READY, LoadOutcome.DROPPED} else event.failure
         self._end("kvferry.load", began, event, attributes, failure)
 
-    def _store_began(self, event: events.StoreBegan) -> None:
-        self._stores[event.store] = event
-
     def _store_ended(self, event: events.StoreEnded) -> None:
-        if (began := self._stores.pop(event.store, None)) is not None:
-            attributes: Attributes = {
-                "kvferry.group": began.group,
-                "kvferry.chunks": began.chunks,
-                "kvferry.bytes": event.size,
-            }
-            self._end("kvferry.store", began, event, attributes, event.failure)
+        attributes: Attributes = {
+            "kvferry.group": event.began.group,
+            "kvferry.chunks": event.began.chunks,
+            "kvferry.bytes": event.size,
+        }
+        self._end("kvferry.store", event.began, event, attributes, event.failure)
 
     def _lease_granted(self, event: events.LeaseGranted) -> None:
         self._leases[event.request_id] = event

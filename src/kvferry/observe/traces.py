@@ -109,7 +109,6 @@ class TraceBuffer:
         self._max_requests = requests
         self._traces: OrderedDict[str, _GrowingTrace] = OrderedDict()
         self._events = 0
-        self._stores: dict[str, events.StoreBegan] = {}
 
     def __len__(self) -> int:
         """Return the number of remembered requests."""
@@ -123,8 +122,6 @@ class TraceBuffer:
             return
         elif (trace := self._traces.get(event.request_id)) is not None:
             self._add(trace, event)
-        elif isinstance(event, events.StoreEnded):
-            self._stores.pop(event.store, None)
 
     def last(self) -> Iterator[RequestTrace]:
         """Return an iterator over copies of the remembered traces, the latest request first.
@@ -159,14 +156,13 @@ class TraceBuffer:
         if isinstance(event, events.LeaseExtended):
             trace.heartbeats += 1
         elif isinstance(event, events.StoreBegan):
-            self._stores[event.store] = event
             so_far = trace.stored.get(event.group) or StoredChunks(
                 group=event.group, ordered=0, first=event.at
             )
             trace.stored[event.group] = replace(so_far, ordered=so_far.ordered + event.chunks)
         elif isinstance(event, events.StoreEnded):
-            if (began := self._stores.pop(event.store, None)) is not None and began.group in trace.stored:
-                trace.stored[began.group] = _ended(trace.stored[began.group], began.chunks, event)
+            if (group := event.began.group) in trace.stored:
+                trace.stored[group] = _ended(trace.stored[group], event)
         else:
             trace.events.append(_cut(event))
             if len(trace.events) > FIRST_EVENTS + LAST_EVENTS:
@@ -176,7 +172,8 @@ class TraceBuffer:
                 self._events += 1
 
 
-def _ended(stored: StoredChunks, chunks: int, event: events.StoreEnded) -> StoredChunks:
+def _ended(stored: StoredChunks, event: events.StoreEnded) -> StoredChunks:
+    chunks = event.began.chunks
     if event.failure:
         return replace(stored, failed=stored.failed + chunks, last=event.at, failure=_short(event.failure))
     return replace(stored, done=stored.done + chunks, size=stored.size + event.size, last=event.at)

@@ -39,29 +39,23 @@ class TransferLog:
         """
         self._labels = ranks[0].labels
         self._block_tokens, self._block_bytes = full_attention_block(ranks)
-        self._began: dict[str, LoadBegan] = {}
         self._lines = LineFile("transfer_log", path, open_line_file("transfer_log", path))
 
     def __call__(self, event: Event) -> None:
-        """Record that a load has begun, or write the line of a load that has ended."""
-        if isinstance(event, LoadBegan) and event.source == PEER:
-            self._began[event.load] = event
-        elif isinstance(event, LoadEnded):
-            began = self._began.pop(event.load, None)
-            if began is not None and event.outcome is not LoadOutcome.DROPPED:
-                self._write(began, event)
+        """Write the line of a load that has ended."""
+        if (
+            isinstance(event, LoadEnded)
+            and event.began.source == PEER
+            and event.outcome is not LoadOutcome.DROPPED
+        ):
+            self._write(event)
 
     def close(self) -> None:
         """Write the lines that wait, and close the file. Later loads are not logged."""
         self._lines.close()
 
-    def _write(self, began: LoadBegan, ended: LoadEnded) -> None:
-        """Add the line of a load to the file.
-
-        Args:
-            began, ended: events of the start and the end of the load.
-        """
-        figures = ended.figures
+    def _write(self, ended: LoadEnded) -> None:
+        began, figures = ended.began, ended.figures
         line = {
             "request_id": shown(ended.request_id, MAX_ID_CHARACTERS),
             "outcome": ended.outcome,

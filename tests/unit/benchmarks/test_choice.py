@@ -115,16 +115,18 @@ def began(load: str, *parts: PlaceTokens) -> LoadBegan:
     return load_began(load, "tiers", end=100, at=1.0, parts=parts)
 
 
-def ended(load: str, outcome: LoadOutcome) -> LoadEnded:
-    return load_ended(load, "tiers", outcome=outcome, at=2.0)
+def ended(load: LoadBegan, outcome: LoadOutcome) -> LoadEnded:
+    return load_ended(load, outcome=outcome, at=1.5)
 
 
 def test_loaded_tokens_are_counted_per_connector_and_tier() -> None:
     near, far = (SimpleNamespace(events=EventStream()) for _ in range(2))
     seen = LoadListener([near, far])
-    near.events.emit(began("a", PlaceTokens("file", 100)))
-    far.events.emit(began("a", PlaceTokens("host", 20), PlaceTokens("object", 80)))
-    near.events.emit(ended("a", LoadOutcome.FAILED))
-    far.events.emit(ended("a", LoadOutcome.READY))
+    file = began("a", PlaceTokens("file", 100))
+    others = began("a", PlaceTokens("host", 20), PlaceTokens("object", 80))
+    near.events.emit(file)
+    far.events.emit(others)
+    near.events.emit(ended(file, LoadOutcome.FAILED))
+    far.events.emit(ended(others, LoadOutcome.READY))
     assert seen.take() == ((CompletedLoad({"far host": 20, "far object": 80}, 0.5),), 1)
     assert seen.take() == ((), 0)

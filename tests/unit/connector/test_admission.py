@@ -814,7 +814,7 @@ def test_the_other_part_of_a_failed_load_is_dropped_and_not_excluded(fails, land
     engine.free(one)
     held = 0 if lands else sum(block.ref_cnt for block in engine.pool.blocks)
     assert bool(held) == (not lands), "bytes in flight may still be written"
-    dropped = [e for e in engine.told if isinstance(e, LoadEnded) and e.source == good.name]
+    dropped = [e for e in engine.told if isinstance(e, LoadEnded) and e.began.source == good.name]
     assert [(e.outcome, e.failure) for e in dropped] == [(LoadOutcome.DROPPED, why)]
     good.head_until = 0
     assert admit_again(engine, one) == (39 if good is far else 0)
@@ -959,6 +959,29 @@ def test_events_of_a_request_are_in_order_and_counted_once():
         "queries tiers": 1, "misses tiers lost_bid ": 1, "load_bytes peer 0 full_attention copied": 100,
     }  # fmt: skip
     assert all(first.at <= then.at for first, then in pairwise(engine.told))
+
+
+def test_the_loads_of_a_scheduled_request_are_those_of_the_attempt_that_succeeded():
+    engine, one, near, far = composed()
+    engine.report(far.load, None, None)
+    engine.report(near.load, "torn", None)
+    engine.free(one)
+    assert admit_again(engine, one) == 39
+    engine.report(far.load, None, None)
+    (event,) = events_of(engine, Scheduled)
+    assert [(load.source, load.begin, load.end) for load in event.loads] == [("far", 0, 39)]
+
+
+def test_the_parts_of_a_load_are_what_is_loaded_and_not_what_was_offered():
+    tiers = Stand("tiers", 39)
+    tiers.bids = lambda *_: [Bid("tiers", (PlaceTokens("host", 20), PlaceTokens("file", 19)))]
+    engine = engine_with(tiers)
+    one = arrive(engine)
+    assert engine.admission.matched(one, 0) == 39
+    engine.allocate(one, 24)  # the engine has found 15 tokens in its own cache since
+    engine.report(tiers.load, None, None)
+    (event,) = events_of(engine, Scheduled)
+    assert event.loads[0].parts == (PlaceTokens("host", 20), PlaceTokens("file", 4))
 
 
 @pytest.mark.parametrize("failure", [None, "gone"])

@@ -37,15 +37,13 @@ def test_a_load_that_failed_is_an_error_of_its_callers_trace(monkeypatch: pytest
             trace_headers=(("traceparent", f"00-{TRACE}-{PARENT}-01"),),
         )
     )
-    listener(load_began(f"{name}#1", end=9, at=now - 2, parts=()))
     listener(
         load_ended(
-            f"{name}#1",
+            load_began(f"{name}#1", end=9, at=now - 2, parts=()),
             outcome=LoadOutcome.FAILED,
             at=now - 1,
             miss=MissReason.CHECKSUM,
             failure="bytes differ",
-            seconds=1.0,
         )
     )
     (span,) = found.get_finished_spans()

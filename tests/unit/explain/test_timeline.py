@@ -34,6 +34,7 @@ def told(*events: RequestEvent, **more: object) -> list[str]:
     return [line.text if line.after is None else f"{line.after:.1f} {line.text}" for line in lines]
 
 
+LOAD = load_began(end=699, begin=256, at=10.3, peer=PEER.source, parts=(PlaceTokens("peer", 443),))
 LOADED = (
     sources_asked(
         10.1, ValuedBid("peer", LOOKING, 444.0), local_tokens=256, chosen=LOOKING, why=DecisionReason.LOOKING
@@ -47,8 +48,9 @@ LOADED = (
         chosen=PEER,
         why=DecisionReason.BEST,
     ),
-    load_began(end=699, begin=256, at=10.3, peer=PEER.source, parts=PEER.parts),
+    LOAD,
     load_ended(
+        LOAD,
         at=10.8,
         moved=(GroupBytes("0 full", "direct", 1 << 20), GroupBytes("1 window", "staged", 4096)),
         figures=LoadFigures(
@@ -61,7 +63,7 @@ LOADED = (
             not_shared="no memory",
         ),
     ),
-    Scheduled("a", 10.8, 699, 700),
+    Scheduled("a", 10.8, 699, 700, loads=(LOAD,)),
 )
 
 
@@ -97,10 +99,8 @@ def test_a_timeline_names_a_failure_the_refused_source_and_the_next_one() -> Non
     gone = "the peer is gone"
     assert (
         told(
-            load_began(end=444, at=10.1, peer=PEER.source, parts=PEER.parts),
-            load_ended(
-                outcome=LoadOutcome.FAILED, at=11.0, miss=MissReason.FAILED, failure=gone, seconds=0.9
-            ),
+            first := load_began(end=444, at=10.1, peer=PEER.source, parts=PEER.parts),
+            load_ended(first, outcome=LoadOutcome.FAILED, at=11.0, miss=MissReason.FAILED, failure=gone),
             SourceRefused("a", 11.0, PEER.source, gone),
             sources_asked(
                 11.5,
@@ -109,10 +109,9 @@ def test_a_timeline_names_a_failure_the_refused_source_and_the_next_one() -> Non
                 chosen=TIERS,
                 why=DecisionReason.BEST,
             ),
-            load_began("a#2", "tiers", end=192, at=11.6, parts=TIERS.parts),
+            second := load_began("a#2", "tiers", end=192, at=11.6, parts=TIERS.parts),
             load_ended(
-                "a#2",
-                "tiers",
+                second,
                 outcome=LoadOutcome.EXPIRED,
                 at=12.1,
                 miss=MissReason.DEADLINE,
@@ -254,7 +253,7 @@ def test_a_timeline_says_how_many_events_are_missing() -> None:
 
 
 def test_a_timeline_says_why_a_load_was_dropped() -> None:
-    end = load_ended(outcome=LoadOutcome.DROPPED, at=11.0, seconds=0.9)
+    end = load_ended(load_began(at=10.1), outcome=LoadOutcome.DROPPED, at=11.0)
     assert told(end)[1] == "1.0 The load is dropped after 900 ms: the request ended first."
     given_up = replace(end, failure="another part of the prefix has failed")
     assert told(given_up)[1] == "1.0 The load is dropped after 900 ms: another part of the prefix has failed."
@@ -278,25 +277,19 @@ def test_a_summary_of_a_failure_and_of_what_has_not_gone_on() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_summary_of_two_parts_counts_time_once_and_nothing_of_what_was_of_no_use(fails: bool) -> None:
-    host = Bid("tiers", (PlaceTokens("host", 256),))
     ends = LoadOutcome.FAILED if fails else LoadOutcome.READY
+    host = load_began("a#1.0", "tiers", end=256, at=10.0)
+    peer = load_began("a#1.1", end=700, begin=256, at=10.0, peer=PEER.source)
     found = summary(
         RequestTrace(
             "a",
             (
                 CAME,
-                load_began("a#1.0", "tiers", end=256, at=10.0, parts=host.parts),
-                load_began("a#1.1", end=700, begin=256, at=10.0, peer=PEER.source, parts=PEER.parts),
-                load_ended("a#1.1", at=10.5),
-                load_ended(
-                    "a#1.0",
-                    "tiers",
-                    outcome=ends,
-                    at=10.7,
-                    miss=MissReason.FAILED if fails else None,
-                    seconds=0.7,
-                ),
-                Scheduled("a", 11.0, 0 if fails else 699, 700),
+                host,
+                peer,
+                load_ended(peer, at=10.5),
+                load_ended(host, outcome=ends, at=10.7, miss=MissReason.FAILED if fails else None),
+                Scheduled("a", 11.0, 0 if fails else 699, 700, loads=() if fails else (host, peer)),
             ),
         )
     )

@@ -83,7 +83,7 @@ def test_a_hit_is_the_load_that_was_ready_and_others_have_lost_the_bid() -> None
             moved=(GroupBytes("0 full_attention", "direct", 640),),
             figures=LoadFigures(pages=4, descriptors=1),
         ),
-        Scheduled("a", 1.0, 80, PROMPT),
+        Scheduled("a", 1.0, 80, PROMPT, loads=(load_began(),)),
     ) == {
         "loads peer ready": 1,
         "load_bytes peer 0 full_attention direct": 640,
@@ -112,17 +112,17 @@ def test_the_speed_of_reads_stands_beside_the_strategy_that_was_chosen_by_it() -
 
 @pytest.mark.parametrize("fails", [None, "peer", "tiers"])
 def test_two_parts_of_a_prefix_are_two_hits_or_none(fails) -> None:
+    loads = load_began("a#1.0", "tiers", 64), load_began("a#1.1", "peer", 80, 64)
     found = counts(
         Arrived("a", 0.0, tokens=PROMPT, sources=SOURCES),
-        load_began("a#1.0", "tiers", 64),
-        load_began("a#1.1", "peer", 80, 64),
+        *loads,
         *(
-            load_ended(f"a#1.{number}", source)
-            if fails != source
-            else load_ended(f"a#1.{number}", source, LoadOutcome.FAILED, miss=MissReason.FAILED)
-            for number, source in enumerate(("tiers", "peer"))
+            load_ended(load)
+            if fails != load.source
+            else load_ended(load, outcome=LoadOutcome.FAILED, miss=MissReason.FAILED)
+            for load in loads
         ),
-        Scheduled("a", 1.0, 0 if fails else 80, PROMPT),
+        Scheduled("a", 1.0, 0 if fails else 80, PROMPT, loads=() if fails else loads),
     )
     hits = {name: n for name, n in found.items() if name.startswith("hit")}
     assert hits == ({} if fails else {
@@ -159,13 +159,13 @@ def test_all_tokens_of_a_failed_pair_of_loads_are_recomputed(failing, available,
     } == recomputed
 
 
-def test_hit_tokens_of_a_partly_used_bid_are_those_of_its_first_tiers() -> None:
-    parts = (PlaceTokens("host", 30), PlaceTokens("file", 50))
+def test_hit_tokens_are_counted_by_tier() -> None:
+    load = load_began(source="tiers", end=60, parts=(PlaceTokens("host", 30), PlaceTokens("file", 30)))
     found = counts(
         Arrived("a", 0.0, tokens=PROMPT, sources=("tiers",)),
-        load_began(source="tiers", end=60, parts=parts),
-        load_ended(source="tiers"),
-        Scheduled("a", 1.0, 60, PROMPT),
+        load,
+        load_ended(load),
+        Scheduled("a", 1.0, 60, PROMPT, loads=(load,)),
     )
     assert (found["hit_tokens tiers host"], found["hit_tokens tiers file"]) == (30, 30)
 
@@ -184,7 +184,8 @@ def test_a_ticket_counts_with_what_became_of_it(miss: MissReason) -> None:
     ticket = Arrived("a", 0.0, tokens=PROMPT, sources=SOURCES, ticket=True)
     missed = counts(ticket, asked(misses=[lack]), Scheduled("a", 1.0, 0, PROMPT))
     assert {n for n in missed if n.startswith("tickets")} == {f"tickets {miss}"}
-    loaded = counts(ticket, asked(), load_began(), load_ended(), Scheduled("a", 1.0, 80, PROMPT))
+    hit = Scheduled("a", 1.0, 80, PROMPT, loads=(load_began(),))
+    loaded = counts(ticket, asked(), load_began(), load_ended(), hit)
     assert {n for n in loaded if n.startswith("tickets")} == {"tickets hit"}
     declined = counts(Arrived("a", 0.0, tokens=PROMPT, sources=(), declined=(lack,), ticket=True))
     assert declined[f"tickets {miss}"] == 1
@@ -247,14 +248,16 @@ def test_tokens_that_another_source_loads_after_a_failure_are_not_recomputed() -
         load_ended(outcome=LoadOutcome.FAILED, miss=MissReason.FAILED),
         load_began("a#2", "tiers", 60),
         load_ended("a#2", "tiers"),
-        Scheduled("a", 1.0, 60, PROMPT),
+        Scheduled("a", 1.0, 60, PROMPT, loads=(load_began("a#2", "tiers", 60),)),
     )
     assert (found["recomputed_tokens peer"], found["hits tiers"], found["misses peer failed "]) == (20, 1, 1)
 
 
 def test_a_request_that_is_preempted_and_admitted_anew_is_counted_once_its_loads_twice() -> None:
-    once = (load_began(), load_ended(), Scheduled("a", 1.0, 80, PROMPT))
-    again = (load_began("a#2"), load_ended("a#2"), Scheduled("a", 2.0, 80, PROMPT))
+    once, again = (
+        (load, load_ended(load), Scheduled("a", at, 80, PROMPT, loads=(load,)))
+        for load, at in ((load_began(), 1.0), (load_began("a#2"), 2.0))
+    )
     found = counts(Arrived("a", 0.0, tokens=PROMPT, sources=("peer",)), *once, *again)
     assert found == {"loads peer ready": 2, "queries peer": 1, "hits peer": 1, "hit_tokens peer peer": 80}
 
@@ -298,9 +301,9 @@ def test_tiers_and_leases_and_late_blocks() -> None:
             dropped=(("no room", 2),),
         ),
         TierChanged(1.0, "file", used=20, capacity=200, owed=0),
-        StoreBegan("a", 0.0, "store#0", "full_attention", 2),
-        StoreEnded("a", 0.0, store="store#0", failure="", size=64, seconds=0.3),
-        StoreEnded("a", 0.0, store="store#1", failure="gone", size=0, seconds=0.3),
+        store := StoreBegan("a", 0.0, "store#0", "full_attention", 2),
+        StoreEnded("a", 0.0, began=store, failure="", size=64, seconds=0.3),
+        StoreEnded("a", 0.0, began=store, failure="gone", size=0, seconds=0.3),
         LeaseGranted("a", 0.0, 80, 30.0),
         LeaseGranted("b", 0.0, 80, 30.0),
         LeaseExtended("a", 0.0),
@@ -338,7 +341,7 @@ def lives(draw: st.DrawFn, name: str) -> list[Event]:
     events: list[Event] = [Arrived(name, 0.0, tokens=PROMPT, sources=tuple(sources))]
     loads = 0
     for _ in range(draw(st.integers(1, 3))):  # admissions: the first, and those after a preemption
-        available = local_tokens = draw(st.integers(0, PROMPT - 1))
+        available, used = (local_tokens := draw(st.integers(0, PROMPT - 1))), ()
         for _ in range(draw(st.integers(0, 3))):  # attempts
             source, loads = draw(st.sampled_from(sources)), loads + 1
             total = draw(st.integers(local_tokens + 1, PROMPT))
@@ -351,16 +354,15 @@ def lives(draw: st.DrawFn, name: str) -> list[Event]:
                 )
             )
             outcome = draw(st.sampled_from([LoadOutcome.READY, LoadOutcome.FAILED, LoadOutcome.EXPIRED]))
-            load = f"{name}#{loads}"
-            events.append(load_began(load, source, total, local_tokens))
+            events.append(load := load_began(f"{name}#{loads}", source, total, local_tokens))
             miss = (
                 None
                 if outcome is LoadOutcome.READY
                 else draw(st.sampled_from([MissReason.FAILED, MissReason.CHECKSUM]))
             )
-            events.append(load_ended(load, source, outcome, miss=miss))
+            events.append(load_ended(load, outcome=outcome, miss=miss))
             if outcome is LoadOutcome.READY:
-                available = total
+                available, used = total, (load,)
                 break
         else:
             lacking = [
@@ -379,16 +381,16 @@ def lives(draw: st.DrawFn, name: str) -> list[Event]:
                 )
             )
             events.append(asked(name, misses=lacking, why=why, local_tokens=local_tokens))
-        events.append(Scheduled(name, 1.0, available, PROMPT))
+        events.append(Scheduled(name, 1.0, available, PROMPT, loads=used))
     events = events[: draw(st.integers(1, len(events)))]
     return [*events, Finished(name, 2.0), *_left_behind(events)]
 
 
 def _left_behind(events: list[Event]) -> list[Event]:
     """A load that was under way when the request ended is reported after it."""
-    done = {event.load for event in events if isinstance(event, LoadEnded)}
-    under_way = [event for event in events if isinstance(event, LoadBegan) and event.load not in done]
-    return [load_ended(event.load, event.source, LoadOutcome.DROPPED) for event in under_way]
+    done = [event.began for event in events if isinstance(event, LoadEnded)]
+    under_way = [event for event in events if isinstance(event, LoadBegan) and event not in done]
+    return [load_ended(event, outcome=LoadOutcome.DROPPED) for event in under_way]
 
 
 @examples(60)
@@ -441,7 +443,6 @@ def test_a_load_that_ends_when_another_request_has_the_name_does_no_harm() -> No
 
 def test_an_event_that_is_heard_without_those_before_it_does_no_harm() -> None:
     events = (
-        load_ended(),
         Scheduled("a", 0.0, 0, PROMPT),
         Finished("a", 0.0),
         asked(),

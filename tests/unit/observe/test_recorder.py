@@ -198,43 +198,23 @@ def test_a_request_whose_content_is_not_known_has_the_keys_of_no_other(
 
 
 def test_tokens_of_loads_that_succeeded_are_counted_by_place(engine: FakeEngine) -> None:
-    parts = PlaceTokens("host", 16), PlaceTokens("file", 16)
-    serve(
-        engine,
-        ask(),
+    parts = PlaceTokens("host", 16), PlaceTokens("file", 4)
+    loads = (
         load_began("a#1.0", "tiers", end=24, begin=4, parts=parts),
         load_began("a#1.1", "peer", end=39, begin=24),
-        load_ended("a#1.0", "tiers"),
-        load_ended("a#1.1", "peer"),
-        cached=39,
     )
+    serve(engine, ask(), *loads, *map(load_ended, loads), Scheduled("a", 101.0, 39, PROMPT, loads=loads))
     (line,) = recorded(engine)
     assert line["loaded"] == {"host": 16, "file": 4, "peer": 15}
     assert line["local_tokens"] == 4
 
 
-def test_tokens_of_a_failed_attempt_are_not_counted(engine: FakeEngine) -> None:
-    serve(
-        engine,
-        ask(),
-        load_began("a#1.0", "tiers", end=16),
-        load_began("a#1.1", "peer", end=39, begin=16),
-        load_ended("a#1.0", "tiers"),
-        load_ended("a#1.1", "peer", LoadOutcome.FAILED, miss=MissReason.FAILED),
-        load_began("a#2", "tiers", end=32),
-        load_ended("a#2", "tiers"),
-        cached=32,
-    )
-    serve(
-        engine,
-        ask(),
-        load_began("a#3", "peer", end=32, begin=8),
-        load_ended("a#3", "peer", LoadOutcome.DROPPED),
-        cached=8,
-    )
-    first, second = recorded(engine)
-    assert (first["loaded"], first["local_tokens"]) == ({"host": 32}, 0)
-    assert (second["loaded"], second["local_tokens"]) == ({}, 8)
+def test_tokens_of_a_failed_load_are_not_counted(engine: FakeEngine) -> None:
+    load = load_began("a#1", "peer", end=32, begin=8)
+    failed = load_ended(load, outcome=LoadOutcome.FAILED, miss=MissReason.FAILED)
+    serve(engine, ask(), load, failed, cached=8)
+    (line,) = recorded(engine)
+    assert (line["loaded"], line["local_tokens"]) == ({}, 8)
 
 
 def test_after_a_preemption_nothing_is_counted_again(engine: FakeEngine) -> None:

@@ -21,6 +21,7 @@ from support.load_events import load_began, load_ended, sources_asked
 
 HEADERS = (("traceparent", "00-1-2-01"),)
 PARTS = (PlaceTokens("host", 64), PlaceTokens("file", 64))
+USED = (PlaceTokens("host", 64), PlaceTokens("file", 36))
 
 
 def spans(*events: Event) -> list[TraceSpan]:
@@ -44,8 +45,11 @@ def test_a_load_is_a_span_of_the_requests_trace() -> None:
     (load,) = spans(
         Arrived("a", 0.0, tokens=200, sources=("tiers",), declined=(), trace_headers=HEADERS),
         asked(0.5, DecisionReason.BEST, "tiers"),
-        load_began(source="tiers", end=100, at=1.0, parts=PARTS),
-        load_ended(source="tiers", at=1.5, moved=(GroupBytes("0 full", "copied", 640),)),
+        load_ended(
+            load_began(source="tiers", end=100, at=1.0, parts=USED),
+            at=1.5,
+            moved=(GroupBytes("0 full", "copied", 640),),
+        ),
     )
     assert load == TraceSpan(
         name="kvferry.load", request_id="a", parent=HEADERS, begin=1.0, end=1.5,
@@ -59,10 +63,9 @@ def test_a_load_is_a_span_of_the_requests_trace() -> None:
 
 def test_a_load_from_a_peer_says_which_and_what_took_how_long() -> None:
     (load,) = spans(
-        load_began(end=9, at=1.0, peer="10.0.0.1:5", parts=(PlaceTokens("peer", 9),)),
         load_ended(
+            load_began(end=9, at=1.0, peer="10.0.0.1:5", parts=(PlaceTokens("peer", 9),)),
             at=2.0,
-            seconds=1.0,
             figures=LoadFigures(
                 pages=8, descriptors=2, plan_seconds=0.1, transfer_seconds=0.5, check_seconds=0.2
             ),
@@ -78,16 +81,10 @@ def test_a_load_from_a_peer_says_which_and_what_took_how_long() -> None:
 def test_a_load_that_fails_is_an_error_and_one_that_nobody_waits_for_is_none() -> None:
     began = load_began(end=9, at=1.0, parts=PARTS)
     (failed,) = spans(
-        began,
-        load_ended(
-            outcome=LoadOutcome.EXPIRED, at=2.0, miss=MissReason.DEADLINE, failure="no answer", seconds=1.0
-        ),
+        load_ended(began, outcome=LoadOutcome.EXPIRED, at=2.0, miss=MissReason.DEADLINE, failure="no answer"),
     )
     assert (failed.failure, failed.attributes["error.type"]) == ("no answer", "deadline")
-    (dropped,) = spans(
-        began,
-        load_ended(outcome=LoadOutcome.DROPPED, at=2.0, failure="late", seconds=1.0),
-    )
+    (dropped,) = spans(load_ended(began, outcome=LoadOutcome.DROPPED, at=2.0, failure="late"))
     assert (dropped.failure, "error.type" in dropped.attributes) == ("", False)
 
 
@@ -108,11 +105,11 @@ def test_waiting_for_a_source_is_a_span_until_something_else_is_decided() -> Non
 def test_stores_and_leases_end_after_their_requests_and_keep_their_trace() -> None:
     lease, store = spans(
         Arrived("a", 0.0, tokens=200, sources=(), declined=(), trace_headers=HEADERS),
-        StoreBegan("a", 1.0, "store#0", "full", 2),
+        store := StoreBegan("a", 1.0, "store#0", "full", 2),
         LeaseGranted("a", 2.0, 199, 30.0),
         Finished("a", 2.0),
         LeaseEnded("a", 3.0, expired=True),
-        StoreEnded("a", 4.0, store="store#0", failure="gone", size=8, seconds=0.1),
+        StoreEnded("a", 4.0, began=store, failure="gone", size=8, seconds=0.1),
     )
     assert (lease.parent, lease.attributes) == (HEADERS, {"kvferry.tokens": 199, "kvferry.expired": True})
     assert (store.parent, store.failure) == (HEADERS, "gone")
@@ -120,11 +117,4 @@ def test_stores_and_leases_end_after_their_requests_and_keep_their_trace() -> No
 
 
 def test_an_end_without_a_begin_makes_no_span() -> None:
-    assert (
-        spans(
-            load_ended(at=2.0, seconds=1.0),
-            StoreEnded("a", 4.0, store="store#0", failure="", size=8, seconds=0.1),
-            LeaseEnded("a", 3.0, expired=False),
-        )
-        == []
-    )
+    assert spans(LeaseEnded("a", 3.0, expired=False)) == []

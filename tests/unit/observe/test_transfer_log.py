@@ -54,10 +54,8 @@ def load(
     """The two events of a load of a hundred tokens."""
     key = f"{name}#1.0"
     miss = MissReason.FAILED if failure else None
-    return (
-        load_began(key, source, end=116, begin=16, at=1.0, peer="P@host:1#2"),
-        load_ended(key, source, outcome, at=1.5, miss=miss, failure=failure, figures=figures),
-    )
+    began = load_began(key, source, end=116, begin=16, at=1.0, peer="P@host:1#2")
+    return began, load_ended(began, outcome=outcome, at=1.5, miss=miss, failure=failure, figures=figures)
 
 
 def written(path: Path, *loads: tuple[Event, Event]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.connector.engine import Block, BlockPool
 from kvferry.connector.events import StoreBegan, StoreEnded
-from kvferry.connector.stream import EventStream
+from kvferry.connector.stream import EventStream, short_id
 from kvferry.connector.worker.orders import MergedCopyReport, Piece, StoreOrder
 from kvferry.planning.chunk_cells import TableSlice
 from kvferry.planning.select import NULL_BLOCK
@@ -49,11 +49,13 @@ class _Store:
 
     Attributes:
         request_id: id of the request that the chunks belong to.
+        began: event of the store's start.
         slots: each chunk, with its slot in host memory.
         blocks: KV blocks that stay allocated (pinned) until the store ends.
     """
 
     request_id: str
+    began: StoreBegan
     slots: list[tuple[Slot, ChunkToStore]]
     blocks: list[Block]
 
@@ -139,8 +141,9 @@ class StoreOrders:
         self._pool.touch(blocks)
         self._pinned += len(blocks)
         name = f"store#{next(self._numbers)}"
-        self._stores[name] = _Store(request_id, slots, blocks)
-        self._events.emit(StoreBegan(request_id, time.monotonic(), name, self._labels[group], len(pieces)))
+        began = StoreBegan(short_id(request_id), time.monotonic(), name, self._labels[group], len(pieces))
+        self._stores[name] = _Store(request_id, began, slots, blocks)
+        self._events.emit(began)
         self._orders.append(StoreOrder(name, tuple(pieces), tuple(table_slices), available))
 
     def take(self) -> list[StoreOrder]:
@@ -167,14 +170,13 @@ class StoreOrders:
         self._pool.free_blocks(reversed(store.blocks))
         self._pinned -= len(store.blocks)
         self._mark_chunks_used(store.request_id)
-        size, now = sum(report.bytes_by_group), time.monotonic()
         self._events.emit(
             StoreEnded(
                 store.request_id,
-                now,
-                store=report.key,
+                time.monotonic(),
+                began=store.began,
                 failure=report.failure or "",
-                size=size,
+                size=sum(report.bytes_by_group),
                 seconds=report.seconds,
             )
         )

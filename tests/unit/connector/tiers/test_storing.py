@@ -883,7 +883,7 @@ def test_events_follow_a_store_from_its_beginning_to_its_end():
     assert engine.told == began
     all_stored(engine)
     ended = engine.told[len(began) :]
-    assert {event.store for event in ended} == {event.store for event in began}
+    assert {event.began for event in ended} == set(began)
     assert {(type(event), event.request_id, event.failure) for event in ended} == {(StoreEnded, "a", "")}
 
 
