@@ -157,7 +157,7 @@ def _stored(engine: _Engine, *, waits: bool) -> np.ndarray[tuple[int], np.dtype[
 
 def _store(mover: ChunkMover, order: StoreOrder, event: DeviceEvent | None) -> None:
     mover.store(order, event)
-    (report,) = _wait(mover.take_reports)
+    ((_, report),) = _wait(mover.take_reports)
     if report.failure:
         raise TransferError(f"a store failed: {report.failure}")
 
@@ -179,7 +179,7 @@ def _check_load(engine: _Engine, mover: ChunkMover, pieces: tuple[Piece, ...], t
         began=0.0,
     )
     mover.load(load, LoadOrder("part", pieces, first=True))
-    (report,) = _wait(mover.take_reports)
+    ((_, report),) = _wait(mover.take_reports)
     if report.failure:
         raise TransferError(f"a load failed: {report.failure}")
     read = (buffer + 0).cpu()  # a kernel on the engine's stream

@@ -120,10 +120,10 @@ class PromptLoads:
             time.sleep(_POLL_SECONDS)
             self._cache.poll()
             self._hand_over(fetch, copying)
-            for moved in self._mover.take_reports():
+            for key, moved in self._mover.take_reports():
                 if moved.failure is not None:
                     raise TransferError(f"a chunk was not copied to its blocks: {moved.failure}")
-                for slot in copying.pop(moved.key):
+                for slot in copying.pop(key):
                     self._cache.close(slot)
             if time.perf_counter() - wall > _PATIENCE_SECONDS:
                 raise TransferError(f"a prompt has not come within {_PATIENCE_SECONDS:g} s")

@@ -92,8 +92,7 @@ class PartialHalf:
 
     def take_reports(self, reports: StepReports) -> None:
         if self.stores is not None:
-            for report in reports.copies.values():
-                assert self.stores.on_copied(report)
+            self.stores.take_reports(reports)
         if self.admission is not None:
             self.admission.take_reports(reports)
         if self.producer is not None:
@@ -271,22 +270,16 @@ class FakeEngine:
         *failures: str | None,
         late: bool = False,
         workers: int = 1,
-        released: bool | None = None,
         **more: Any,
     ) -> None:
         """Let workers report the end of a load in turn. Nothing of it is in flight, unless it is late."""
         for failure in failures:
-            reports = StepReports(
-                reports={load.key: Report(failure, late, **more)}, reported={load.key: workers}
-            )
-            if released or (released is None and not late):
-                reports.released = {load.key: workers}
-            self.half.take_reports(reports)
+            report = Report(failure, late * workers, workers=workers, **more)
+            self.half.take_reports(StepReports(reports={load.key: report}))
 
     def report_at_once(self, reports: dict[str, Report]) -> None:
         """Let one worker report several loads of which nothing is in flight."""
-        once = dict.fromkeys(reports, 1)
-        self.half.take_reports(StepReports(reports=reports, reported=once, released=once))
+        self.half.take_reports(StepReports(reports=reports))
 
     def landed(self, load: Load, workers: int = 1) -> None:
         """Report that nothing of a late load is in flight any more on so many workers."""

@@ -289,8 +289,6 @@ class MeshEngine(VllmScheduler):
         ended = {key: self._loads.pop(key) for key in ends if key in self._loads}
         reports = StepReports(
             reports={key: Report(ends[key]) for key in ended},
-            reported=dict.fromkeys(ended, 1),
-            released=dict.fromkeys(ended, 1),
             raised=dict.fromkeys(orders.raised, 1),
         )
         done = {load.request_id for load in ended.values()}

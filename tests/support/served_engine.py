@@ -14,12 +14,12 @@ from kvferry.connector.adapters import Adapters
 from kvferry.connector.block_runs import DescribeBlocks
 from kvferry.connector.config import parse_config
 from kvferry.connector.engine import CacheGroup
+from kvferry.connector.load_results import LoadFigures
 from kvferry.connector.local_prefix import LocalPrefix
 from kvferry.connector.messages import Report, StepReports, WorkerInfo
 from kvferry.connector.plain import PlainRequest, PlainStep
 from kvferry.connector.scheduler import SchedulerHalf
 from kvferry.connector.stream import EventStream
-from kvferry.connector.worker.orders import MergedCopyReport
 from kvferry.geometry import Group, GroupKind, RankGeometry
 from kvferry.planning.select import first_attended
 from kvferry.replay.engine_cache import NO_PREFIX
@@ -255,12 +255,11 @@ class ServedEngine:
         parts = [part for part in orders.parts if part.work is not None]
         for order in (*(part.work for part in parts), *orders.stores):
             sizes = [0] * len(self._model.groups)
-            reports.copies[order.key] = MergedCopyReport(order.key, None, tuple(sizes), 0.0)
+            reports.reports[order.key] = Report(None, figures=LoadFigures(bytes_by_group=tuple(sizes)))
         for part in orders.parts:
             assert part.failure is None, part.failure
             if part.last:
                 reports.reports[part.load] = Report(None)
-                reports.reported[part.load] = reports.released[part.load] = 1
         self.half.take_reports(reports)
         self.half.step_done()
 

@@ -116,7 +116,7 @@ class Played:
     total: dict[str, int] = field(default_factory=dict)
     strikes: bool = True
     most_held: int | None = None
-    pins: Any = None
+    book: Any = None
     begun: list[Load] = field(default_factory=list)
     _biddings: dict[str, Any] = field(default_factory=dict)
 
@@ -145,8 +145,8 @@ class Played:
     _held = PeerSource._held
 
     @property
-    def _pins(self) -> Any:
-        return self.pins
+    def _loads(self) -> Any:
+        return self.book
 
     @property
     def _most_held(self) -> int | None:
@@ -253,9 +253,9 @@ class PlayedConnector(WithoutWorkers):
             prefix_cache=self.prefix_cache,
             clock=self.clock,
         )
-        self.parts, self.pins = composition.parts, composition.pins
+        self.parts, self.book = composition.parts, composition.loads
         for source in self.sources:
-            source.pins, source.groups = self.pins, len(groups)
+            source.book, source.groups = self.book, len(groups)
         self.admission = composition.admission(self.sources)
 
     def on_new_request(self, request: Any) -> None:
@@ -507,7 +507,7 @@ class VllmScheduler:
         self._look_at_states(output)
         for source in self.connector.sources:
             for load in source.begun:
-                held = {block.block_id for block in self.connector.pins.by_load[load.key].blocks}
+                held = {block.block_id for block in self.connector.book[load.key].blocks}
                 self.torn += sorted(held.intersection(*[set().union(*self._writes)]))
             self.loading += source.begun
             source.begun.clear()
@@ -520,11 +520,9 @@ class VllmScheduler:
         self.loading.remove(load)
         if failure is None:
             self._landed[load.request_id] = load
-        meta = StepReports(reports={load.key: Report(failure, late)}, reported={load.key: 1})
+        meta = StepReports(reports={load.key: Report(failure, late)})
         if late:
             self._late.append(load)
-        else:
-            meta.released[load.key] = 1
         self._report(meta, {load.request_id}, {load.request_id} if failure is not None else set())
 
     def land(self) -> None:

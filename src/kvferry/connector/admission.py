@@ -23,18 +23,18 @@ from dataclasses import dataclass, field
 from kvferry.connector.admission_events import OTHER_PART, AdmissionEvents
 from kvferry.connector.bids import Bid, Bidding
 from kvferry.connector.choosing import BidChooser
-from kvferry.connector.engine import Block, BlockPool, CacheGroup, PrefixCache, Request, RequestBlocks
+from kvferry.connector.engine import CacheGroup, PrefixCache, Request, RequestBlocks
 from kvferry.connector.headroom import Headroom
 from kvferry.connector.load_plans import LoadPlan, common_alignment, load_plans
 from kvferry.connector.local_prefix import LocalPrefix, last_boundary_before
-from kvferry.connector.messages import Report, StepOrders, StepReports
+from kvferry.connector.messages import StepOrders, StepReports
 from kvferry.connector.must_compute import must_compute
 from kvferry.connector.part_blocks import PartBlocks
-from kvferry.connector.pins import Pins
 from kvferry.connector.request_phases import AdmitAction, RequestPhase, RequestPhases, RequestState
 from kvferry.connector.running_loads import RunningLoad, RunningLoads
 from kvferry.connector.source import Source
 from kvferry.connector.stream import EventStream
+from kvferry.connector.transfer import TransferBook
 from kvferry.planning.select import LoadSpan
 
 
@@ -64,7 +64,7 @@ class Admission:
     Only the engine's thread calls it.
 
     Attributes:
-        pins: record of the KV blocks that stay allocated because a load may still write to them.
+        loads: loads that may still write to their blocks.
         admitted: number of times that the engine has allocated blocks to a waiting request.
     """
 
@@ -72,11 +72,9 @@ class Admission:
         self,
         groups: Sequence[CacheGroup],
         *,
-        pins: Pins[Block],
+        loads: TransferBook[RunningLoad],
         parts: PartBlocks,
         headroom: Headroom,
-        pool: BlockPool,
-        workers: int,
         attempts: int,
         timeout_seconds: float,
         sources: Sequence[Source],
@@ -89,12 +87,10 @@ class Admission:
 
         Args:
             groups: the engine's KV cache groups.
-            pins: record of the KV blocks that loads may still write to. The sources share this record.
+            loads: loads that may still write to their blocks. The sources share this record.
             parts: record of the KV blocks that loads fill only in part.
             headroom: object that decides whether a load leaves enough free blocks for the requests that
                 already wait for their loads.
-            pool: the engine's block pool.
-            workers: number of workers, each of which reports every load.
             attempts: maximum number of attempts to load one request's prefix.
             timeout_seconds: seconds after its start at which an unfinished load counts as failed.
             sources: all sources of KV, in the order in which they are asked. Of equally good offers, the
@@ -105,13 +101,11 @@ class Admission:
                 state; None if the engine can use its own prefix without a load.
             clock: function that returns monotonic seconds.
         """
-        self.pins, self._prefix_cache, self.admitted = pins, prefix_cache, 0
+        self.loads, self._prefix_cache, self.admitted = loads, prefix_cache, 0
         self._parts, self._clock = parts, clock
         self._phases = RequestPhases(chooser, headroom, clock)
         self._attempts = attempts
-        self._loads = RunningLoads(
-            groups, pins=pins, pool=pool, workers=workers, timeout_seconds=timeout_seconds, clock=clock
-        )
+        self._running = RunningLoads(groups, book=loads, timeout_seconds=timeout_seconds, clock=clock)
         self._sources, self._chooser = tuple(sources), chooser
         self._events = AdmissionEvents(events, chooser.policy, clock)
         self._alignment_tokens = common_alignment((group.kind, group.block_tokens) for group in groups)
@@ -120,11 +114,6 @@ class Admission:
     def __len__(self) -> int:
         """Return the number of unfinished requests whose KV at least one source may be able to load."""
         return len(self._known)
-
-    @property
-    def loads(self) -> int:
-        """Number of loads under way."""
-        return len(self._loads)
 
     def on_new_request(self, request: Request) -> None:
         """Ask every source whether it may be able to load KV of a new request, and remember the answers."""
@@ -204,7 +193,7 @@ class Admission:
         known.loaded, known.broken = [], False
         self._phases.wait(known, request, local_tokens + load_tokens)
         parts = plan.parts(local_tokens, load_tokens, request.num_tokens)
-        known.loads += (begun := self._loads.begin(request, blocks, parts))
+        known.loads += (begun := self._running.begin(request, blocks, parts))
         for one in begun:
             self._events.began(one)
         last = begun[-1]
@@ -230,18 +219,18 @@ class Admission:
             self._events.finished(request_id)
             return
         for one in known.loads:
-            self.pins.mark_late(one.load.key)
+            one.late = True
             one.feed.drop()
         self._settle(request_id, known)
         for source in known.sources:
             source.finished(request_id)
         self._events.finished(request_id)
-        self._events.late(self.pins.all_late_blocks)
+        self._events.late(self.loads.late_blocks())
 
     @property
     def calm(self) -> bool:
         """True if steps need no call of `scheduled` and `hand_over`, until another method is called."""
-        return self._loads.calm and self._phases.calm and self._events.calm and self._parts.calm
+        return self._running.calm and self._phases.calm and self._events.calm and self._parts.calm
 
     def scheduled(self, requests: Container[str]) -> None:
         """Record which requests the engine's coming step computes. They no longer wait for loads.
@@ -259,26 +248,31 @@ class Admission:
             orders: message to the workers for the coming step. This object is mutated.
         """
         self._parts.end_pass()
-        self._loads.take_orders(orders)
+        self._running.take_orders(orders)
 
     def take_reports(self, reports: StepReports) -> None:
         """Process the workers' reports, and unpin the KV blocks that no load can write to any more."""
-        bad = [self._loads[key] for key, report in reports.reports.items() if report.failure is not None]
+        bad = []
         for key, report in reports.reports.items():
-            self._report(key, report, reports.reported.get(key, 1))
+            if key not in self.loads:
+                continue  # chunks were copied
+            if report.failure is not None:
+                bad.append(self.loads[key])
+            if (one := self.loads.add_report(key, report)) is not None:
+                self._ended(one)
         for one in bad:
-            if one.load.bid.growing and one in self._loads:
+            if one.load.bid.growing and not one.fed:
                 one.feed.drop()  # other workers need not wait for the rest of it
             if not one.given_up:
                 self._drop_sibling_loads(one)
-        self._loads.release(reports)
-        self._events.late(self.pins.all_late_blocks)
+        self.loads.release(reports)
+        self._events.late(self.loads.late_blocks())
 
-    def _report(self, key: str, report: Report, workers: int) -> None:
-        one = self._loads.add_report(key, report, workers)
-        if one is None:
-            return
-        load, merged = one.load, one.merged_report()
+    def _ended(self, one: RunningLoad) -> None:
+        """Take in the end of a load that all workers have reported."""
+        assert one.report is not None
+        load, merged = one.load, one.report
+        self._running.ended(one)
         known = self._known.get(load.request_id)
         wanted = known is not None and one in known.loads
         in_vain = one.given_up and merged.failure is not None
@@ -315,7 +309,7 @@ class Admission:
         known = self._known.get(failed.load.request_id)
         for one in known.loads if known is not None else ():
             if one is not failed and one.load.attempt == failed.load.attempt and not one.given_up:
-                self._loads.give_up(one, OTHER_PART)
+                self._running.give_up(one, OTHER_PART)
                 one.feed.drop()
 
     def _best(self, known: _RequestState, request: Request, prefix: LocalPrefix) -> int | None:
@@ -407,7 +401,7 @@ class Admission:
         """
         tokens, total = request.num_tokens, local_tokens + plan.bid.tokens
         return self._phases.headroom.fits(request.request_id, total, tokens) and all(
-            source.has_room(bid, self._loads.max_written_blocks(span))
+            source.has_room(bid, self._running.max_written_blocks(span))
             for source, bid, span in plan.parts(local_tokens, plan.bid.tokens, tokens)
         )
 

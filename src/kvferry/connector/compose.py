@@ -13,21 +13,22 @@ from kvferry.connector.answer_times import AnswerTimes
 from kvferry.connector.block_runs import DescribeBlocks
 from kvferry.connector.choosing import BidChooser
 from kvferry.connector.config import ConnectorConfig
-from kvferry.connector.engine import Block, BlockPool, EngineFacts, PrefixCache
+from kvferry.connector.engine import BlockPool, EngineFacts, PrefixCache
 from kvferry.connector.headroom import Headroom
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.peers.turn_finder import TurnFinder
 from kvferry.connector.peers.turn_names import TurnNames
-from kvferry.connector.pins import Pins
 from kvferry.connector.policies import policy_named
 from kvferry.connector.refusals import Refusals
+from kvferry.connector.running_loads import RunningLoad
 from kvferry.connector.source import Source
 from kvferry.connector.speeds import Speeds
 from kvferry.connector.stream import EventStream
 from kvferry.connector.tiers.block_events import BlockEvents
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
+from kvferry.connector.transfer import TransferBook
 from kvferry.geometry import Group, GroupKind, RankGeometry
 from kvferry.geometry.canonical import CanonicalForm
 from kvferry.tiers.index.key_table import KeyTable
@@ -43,9 +44,10 @@ class Composition:
         engine: facts about the engine.
         config: settings of the connector.
         pool: the engine's block pool.
+        workers: number of workers.
         events: stream that receives the events.
         adapters: the engine's LoRA adapters.
-        pins: record of the KV blocks that stay allocated because a load may still write to them.
+        loads: loads that may still write to their blocks.
         parts: record of the KV blocks that loads fill only in part.
         speeds: measured speeds of loads and of prompt computation.
     """
@@ -88,10 +90,10 @@ class Composition:
         """
         self._clock = clock
         self._prefix_cache, self._describe_blocks = prefix_cache, describe_blocks
-        self.engine, self.config, self.pool, self._workers = engine, config, pool, workers
+        self.engine, self.config, self.pool, self.workers = engine, config, pool, workers
         self._groups, self.events, self.adapters, self._refusals = tuple(groups), events, adapters, refusals
         self.speeds, self._idle = Speeds() if speeds is None else speeds, idle
-        self.pins: Pins[Block] = Pins(workers)
+        self.loads = TransferBook[RunningLoad](workers, pool)
         self.parts = PartBlocks(self._groups, pool, config.whole_blocks)
 
     def peer_source(
@@ -120,7 +122,7 @@ class Composition:
         return PeerSource(
             client,
             ranks=ranks,
-            pins=self.pins,
+            loads=self.loads,
             refusals=self._refusals,
             timeout_seconds=config.load_timeout_seconds,
             most_held=int(config.late_blocks * self.engine.num_blocks),
@@ -147,6 +149,7 @@ class Composition:
             self._groups,
             canonical,
             self._refusals,
+            workers=self.workers,
             most_loads=self.config.tier_loads,
             bid_per_tier=bid_per_tier,
         )
@@ -178,11 +181,9 @@ class Composition:
         policy = policy_named(config.source_policy, weights, self.speeds)
         return Admission(
             engine.groups,
-            pins=self.pins,
+            loads=self.loads,
             parts=self.parts,
             headroom=Headroom.of(engine.groups, engine.step_tokens, self.pool),
-            pool=self.pool,
-            workers=self._workers,
             attempts=config.attempts,
             timeout_seconds=config.load_timeout_seconds,
             sources=sources,

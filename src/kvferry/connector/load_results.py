@@ -36,13 +36,14 @@ class GroupBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadFigures:
-    """Statistics of a load from a peer: bytes, descriptors, and seconds of each stage.
+    """Bytes, descriptors, and seconds of each stage, of a load from a peer or of a copy of chunks.
 
-    All values are 0 or empty for a load from tiers.
+    All values are 0 or empty for a load from tiers as a whole, whose parts are copies.
 
     Attributes:
         bytes_by_group: number of bytes of KV that the request needs, per KV cache group, without gaps that
-            are read and discarded. Empty if no read was planned.
+            are read and discarded. Empty if no read was planned. For chunks, the groups are those of the
+            storage format.
         strategy_by_group: name of the transfer strategy of each group; an empty name for a group without
             bytes.
         reads: number of reads of the load: more than 1 if the peer was still computing the KV when it began.

@@ -11,7 +11,7 @@ from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import BlockIds
 from kvferry.connector.load import Load
 from kvferry.connector.load_results import NO_FIGURES, LoadFigures
-from kvferry.connector.worker.orders import ArenaCard, LoadOrder, MergedCopyReport, StoreOrder
+from kvferry.connector.worker.orders import ArenaCard, LoadOrder, StoreOrder
 from kvferry.geometry import RankGeometry
 from kvferry.tiers.paths import boot_id
 from kvferry.transport.messages import RankCard
@@ -141,20 +141,24 @@ class StepOrders:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The report of the end of a load, from one worker or merged from several workers.
+    """The report of the end of a load, of a store, or of a part that copies chunks.
+
+    It comes from one worker, or is merged from several.
 
     Attributes:
-        failure: reason for the failure; None if the load succeeded.
-        late: True if the load is reported before it has ended, because its deadline passed or it was given
-            up. The load may still write to its blocks.
+        failure: reason for the failure; None if it succeeded.
+        late: number of workers that report a load before it has ended, because its deadline passed or it was
+            given up. They may still write to its blocks.
         peer_lost: True if the failure means that the peer is gone or was restarted.
-        figures: statistics of a load from a peer: bytes, descriptors, and seconds of each stage.
+        figures: bytes, descriptors, and seconds of each stage.
+        workers: number of workers whose reports these are.
     """
 
     failure: str | None
-    late: bool = False
+    late: int = 0
     peer_lost: bool = False
     figures: LoadFigures = NO_FIGURES
+    workers: int = 1
 
     @property
     def outcome(self) -> str:
@@ -162,16 +166,13 @@ class Report:
         return "ready" if self.failure is None else "expired" if self.late else "failed"
 
     def with_other(self, other: Report) -> Report:
-        """Return this report merged with another report about the same load.
-
-        Args:
-            other: report of another worker, or of several.
-        """
+        """Return this report merged with other workers' report about the same work."""
         return Report(
             self.failure or other.failure,
-            late=self.late or other.late,
+            late=self.late + other.late,
             peer_lost=self.peer_lost or other.peer_lost,
             figures=self.figures.with_other(other.figures),
+            workers=self.workers + other.workers,
         )
 
 
@@ -180,10 +181,9 @@ class StepReports:
     """Reports of worker halves to the scheduler half, after one step.
 
     Attributes:
-        reports: merged report of each load, by load key. Every worker reports every load once.
-        reported: number of workers whose reports are merged in `reports`, by load key.
-        released: number of workers on which no transfer of the load is in flight any more, by load key.
-        copies: merged report of each order to copy chunks, by order key.
+        reports: merged report of each load, store, and order to copy a part of a load's chunks, by key. Every
+            worker reports each of them once.
+        released: number of workers on which nothing of a late load is in flight any more, by load key.
         raised: number of workers that have incremented the lease word of each lease in `StepOrders.raised`,
             by lease name. A lease word is an integer in registered memory that reading peers check.
         stale: number of the last epoch in which the weights changed; None if they have not changed. An epoch
@@ -192,9 +192,7 @@ class StepReports:
     """
 
     reports: dict[str, Report] = field(default_factory=dict)
-    reported: dict[str, int] = field(default_factory=dict)
     released: dict[str, int] = field(default_factory=dict)
-    copies: dict[str, MergedCopyReport] = field(default_factory=dict)
     raised: dict[str, int] = field(default_factory=dict)
     stale: int | None = None
     moved: bool = False
@@ -207,13 +205,7 @@ class StepReports:
         """
         for key, report in other.reports.items():
             self.reports[key] = self.reports[key].with_other(report) if key in self.reports else report
-        for key, copy in other.copies.items():
-            self.copies[key] = self.copies[key].with_other(copy) if key in self.copies else copy
-        for mine, theirs in (
-            (self.reported, other.reported),
-            (self.released, other.released),
-            (self.raised, other.raised),
-        ):
+        for mine, theirs in ((self.released, other.released), (self.raised, other.raised)):
             for key, count in theirs.items():
                 mine[key] = mine.get(key, 0) + count
         if other.stale is not None:
@@ -223,7 +215,7 @@ class StepReports:
     def __bool__(self) -> bool:
         """Return whether there is anything to report."""
         stale = self.moved or self.stale is not None
-        return bool(self.reports or self.released or self.copies or self.raised or stale)
+        return bool(self.reports or self.released or self.raised or stale)
 
 
 @dataclass(frozen=True, slots=True)

@@ -272,7 +272,7 @@ class SchedulerHalf:
 
         A pause also waits for loads whose requests have ended, because they may still write to the KV cache.
         """
-        loads_write = self._paused and self._admission is not None and len(self._admission.pins) > 0
+        loads_write = self._paused and self._admission is not None and len(self._admission.loads) > 0
         return (
             bool(self._calls)
             or self._producer.busy
@@ -424,7 +424,7 @@ class SchedulerHalf:
         return {
             "draining": self._draining,
             "leases": self._producer.leases,
-            "loads": self.admission.loads,
+            "loads": len(self.admission.loads),
         }
 
     def on_pause(self, *, paused: bool) -> None:

@@ -22,9 +22,9 @@ from kvferry.connector.load import Load
 from kvferry.connector.load_results import GroupBytes, LoadFigures, LoadOutcome
 from kvferry.connector.messages import LoadPart, Report, StepOrders, StepReports
 from kvferry.connector.part_blocks import PartBlocks
-from kvferry.connector.pins import Pins
 from kvferry.connector.policies import FirstPolicy, WeightPolicy
 from kvferry.connector.speeds import Speeds
+from kvferry.connector.transfer import TransferBook
 from kvferry.geometry import Group, GroupKind
 from kvferry.observe.metrics_delta import MetricsDelta
 from kvferry.planning.select import LoadSpan
@@ -150,11 +150,9 @@ def engine_with(
     parts = PartBlocks(GROUPS, engine.pool, whole)
     admission = Admission(
         CACHE_GROUPS,
-        pins=Pins(workers),
+        loads=TransferBook(workers, engine.pool),
         parts=parts,
         headroom=Headroom(windows, 8, engine.pool),
-        pool=engine.pool,
-        workers=workers,
         attempts=attempts,
         timeout_seconds=30.0,
         sources=sources,
@@ -371,7 +369,7 @@ def test_a_load_has_its_span_tables_and_timeout():
     orders = StepOrders()
     engine.admission.hand_over(orders)
     assert orders.loads == [load], "workers get the same value"
-    engine.admission.hand_over(orders)
+    engine.admission.hand_over(orders := StepOrders())
     assert orders.loads == [], "once"
     assert engine.admission.origins("a") == {"one of a": 16}
 
@@ -537,13 +535,13 @@ def test_a_late_load_is_a_failure_and_keeps_its_blocks_until_it_has_landed():
     engine.report(load, "its deadline passed", "its deadline passed", late=True)
     engine.free(one)
     pinned = 2 * PROMPT // BLOCK
-    assert engine.pool.references == pinned == engine.admission.pins.late_blocks("one")
+    assert engine.pool.references == pinned == engine.admission.loads.late_blocks("one")
     assert source.heard[-1] == ("ended", "its deadline passed")
     engine.landed(load, 1)
     assert engine.pool.references == pinned
     engine.landed(load, 1)
     assert engine.pool.references == 0
-    assert engine.admission.pins.late_blocks("one") == 0
+    assert engine.admission.loads.late_blocks("one") == 0
 
 
 def test_a_load_that_one_worker_has_late_and_another_in_time_is_late():
@@ -567,11 +565,10 @@ def test_a_request_aborted_while_loading_is_settled_once_and_its_load_still_repo
     engine.free(one)
     assert source.heard[1:] == [("dropped", load.key), ("settled", "a"), ("finished", "a")]
     assert other.heard == [("settled", "a"), ("finished", "a")]
-    assert engine.admission.pins.late_blocks("one") > 0
+    assert engine.admission.loads.late_blocks("one") > 0
     engine.report(load, None, None)
     assert source.heard[4:] == [], "no request waits for it"
-    assert (engine.pool.references, len(engine.admission), len(engine.admission.pins)) == (0, 0, 0)
-    assert engine.admission.loads == 0
+    assert (engine.pool.references, len(engine.admission), len(engine.admission.loads)) == (0, 0, 0)
 
 
 def test_a_request_with_a_reused_id_is_not_affected_by_the_earlier_load():
@@ -613,7 +610,7 @@ def test_an_offer_that_is_gone_when_blocks_are_allocated_is_not_loaded():
     assert engine.admission.matched(one, 0) == 0
     engine.allocate(one, 0)
     assert source.heard == [("settled", "a")]
-    assert engine.admission.pins.late_blocks("one") == len(engine.admission.pins) == 0
+    assert engine.admission.loads.late_blocks("one") == len(engine.admission.loads) == 0
 
 
 def cached(blocks):
@@ -994,9 +991,7 @@ def test_the_end_of_a_load_has_the_figures_of_all_workers(failure):
     )
     for end in (failure, None):
         report = Report(end, figures=figures)
-        engine.admission.take_reports(
-            StepReports(reports={peer.load.key: report}, reported={peer.load.key: 1})
-        )
+        engine.admission.take_reports(StepReports(reports={peer.load.key: report}))
     (ended,) = (event for event in engine.told if isinstance(event, LoadEnded))
     assert ended.figures == replace(figures, bytes_by_group=(1280, 0), pages=8)
     assert bool(ended.moved) == (failure is None)

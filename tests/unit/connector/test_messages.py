@@ -1,5 +1,7 @@
 """Reports of several workers become one."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvferry.connector.load_results import LoadFigures
@@ -35,7 +37,7 @@ def moved(*bytes_by_group):
 def test_amounts_add_up_and_the_slowest_counts():
     one = report((10, 0), 2, 1, 512, 0.1, 0.5, 0.01)
     other = report((5, 7), 4, 3, 256, 0.3, 0.2, 0.02)
-    assert one.with_other(other) == report((15, 7), 6, 4, 512, 0.3, 0.5, 0.02)
+    assert one.with_other(other) == replace(report((15, 7), 6, 4, 512, 0.3, 0.5, 0.02), workers=2)
     assert one.with_other(other) == other.with_other(one)
 
 
@@ -59,7 +61,7 @@ def test_the_slowest_reads_and_any_reason_against_shared_memory_are_reported():
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("lost", [False, True])
 def test_one_failure_is_a_failure_of_all(late, lost):
-    good, bad = Report(None, figures=moved(1, 2)), Report("it broke", late=late, peer_lost=lost)
+    good, bad = Report(None, figures=moved(1, 2)), Report("it broke", int(late), peer_lost=lost)
     for whole in (good.with_other(bad), bad.with_other(good)):
         assert whole.failure == "it broke"
         assert (whole.late, whole.peer_lost) == (late, lost)
@@ -76,28 +78,25 @@ def test_a_lost_peer_is_reported_by_any_lane(lost):
 
 
 def test_two_failures_without_bytes_are_one():
-    assert Report("a").with_other(Report("b")) == Report("a")
+    assert Report("a").with_other(Report("b")) == Report("a", workers=2)
 
 
 def test_reports_of_one_load_are_merged():
-    whole = StepReports(reports={"a": Report(None, figures=moved(1))}, reported={"a": 1}, released={"a": 1})
+    whole = StepReports(reports={"a": Report(None, figures=moved(1))}, released={"c": 1})
     whole.add(
         StepReports(
-            reports={"a": Report("late", late=True, figures=moved(2)), "b": Report(None)},
-            reported={"a": 1, "b": 1},
-            released={"c": 1},
+            reports={"a": Report("late", late=1, figures=moved(2)), "b": Report(None)}, released={"c": 1}
         )
     )
-    assert whole.reports == {"a": Report("late", late=True, figures=moved(3)), "b": Report(None)}
-    assert whole.reported == {"a": 2, "b": 1}
-    assert whole.released == {"a": 1, "c": 1}
+    assert whole.reports == {"a": Report("late", late=1, figures=moved(3), workers=2), "b": Report(None)}
+    assert whole.released == {"c": 2}
 
 
-def test_a_pin_ends_with_the_last_of_many_workers():
+def test_reports_of_many_workers_are_counted():
     whole = StepReports()
-    for _ in range(4):
-        whole.add(StepReports(reports={"a": Report(None)}, reported={"a": 1}, released={"a": 1}))
-    assert whole.reported == whole.released == {"a": 4}
+    for number in range(4):
+        whole.add(StepReports(reports={"a": Report(None, late=number % 2)}))
+    assert (whole.reports["a"].workers, whole.reports["a"].late) == (4, 2)
 
 
 def test_empty_reports_are_false():

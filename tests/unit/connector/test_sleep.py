@@ -10,6 +10,7 @@ from msgspec import structs
 
 from kvferry.connector.messages import WorkerInfo
 from kvferry.connector.scheduler import SchedulerHalf
+from kvferry.connector.transfer import Transfer
 from unit.connector.test_calm_steps import started
 
 
@@ -67,9 +68,9 @@ def test_an_engine_that_could_not_fall_asleep_is_reset(half):
 
 
 def test_a_pause_waits_for_loads_that_outlive_their_requests(half):
-    half.admission.pins.hold("a load", "a peer", [])
+    half.admission.loads.begin(Transfer(key="a load", holder="a peer", blocks=[]))
     assert not half.busy
     half.on_pause(paused=True)
     assert half.busy
-    half.admission.pins.on_transfer_ended("a load")
+    half.admission.loads.end("a load", 1)
     assert not half.busy

@@ -228,15 +228,16 @@ class TwoSources:
             case.rank.groups,
             case.canonical,
             Refusals(),
+            workers=1,
             most_loads=32,
         )
         turns: set[str] = set()
-        pins = SimpleNamespace(late_blocks=lambda _: 0)
+        loads = SimpleNamespace(late_blocks=lambda _: 0)
         client = Client(theirs, Redeemed(0, 11, Grant.of(3, 7, self._tables()), 1 << 20))
         self.peer = PeerSource(
             client,
             ranks=[case.rank],
-            pins=pins,
+            loads=loads,
             refusals=Refusals(),
             timeout_seconds=30.0,
             most_held=2,

@@ -146,15 +146,15 @@ class Serving(RuleBasedStateMachine):
     @invariant()
     def loads_hold_no_more_than_they_may_if_they_are_late(self):
         if hasattr(self, "engine") and self.most_held is not None:
-            pins = self.engine.connector.pins
-            peers = [pin for pin in pins.by_load.values() if pin.source == "peer"]
-            assert pins.held.get("peer", 0) <= self.most_held or len(peers) == 1
-            blocks = [block for pin in pins.by_load.values() for block in pin.blocks]
-            assert len(blocks) == sum(pins.held.values())
+            book = self.engine.connector.book
+            peers = [load for load in book if load.holder == "peer"]
+            assert book.held.get("peer", 0) <= self.most_held or len(peers) == 1
+            blocks = [block for load in book for block in load.blocks]
+            assert len(blocks) == sum(book.held.values())
             assert all(block.ref_cnt > 0 for block in blocks), "a load may write a block that is free"
-            late = [pin for pin in pins.by_load.values() if pin.late]
+            late = [load for load in book if load.late]
             event("late reads hold blocks" if late else "no read is late")
-            assert pins.all_late_blocks == sum(len(pin.blocks) for pin in late)
+            assert book.late_blocks() == sum(len(load.blocks) for load in late)
 
     def teardown(self):
         if not hasattr(self, "engine"):
@@ -172,7 +172,7 @@ class Serving(RuleBasedStateMachine):
         assert expected <= self.engine.answered | self.aborted, "a request never ends"
         for _ in range(3):
             self.step(1)
-        assert len(self.engine.connector.pins) == len(self.engine.connector.admission) == 0
+        assert len(self.engine.connector.book) == len(self.engine.connector.admission) == 0
         assert not self.engine.connector.admission._phases._loaded, "attempts of a request that has ended"
         assert not self.engine.connector.leases
         unclaimed = self.engine.connector.producer._unclaimed
@@ -268,14 +268,12 @@ def test_a_source_that_hangs_holds_no_more_than_it_may_and_others_go_on() -> Non
     for _ in range(60):
         CLOCK.now += PATIENCE / 20
         engine.step()
-    held, late = engine.connector.pins.held, list(engine.loading)
-    assert (
-        0 < held["peer"] <= 20 < sum(len(engine.connector.pins.by_load[load.key].blocks) for load in late) + 4
-    )
+    held, late = engine.connector.book.held, list(engine.loading)
+    assert 0 < held["peer"] <= 20 < sum(len(engine.connector.book[load.key].blocks) for load in late) + 4
     assert len(engine.answered) == len(hung) - len(late), "the others are computed, once they have waited"
     for load in late:
         engine.end(load, "its deadline has passed", late=True)
-    assert engine.connector.pins.all_late_blocks == held["peer"] <= 20
+    assert engine.connector.book.late_blocks() == held["peer"] <= 20
     other = engine.ask(range(9000, 9065), answer=1, tiers=64)
     for _ in range(20):
         CLOCK.now += PATIENCE / 20

@@ -27,7 +27,7 @@ from dataclasses import replace
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.bids import Bid, Bidding, PlaceTokens
 from kvferry.connector.decisions import MissReason, SourceMiss
-from kvferry.connector.engine import Block, Request
+from kvferry.connector.engine import Request
 from kvferry.connector.load import Load
 from kvferry.connector.messages import Report, StepOrders
 from kvferry.connector.peers.claims import Claims
@@ -36,9 +36,10 @@ from kvferry.connector.peers.feed import PeerFeed
 from kvferry.connector.peers.offer import read_offer
 from kvferry.connector.peers.pull import Pull, peer_name
 from kvferry.connector.peers.turn_finder import TurnFinder
-from kvferry.connector.pins import Pins, may_hold
 from kvferry.connector.prompt_content import content_of
 from kvferry.connector.refusals import Refusals
+from kvferry.connector.running_loads import RunningLoad
+from kvferry.connector.transfer import TransferBook, may_hold
 from kvferry.errors import NotYetNamed, ProtocolError, Unnameable
 from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.tiers.names import PEER, TIERS
@@ -77,7 +78,7 @@ class PeerSource:
         client: ControlClient,
         *,
         ranks: Sequence[RankGeometry],
-        pins: Pins[Block],
+        loads: TransferBook[RunningLoad],
         refusals: Refusals,
         timeout_seconds: float,
         most_held: int,
@@ -92,7 +93,7 @@ class PeerSource:
         Args:
             client: control channel to the peers that offer KV.
             ranks: geometry of this engine's ranks.
-            pins: record of the KV blocks that loads keep allocated (pinned).
+            loads: loads from all sources that may still write to their blocks.
             refusals: log of the requests that a source does not serve.
             timeout_seconds: seconds to wait for the digest of a request's LoRA adapter, which is sent with
                 the ticket. After this time the peer that offered the KV is not used for the request.
@@ -110,7 +111,7 @@ class PeerSource:
         # The engine computes the last token of a prompt even if all of it is loaded. Attention writes the
         # same KV again, but recurrent state would have seen the token twice.
         self._computed_again = any(one.kind is GroupKind.STATE for rank in ranks for one in rank.groups)
-        self._client, self._pins, self._refusals = client, pins, refusals
+        self._client, self._loads, self._refusals = client, loads, refusals
         self._timeout, self._most_held = timeout_seconds, most_held
         self._turns, self._asking = turns, dict[str, Bidding]()
         self._pulls: dict[str, Pull] = {}
@@ -541,7 +542,7 @@ class PeerSource:
         """
         if (reason := pull.mismatch(peer)) is not None:
             return reason
-        late = self._pins.late_blocks(pull.peer)
+        late = self._loads.late_blocks(pull.peer)
         if late and not may_hold(pull.peer, 1, {pull.peer: late}, self._most_held):
             return (
                 f"reads past their deadline still hold {late} blocks, and those of a peer may hold half of "
@@ -578,7 +579,7 @@ class PeerSource:
 
     def _held(self) -> dict[str, int]:
         """Return the number of KV blocks that loads keep allocated, by name of the peer."""
-        return {source: blocks for source, blocks in self._pins.held.items() if source != TIERS}
+        return {source: blocks for source, blocks in self._loads.held.items() if source != TIERS}
 
     def _exclude_peer(self, request_id: str, reason: str) -> None:
         pull = self._pulls[request_id]

@@ -19,11 +19,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry.connector.blocks_wanted import BlocksWanted, choose_leases_to_end
-from kvferry.connector.engine import Block, BlockIds, BlockPool, EngineFacts, Request
+from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request
 from kvferry.connector.events import LeaseGranted
 from kvferry.connector.peers.turn_names import TurnNames
-from kvferry.connector.pins import Pins
 from kvferry.connector.stream import EventStream
+from kvferry.connector.transfer import Transfer, TransferBook
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
 from kvferry.planning.select import NULL_BLOCK, attends_to_all, first_independent
@@ -88,10 +88,11 @@ class TurnKeeper:
         self._seconds, self._most = seconds, int(share * engine.num_blocks)
         self._least_free = int(_FREE * engine.num_blocks)
         self._turns: dict[str, _Turn] = {}
-        self._leaving: dict[str, int] = {}  # number of blocks not freed yet, by ended lease
         self._over: list[str] = []
-        self._index, self._pins = TurnIndex(), Pins[Block](0)
+        self._index = TurnIndex()
         self._pool: BlockPool | None = None
+        # A turn is late from the end of its lease until all workers have confirmed it: peers may still read.
+        self._kept: TransferBook[Transfer] | None = None
 
     def __contains__(self, lease: str) -> bool:
         """Return True if the lease named `lease` belongs to a retained turn (KV of a finished request)."""
@@ -105,7 +106,7 @@ class TurnKeeper:
             pool: the engine's block pool.
             workers: number of workers. All must confirm that a lease has ended before its blocks are freed.
         """
-        self._index, self._pins, self._pool = index, Pins(workers), pool
+        self._index, self._kept, self._pool = index, TransferBook(workers, pool), pool
 
     @property
     def busy(self) -> bool:
@@ -114,7 +115,8 @@ class TurnKeeper:
         Steps make new retained turns (KV of finished requests) visible to peers, and free the blocks of
         withdrawn turns.
         """
-        return bool(self._over or self._leaving or any(turn.steps > 0 for turn in self._turns.values()))
+        unseen = any(turn.steps > 0 for turn in self._turns.values())
+        return bool(self._over) or self.holds_blocks or unseen
 
     @property
     def holds_blocks(self) -> bool:
@@ -122,7 +124,11 @@ class TurnKeeper:
 
         This is True if the lease of a turn has ended, but not all workers have confirmed the end yet.
         """
-        return bool(self._leaving)
+        return self._leaving_blocks > 0
+
+    @property
+    def _leaving_blocks(self) -> int:
+        return 0 if self._kept is None else self._kept.late_blocks()
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
         """Keep the KV blocks of a finished request for the next turn of its conversation.
@@ -137,7 +143,7 @@ class TurnKeeper:
         """
         tokens = self._computed_tokens(request)
         content = self._names.content(request, tokens) if tokens else None
-        if content is None or not content.keys or self._pool is None:
+        if content is None or not content.keys or self._pool is None or self._kept is None:
             return
         offered = self._engine.tables(block_ids, tokens)
         least = self._shortest_usable_prefix(offered, tokens)
@@ -148,8 +154,7 @@ class TurnKeeper:
             word = self._book.grant(request.request_id, self._seconds)
         except TransferError:
             return
-        self._pool.touch(blocks)
-        self._pins.hold(request.request_id, "", blocks)
+        self._kept.begin(Transfer(key=request.request_id, holder="turns", blocks=blocks))
         kept = KeptTurn(
             engine_id=self._engine.engine_id,
             incarnation=word.incarnation,
@@ -202,7 +207,8 @@ class TurnKeeper:
         """
         if (turn := self._turns.pop(lease, None)) is not None:
             self._index.withdraw(turn.kept.ticket)
-            self._leaving[lease] = turn.blocks
+            if self._kept is not None and lease in self._kept:
+                self._kept[lease].late = True
 
     def on_workers_confirmed(self, lease: str, workers: int) -> bool:
         """Count the workers that have confirmed the end of a lease. Free its blocks when all have confirmed.
@@ -214,13 +220,7 @@ class TurnKeeper:
             lease: name of the lease of a retained turn (KV of a finished request).
             workers: number of workers that have confirmed since the last call.
         """
-        blocks = self._pins.on_transfer_ended(lease, workers)
-        if not blocks:
-            return False
-        assert self._pool is not None
-        self._pool.free_blocks(reversed(blocks))
-        del self._leaving[lease]
-        return True
+        return self._kept is not None and self._kept.end(lease, workers)
 
     def _leases_to_end_early(self, over: Sequence[str]) -> list[str]:
         """Return the names of the leases that must end early, the oldest first.
@@ -237,9 +237,7 @@ class TurnKeeper:
         held = {name: turn.blocks for name, turn in self._turns.items() if name not in over}
         if not held:
             return []
-        coming = sum(self._leaving.values()) + sum(
-            self._turns[name].blocks for name in over if name in self._turns
-        )
+        coming = self._leaving_blocks + sum(self._turns[name].blocks for name in over if name in self._turns)
         free = self._pool.get_num_free_blocks() + coming
         room = min(self._most - sum(held.values()), free - max(self._least_free, self._wanted.blocks()))
         return choose_leases_to_end(held, -room)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvferry.cache.fetch import Fetch
 from kvferry.cache.reading import Reading
@@ -19,7 +20,7 @@ from kvferry.connector.load import Load
 from kvferry.connector.load_results import GroupBytes
 from kvferry.connector.messages import LoadPart, Report
 from kvferry.connector.refusals import Refusals
-from kvferry.connector.worker.orders import LoadOrder, MergedCopyReport, Piece
+from kvferry.connector.worker.orders import LoadOrder, Piece
 from kvferry.tiers.host.tier import Slot
 from kvferry.tiers.names import TIERS
 from kvferry.tiers.outcome import GetOutcome
@@ -34,12 +35,21 @@ _MISSES = {
 }
 
 
-class ChunkFeed:
-    """Orders the parts of one load of chunks. Chunks that have arrived since the last step are one part.
+@dataclass(slots=True)
+class CopiedPart:
+    """A part of a load whose chunks ranks copy to KV blocks. Mutable.
 
     Attributes:
-        copying: slots of the chunks that ranks copy to KV blocks, by key of the order to copy them.
+        slots: host memory of the chunks.
+        report: merged report of the ranks that have copied them; None before the first.
     """
+
+    slots: Sequence[Slot]
+    report: Report | None = None
+
+
+class ChunkFeed:
+    """Orders the parts of one load of chunks. Chunks that have arrived since the last step are one part."""
 
     def __init__(
         self,
@@ -64,7 +74,7 @@ class ChunkFeed:
         """
         self._load, self._fetch, self._reading = load, fetch, reading
         self._excluded_tiers, self._refusals, self._labels = excluded_tiers, refusals, labels
-        self.copying: dict[str, list[Slot]] = {}
+        self._copying: dict[str, CopiedPart] = {}
         self._parts, self._told = 0, False
         self._end: LoadPart | None = None
         self._sizes, self._miss = Counter[int](), MissReason.FAILED
@@ -77,7 +87,7 @@ class ChunkFeed:
     @property
     def busy(self) -> bool:
         """True until the ranks know the end of the load and have copied all its chunks."""
-        return not self._told or bool(self.copying)
+        return not self._told or bool(self._copying)
 
     @property
     def origin(self) -> str:
@@ -95,7 +105,7 @@ class ChunkFeed:
                 )
                 self._parts += 1
                 key = f"{self._load.key}/{self._parts}"
-                self.copying[key] = [slot for _, slot in ready]
+                self._copying[key] = CopiedPart([slot for _, slot in ready])
                 parts.append(LoadPart(self._load.key, LoadOrder(key, tuple(pieces), first=self._parts == 1)))
             if self._fetch.over:
                 self._excluded_tiers |= self._fetch.failed
@@ -121,14 +131,21 @@ class ChunkFeed:
         """Cancel the load. Chunks that arrive later stay in host memory."""
         self.stop("nobody waits for it any more")
 
-    def take_copied(self, report: MergedCopyReport) -> list[Slot]:
-        """Return, and forget, the slots of chunks that all ranks have copied to KV blocks.
+    def take_report(self, key: str, report: Report, workers: int) -> CopiedPart | None:
+        """Merge a report into that of its part. Return the part, and forget it, if all ranks have copied it.
 
         Args:
-            report: merged report of all ranks about one order of this load.
+            key: key of the order; None is returned if it is none of this load.
+            report: report of one rank, or merged report of several.
+            workers: number of ranks.
         """
-        self._sizes.update(dict(enumerate(report.bytes_by_group)))
-        return self.copying.pop(report.key)
+        if (part := self._copying.get(key)) is None:
+            return None
+        part.report = report if part.report is None else part.report.with_other(report)
+        if part.report.workers < workers:
+            return None
+        self._sizes.update(dict(enumerate(part.report.figures.bytes_by_group)))
+        return self._copying.pop(key)
 
     def moved(self, report: Report) -> tuple[GroupBytes, ...]:
         """Return the number of bytes that all ranks together have copied, per group of the storage format."""

@@ -18,11 +18,11 @@ from kvferry.connector.bids import Bid, Bidding, PlaceTokens
 from kvferry.connector.decisions import MissReason, SourceMiss
 from kvferry.connector.engine import Request
 from kvferry.connector.load import Load
+from kvferry.connector.messages import StepReports
 from kvferry.connector.refusals import Refusals
 from kvferry.connector.tiers.feed import ChunkFeed
 from kvferry.connector.tiers.misses import miss_of
 from kvferry.connector.tiers.prompts import Prompts
-from kvferry.connector.worker.orders import MergedCopyReport
 from kvferry.geometry import Group
 from kvferry.geometry.canonical import CanonicalForm
 from kvferry.geometry.canonical.length import content_alignment
@@ -69,6 +69,7 @@ class TierSource:
         canonical: CanonicalForm,
         refusals: Refusals,
         *,
+        workers: int,
         most_loads: int,
         bid_per_tier: bool = False,
     ) -> None:
@@ -80,12 +81,13 @@ class TierSource:
             groups: the engine's KV cache groups, as one rank describes them.
             canonical: format in which chunks are stored.
             refusals: log of the requests that a tier cannot serve.
+            workers: number of workers, each of which reports every copy.
             most_loads: maximum number of concurrent loads. A further load would have to wait for these, so
                 the source then makes no offer.
             bid_per_tier: True to make further bids for shorter prefixes that need no chunk of the slowest
                 tiers, so that the source policy can choose a shorter but faster load.
         """
-        self._copy_seconds: list[float] = []
+        self._workers, self._copy_seconds = workers, list[float]()
         chunk_tokens = canonical.chunk_tokens
         self._cache, self._prompts, self._groups = cache, prompts, groups
         self._alignments = tuple(
@@ -301,22 +303,15 @@ class TierSource:
         """Forget a request that has ended."""
         del self._requests[request_id]
 
-    def on_copied(self, report: MergedCopyReport) -> bool:
-        """Release the host memory of chunks that all ranks have copied to KV blocks.
-
-        Args:
-            report: merged report of all ranks about one order to copy chunks.
-
-        Returns:
-            False if the order belongs to no load, else True.
-        """
-        feed = next((feed for feed in self._feeds if report.key in feed.copying), None)
-        if feed is None:
-            return False
-        for slot in reversed(feed.take_copied(report)):
-            self._cache.close(slot)
-        self._copy_seconds.append(report.seconds)
-        return True
+    def take_reports(self, reports: StepReports) -> None:
+        """Release the host memory of chunks that all ranks have copied to KV blocks."""
+        for key, report in reports.reports.items():
+            for feed in self._feeds:
+                if (part := feed.take_report(key, report, self._workers)) is not None:
+                    for slot in reversed(part.slots):
+                        self._cache.close(slot)
+                    assert part.report is not None
+                    self._copy_seconds.append(part.report.figures.transfer_seconds)
 
     def start_anew(self) -> None:
         """Cancel all loads under way, because their chunks were computed before the cache was reset."""

@@ -7,6 +7,7 @@ without the rest, but the rest is useless without the start.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -15,13 +16,18 @@ from itertools import count
 from typing import NamedTuple
 
 from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.connector.engine import Block, BlockPool
+from kvferry.connector.engine import BlockPool
 from kvferry.connector.events import StoreBegan, StoreEnded
+from kvferry.connector.messages import StepReports
 from kvferry.connector.stream import EventStream, short_id
-from kvferry.connector.worker.orders import MergedCopyReport, Piece, StoreOrder
+from kvferry.connector.transfer import Transfer, TransferBook
+from kvferry.connector.worker.orders import Piece, StoreOrder
+from kvferry.limited_log import LimitedLog
 from kvferry.planning.chunk_cells import TableSlice
 from kvferry.planning.select import NULL_BLOCK
 from kvferry.tiers.host.tier import Slot
+
+logger = logging.getLogger(__name__)
 
 MOST_PINNED = 0.25
 """Maximum share of the engine's blocks that stores may pin."""
@@ -43,21 +49,19 @@ class ChunkToStore(NamedTuple):
     cold: bool = False
 
 
-@dataclass(slots=True)
-class _Store:
-    """A store under way. A store copies chunks of a request from KV blocks to host memory.
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Store(Transfer):
+    """A store: ranks copy chunks of a request from KV blocks to host memory.
 
     Attributes:
         request_id: id of the request that the chunks belong to.
         began: event of the store's start.
         slots: each chunk, with its slot in host memory.
-        blocks: KV blocks that stay allocated (pinned) until the store ends.
     """
 
     request_id: str
     began: StoreBegan
     slots: list[tuple[Slot, ChunkToStore]]
-    blocks: list[Block]
 
 
 class StoreOrders:
@@ -71,7 +75,7 @@ class StoreOrders:
     """
 
     def __init__(
-        self, cache: ChunkCache, pool: BlockPool, labels: Sequence[str], events: EventStream
+        self, cache: ChunkCache, pool: BlockPool, workers: int, labels: Sequence[str], events: EventStream
     ) -> None:
         """Create an empty collection of stores.
 
@@ -80,27 +84,28 @@ class StoreOrders:
         Args:
             cache: cache of chunks in host memory and in the slower tiers.
             pool: the engine's block pool.
+            workers: number of workers, each of which reports every store.
             labels: label (number and kind) of each KV cache group in the storage format.
             events: stream that receives an event when a store begins, and when it ends.
         """
         self.dropped: Counter[str] = Counter()
         self.most_pinned = int(MOST_PINNED * len(pool.blocks))
         self._cache, self._pool, self._labels, self._events = cache, pool, labels, events
-        self._stores: dict[str, _Store] = {}
+        self._stores = TransferBook[_Store](workers, pool)
         self._orders: list[StoreOrder] = []
         self._ended: dict[str, tuple[list[bytes], list[bytes]]] = {}
-        self._pinned = 0
         self._numbers = count()
+        self._log = LimitedLog(logger)
 
     @property
     def busy(self) -> bool:
         """Whether any store (copy from KV blocks to host memory) is under way and keeps blocks allocated."""
-        return bool(self._stores)
+        return len(self._stores) > 0
 
     @property
     def chunks(self) -> int:
         """Number of chunks that stores still copy to host memory."""
-        return sum(len(store.slots) for store in self._stores.values())
+        return sum(len(store.slots) for store in self._stores)
 
     def order(
         self,
@@ -125,7 +130,7 @@ class StoreOrders:
             available: range of prompt tokens that the blocks in `table_slices` hold.
         """
         ids = {block for part in table_slices if part for block in part.ids} - {NULL_BLOCK}
-        if self._pinned + len(ids) > self.most_pinned:
+        if sum(len(store.blocks) for store in self._stores) + len(ids) > self.most_pinned:
             self.dropped["too many stores under way"] += len(chunks)
             return
         slots: list[tuple[Slot, ChunkToStore]] = []
@@ -137,12 +142,12 @@ class StoreOrders:
                 pieces.append(Piece(group, chunk.number, slot.offset))
         if not pieces:
             return
-        blocks = [self._pool.blocks[block] for block in ids]
-        self._pool.touch(blocks)
-        self._pinned += len(blocks)
         name = f"store#{next(self._numbers)}"
         began = StoreBegan(short_id(request_id), time.monotonic(), name, self._labels[group], len(pieces))
-        self._stores[name] = _Store(request_id, began, slots, blocks)
+        blocks = [self._pool.blocks[block] for block in ids]
+        self._stores.begin(
+            _Store(key=name, holder="stores", blocks=blocks, request_id=request_id, began=began, slots=slots)
+        )
         self._events.emit(began)
         self._orders.append(StoreOrder(name, tuple(pieces), tuple(table_slices), available))
 
@@ -151,24 +156,27 @@ class StoreOrders:
         orders, self._orders = self._orders, []
         return orders
 
-    def on_copied(self, report: MergedCopyReport) -> bool:
-        """Complete a store (copy of chunks from KV blocks to host memory) that all ranks have reported.
+    def take_reports(self, reports: StepReports) -> None:
+        """Complete the stores that all ranks have reported.
 
-        Release the store's blocks. If the store succeeded, make its chunks available to requests.
-
-        Args:
-            report: merged report of all ranks about one order to copy chunks.
-
-        Returns:
-            False if the order is not a store, else True.
+        Unpin their blocks. If a store succeeded, make its chunks available to requests.
         """
-        store = self._stores.pop(report.key, None)
-        if store is None:
-            return False
+        ended = [
+            store
+            for key, report in reports.reports.items()
+            if key in self._stores and (store := self._stores.add_report(key, report)) is not None
+        ]
+        self._stores.release(reports)
+        for store in ended:
+            self._on_ended(store)
+
+    def _on_ended(self, store: _Store) -> None:
+        report = store.report
+        assert report is not None
         for slot, chunk in reversed(store.slots):
             self._cache.filled(slot, chunk.tokens, report.failure, cold=chunk.cold)
-        self._pool.free_blocks(reversed(store.blocks))
-        self._pinned -= len(store.blocks)
+        if report.failure is not None:
+            self._log.say(report.failure, f"tiers: ranks could not store chunks: {report.failure}")
         self._mark_chunks_used(store.request_id)
         self._events.emit(
             StoreEnded(
@@ -176,11 +184,10 @@ class StoreOrders:
                 time.monotonic(),
                 began=store.began,
                 failure=report.failure or "",
-                size=sum(report.bytes_by_group),
-                seconds=report.seconds,
+                size=sum(report.figures.bytes_by_group),
+                seconds=report.figures.transfer_seconds,
             )
         )
-        return True
 
     def ended(self, request_id: str, used: list[bytes], cold: list[bytes]) -> None:
         """Record that a request has ended. No more of its chunks will be stored.
@@ -209,5 +216,5 @@ class StoreOrders:
 
         The order of marking ensures that the end of the prompt is evicted before its start.
         """
-        if request_id in self._ended and all(one.request_id != request_id for one in self._stores.values()):
+        if request_id in self._ended and all(one.request_id != request_id for one in self._stores):
             self._cache.mark_used(*self._ended.pop(request_id))

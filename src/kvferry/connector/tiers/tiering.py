@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from math import lcm
 from typing import TypeAlias
@@ -24,7 +23,7 @@ from kvferry.connector.tiers.stats import TierEvents
 from kvferry.connector.tiers.store_orders import StoreOrders
 from kvferry.connector.tiers.storing import Storing
 from kvferry.connector.worker.chunk_routes import check_storable
-from kvferry.connector.worker.orders import ArenaCard, MergedCopyReport
+from kvferry.connector.worker.orders import ArenaCard
 from kvferry.errors import ConfigError, GeometryError, Incompatible
 from kvferry.geometry import RankGeometry
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of
@@ -97,7 +96,6 @@ class Tiering:
         """
         config, engine, events = composition.config, composition.engine, composition.events
         canonical = _canonical(config, engine, ranks)
-        self._workers = len(ranks)
         self._arena = Arena.create(_host_bytes(tiers))
         host = HostTier(
             self._arena.region.length,
@@ -123,7 +121,9 @@ class Tiering:
         )
         groups = ranks[0].groups
         self.source = composition.tier_source(self._cache, self._prompts, canonical)
-        self._stores = StoreOrders(self._cache, composition.pool, canonical.labels, events)
+        self._stores = StoreOrders(
+            self._cache, composition.pool, composition.workers, canonical.labels, events
+        )
         self.chunk_tokens, self.snapshot_tokens = canonical.chunk_tokens, _snapshot_tokens(config, canonical)
         rule = snapshot_rule(config, engine, canonical, self.snapshot_tokens)
         self.chunking = (self.chunk_tokens, self.snapshot_tokens, rule.first if rule.usual else None)
@@ -140,8 +140,6 @@ class Tiering:
         )
         self._card: ArenaCard | None = ArenaCard(self._arena.handle, tuple(ranks), canonical.chunk_tokens)
         self._events = TierEvents(self._cache, self._stores, events)
-        self._copies: dict[str, MergedCopyReport] = {}
-        self._failures: Counter[str] = Counter()
         logger.info(
             "tiers: chunks of %d tokens; host memory of %.2f GiB%s",
             canonical.chunk_tokens, self._arena.region.length / 2**30,
@@ -206,21 +204,8 @@ class Tiering:
         Args:
             reports: reports of one step, which may come from only some of the ranks.
         """
-        for key, report in reports.copies.items():
-            merged = self._copies[key].with_other(report) if key in self._copies else report
-            self._copies[key] = merged
-            if merged.ranks == self._workers:
-                del self._copies[key]
-                if not self._stores.on_copied(merged):
-                    self.source.on_copied(merged)  # its load says the failure
-                elif merged.failure is not None:
-                    self._say(merged.failure)
-
-    def _say(self, failure: str) -> None:
-        """Log the reason why ranks could not store chunks, unless it has been logged before."""
-        self._failures[failure] += 1
-        if self._failures[failure] == 1:
-            logger.warning("tiers: ranks could not store chunks: %s", failure)
+        self._stores.take_reports(reports)
+        self.source.take_reports(reports)
 
     def step_done(self) -> None:
         """Emit events about the chunks that tiers have read, stored or evicted since the last step."""

@@ -23,6 +23,7 @@ from kvferry.connector.messages import (
     NOTHING_ENDED,
     EndedRequests,
     LoadPart,
+    Report,
     StepOrders,
     StepReports,
     WorkerInfo,
@@ -30,7 +31,7 @@ from kvferry.connector.messages import (
 from kvferry.connector.peers.producer import LEASE_SLOTS
 from kvferry.connector.worker.loads import Loads
 from kvferry.connector.worker.mover import ChunkMover
-from kvferry.connector.worker.orders import LoadOrder, MergedCopyReport
+from kvferry.connector.worker.orders import LoadOrder
 from kvferry.connector.worker.stale import StaleEpochs
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.geometry import Group, RankGeometry
@@ -301,7 +302,7 @@ class WorkerHalf:
 
     def _refuse(self, key: str, why: str) -> None:
         """Report an order to copy chunks as failed, without copying anything."""
-        self._reports.copies[key] = MergedCopyReport(key, why, (), 0.0)
+        self._reports.reports[key] = Report(why)
 
     def save(self, orders: StepOrders, mark: Callable[[], DeviceEvent | None]) -> None:
         """Copy completed prompts to the host buffer, and start to store the step's chunks.
@@ -347,8 +348,8 @@ class WorkerHalf:
             if one.report is not None:
                 if one.report.failure is None and self._mirror is not None:
                     self._mirror.load(self._described().groups, self._needed(load.span, load.tables))
-                self._reports.reports[load.key], self._reports.reported[load.key] = one.report, 1
-            if one.released:
+                self._reports.reports[load.key] = one.report
+            elif one.released:
                 self._reports.released[load.key] = 1
             if one.served is not None:
                 received.add(load.request_id)
@@ -376,10 +377,10 @@ class WorkerHalf:
         for result in self._transfers.results() if self._transfers is not None else ():
             found = True
             self._loads.on_part_ended(result.key, result.failure, result)
-        for report in self._mover.take_reports() if self._mover is not None else ():
+        for key, report in self._mover.take_reports() if self._mover is not None else ():
             found = True
-            self._reports.copies[report.key] = MergedCopyReport.of(report)
-            self._loads.on_part_ended(report.key, report.failure)
+            self._reports.reports[key] = report
+            self._loads.on_part_ended(key, report.failure)
         return found
 
     def take_reports(self) -> StepReports | None:

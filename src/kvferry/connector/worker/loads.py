@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvferry.connector.load import Load
-from kvferry.connector.load_results import NO_FIGURES, LoadFigures
+from kvferry.connector.load_results import LoadFigures
 from kvferry.connector.messages import LoadPart, Report
 from kvferry.transport.lane import ReadResult
 from kvferry.transport.read_plan import join_plans
@@ -211,7 +211,7 @@ def _report(one: _Running, failure: str | None, *, late: bool) -> Report:
     lost = any(read.peer_lost for read in one.reads)
     plans = [read.plan for read in one.reads if read.plan is not None]
     if late or not plans:
-        return Report(failure, late, peer_lost=lost, figures=NO_FIGURES)
+        return Report(failure, int(late), peer_lost=lost)
     plan = join_plans(plans)
     figures = LoadFigures(
         bytes_by_group=plan.bytes_by_group,
@@ -226,7 +226,7 @@ def _report(one: _Running, failure: str | None, *, late: bool) -> Report:
         read_bytes_per_second=plan.bytes_per_second,
         not_shared=plan.not_shared,
     )
-    return Report(failure, late, lost, figures)
+    return Report(failure, peer_lost=lost, figures=figures)
 
 
 def _expired(late_seconds: float) -> str:

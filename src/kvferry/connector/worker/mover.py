@@ -17,8 +17,10 @@ from itertools import count
 from typing import TypeAlias
 
 from kvferry.connector.load import Load
+from kvferry.connector.load_results import LoadFigures
+from kvferry.connector.messages import Report
 from kvferry.connector.worker.chunk_routes import ChunkRoutes
-from kvferry.connector.worker.orders import ArenaCard, CopyReport, LoadOrder, StoreOrder
+from kvferry.connector.worker.orders import ArenaCard, LoadOrder, StoreOrder
 from kvferry.errors import KVFerryError, TransferError
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.memory.device_stream import DeviceEvent, enter_stream
@@ -62,7 +64,7 @@ class ChunkMover:
         self._engine_bytes = engine_bytes
         self._jobs: queue.PriorityQueue[tuple[int, int, _Job | None]] = queue.PriorityQueue()
         self._numbers = count()
-        self._reports: deque[CopyReport] = deque()
+        self._reports: deque[tuple[str, Report]] = deque()
         self._routes: ChunkRoutes | None = None
         self._arena: Arena | None = None
         self._registration: HostRegistration | None = None
@@ -101,8 +103,8 @@ class ChunkMover:
         """
         self._put(_STORE, partial(self._store, order, computed))
 
-    def take_reports(self) -> list[CopyReport]:
-        """Return the reports on the copies that have ended since the last call, one for each order."""
+    def take_reports(self) -> list[tuple[str, Report]]:
+        """Return the reports on the copies that have ended since the last call, each with its order's key."""
         found = []
         while self._reports:
             found.append(self._reports.popleft())
@@ -182,7 +184,9 @@ class ChunkMover:
         except Exception as error:
             logger.exception("tiers: order %s", key)
             failure = f"{type(error).__name__}: {error}"
-        self._reports.append(CopyReport(key, failure, copied_bytes, time.perf_counter() - began))
+        seconds = time.perf_counter() - began
+        figures = LoadFigures(bytes_by_group=copied_bytes, transfer_seconds=seconds)
+        self._reports.append((key, Report(failure, figures=figures)))
         self._on_result()
 
 

@@ -1,4 +1,4 @@
-"""Orders to the ranks of an engine to copy chunks, and the reports of the ranks.
+"""Orders to the ranks of an engine to copy chunks.
 
 A *chunk* is a fixed number of tokens of a KV cache group, as stored. Ranks copy chunks between their KV
 blocks and the arena, the host memory that holds chunks.
@@ -78,58 +78,3 @@ class LoadOrder:
     key: str
     pieces: tuple[Piece, ...]
     first: bool
-
-
-@dataclass(frozen=True, slots=True)
-class CopyReport:
-    """One rank's report that it has carried out an order to copy chunks, or has failed to.
-
-    No copy of the order is under way any more.
-
-    Attributes:
-        key: unique name of the order (`StoreOrder.key` or `LoadOrder.key`).
-        failure: reason for the failure; None if the order was carried out.
-        bytes_by_group: number of bytes that this rank copied, per KV cache group of the storage format.
-        seconds: seconds that the copy took.
-    """
-
-    key: str
-    failure: str | None
-    bytes_by_group: tuple[int, ...] = ()
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class MergedCopyReport:
-    """The merged reports of several ranks about the same order to copy chunks.
-
-    Attributes:
-        key: unique name of the order (`StoreOrder.key` or `LoadOrder.key`).
-        failure: reason for the failure of one of the ranks; None if all of them have carried out the order.
-        bytes_by_group: number of bytes that these ranks copied together, per KV cache group of the storage
-            format.
-        seconds: seconds that the slowest rank took.
-        ranks: number of merged reports.
-    """
-
-    key: str
-    failure: str | None
-    bytes_by_group: tuple[int, ...]
-    seconds: float
-    ranks: int = 1
-
-    @classmethod
-    def of(cls, report: CopyReport) -> MergedCopyReport:
-        """Convert one rank's report about an order to the form of a merged report."""
-        return cls(report.key, report.failure, report.bytes_by_group, report.seconds)
-
-    def with_other(self, other: MergedCopyReport) -> MergedCopyReport:
-        """Return these reports merged with the reports of other ranks about the same order."""
-        ours, theirs = self.bytes_by_group, other.bytes_by_group
-        return MergedCopyReport(
-            self.key,
-            self.failure or other.failure,
-            tuple(a + b for a, b in zip(ours, theirs, strict=True)) if ours and theirs else ours or theirs,
-            max(self.seconds, other.seconds),
-            self.ranks + other.ranks,
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 from msgspec import structs
@@ -18,9 +19,9 @@ from kvferry.connector.peers.connections import UNUSED_SECONDS
 from kvferry.connector.peers.offer import Offer, write_offer
 from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.peers.turn_finder import FoundTurn
-from kvferry.connector.pins import Pins
 from kvferry.connector.prompt_content import content_of
 from kvferry.connector.refusals import Refusals
+from kvferry.connector.transfer import Transfer, TransferBook
 from kvferry.geometry import Group, GroupKind
 from kvferry.planning.select import LoadSpan
 from kvferry.planning.template import build_templates, window_mismatches
@@ -118,11 +119,12 @@ def offered(name="a", of="theirs", **changes):
 def with_peer(answer=KNOWN, ranks=RANKS, turns=None, most_held=2, redeemed=GRANTED, meets=()) -> FakeEngine:
     """An engine whose control client gives these answers of a peer."""
     engine = FakeEngine()
-    engine.client, engine.pins, engine.turns = Client(answer, redeemed), Pins(1), Turns(turns)
+    engine.client, engine.turns = Client(answer, redeemed), Turns(turns)
+    engine.loads = TransferBook(1, mock.Mock())
     engine.source = PeerSource(
         engine.client,
         ranks=ranks,
-        pins=engine.pins,
+        loads=engine.loads,
         refusals=Refusals(engine.events),
         timeout_seconds=30.0,
         most_held=most_held,
@@ -367,8 +369,7 @@ def test_groups_of_peers_are_matched_by_their_layers(ours, theirs):
 def test_a_peer_whose_late_reads_hold_too_much_is_refused():
     engine = with_peer()
     one = engine.arrive(offered())
-    engine.pins.hold("old", PEER, [1, 2, 3])
-    engine.pins.mark_late("old")
+    engine.loads.begin(Transfer(key="old", holder=PEER, blocks=[1, 2, 3], late=True))
     assert not engine.source.bids(one, 0)
     assert refused(engine) == [
         "reads past their deadline still hold 3 blocks, and those of a peer may hold half of 2 (late_blocks)"
@@ -380,15 +381,15 @@ def test_reads_in_flight_count_for_what_late_ones_may_hold():
     engine = with_peer(most_held=8)
     (bid,) = engine.source.bids(engine.arrive(offered()), 0)
     assert engine.source.has_room(bid, 100), "a load that is alone may be larger"
-    engine.pins.hold("from tiers", TIERS, [1] * 50)
+    engine.loads.begin(Transfer(key="from tiers", holder=TIERS, blocks=[1] * 50))
     assert engine.source.has_room(bid, 100), "of those late ones hold nothing"
-    engine.pins.hold("one", PEER, [1])
+    engine.loads.begin(Transfer(key="one", holder=PEER, blocks=[1]))
     assert [engine.source.has_room(bid, blocks) for blocks in (3, 4)] == [True, False]
-    engine.pins.hold("of another", "another peer", [2, 3, 4, 5])
+    engine.loads.begin(Transfer(key="of another", holder="another peer", blocks=[2, 3, 4, 5]))
     assert [engine.source.has_room(bid, blocks) for blocks in (1, 2)] == [True, False]
-    engine.pins.mark_late("one")
+    engine.loads["one"].late = True
     assert [engine.source.has_room(bid, blocks) for blocks in (1, 2)] == [True, False]
-    engine.pins.on_transfer_ended("one")
+    engine.loads.end("one", 1)
     assert [engine.source.has_room(bid, blocks) for blocks in (2, 3)] == [True, False]
 
 

@@ -13,13 +13,12 @@ from kvferry.cache.writing import SlowTier
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.events import StoreBegan, StoreEnded
-from kvferry.connector.messages import StepReports
+from kvferry.connector.messages import Report, StepReports
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.plain import PlainStep
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.store_orders import MOST_PINNED, StoreOrders
 from kvferry.connector.tiers.storing import Storing
-from kvferry.connector.worker.orders import MergedCopyReport
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import canonical_form_of, length
 from kvferry.geometry.layout import EngineShape, lay_out
@@ -118,7 +117,7 @@ def storing(shape=PLAIN, blocks=64, pages=4096, every=CHUNK, slow=()) -> FakeEng
     )
     engine.prompts = Prompts(canonical, engine.adapters)
     engine.parts = PartBlocks(groups, engine.pool)
-    engine.stores = StoreOrders(engine.cache, engine.pool, canonical.labels, engine.events)
+    engine.stores = StoreOrders(engine.cache, engine.pool, 1, canonical.labels, engine.events)
     engine.storing = Storing(
         engine.cache, engine.prompts, canonical, groups, engine.parts, engine.stores, every
     )
@@ -178,7 +177,7 @@ def ranks_store(engine, order=None, failure=None):
         assert engine.cache.reserved[piece.offset] == key
         wanted[piece.offset] = tokens
         engine.stored.add((piece.group, ends))
-    engine.half.take_reports(StepReports(copies={order.key: MergedCopyReport(order.key, failure, (), 0.0)}))
+    engine.half.take_reports(StepReports(reports={order.key: Report(failure)}))
     assert {offset: engine.cache.tokens[offset] for offset in wanted} == wanted
 
 

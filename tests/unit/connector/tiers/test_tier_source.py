@@ -10,12 +10,11 @@ from kvferry.cache.writing import SlowTier
 from kvferry.connector.bids import Bidding
 from kvferry.connector.decisions import MissReason, SourceMiss
 from kvferry.connector.engine import CacheGroup
-from kvferry.connector.load_results import GroupBytes
-from kvferry.connector.messages import Report
+from kvferry.connector.load_results import GroupBytes, LoadFigures
+from kvferry.connector.messages import Report, StepReports
 from kvferry.connector.refusals import Refusals
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
-from kvferry.connector.worker.orders import MergedCopyReport
 from kvferry.geometry import Group, GroupKind
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.canonical.length import WINDOW_ALIGNMENT_TOKENS
@@ -58,7 +57,12 @@ def with_tiers(*kept, chunks=99, **options) -> FakeEngine:
         [SlowTier(queue) for queue in engine.queues],
     )
     engine.source = TierSource(
-        engine.cache, prompts, RANKS[0].groups, CANONICAL, Refusals(), **{"most_loads": 32, **options}
+        engine.cache,
+        prompts,
+        RANKS[0].groups,
+        CANONICAL,
+        Refusals(),
+        **{"workers": 1, "most_loads": 32, **options},
     )
     engine.half = PartialHalf(source=engine.source)
     engine.arrive(engine.one)
@@ -96,7 +100,8 @@ def read(engine, number, outcome, tier=0):
 
 
 def moved(engine, order):
-    assert engine.source.on_copied(MergedCopyReport(order.key, None, (SIZE * len(order.pieces),), 0.5))
+    figures = LoadFigures(bytes_by_group=(SIZE * len(order.pieces),), transfer_seconds=0.5)
+    engine.source.take_reports(StepReports(reports={order.key: Report(None, figures=figures)}))
 
 
 def holds(engine):
@@ -342,15 +347,17 @@ def test_a_request_without_chunk_keys_is_not_served(more):
     assert not engine.source.arrived(request("b", range(PROMPT), **more), Bidding(2))
 
 
-def test_a_copy_that_is_no_part_of_a_load_is_ignored():
-    assert not with_tiers().source.on_copied(MergedCopyReport("store#0", None, (), 0.0))
-
-
 def test_content_of_chunks_begins_where_their_writers_count_on_it():
     engine = with_tiers()
     groups = [Group(GroupKind.SLIDING, 4, attention_span, ()) for attention_span in (CHUNK, CHUNK - 1)]
     source = TierSource(
-        engine.cache, engine.prompts, (*RANKS[0].groups, *groups), CANONICAL, Refusals(), most_loads=1
+        engine.cache,
+        engine.prompts,
+        (*RANKS[0].groups, *groups),
+        CANONICAL,
+        Refusals(),
+        workers=1,
+        most_loads=1,
     )
     assert source.alignments("a") == (CHUNK, CHUNK, WINDOW_ALIGNMENT_TOKENS)
 

@@ -249,10 +249,10 @@ def test_a_mover_does_loads_first_and_says_what_it_did(arena: Arena) -> None:
     load = made_up_load("l", LoadSpan(0, TOKENS, 400), [tables[0].ids])
     mover.load(load, LoadOrder("p", pieces, first=True))
     mover.close()
-    moved = {one.key: one for one in mover.take_reports()}
+    moved = dict(mover.take_reports())
     assert set(moved) == {"early", "s", "p"}
     assert moved["s"].failure is None
-    assert sum(moved["s"].bytes_by_group) > 0
+    assert sum(moved["s"].figures.bytes_by_group) > 0
     assert moved["p"].failure is not None, "tables for one group of three"
     assert len(waited) == 2
 
@@ -287,14 +287,14 @@ def test_a_mover_on_a_gpu_copies_after_the_forward_and_reports_after_its_copies(
     event = device_stream.record_event()
     mover.attach(ArenaCard(arena.handle, ranks, CHUNK))
     mover.store(StoreOrder("s", pieces, tables_of(a, 0, TOKENS), WHOLE), event)
-    reports = wait_for(mover.take_reports)
-    assert reports[0].failure is None
+    ((_, stored),) = wait_for(mover.take_reports)
+    assert stored.failure is None
     for cache in a:
         cache.buffer.zero_()
     load = made_up_load("l", LoadSpan(0, TOKENS, 400), arrays(a))
     mover.load(load, LoadOrder("p", pieces, first=True))
     mover.close()
-    assert [report.failure for report in mover.take_reports()] == [None]
+    assert [report.failure for _, report in mover.take_reports()] == [None]
     calls = [call for call, _ in groupby(cuda.calls)]
     size = arena.handle.size
     assert calls[0] == "record event 1"
@@ -329,10 +329,10 @@ def test_a_load_does_not_wait_behind_a_store_whose_forward_still_runs(arena: Are
         mover.store(replace(order, key=key), forward)
     load = made_up_load("l", LoadSpan(0, TOKENS, 400), arrays(a))
     mover.load(load, LoadOrder("p", pieces, first=True))
-    assert [(report.key, report.failure) for report in wait_for(mover.take_reports)] == [("p", None)]
+    assert [(key, report.failure) for key, report in wait_for(mover.take_reports)] == [("p", None)]
     over.append(True)
     mover.close()
-    assert [report.key for report in mover.take_reports()] == ["s", "t"], "stores keep their order"
+    assert [key for key, _ in mover.take_reports()] == ["s", "t"], "stores keep their order"
 
 
 def test_a_gpu_that_fails_is_reported_and_the_thread_goes_on(arena: Arena, monkeypatch) -> None:
@@ -353,7 +353,7 @@ def test_a_gpu_that_fails_is_reported_and_the_thread_goes_on(arena: Arena, monke
     mover.store(order, SimpleNamespace(query=fail, synchronize=fail))
     mover.store(order, None)
     mover.close()
-    failures = [report.failure for report in (*first, *mover.take_reports())]
+    failures = [report.failure for _, report in (*first, *mover.take_reports())]
     assert failures == [*["RuntimeError: CUDA error: unspecified launch failure"] * 2, None]
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvferry.connector.bids import Bid
-from kvferry.connector.messages import LoadPart, StepOrders
+from kvferry.connector.messages import LoadPart, StepOrders, StepReports
 from kvferry.connector.worker.half import WorkerHalf
 from kvferry.connector.worker.loads import MOST_TIMEOUTS
 from kvferry.planning.select import LoadSpan
@@ -48,8 +48,9 @@ class Worker:
         self.over.append(ReadResult(key, failure, None, 1.0, 0.5))
 
     def released(self) -> bool:
-        reports = self.half.take_reports()
-        return reports is not None and "a#1" in reports.released
+        reports = self.half.take_reports() or StepReports()
+        report = reports.reports.get("a#1")
+        return "a#1" in reports.released or (report is not None and not report.late)
 
 
 def part(key: str, *, last: bool = False) -> LoadPart:

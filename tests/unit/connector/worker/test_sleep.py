@@ -87,7 +87,7 @@ def test_while_it_sleeps_nothing_is_loaded_or_stored(half: WorkerHalf, made: lis
     half._mover.store.assert_not_called()
     half.ended()
     reports = half.take_reports()
-    assert (reports.reports["a"].failure, reports.copies["one"].failure) == (ASLEEP, ASLEEP)
+    assert (reports.reports["a"].failure, reports.reports["one"].failure) == (ASLEEP, ASLEEP)
 
 
 def test_memory_that_a_load_writes_is_not_given_up(half: WorkerHalf, made: list[Transfers]) -> None:

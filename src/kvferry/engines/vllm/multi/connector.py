@@ -141,7 +141,7 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
         self._admission.phases.headroom = Headroom.of(
             groups, step_tokens(self._vllm_config), kv_cache_manager.block_pool
         )
-        self._admission.late.pool = kv_cache_manager.block_pool
+        self._admission.late.start(kv_cache_manager.block_pool)
         for child in self._connectors:
             child.bind_kv_cache_manager(kv_cache_manager)
         if self.supports_divergent_local_hybrid_hits:

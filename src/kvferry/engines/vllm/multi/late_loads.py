@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.connector.engine import BlockPool
-from kvferry.connector.pins import Pins, may_hold
+from kvferry.connector.transfer import Transfer, TransferBook, may_hold
 from kvferry.terminal import shown
 from kvferry.units import counted
 
@@ -39,27 +39,27 @@ class LateLoad:
 
 
 class LateLoads:
-    """Pins of the blocks of loads that their requests no longer wait for. Only the engine's thread uses it.
-
-    Attributes:
-        pool: vLLM's block pool; None until `FerryMultiConnector` is given it.
-    """
+    """Loads of children that their requests no longer wait for. Only the engine's thread uses it."""
 
     def __init__(self, workers: int, deadline_seconds: float) -> None:
-        """Begin without late loads.
+        """Begin without late loads. Call `start` before the first one.
 
         Args:
             workers: number of workers that report the end of each load.
             deadline_seconds: time after which a load is late, for the log.
         """
-        self.pool: BlockPool | None = None
-        self._pins: Pins[Any] = Pins(workers)
-        self._seconds = deadline_seconds
+        self._workers, self._seconds = workers, deadline_seconds
+        self._pool: BlockPool | None = None
+        self._loads: TransferBook[Transfer] | None = None
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
         """Return the number of late loads whose end the workers have not all reported."""
-        return len(self._pins)
+        return 0 if self._loads is None else len(self._loads)
+
+    def start(self, pool: BlockPool) -> None:
+        """Begin to pin blocks of late loads in vLLM's pool."""
+        self._pool, self._loads = pool, TransferBook(self._workers, pool)
 
     def hold(self, child: str, request_id: str, blocks: Sequence[Sequence[Any]]) -> LateLoad:
         """Pin the blocks of a load that is late. The request still holds them.
@@ -69,12 +69,10 @@ class LateLoads:
             request_id: id of the request.
             blocks: vLLM's blocks of the request, for each KV cache group.
         """
-        assert self.pool is not None, "a load needs blocks"
+        assert self._loads is not None, "a load needs blocks"
         held = [block for group in blocks for block in group if block.block_id != _NULL_BLOCK]
-        self.pool.touch(held)
         key = f"{request_id}#{next(self._numbers)}"
-        self._pins.hold(key, child, held)
-        self._pins.mark_late(key)
+        self._loads.begin(Transfer(key=key, holder=child, blocks=held, late=True))
         logger.error(
             "%s has not ended its load of request %s in %g s (load_timeout_seconds): the request goes on "
             "without it, and %s reports the end before %s can be reused",
@@ -88,19 +86,19 @@ class LateLoads:
         Args:
             workers: number of workers on which a load has ended since the last call, by name of the load.
         """
-        for key, count in workers.items():
-            if (blocks := self._pins.on_transfer_ended(key, count)) and self.pool is not None:
-                self.pool.free_blocks(reversed(blocks))
+        if self._loads is not None:
+            for key, count in workers.items():
+                self._loads.end(key, count)
 
     def has_room(self, child: str, in_flight: Mapping[str, int]) -> bool:
         """Return whether a child may begin a load. All of its loads in flight may become late.
 
-        A child may hold half of the blocks that the loads of the other children leave (`pins.may_hold`).
+        A child may hold half of the blocks that the loads of the other children leave (`transfer.may_hold`).
 
         Args:
             child: name of the child.
             in_flight: number of blocks that loads in flight hold, by child, without late loads.
         """
-        if self.pool is None:
+        if self._pool is None or self._loads is None:
             return True
-        return may_hold(child, 1, Counter(self._pins.held) + Counter(in_flight), len(self.pool.blocks))
+        return may_hold(child, 1, Counter(self._loads.held) + Counter(in_flight), len(self._pool.blocks))

@@ -1,0 +1,158 @@
+"""Transfers under way: the blocks that they keep allocated, and the workers' reports on them.
+
+A transfer is a load or a store. Every block that it may read or write is pinned: the block stays allocated
+until nothing of the transfer is in flight on any worker, even if its request ends before.
+
+    begin ──every worker has reported──▶ reported ──nothing in flight on any──▶ over
+      └───────request goes on or ends without it: late──────────────▲
+
+The blocks of late loads are counted per source and bounded. Any load in flight may become late, so a load
+begins only if all loads together, in flight and late, stay below the bound (`may_hold`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from kvferry.connector.engine import Block, BlockPool
+from kvferry.connector.messages import Report, StepReports
+
+
+def may_hold(source: str, blocks: int, held: Mapping[str, int], most: int) -> bool:
+    """Return whether a load from a source may begin, given the blocks that all loads may still write.
+
+    All sources together may hold at most `most` blocks. Each source may hold at most half of the blocks that
+    the others leave, so sources that hang always leave room for another source. While no other load holds
+    blocks, a load may be of any size, so that long prompts can be loaded too.
+
+    >>> may_hold("a", 8, {}, 8)  # no other load holds blocks
+    True
+    >>> may_hold("a", 4, {"a": 1}, 8)  # 1 + 4 blocks are more than half of 8
+    False
+    >>> may_hold("b", 2, {"a": 4}, 8)  # "a" leaves 4 blocks, and 2 are half of them
+    True
+
+    Args:
+        source: name of the load's source.
+        blocks: number of blocks that the load may write.
+        held: number of blocks that loads hold, by source, with those of late loads.
+        most: maximum number of blocks that all loads together may hold.
+    """
+    others = sum(held.values()) - held.get(source, 0)
+    alone = not any(held.values())
+    return alone or held.get(source, 0) + blocks <= (most - others) // 2
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Transfer:
+    """A load or a store under way. Mutable.
+
+    Attributes:
+        key: unique name.
+        holder: who answers for the blocks: for a load, the peer's name or ``tiers``.
+        blocks: blocks that it may read or write.
+        report: merged report of the workers that have reported; None before the first.
+        late: True if its request no longer waits, while it may still write to its blocks.
+        landed: number of workers on which nothing of it is in flight any more.
+    """
+
+    key: str
+    holder: str
+    blocks: Sequence[Block]
+    report: Report | None = None
+    late: bool = False
+    landed: int = 0
+
+
+TransferT = TypeVar("TransferT", bound=Transfer)
+
+
+class TransferBook(Generic[TransferT]):
+    """The transfers of one kind that are not over. Only the engine's thread calls it."""
+
+    def __init__(self, workers: int, pool: BlockPool) -> None:
+        """Begin without transfers.
+
+        Args:
+            workers: number of workers, each of which reports every transfer once.
+            pool: the engine's block pool.
+        """
+        self._workers, self._pool = workers, pool
+        self._transfers: dict[str, TransferT] = {}
+
+    def __len__(self) -> int:
+        return len(self._transfers)
+
+    def __iter__(self) -> Iterator[TransferT]:
+        return iter(self._transfers.values())
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._transfers
+
+    def __getitem__(self, key: str) -> TransferT:
+        return self._transfers[key]
+
+    def begin(self, transfer: TransferT) -> None:
+        """Pin the blocks of a transfer, and remember it until it is over.
+
+        Raises:
+            ValueError: a transfer of this name is under way.
+        """
+        if transfer.key in self._transfers:
+            raise ValueError(f"transfer {transfer.key!r} has begun already")
+        self._pool.touch(transfer.blocks)
+        self._transfers[transfer.key] = transfer
+
+    def add_report(self, key: str, report: Report) -> TransferT | None:
+        """Merge a report into that of its transfer. Return the transfer if all workers have reported it now.
+
+        Its blocks stay pinned until `release`.
+        """
+        one = self._transfers[key]
+        one.report = report if one.report is None else one.report.with_other(report)
+        one.late |= bool(report.late)
+        return one if one.report.workers == self._workers else None
+
+    def release(self, reports: StepReports) -> None:
+        """Unpin the blocks of transfers of which nothing is in flight on any worker any more.
+
+        Call this once for each message of the workers, after `add_report` for its reports.
+        """
+        for key, report in reports.reports.items():
+            self.end(key, report.workers - report.late)
+        for key, workers in reports.released.items():
+            self.end(key, workers)
+
+    def end(self, key: str, workers: int) -> bool:
+        """Record that nothing of a transfer is in flight any more on so many workers.
+
+        Return True if the transfer is over now, and its blocks are unpinned.
+
+        Args:
+            key: name of the transfer; ignored if it is none of this book.
+            workers: number of workers, beside those of earlier calls.
+        """
+        if (one := self._transfers.get(key)) is None:
+            return False
+        one.landed += workers
+        if one.landed < self._workers:
+            return False
+        del self._transfers[key]
+        # In reverse, so that the first blocks of a prompt are evicted last.
+        self._pool.free_blocks(reversed(one.blocks))
+        return True
+
+    @property
+    def held(self) -> Mapping[str, int]:
+        """Number of pinned blocks, by holder. A holder without any is absent."""
+        found = Counter[str]()
+        for one in self:
+            found[one.holder] += len(one.blocks)
+        return +found
+
+    def late_blocks(self, holder: str | None = None) -> int:
+        """Return the number of blocks that late transfers of one holder pin, or those of all."""
+        return sum(len(one.blocks) for one in self if one.late and holder in {None, one.holder})
