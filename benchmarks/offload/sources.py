@@ -234,7 +234,7 @@ class AskingScheduler:
             TransferError: the peer does not answer.
         """
         ends = time.monotonic() + _PATIENCE_SECONDS
-        while any(bid.looking for bid in self._peers.bids(one, 0)):
+        while any(bid.looking for bid in self._peers.ask(one, 0).bids):
             if time.monotonic() > ends:
                 raise TransferError("a peer in this process does not redeem its own ticket")
 

@@ -158,10 +158,10 @@ class SchedulerPeers:
         Raises:
             TransferError: the peer refuses.
         """
-        bids = self._source.bids(request, 0)
-        if not bids:
-            raise TransferError(f"no bid: {self._source.why_no_bid(request, 0).detail}")
-        return None if bids[0].looking else bids[0]
+        answer = self._source.ask(request, 0)
+        if not answer.bids:
+            raise TransferError(f"no bid: {answer.why_none().detail}")
+        return None if answer.bids[0].looking else answer.bids[0]
 
     def _load(self, name: str, bid: Bid) -> Load:
         return Load(

@@ -287,7 +287,7 @@ class FakeEngine:
 
     def bid(self, request: Any, local_tokens: int = 0) -> Bid | None:
         """Return the first offer of the only source; None if there is none."""
-        return next(iter(self.half.source.bids(request, local_tokens)), None)
+        return next(iter(self.half.source.ask(request, local_tokens).bids), None)
 
     def begin_load(self, request: Any, local_tokens: int = 0) -> Load:
         """Begin a load of what the only source offers, without admission."""

@@ -54,6 +54,7 @@ from kvferry.connector.peers.producer import Producer
 from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.peers.turn_names import TurnNames
 from kvferry.connector.refusals import Refusals
+from kvferry.connector.source import Answer
 from kvferry.connector.stream import EventStream
 from kvferry.connector.tiers.source import TierSource
 from kvferry.engines.vllm.compat.frees import defer_frees
@@ -124,17 +125,10 @@ class Played:
         self._biddings[request.request_id] = bidding
         return True
 
-    def bids(self, request: Any, local_tokens: int) -> Sequence[Bid]:
+    def ask(self, request: Any, local_tokens: int) -> Answer:
         tokens = min(self.total.get(request.request_id, 0), request.num_tokens) - local_tokens
-        return [Bid(self.name, (PlaceTokens(self.name, tokens),))] if tokens > 0 else []
-
-    def head(self, request: Any, local_tokens: int, alignment_tokens: int) -> Bid | None:
-        return None
-
-    tail = head
-
-    def why_no_bid(self, request: Any, local_tokens: int) -> SourceMiss:
-        return SourceMiss(self.name, MissReason.NOT_STORED)
+        bids = [Bid(self.name, (PlaceTokens(self.name, tokens),))] if tokens > 0 else []
+        return Answer(bids, lambda: SourceMiss(self.name, MissReason.NOT_STORED))
 
     def has_room(self, bid: Bid, blocks: int) -> bool:
         """Ask kvferry's own sources, which differ: only what peers write can land late."""

@@ -32,7 +32,7 @@ from kvferry.connector.must_compute import must_compute
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.request_phases import AdmitAction, RequestPhase, RequestPhases, RequestState
 from kvferry.connector.running_loads import RunningLoad, RunningLoads
-from kvferry.connector.source import Source
+from kvferry.connector.source import Answer, Source
 from kvferry.connector.stream import EventStream
 from kvferry.connector.transfer import TransferBook
 from kvferry.planning.select import LoadSpan
@@ -324,13 +324,13 @@ class Admission:
             prefix: part of the request's prompt in the engine's own prefix cache.
         """
         local_tokens = prefix.tokens
-        plans, best = self._ask(known, request, prefix, local_tokens)
+        answers, plans, best = self._ask(known, request, prefix, local_tokens)
         if best is None and prefix.needs_load and not known.shortened:
             local_tokens = prefix.resumable_tokens
-            plans, best = self._ask(known, request, prefix, local_tokens)
+            answers, plans, best = self._ask(known, request, prefix, local_tokens)
         self._events.asked(
             request,
-            known.sources,
+            answers,
             bidding=known.bidding,
             prefix=prefix,
             local_tokens=local_tokens,
@@ -346,11 +346,12 @@ class Admission:
 
     def _ask(
         self, known: _RequestState, request: Request, prefix: LocalPrefix, local_tokens: int
-    ) -> tuple[list[LoadPlan], LoadPlan | None]:
-        """Return all plans to load tokens after the first `local_tokens` tokens of a request, and the best.
+    ) -> tuple[list[tuple[Source, Answer]], list[LoadPlan], LoadPlan | None]:
+        """Ask all sources for tokens after the first `local_tokens` tokens of a request.
 
-        The best is None if the engine computes the prompt. If `local_tokens` is less than all tokens of
-        `prefix`, leave out plans for a longer prefix than `prefix`.
+        Return the answers, all plans to load such tokens, and the best plan. The best is None if the engine
+        computes the prompt. If `local_tokens` is less than all tokens of `prefix`, leave out plans for a
+        longer prefix than `prefix`.
 
         Args:
             known: state of the request.
@@ -358,13 +359,15 @@ class Admission:
             prefix: part of the request's prompt in the engine's own prefix cache.
             local_tokens: number of tokens before the loads: all tokens of `prefix`, or its resumable tokens.
         """
-        plans = self._plans(known, request, local_tokens)
+        answers = [(source, source.ask(request, local_tokens)) for source in known.sources]
+        found = load_plans(answers, local_tokens, self._alignment_tokens)
+        plans = [plan for plan in found if not self._fills_block_partly(plan, request, local_tokens)]
         if local_tokens < prefix.tokens:
             plans = [plan for plan in plans if local_tokens + plan.bid.tokens <= prefix.tokens]
         best = self._phases.best(
             known, plans, request, local_tokens, resumable_tokens=prefix.resumable_tokens
         )
-        return plans, best
+        return answers, plans, best
 
     def _shorten(self, known: _RequestState, request: Request, end: int) -> None:
         """Shorten the engine's own prefix of a request, so that a load up to `end` brings at least a token.
@@ -379,14 +382,6 @@ class Admission:
         assert self._prefix_cache is not None
         self._prefix_cache.shorten(request, last_boundary_before(end, self._alignment_tokens))
         known.shortened, known.taken = True, None
-
-    def _plans(self, known: _RequestState, request: Request, local_tokens: int) -> list[LoadPlan]:
-        """Return the plans to load a request's prefix, from one source or from two.
-
-        Leave out plans that would fill a block only in part, if the setting `whole_blocks` forbids this.
-        """
-        found = load_plans(known.sources, request, local_tokens, self._alignment_tokens)
-        return [plan for plan in found if not self._fills_block_partly(plan, request, local_tokens)]
 
     def _has_room(self, plan: LoadPlan, request: Request, local_tokens: int) -> bool:
         """Return whether there are enough blocks to begin the loads of a plan now.

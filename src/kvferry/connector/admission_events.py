@@ -25,7 +25,7 @@ from kvferry.connector.messages import Report
 from kvferry.connector.peers.offer import has_offer
 from kvferry.connector.policies import Policy
 from kvferry.connector.running_loads import RunningLoad
-from kvferry.connector.source import Source
+from kvferry.connector.source import Answer, Source
 from kvferry.connector.stream import EventStream, log_errors
 
 OTHER_PART = "another part of the prefix has failed"
@@ -87,7 +87,7 @@ class AdmissionEvents:
     def asked(
         self,
         request: Request,
-        sources: Sequence[Source],
+        answers: Sequence[tuple[Source, Answer]],
         *,
         bidding: Bidding,
         prefix: LocalPrefix,
@@ -102,7 +102,7 @@ class AdmissionEvents:
 
         Args:
             request: the request.
-            sources: sources that may be able to serve the request.
+            answers: sources that may be able to serve the request, and their answers.
             bidding: excluded sources and remaining attempts of the request.
             prefix: part of the request's prompt in the engine's own prefix cache.
             local_tokens: number of tokens of the prefix after which the offered tokens begin.
@@ -116,7 +116,7 @@ class AdmissionEvents:
         missing_tokens = request.num_tokens - local_tokens
         bids = tuple(self._value_bid(source, bid, bidding, missing_tokens) for source, bid in offers)
         compute_value = self._policy.value(None, request.num_tokens - prefix.resumable_tokens)
-        silent = [source for source in sources if not any(of is source for of, _ in offers)]
+        silent = [answer for source, answer in answers if not any(of is source for of, _ in offers)]
         event = SourcesAsked(
             request.request_id,
             self._clock(),
@@ -124,7 +124,7 @@ class AdmissionEvents:
             resumable_tokens=prefix.resumable_tokens,
             bids=bids,
             compute_value=compute_value,
-            misses=tuple(source.why_no_bid(request, local_tokens) for source in silent),
+            misses=tuple(answer.why_none() for answer in silent),
             chosen=best,
             why=_why(bids, bidding, best, compute_value),
         )

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from math import lcm
 
 from kvferry.connector.bids import Bid
-from kvferry.connector.engine import Request
-from kvferry.connector.source import Source
+from kvferry.connector.source import Answer, Source
 from kvferry.geometry import GroupKind
 from kvferry.planning.select import LoadSpan, attends_to_all
 
@@ -79,30 +78,29 @@ def common_alignment(blocks: Iterable[tuple[GroupKind, int]]) -> int:
 
 
 def load_plans(
-    sources: Sequence[Source], request: Request, local_tokens: int, alignment_tokens: int
+    answers: Sequence[tuple[Source, Answer]], local_tokens: int, alignment_tokens: int
 ) -> list[LoadPlan]:
     """Return all plans to load the prefix of a request: those with one source first, then those with two.
 
     Args:
-        sources: sources that may be able to serve the request.
-        request: the request.
+        answers: sources that may be able to serve the request, and their answers.
         local_tokens: number of the request's tokens in the engine's own prefix cache.
         alignment_tokens: alignment of the position where two sources' parts may meet, in tokens
             (`common_alignment`); 0 for no plans with two sources.
     """
-    found = [LoadPlan(bid, ((one, bid),)) for one in sources for bid in one.bids(request, local_tokens)]
-    if len(sources) > 1 and alignment_tokens:
-        found += _composed(sources, request, local_tokens, alignment_tokens)
+    found = [LoadPlan(bid, ((source, bid),)) for source, answer in answers for bid in answer.bids]
+    if len(answers) > 1 and alignment_tokens:
+        found += _composed(answers, local_tokens, alignment_tokens)
     return found
 
 
 def _composed(
-    sources: Sequence[Source], request: Request, local_tokens: int, alignment_tokens: int
+    answers: Sequence[tuple[Source, Answer]], local_tokens: int, alignment_tokens: int
 ) -> Iterator[LoadPlan]:
-    for first in sources:
-        if (head := first.head(request, local_tokens, alignment_tokens)) is None:
+    for first, of_first in answers:
+        if (head := of_first.head(alignment_tokens)) is None:
             continue
-        for last in sources:
-            tail = last.tail(request, local_tokens, local_tokens + head.tokens) if last is not first else None
+        for last, of_last in answers:
+            tail = of_last.tail(local_tokens + head.tokens) if last is not first else None
             if tail is not None:
                 yield LoadPlan(Bid.composed(head, tail), ((first, head), (last, tail)))

@@ -6,7 +6,8 @@ The source answers with a *feed*, which brings the KV to the workers in parts as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.connector.bids import Bid, Bidding
@@ -15,6 +16,31 @@ from kvferry.connector.engine import Request
 from kvferry.connector.load import Load
 from kvferry.connector.load_results import GroupBytes
 from kvferry.connector.messages import LoadPart, Report
+
+
+def _no_part(_: int) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer of a source that was asked for a request. It is of use until the source is asked again.
+
+    Attributes:
+        bids: the source's offers; empty if it has none.
+        why_none: function that returns why there are no bids. It may be slow, so it is called only if the
+            reason is told.
+        head: function that returns an offer to load only the start of the prefix, if another source loads the
+            rest; None if there is none. The offer covers only layers that attend to all tokens, and ends at a
+            multiple of the function's argument, counted in tokens from the start of the prompt.
+        tail: function that returns an offer to load the rest of the prefix, if another source loads its
+            start; None if there is none. Its argument is the position of the first token of the rest.
+    """
+
+    bids: Sequence[Bid]
+    why_none: Callable[[], SourceMiss]
+    head: Callable[[int], Bid | None] = _no_part
+    tail: Callable[[int], Bid | None] = _no_part
 
 
 class Feed(Protocol):
@@ -88,48 +114,14 @@ class Source(Protocol):
             request: request for which `arrived` returned False.
         """
 
-    def bids(self, request: Request, local_tokens: int) -> Sequence[Bid]:
-        """Return this source's offers to load tokens beyond those that the engine has; empty if it has none.
+    def ask(self, request: Request, local_tokens: int) -> Answer:
+        """Return what this source offers to load beyond the tokens that the engine has.
 
         May be called repeatedly for a request.
 
         Args:
             request: the request.
             local_tokens: number of the request's tokens in the engine's own prefix cache.
-        """
-
-    def why_no_bid(self, request: Request, local_tokens: int) -> SourceMiss:
-        """Return why the last call of `bids`, with the same arguments, returned no offer.
-
-        Args:
-            request: the request.
-            local_tokens: number of the request's tokens in the engine's own prefix cache.
-        """
-
-    def head(self, request: Request, local_tokens: int, alignment_tokens: int) -> Bid | None:
-        """Return an offer to load only the start of a prefix, if another source loads the rest.
-
-        Return None if this source makes no such offer. The load covers only layers that attend to all tokens.
-        Called after `bids`, for the same request.
-
-        Args:
-            request: the request.
-            local_tokens: number of the request's tokens in the engine's own prefix cache, the same number as
-                in the call of `bids`.
-            alignment_tokens: alignment of the offer's end in tokens. The offer must end at a multiple of this
-                number, counted from the start of the prompt.
-        """
-
-    def tail(self, request: Request, local_tokens: int, first: int) -> Bid | None:
-        """Return an offer to load the rest of a prefix, if another source loads its start.
-
-        Return None if this source makes no such offer. Called after `bids`, for the same request.
-
-        Args:
-            request: the request.
-            local_tokens: number of the request's tokens in the engine's own prefix cache, the same number as
-                in the call of `bids`.
-            first: position of the first token of the rest.
         """
 
     def has_room(self, bid: Bid, blocks: int) -> bool:

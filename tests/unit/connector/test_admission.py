@@ -23,6 +23,7 @@ from kvferry.connector.load_results import GroupBytes, LoadFigures, LoadOutcome
 from kvferry.connector.messages import LoadPart, Report, StepOrders, StepReports
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.policies import FirstPolicy, WeightPolicy
+from kvferry.connector.source import Answer
 from kvferry.connector.speeds import Speeds
 from kvferry.connector.transfer import TransferBook
 from kvferry.geometry import Group, GroupKind
@@ -66,6 +67,14 @@ class Stand:
 
     def declined(self, request):
         return None if self.miss is None else SourceMiss(self.name, self.miss)
+
+    def ask(self, request, local_tokens):
+        return Answer(
+            self.bids(request, local_tokens),
+            lambda: self.why_no_bid(request, local_tokens),
+            lambda alignment: self.head(request, local_tokens, alignment),
+            lambda first: self.tail(request, local_tokens, first),
+        )
 
     def why_no_bid(self, request, local_tokens):
         return SourceMiss(self.name, self.miss or MissReason.NOT_STORED, "0 full_attention")

@@ -6,6 +6,7 @@ import pytest
 
 from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.load_plans import LoadPlan, load_plans
+from kvferry.connector.source import Answer
 from kvferry.planning.select import LoadSpan
 
 
@@ -20,16 +21,21 @@ class Source:
         self.name, self.tokens, self.ends = name, tokens, ends
         self.asked = []
 
-    def bids(self, request, local_tokens):
-        return [bid(self.name, self.tokens - local_tokens)] if self.tokens > local_tokens else []
+    def ask(self, local_tokens):
+        def head(alignment_tokens):
+            end = self.tokens // alignment_tokens * alignment_tokens
+            return bid(self.name, end - local_tokens) if end > local_tokens else None
 
-    def head(self, request, local_tokens, alignment_tokens):
-        end = self.tokens // alignment_tokens * alignment_tokens
-        return bid(self.name, end - local_tokens) if end > local_tokens else None
+        def tail(first):
+            self.asked.append(first)
+            return bid(self.name, self.ends - first) if self.ends > first else None
 
-    def tail(self, request, local_tokens, first):
-        self.asked.append(first)
-        return bid(self.name, self.ends - first) if self.ends > first else None
+        bids = [bid(self.name, self.tokens - local_tokens)] if self.tokens > local_tokens else []
+        return self, Answer(bids, lambda: None, head, tail)
+
+
+def plans(sources, local_tokens, alignment_tokens):
+    return load_plans([source.ask(local_tokens) for source in sources], local_tokens, alignment_tokens)
 
 
 NEAR, FAR = Source("near", 50), Source("far", 20, ends=90)
@@ -40,7 +46,7 @@ def names(offers):
 
 
 def test_each_has_something_alone_and_one_the_beginning_of_what_the_other_has_the_end_of():
-    found = load_plans([NEAR, FAR], None, 0, 16)
+    found = plans([NEAR, FAR], 0, 16)
     assert names(found) == [(["near"], 50), (["far"], 20), (["near", "far"], 90)]
     assert [part.tokens for part in found[-1].bid.parts] == [48, 42]
     assert found[-1].last is FAR
@@ -50,11 +56,11 @@ def test_each_has_something_alone_and_one_the_beginning_of_what_the_other_has_th
     ("sources", "alignment_tokens"), [([FAR], 16), ([NEAR, FAR], 0), ([FAR, Source("no", 9)], 16)]
 )
 def test_no_plan_has_two_parts_of_one_source_or_a_useless_head(sources, alignment_tokens):
-    assert all(len(offer.source_bids) == 1 for offer in load_plans(sources, None, 0, alignment_tokens))
+    assert all(len(offer.source_bids) == 1 for offer in plans(sources, 0, alignment_tokens))
 
 
 def test_a_load_from_one_source_has_one_part():
-    (offer,) = load_plans([NEAR], None, 8, 16)
+    (offer,) = plans([NEAR], 8, 16)
     assert offer.parts(8, 42, 100) == [(NEAR, bid("near", 42), LoadSpan(8, 50, 100))]
     assert offer.parts(8, 30, 100) == [(NEAR, bid("near", 42), LoadSpan(20, 50, 100))], "some has come since"
 

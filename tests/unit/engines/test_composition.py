@@ -255,7 +255,9 @@ class TwoSources:
         self.alignment_tokens = common_alignment((one.kind, one.block_tokens) for one in case.rank.groups)
 
     def offers(self) -> list[Any]:
-        return load_plans(self.sources, self.one, self.case.local_tokens, self.alignment_tokens)
+        local_tokens = self.case.local_tokens
+        answers = [(source, source.ask(self.one, local_tokens)) for source in self.sources]
+        return load_plans(answers, local_tokens, self.alignment_tokens)
 
     def loads(self, offer: Any, here: int) -> list[tuple[LoadSpan, list[Brought]]]:
         """What each load of an offer brings, by group; `here` tokens are here by now."""

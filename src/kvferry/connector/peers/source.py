@@ -23,6 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.bids import Bid, Bidding, PlaceTokens
@@ -39,6 +40,7 @@ from kvferry.connector.peers.turn_finder import TurnFinder
 from kvferry.connector.prompt_content import content_of
 from kvferry.connector.refusals import Refusals
 from kvferry.connector.running_loads import RunningLoad
+from kvferry.connector.source import Answer
 from kvferry.connector.transfer import TransferBook, may_hold
 from kvferry.errors import NotYetNamed, ProtocolError, Unnameable
 from kvferry.geometry import GroupKind, RankGeometry
@@ -182,64 +184,26 @@ class PeerSource:
             return SourceMiss(PEER, MissReason.REFUSED, detail=str(error))
         return SourceMiss(PEER, MissReason.REFUSED, detail=self._stopped) if self._stopped else None
 
-    def bids(self, request: Request, local_tokens: int) -> Sequence[Bid]:
-        """Return this source's offer (bid) to load tokens of a request's prompt; empty if it has no offer.
+    def ask(self, request: Request, local_tokens: int) -> Answer:
+        """Return what a peer offers after the first `local_tokens` tokens.
 
-        The bid covers the tokens that a peer offers after the first `local_tokens` tokens. Until the peer has
-        answered, the bid is an upper bound, marked by its attribute `looking`. If the request came with a
-        ticket, the ticket says the number of tokens, and the bid is marked as `promised` as well.
-
-        Args:
-            request: request that waits to be scheduled.
-            local_tokens: number of tokens that the engine has already, from the start of the prompt.
+        Until the peer has answered, the bid is an upper bound, marked by its attribute `looking`. If the
+        request came with a ticket, the ticket says the number of tokens, and the bid is marked as `promised`
+        as well.
         """
-        if looking := self._process_turn_answers(request, local_tokens):
-            return (looking,)
-        pull = self._pulls.get(request.request_id)
-        if pull is None:
-            return ()
-        pull.bid = self._bid(pull, request, local_tokens)
-        return (pull.bid,) if pull.bid is not None else ()
+        bid = self._process_turn_answers(request, local_tokens)
+        if bid is None and (pull := self._pulls.get(request.request_id)) is not None:
+            bid = pull.bid = self._bid(pull, request, local_tokens)
+        end = local_tokens if bid is None else local_tokens + bid.tokens
+        return Answer(
+            bids=() if bid is None else (bid,),
+            why_none=partial(self._why_none, request.request_id, local_tokens),
+            head=lambda alignment: _shorter(bid, end // alignment * alignment - local_tokens),
+            tail=lambda first: _shorter(bid, end - first),
+        )
 
-    def head(self, request: Request, local_tokens: int, alignment_tokens: int) -> Bid | None:
-        """Return an offer (bid) to load the first part of a prompt, for a load that two sources share.
-
-        Another source loads the rest. The offer is the last result of `bids`, shortened so that it ends at a
-        multiple of `alignment_tokens`. Return None if no token remains.
-
-        Args:
-            request: request that waits to be scheduled.
-            local_tokens: number of tokens that the engine has already, from the start of the prompt.
-            alignment_tokens: alignment, in tokens, of the end of the first part.
-        """
-        bid, tokens = self._last_bid(request)
-        return _shorter(bid, tokens // alignment_tokens * alignment_tokens - local_tokens)
-
-    def tail(self, request: Request, local_tokens: int, first: int) -> Bid | None:
-        """Return an offer (bid) to load the last part of a prompt, for a load that two sources share.
-
-        Another source loads the first part. The offer is the last result of `bids` without the tokens before
-        `first`. Return None if no token remains.
-
-        Args:
-            request: request that waits to be scheduled.
-            local_tokens: number of tokens that the engine has already; unused.
-            first: position in tokens, from the start of the prompt, at which the first part ends.
-        """
-        bid, tokens = self._last_bid(request)
-        return _shorter(bid, tokens - first)
-
-    def why_no_bid(self, request: Request, local_tokens: int) -> SourceMiss:
-        """Return the reason why this source does not offer to load any part of a request's prompt.
-
-        The reason is one of these: no peer keeps an earlier turn of the conversation; the peer is excluded
-        for this request; the engine already has all tokens that the peer offers.
-
-        Args:
-            request: request for which `bids` returned no offer.
-            local_tokens: number of tokens that the engine has already, from the start of the prompt.
-        """
-        pull = self._pulls.get(request.request_id)
+    def _why_none(self, request_id: str, local_tokens: int) -> SourceMiss:
+        pull = self._pulls.get(request_id)
         if pull is None:
             return SourceMiss(PEER, MissReason.NOT_STORED, detail="no peer keeps an earlier turn of it")
         if (why := pull.bidding.exclusion_reason(pull.peer)) is not None:
@@ -502,18 +466,6 @@ class PeerSource:
             )
             self._client.hold(found.address, kept.ticket)
         return None
-
-    def _last_bid(self, request: Request) -> tuple[Bid | None, int]:
-        """Return the last offer to load KV for a request, and the position at which the offer ends.
-
-        The offer (bid) is the last result of `bids`, or a placeholder while peers are asked for earlier turns
-        of the conversation. The position is a number of tokens from the start of the prompt. Return (None, 0)
-        if peers have nothing for the request.
-        """
-        pull = self._pulls.get(request.request_id)
-        if pull is not None:
-            return pull.bid, pull.tokens
-        return (_LOOKING, request.num_tokens - 1) if request.request_id in self._turns else (None, 0)
 
     def _bid(self, pull: Pull, request: Request, local_tokens: int) -> Bid | None:
         if not pull.settled and pull.claim is None and pull.grant is None:

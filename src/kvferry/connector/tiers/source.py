@@ -14,12 +14,14 @@ from functools import partial
 import numpy as np
 
 from kvferry.cache.chunk_cache import ChunkCache
+from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.connector.bids import Bid, Bidding, PlaceTokens
 from kvferry.connector.decisions import MissReason, SourceMiss
 from kvferry.connector.engine import Request
 from kvferry.connector.load import Load
 from kvferry.connector.messages import StepReports
 from kvferry.connector.refusals import Refusals
+from kvferry.connector.source import Answer
 from kvferry.connector.tiers.feed import ChunkFeed
 from kvferry.connector.tiers.misses import miss_of
 from kvferry.connector.tiers.prompts import Prompts
@@ -42,14 +44,11 @@ class _TierRequest:
         excluded_tiers: names of the tiers that are not used again for this request, because a read from them
             failed or missed its deadline.
         coverage: result of the last look-up of the request's chunks; None before the first look-up.
-        declined: True if the tiers might have had chunks to offer when they were last asked, but made no
-            offer because too many loads were under way.
     """
 
     bidding: Bidding
     excluded_tiers: set[str] = field(default_factory=set)
     coverage: Coverage | None = None
-    declined: bool = False
 
 
 class TierSource:
@@ -127,8 +126,8 @@ class TierSource:
         """
         return SourceMiss(TIERS, MissReason.UNNAMED, detail=self._prompts.why_unnamed(request.request_id))
 
-    def bids(self, request: Request, local_tokens: int) -> Sequence[Bid]:
-        """Return the tiers' offers (bids) to load tokens of a request's prompt; empty if there are none.
+    def ask(self, request: Request, local_tokens: int) -> Answer:
+        """Return what the tiers offer after the first `local_tokens` tokens.
 
         The first bid is for the longest prefix from which every KV cache group can continue. If the source
         was created with `bid_per_tier`, further bids are for shorter prefixes without chunks of the slowest
@@ -136,39 +135,51 @@ class TierSource:
 
         There is no bid while as many loads are under way as there may be, not even one that is `looking`: the
         request is not to wait for the tiers.
-
-        Args:
-            request: request that waits to be scheduled.
-            local_tokens: number of tokens that the engine has already, from the start of the prompt.
         """
-        chunks = self._prompts.get(request)
-        state = self._requests[request.request_id]
-        state.coverage = None
-        if chunks is None:
-            return self._unless_busy(state, self._bid_before_naming(request, local_tokens))
-        state.coverage = found = chunks.look_up(
-            request.num_tokens,
-            local_tokens,
-            partial(self._cache.reading.tier_numbers, without=state.excluded_tiers),
-            in_full=windows_survive_load(self._groups, request.num_tokens),
+        chunks, state = self._prompts.get(request), self._requests[request.request_id]
+        state.coverage = found = None
+        if chunks is not None:
+            state.coverage = found = chunks.look_up(
+                request.num_tokens,
+                local_tokens,
+                partial(self._cache.reading.tier_numbers, without=state.excluded_tiers),
+                in_full=windows_survive_load(self._groups, request.num_tokens),
+            )
+        bids = self._bids(request, found, local_tokens)
+        busy = bool(bids) and self._is_busy
+        why_none = partial(self._why_none, request.request_id, chunks, found, busy=busy)
+        if found is None:
+            return Answer(() if busy else bids, why_none)
+        coverage = found
+        return Answer(
+            () if busy else bids,
+            why_none,
+            head=lambda alignment: self._bid_for(
+                coverage, local_tokens, coverage.full_attention_tokens // alignment * alignment
+            ),
+            tail=lambda first: self._bid_for(coverage, first, coverage.tokens_after_head(first)),
         )
+
+    def _bids(self, request: Request, found: Coverage | None, local_tokens: int) -> Sequence[Bid]:
+        if found is None:
+            return self._bid_before_naming(request, local_tokens)
         ends, slowest = found.longest()
         bids = [Bid(TIERS, self._parts(found, local_tokens, ends))] if ends > local_tokens else []
         while self._bid_per_tier and slowest > 0:
             ends, slowest = found.longest(slowest)
             if ends > local_tokens:
                 bids.append(Bid(TIERS, self._parts(found, local_tokens, ends)))
-        return self._unless_busy(state, bids)
+        return bids
 
-    def _unless_busy(self, state: _TierRequest, bids: Sequence[Bid]) -> Sequence[Bid]:
-        """Return the bids, or none if too many loads are under way.
-
-        Args:
-            state: state of the request. Its field `declined` is set if there are bids, but none is returned.
-            bids: offers of the tiers to load tokens of the request's prompt.
-        """
-        state.declined = bool(bids) and self._is_busy
-        return () if state.declined else bids
+    def _why_none(
+        self, request_id: str, chunks: PromptChunks | None, found: Coverage | None, *, busy: bool
+    ) -> SourceMiss:
+        if busy:
+            detail = f"loads under way: {self._under_way}, as many as tier_loads allows"
+            return SourceMiss(TIERS, MissReason.BUSY, detail=detail)
+        if chunks is None or found is None:
+            return SourceMiss(TIERS, MissReason.UNNAMED, detail=self._prompts.why_unnamed(request_id))
+        return miss_of(chunks, found, self._labels, self._cache)
 
     @property
     def _is_busy(self) -> bool:
@@ -189,58 +200,6 @@ class TierSource:
         if most <= 0 or not self._prompts.are_pending(request.request_id):
             return ()
         return (Bid("names of chunks", (PlaceTokens(HOST, most),), looking=True),)
-
-    def head(self, request: Request, local_tokens: int, alignment_tokens: int) -> Bid | None:
-        """Return an offer (bid) to load the first part of a prefix, for a load that two sources share.
-
-        Another source loads the rest. The bid covers only the layers that attend to all tokens. Return None
-        if no token remains.
-
-        Args:
-            request: request for which `bids` was called.
-            local_tokens: number of tokens that the engine has already, from the start of the prompt.
-            alignment_tokens: alignment, in tokens, of the end of the first part.
-        """
-        found = self._requests[request.request_id].coverage
-        return (
-            None
-            if found is None
-            else self._bid_for(
-                found, local_tokens, found.full_attention_tokens // alignment_tokens * alignment_tokens
-            )
-        )
-
-    def tail(self, request: Request, local_tokens: int, first: int) -> Bid | None:
-        """Return an offer (bid) to load the last part of a prefix, for a load that two sources share.
-
-        Another source loads the first part. Return None if the tiers hold no usable prefix that is longer
-        than `first`.
-
-        Args:
-            request: request for which `bids` was called.
-            local_tokens: number of tokens that the engine has already; unused.
-            first: position in tokens, from the start of the prompt, at which the first part ends.
-        """
-        found = self._requests[request.request_id].coverage
-        return None if found is None else self._bid_for(found, first, found.tokens_after_head(first))
-
-    def why_no_bid(self, request: Request, local_tokens: int) -> SourceMiss:
-        """Return the reason why the tiers made no offer (bid) to load tokens of a request's prompt.
-
-        If chunks are missing, the result names these chunks and, where the tiers know it, why they are
-        missing (for example eviction).
-
-        Args:
-            request: request for which `bids` returned no offer.
-            local_tokens: number of tokens that the engine has already; unused.
-        """
-        state, chunks = self._requests[request.request_id], self._prompts.get(request)
-        if state.declined:
-            detail = f"loads under way: {self._under_way}, as many as tier_loads allows"
-            return SourceMiss(TIERS, MissReason.BUSY, detail=detail)
-        if chunks is None or state.coverage is None:
-            return SourceMiss(TIERS, MissReason.UNNAMED, detail=self._prompts.why_unnamed(request.request_id))
-        return miss_of(chunks, state.coverage, self._labels, self._cache)
 
     def has_room(self, bid: Bid, blocks: int) -> bool:
         """Return whether a load of `blocks` KV blocks may begin now: always True for tiers.

@@ -145,16 +145,16 @@ def refused(engine):
 def test_the_head_of_a_load_ends_at_the_alignment_and_the_tail_begins_there():
     engine = with_peer()
     one = engine.arrive(offered())
-    assert engine.source.bids(one, 8)
-    assert engine.source.head(one, 8, 16) == Bid(PEER, (PlaceTokens("peer", 24),))
-    assert engine.source.tail(one, 8, 16) == Bid(PEER, (PlaceTokens("peer", 24),))
-    assert engine.source.tail(one, 8, 40) is None
-    assert engine.source.bids(one, 32)
-    assert engine.source.head(one, 32, 16) is None
+    assert engine.source.ask(one, 8).bids
+    assert engine.source.ask(one, 8).head(16) == Bid(PEER, (PlaceTokens("peer", 24),))
+    assert engine.source.ask(one, 8).tail(16) == Bid(PEER, (PlaceTokens("peer", 24),))
+    assert engine.source.ask(one, 8).tail(40) is None
+    assert engine.source.ask(one, 32).bids
+    assert engine.source.ask(one, 32).head(16) is None
     engine.client.answer = Pending()
-    assert engine.source.bids(one, 8)
-    assert engine.source.head(one, 8, 16).looking
-    assert engine.source.tail(one, 8, 16).looking
+    assert engine.source.ask(one, 8).bids
+    assert engine.source.ask(one, 8).head(16).looking
+    assert engine.source.ask(one, 8).tail(16).looking
 
 
 def test_a_ticket_is_redeemed_at_arrival_and_bid_once_it_is_granted_and_its_peer_known():
@@ -163,20 +163,20 @@ def test_a_ticket_is_redeemed_at_arrival_and_bid_once_it_is_granted_and_its_peer
     assert engine.client.claimed == ["theirs"]
     assert engine.client.asked == [(40, content_of(one, 40, Adapters()))]
     looking = (Bid(UNREDEEMED, (PlaceTokens("peer", 32),), looking=True, promised=True),)
-    assert engine.source.bids(one, 8) == looking
+    assert engine.source.ask(one, 8).bids == looking
     assert engine.client.waits == [], "nobody waits for a peer that is being met"
     engine.client.answer = KNOWN
-    assert engine.source.bids(one, 8) == looking
+    assert engine.source.ask(one, 8).bids == looking
     engine.client.redeemed = GRANTED
-    assert engine.source.bids(one, 8) == (Bid(PEER, (PlaceTokens("peer", 32),)),)
-    assert not engine.source.bids(one, 40)
+    assert engine.source.ask(one, 8).bids == (Bid(PEER, (PlaceTokens("peer", 32),)),)
+    assert not engine.source.ask(one, 40).bids
     assert engine.client.released == []
 
 
 def test_an_unanswered_peer_is_reported_once_when_the_request_goes_on():
     engine = with_peer(Pending(), redeemed=Pending())
     one = engine.arrive(offered())
-    assert engine.source.bids(one, 8)[0].looking
+    assert engine.source.ask(one, 8).bids[0].looking
     for _ in range(2):
         engine.source.settled("a")
     (told,) = engine.told
@@ -219,7 +219,7 @@ def test_a_ticket_that_does_not_fit_the_prompt_is_not_redeemed(change, says):
     one = offered(remote_num_tokens=change.pop("kv", 40))
     vars(one).update(change)
     engine.arrive(one)
-    assert (engine.source.bids(one, 0), engine.client.claimed, engine.client.released) == ((), [], [])
+    assert (engine.source.ask(one, 0).bids, engine.client.claimed, engine.client.released) == ((), [], [])
     (reason,) = refused(engine)
     assert reason.startswith(says)
 
@@ -232,20 +232,20 @@ def test_state_that_has_seen_the_whole_prompt_is_not_read(kind):
     whole.kv_transfer_params = longer.kv_transfer_params
     engine.arrive(whole)
     of_state = kind is GroupKind.STATE
-    assert bool(engine.source.bids(whole, 0)) != of_state
+    assert bool(engine.source.ask(whole, 0).bids) != of_state
     assert [text[:40] for text in refused(engine)] == ["40 tokens offered for a prompt of 40, wh"] * of_state
     engine.half.bidding = Bidding(2)
-    assert engine.source.bids(engine.arrive(longer), 0)
+    assert engine.source.ask(engine.arrive(longer), 0).bids
 
 
 def test_a_refused_ticket_is_excluded_and_not_released():
     """It may be somebody else's, who redeems it with the right prompt."""
     engine = with_peer(redeemed=Unusable("other tokens"))
     one = engine.arrive(offered())
-    assert engine.source.bids(one, 0) == ()
+    assert engine.source.ask(one, 0).bids == ()
     assert (refused(engine), engine.client.released) == (["other tokens"], [])
     engine.client.redeemed = GRANTED
-    assert engine.source.bids(one, 0) == ()
+    assert engine.source.ask(one, 0).bids == ()
     engine.source.settled("a")
     engine.source.finished("a")
     assert (engine.client.released, len(engine.source)) == ([], 0)
@@ -261,10 +261,10 @@ def test_a_refused_ticket_is_excluded_and_not_released():
 def test_an_unusable_peer_is_excluded_and_its_lease_released(answer, says):
     engine = with_peer(answer)
     one = engine.arrive(offered())
-    assert not engine.source.bids(one, 0)
+    assert not engine.source.ask(one, 0).bids
     assert (refused(engine), engine.client.released) == ([says], ["theirs"])
     engine.client.answer = KNOWN
-    assert not engine.source.bids(one, 0), "its lease has been released"
+    assert not engine.source.ask(one, 0).bids, "its lease has been released"
     engine.source.settled("a")
     engine.source.finished("a")
     assert (engine.client.released, len(engine.source)) == (["theirs"], 0)
@@ -275,18 +275,18 @@ def test_an_unusable_peer_is_excluded_and_its_lease_released(answer, says):
 def test_a_peer_that_is_gone_is_told_apart_from_one_that_refuses(of, gone, miss):
     engine = with_peer(redeemed=Pending())
     one = engine.arrive(offered())
-    assert engine.source.bids(one, 0)[0].promised
+    assert engine.source.ask(one, 0).bids[0].promised
     setattr(engine.client, "answer" if of == "peer" else "redeemed", Unusable("that is why", gone))
-    assert not engine.source.bids(one, 0)
-    assert engine.source.why_no_bid(one, 0) == SourceMiss("peer", miss, detail="that is why")
+    assert not engine.source.ask(one, 0).bids
+    assert engine.source.ask(one, 0).why_none() == SourceMiss("peer", miss, detail="that is why")
 
 
 def test_a_peer_that_is_refused_when_a_request_arrives_is_not_sent_its_ticket():
     engine = with_peer(NOBODY)
     one = engine.arrive(offered())
-    assert not engine.source.bids(one, 0)
+    assert not engine.source.ask(one, 0).bids
     engine.client.answer = KNOWN
-    assert not engine.source.bids(one, 0), "a claim of its ticket would never end"
+    assert not engine.source.ask(one, 0).bids, "a claim of its ticket would never end"
     assert (refused(engine), engine.client.claimed, engine.client.released) == (["nobody answers"], [], [])
 
 
@@ -298,16 +298,16 @@ def test_a_peer_that_restarted_before_it_granted_a_ticket_is_looked_up_again():
     )
     one = engine.arrive(offered())
     looking = Bid(PEER, (PlaceTokens("peer", 32),), looking=True, promised=True)
-    assert engine.source.bids(one, 8) == (looking,)
+    assert engine.source.ask(one, 8).bids == (looking,)
     engine.client.answer = KNOWN
-    assert engine.source.bids(one, 8) == (Bid(PEER, (PlaceTokens("peer", 32),)),)
+    assert engine.source.ask(one, 8).bids == (Bid(PEER, (PlaceTokens("peer", 32),)),)
     assert (refused(engine), engine.client.claimed) == ([], ["theirs"])
 
 
 def test_a_grant_needs_a_block_table_for_each_group_of_the_peer():
     engine = with_peer(redeemed=Redeemed(0, 11, Grant.of(3, 7, [[1], [2], [3]]), 40))
     one = engine.arrive(offered())
-    assert engine.source.bids(one, 0) == ()
+    assert engine.source.ask(one, 0).bids == ()
     assert refused(engine) == ["block tables for 3 groups, the peer has 1"]
     assert engine.client.released == ["theirs"]
 
@@ -323,11 +323,11 @@ def test_all_requests_of_a_step_share_the_time_to_wait_for_their_tickets():
 
     waits, engine.client.redemption = [], redemption
     for one in ones:
-        engine.source.bids(one, 0)
+        engine.source.ask(one, 0)
     assert waits == pytest.approx([STEP_WAIT_SECONDS * share for share in (1.0, 0.6, 0.2, 0.0)], abs=1e-9)
     engine.step()
     for one in (ones[0], engine.arrive(offered("e", of="e"))):
-        engine.source.bids(one, 0)
+        engine.source.ask(one, 0)
     assert waits[-2:] == [0.0, STEP_WAIT_SECONDS], "only right after its question"
 
 
@@ -370,7 +370,7 @@ def test_a_peer_whose_late_reads_hold_too_much_is_refused():
     engine = with_peer()
     one = engine.arrive(offered())
     engine.loads.begin(Transfer(key="old", holder=PEER, blocks=[1, 2, 3], late=True))
-    assert not engine.source.bids(one, 0)
+    assert not engine.source.ask(one, 0).bids
     assert refused(engine) == [
         "reads past their deadline still hold 3 blocks, and those of a peer may hold half of 2 (late_blocks)"
     ]
@@ -379,7 +379,7 @@ def test_a_peer_whose_late_reads_hold_too_much_is_refused():
 def test_reads_in_flight_count_for_what_late_ones_may_hold():
     """Any of them may be late a moment later, so there is no time to begin to count then."""
     engine = with_peer(most_held=8)
-    (bid,) = engine.source.bids(engine.arrive(offered()), 0)
+    (bid,) = engine.source.ask(engine.arrive(offered()), 0).bids
     assert engine.source.has_room(bid, 100), "a load that is alone may be larger"
     engine.loads.begin(Transfer(key="from tiers", holder=TIERS, blocks=[1] * 50))
     assert engine.source.has_room(bid, 100), "of those late ones hold nothing"
@@ -405,8 +405,8 @@ def test_a_failed_peer_is_excluded_and_reconnected_if_it_may_have_gone(how, anew
     engine.end_load(load, Report("the lease was broken", **how))
     assert (engine.client.forgotten, engine.client.released) == ([ADDRESS] * anew, ["theirs"])
     assert engine.half.bidding.exclusion_reason(PEER) == "the lease was broken"
-    assert not engine.source.bids(one, 0)
-    assert engine.source.why_no_bid(one, 0) == SourceMiss(
+    assert not engine.source.ask(one, 0).bids
+    assert engine.source.ask(one, 0).why_none() == SourceMiss(
         "peer", MissReason.REFUSED, detail="the lease was broken"
     )
 
@@ -433,7 +433,7 @@ def test_a_lease_is_released_once_when_its_request_is_settled():
     for _ in range(2):
         engine.source.settled("a")
     assert engine.client.released == ["theirs"]
-    assert not engine.source.bids(one, 0), "preempted, it has no lease any more"
+    assert not engine.source.ask(one, 0).bids, "preempted, it has no lease any more"
 
 
 def test_samples_that_share_a_prompt_release_it_once_with_the_last():
@@ -533,13 +533,13 @@ TURN = FoundTurn(
 def test_a_request_without_an_offer_gets_that_of_an_earlier_turn_once_peers_have_answered():
     engine = with_peer(turns=Pending())
     one = engine.arrive(request("a", [*TOKENS, 99]))
-    (bid,) = engine.source.bids(one, 8)
+    (bid,) = engine.source.ask(one, 8).bids
     assert (bid.looking, bid.tokens) == (True, 32)
     assert not bid.promised, "nobody has said that there is such a turn"
     engine.turns.answer = TURN
-    assert engine.source.bids(one, 8) == (Bid(PEER, (PlaceTokens("peer", 32),)),)
+    assert engine.source.ask(one, 8).bids == (Bid(PEER, (PlaceTokens("peer", 32),)),)
     assert engine.client.held == ["earlier"]
-    assert engine.source.head(one, 8, 16) == Bid(PEER, (PlaceTokens("peer", 24),))
+    assert engine.source.ask(one, 8).head(16) == Bid(PEER, (PlaceTokens("peer", 24),))
     engine.source.settled("a")
     engine.source.finished("a")
     assert (engine.client.released, len(engine.source)) == (["earlier"], 0)
@@ -548,25 +548,25 @@ def test_a_request_without_an_offer_gets_that_of_an_earlier_turn_once_peers_have
 def test_a_looking_peer_bids_for_the_tail_of_another_sources_head():
     engine = with_peer(turns=Pending())
     one = engine.arrive(request("a", [*TOKENS, 99]))
-    engine.source.bids(one, 8)
+    engine.source.ask(one, 8)
     for bid, tokens in (
-        (engine.source.head(one, 8, 16), 24),
-        (engine.source.tail(one, 8, 16), 24),
-        (engine.source.tail(one, 8, 39), 1),
+        (engine.source.ask(one, 8).head(16), 24),
+        (engine.source.ask(one, 8).tail(16), 24),
+        (engine.source.ask(one, 8).tail(39), 1),
     ):
         assert (bid.looking, bid.tokens) == (True, tokens)
-    assert engine.source.tail(one, 8, 40) is None, "the last token is computed"
+    assert engine.source.ask(one, 8).tail(40) is None, "the last token is computed"
     engine.turns.answer = False
-    assert engine.source.bids(one, 8) == ()
-    assert (engine.source.head(one, 8, 16), engine.source.tail(one, 8, 16)) == (None, None)
+    assert engine.source.ask(one, 8).bids == ()
+    assert (engine.source.ask(one, 8).head(16), engine.source.ask(one, 8).tail(16)) == (None, None)
 
 
 def test_no_bid_is_made_if_no_peer_has_an_earlier_turn():
     engine = with_peer(turns=False)
     one = engine.arrive(request("a", [*TOKENS, 99]))
-    assert engine.source.bids(one, 0) == ()
-    assert (engine.source.head(one, 0, 16), engine.source.tail(one, 0, 16)) == (None, None)
-    assert engine.source.why_no_bid(one, 0).reason is MissReason.NOT_STORED
+    assert engine.source.ask(one, 0).bids == ()
+    assert (engine.source.ask(one, 0).head(16), engine.source.ask(one, 0).tail(16)) == (None, None)
+    assert engine.source.ask(one, 0).why_none().reason is MissReason.NOT_STORED
     engine.source.settled("a")
     engine.source.finished("a")
     assert engine.client.held == engine.client.released == []
@@ -575,7 +575,7 @@ def test_no_bid_is_made_if_no_peer_has_an_earlier_turn():
 def test_a_request_that_ends_while_peers_are_asked_leaves_nothing():
     engine = with_peer(turns=Pending())
     one = engine.arrive(request("a", [*TOKENS, 99]))
-    engine.source.bids(one, 0)
+    engine.source.ask(one, 0)
     engine.source.settled("a")
     engine.source.finished("a")
     assert engine.turns.asked == set()
@@ -585,10 +585,10 @@ def test_a_request_that_ends_while_peers_are_asked_leaves_nothing():
 def test_after_a_reset_an_earlier_turn_that_was_found_before_is_not_bid(answered):
     engine = with_peer(turns=TURN if answered else Pending())
     one = engine.arrive(request("a", [*TOKENS, 99]))
-    assert engine.source.bids(one, 0)
+    assert engine.source.ask(one, 0).bids
     engine.source.start_anew()
     engine.turns.answer = TURN
-    assert engine.source.bids(one, 0) == ()
+    assert engine.source.ask(one, 0).bids == ()
     assert engine.client.released == (["earlier"] if answered else [])
 
 
@@ -599,21 +599,21 @@ def test_after_a_reset_no_offer_that_came_before_is_bid():
     engine.source.settled("c")
     engine.source.start_anew()
     assert engine.client.released == ["c", "a", "b"], "what is being read is not believed either"
-    assert engine.source.bids(waiting, 0) == engine.source.bids(loading, 0) == ()
+    assert engine.source.ask(waiting, 0).bids == engine.source.ask(loading, 0).bids == ()
     assert refused(engine) == ["the cache was reset"] * 2, "before and after its ticket was redeemed"
     engine.end_load(load, Report("the producer gave the blocks back"))
-    assert engine.source.bids(engine.arrive(offered("d")), 0), "what comes is"
+    assert engine.source.ask(engine.arrive(offered("d")), 0).bids, "what comes is"
 
 
 def test_an_engine_that_stopped_reading_takes_no_offer_and_asks_for_no_turn():
     engine = with_peer(turns=Pending())
     before = engine.arrive(offered("a", "before"))
     engine.source.stop_reading("weights have changed")
-    assert not engine.source.bids(before, 0)
+    assert not engine.source.ask(before, 0).bids
     after = offered("b", "after")
     assert engine.source.arrived(after, Bidding(2))
-    assert not engine.source.bids(after, 0)
-    assert engine.source.why_no_bid(after, 0) == SourceMiss(
+    assert not engine.source.ask(after, 0).bids
+    assert engine.source.ask(after, 0).why_none() == SourceMiss(
         "peer", MissReason.REFUSED, detail="weights have changed"
     )
     assert refused(engine) == ["the cache was reset", "weights have changed"]
@@ -624,7 +624,7 @@ def test_an_engine_that_stopped_reading_takes_no_offer_and_asks_for_no_turn():
 
 def test_no_request_waits_for_peers_if_only_the_last_token_is_missing():
     engine = with_peer(turns=Pending())
-    assert engine.source.bids(engine.arrive(request("a", [*TOKENS, 99])), 40) == ()
+    assert engine.source.ask(engine.arrive(request("a", [*TOKENS, 99])), 40).bids == ()
 
 
 def test_a_request_without_an_offer_is_declined_if_no_peer_keeps_turns():
@@ -636,12 +636,12 @@ def test_a_ticket_is_redeemed_once_the_adapter_of_its_prompt_was_read(tmp_path):
     one.lora_request = adapter(tmp_path)
     with slow_files() as go_on:
         engine.arrive(one)
-        (bid,) = engine.source.bids(one, 0)
+        (bid,) = engine.source.ask(one, 0).bids
         assert bid.looking
         assert (engine.client.claimed, refused(engine)) == ([], [])
         go_on.set()
         once_named(lambda: engine.adapters.name(one.lora_request))
-    (bid,) = engine.source.bids(one, 0)
+    (bid,) = engine.source.ask(one, 0).bids
     assert (bid.tokens, bid.looking) == (40, False)
     ((_, content),) = engine.client.asked
     assert content.adapter == engine.adapters.name(one.lora_request)
@@ -653,7 +653,7 @@ def test_an_adapter_that_is_never_read_does_not_delay_a_request_for_ever(tmp_pat
     with slow_files() as go_on:
         engine.arrive(one)
         engine.clock.now += 30.0
-        assert engine.source.bids(one, 0) == ()
+        assert engine.source.ask(one, 0).bids == ()
         (why,) = refused(engine)
         assert why.endswith("are still being read for their digest, after 30 s")
         go_on.set()
@@ -679,11 +679,11 @@ def test_an_offer_without_a_number_of_tokens_is_of_all_but_the_last():
     one = engine.arrive(offered(remote_num_tokens=None))
     assert engine.client.asked == [(40, content_of(one, 40, Adapters()))]
     looking = Bid(UNREDEEMED, (PlaceTokens("peer", 40),), looking=True, promised=True, growing=True)
-    assert engine.source.bids(one, 0) == (looking,)
+    assert engine.source.ask(one, 0).bids == (looking,)
     engine.client.redeemed = some_of_it(16)
-    assert engine.source.bids(one, 0) == (Bid(PEER, (PlaceTokens("peer", 40),), growing=True),)
+    assert engine.source.ask(one, 0).bids == (Bid(PEER, (PlaceTokens("peer", 40),), growing=True),)
     engine.client.redeemed = some_of_it(40)
-    assert engine.source.bids(one, 0) == (Bid(PEER, (PlaceTokens("peer", 40),)),)
+    assert engine.source.ask(one, 0).bids == (Bid(PEER, (PlaceTokens("peer", 40),)),)
     short = request("b", [1])
     short.kv_transfer_params = offered(remote_num_tokens=None).kv_transfer_params
     assert not engine.source.arrived(short, Bidding(2)), "nothing of it can be loaded"
@@ -732,7 +732,7 @@ def test_a_load_whose_peer_ends_the_lease_fails_once_and_is_not_read_on(answer, 
     assert engine.step().parts == []
     engine.end_load(load, Report(told.failure))
     assert refused(engine) == [told.failure]
-    assert not engine.source.bids(offered(), 0)
+    assert not engine.source.ask(offered(), 0).bids
 
 
 def test_workers_keep_a_peer_while_a_load_from_it_grows():

@@ -305,9 +305,9 @@ def test_only_so_many_loads_are_under_way_at_once():
     assert bid(engine).tokens == 8
     begin(engine)
     assert bid(engine) is None
-    assert engine.source.head(engine.one, 0, 4) is None
-    assert engine.source.tail(engine.one, 0, 4) is None
-    why = engine.source.why_no_bid(engine.one, 0)
+    assert engine.source.ask(engine.one, 0).head(4) is None
+    assert engine.source.ask(engine.one, 0).tail(4) is None
+    why = engine.source.ask(engine.one, 0).why_none()
     assert (why.reason, why.detail) == (
         MissReason.BUSY, "loads under way: 1, as many as tier_loads allows",
     )  # fmt: skip
@@ -328,7 +328,7 @@ def test_a_prompt_waits_for_its_keys_only_while_another_load_may_begin(tmp_path,
         if looking:
             assert found.looking
         else:
-            assert engine.source.why_no_bid(other, 0).reason is MissReason.BUSY
+            assert engine.source.ask(other, 0).why_none().reason is MissReason.BUSY
 
 
 def test_a_prompt_that_is_not_stored_is_not_reported_as_busy():
@@ -337,8 +337,8 @@ def test_a_prompt_that_is_not_stored_is_not_reported_as_busy():
     engine.source.finished("a")
     other = request("b", range(100, 100 + PROMPT))
     assert engine.source.arrived(other, Bidding(2))
-    assert engine.source.bids(other, 0) == []
-    assert engine.source.why_no_bid(other, 0).reason is not MissReason.BUSY
+    assert engine.source.ask(other, 0).bids == []
+    assert engine.source.ask(other, 0).why_none().reason is not MissReason.BUSY
 
 
 @pytest.mark.parametrize("more", [{"prompt_embeds": object()}, {"prompt_token_ids": None}])
@@ -369,28 +369,28 @@ def parts(bids):
 
 def test_a_bid_says_where_its_tokens_come_from():
     engine = with_tiers([0, 1, 2], [0, 1, 2, 3])
-    assert parts(engine.source.bids(engine.one, 0)) == [{"file": 24, "object": 4}]
+    assert parts(engine.source.ask(engine.one, 0).bids) == [{"file": 24, "object": 4}]
     store(engine, 0)
-    assert parts(engine.source.bids(engine.one, 0)) == [{"host": 8, "file": 16, "object": 4}]
-    assert parts(engine.source.bids(engine.one, 12)) == [{"file": 12, "object": 4}]
-    assert parts(engine.source.bids(engine.one, 24)) == [{"object": 4}]
+    assert parts(engine.source.ask(engine.one, 0).bids) == [{"host": 8, "file": 16, "object": 4}]
+    assert parts(engine.source.ask(engine.one, 12).bids) == [{"file": 12, "object": 4}]
+    assert parts(engine.source.ask(engine.one, 24).bids) == [{"object": 4}]
 
 
 def test_the_head_of_a_load_ends_at_the_alignment_and_the_tail_begins_there():
     engine = with_tiers([0, 1, 3], [2])
     bid(engine)
-    assert parts([engine.source.head(engine.one, 0, 7)]) == [{"file": 20, "object": 8}]
-    assert parts([engine.source.head(engine.one, 0, 12)]) == [{"file": 16, "object": 8}]
-    assert parts([engine.source.tail(engine.one, 0, 12)]) == [{"file": 8, "object": 8}]
-    assert engine.source.head(engine.one, 0, 32) is None
-    assert engine.source.tail(engine.one, 0, PROMPT) is None
+    assert parts([engine.source.ask(engine.one, 0).head(7)]) == [{"file": 20, "object": 8}]
+    assert parts([engine.source.ask(engine.one, 0).head(12)]) == [{"file": 16, "object": 8}]
+    assert parts([engine.source.ask(engine.one, 0).tail(12)]) == [{"file": 8, "object": 8}]
+    assert engine.source.ask(engine.one, 0).head(32) is None
+    assert engine.source.ask(engine.one, 0).tail(PROMPT) is None
 
 
 def test_the_tail_of_a_prefix_is_loaded_if_its_head_is_gone():
     engine = with_tiers([1, 2])
     assert bid(engine) is None
-    assert engine.source.head(engine.one, 0, 8) is None
-    tail = engine.source.tail(engine.one, 0, 12)
+    assert engine.source.ask(engine.one, 0).head(8) is None
+    tail = engine.source.ask(engine.one, 0).tail(12)
     assert parts([tail]) == [{"file": 12}]
     span = LoadSpan(0, 24, PROMPT, (12, 24))
     load = made_up_load("a#1.1", span, [range(1, 8)], attempt="a#1", loads=2, bid=tail)
@@ -405,20 +405,20 @@ def test_the_tail_of_a_prefix_is_loaded_if_its_head_is_gone():
 
 def test_bids_with_fewer_tiers_are_made_if_configured():
     engine = with_tiers([0, 1], [0, 1, 2, 3], most_loads=1, bid_per_tier=True)
-    assert parts(engine.source.bids(engine.one, 0)) == [{"file": 16, "object": 12}, {"file": 16}]
+    assert parts(engine.source.ask(engine.one, 0).bids) == [{"file": 16, "object": 12}, {"file": 16}]
     store(engine, 0)
-    assert parts(engine.source.bids(engine.one, 0)) == [
+    assert parts(engine.source.ask(engine.one, 0).bids) == [
         {"host": 8, "file": 8, "object": 12},
         {"host": 8, "file": 8},
         {"host": 8},
     ]
     store(engine, 1, 2, 3)
-    assert parts(engine.source.bids(engine.one, 0)) == [{"host": 28}], "slower tiers bring nothing"
+    assert parts(engine.source.ask(engine.one, 0).bids) == [{"host": 28}], "slower tiers bring nothing"
 
 
 def lack(engine, local_tokens=0):
-    assert engine.source.bids(engine.one, local_tokens) == []
-    return engine.source.why_no_bid(engine.one, local_tokens)
+    assert engine.source.ask(engine.one, local_tokens).bids == []
+    return engine.source.ask(engine.one, local_tokens).why_none()
 
 
 def test_a_chunk_that_was_never_stored_counts_as_not_stored():
@@ -460,8 +460,8 @@ def test_chunks_missing_after_the_engines_prefix_count_as_local():
     store(engine, 0, 1)
     assert lack(engine, local_tokens=2 * CHUNK).reason is MissReason.LOCAL
     store(engine, 3)
-    assert engine.source.bids(engine.one, 2 * CHUNK) == []
-    assert engine.source.why_no_bid(engine.one, 2 * CHUNK).reason is MissReason.LOCAL
+    assert engine.source.ask(engine.one, 2 * CHUNK).bids == []
+    assert engine.source.ask(engine.one, 2 * CHUNK).why_none().reason is MissReason.LOCAL
     empty = with_tiers()
     assert lack(empty).reason is MissReason.NOT_STORED
 
