@@ -22,7 +22,7 @@ from benchmarks.checkpoint import VOCABULARY
 from benchmarks.choice.workload import Workload
 from benchmarks.served import SteppedEngine
 from kvferry.connector.events import Event, LoadEnded
-from kvferry.connector.load_results import LoadOutcome
+from kvferry.connector.load import LoadOutcome
 from kvferry.errors import KVFerryError, TransferError
 
 FAR = "far "

@@ -13,7 +13,7 @@ from benchmarks.cpu_layouts import declare_layouts
 from benchmarks.handover.nixl_plus import favour_nixl
 from benchmarks.served import prepare_process
 from kvferry.connector.events import Event, LoadEnded
-from kvferry.connector.load_results import LoadOutcome
+from kvferry.connector.load import LoadOutcome
 from kvferry.errors import TransferError
 from kvferry.serving.router.bodies import ASK_FOR_KV
 

@@ -28,10 +28,9 @@ from kvferry.connector.peers.offer import Offer, write_offer
 from kvferry.connector.peers.turn_names import TurnNames
 from kvferry.connector.plain import PlainRequest
 from kvferry.connector.prompt_content import content_of
-from kvferry.connector.refusals import Refusals
 from kvferry.connector.source import Source
 from kvferry.connector.speeds import Speeds
-from kvferry.connector.stream import EventStream
+from kvferry.connector.stream import EventStream, Refusals
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind

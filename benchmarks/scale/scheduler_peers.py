@@ -26,9 +26,8 @@ from kvferry.connector.peers.offer import Offer, write_offer
 from kvferry.connector.peers.turn_names import TurnNames
 from kvferry.connector.plain import PlainRequest
 from kvferry.connector.prompt_content import content_of
-from kvferry.connector.refusals import Refusals
 from kvferry.connector.speeds import Speeds
-from kvferry.connector.stream import EventStream
+from kvferry.connector.stream import EventStream, Refusals
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.layout import EngineShape, lay_out

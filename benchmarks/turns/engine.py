@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.served import prepare_process
 from kvferry.connector.events import Event, LoadBegan, LoadEnded
-from kvferry.connector.load_results import LoadOutcome
+from kvferry.connector.load import LoadOutcome
 from kvferry.errors import TransferError
 
 _CONNECTOR = {

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvferry.connector.bids import PlaceTokens
-from kvferry.connector.decisions import DecisionReason, ValuedBid
-from kvferry.connector.events import LoadBegan, LoadEnded, SourcesAsked
-from kvferry.connector.load_results import LoadOutcome
+from kvferry.connector.events import DecisionReason, LoadBegan, LoadEnded, SourcesAsked, ValuedBid
+from kvferry.connector.load import LoadOutcome
 
 
 def sources_asked(at: float, *bids: ValuedBid, request_id: str = "a", **more: Any) -> SourcesAsked:

@@ -14,7 +14,7 @@ from kvferry.connector.adapters import Adapters
 from kvferry.connector.block_runs import DescribeBlocks
 from kvferry.connector.config import parse_config
 from kvferry.connector.engine import CacheGroup
-from kvferry.connector.load_results import LoadFigures
+from kvferry.connector.load import LoadFigures
 from kvferry.connector.local_prefix import LocalPrefix
 from kvferry.connector.messages import Report, StepReports, WorkerInfo
 from kvferry.connector.plain import PlainRequest, PlainStep

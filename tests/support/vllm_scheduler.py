@@ -46,16 +46,14 @@ from kvferry.connector.adapters import Adapters
 from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.compose import Composition
 from kvferry.connector.config import ConnectorConfig
-from kvferry.connector.decisions import MissReason, SourceMiss
-from kvferry.connector.events import LeaseEnded, LeaseGranted
+from kvferry.connector.events import LeaseEnded, LeaseGranted, MissReason, SourceMiss
 from kvferry.connector.load import Load
 from kvferry.connector.messages import LoadPart, Report, StepReports
 from kvferry.connector.peers.producer import Producer
 from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.peers.turn_names import TurnNames
-from kvferry.connector.refusals import Refusals
 from kvferry.connector.source import Answer
-from kvferry.connector.stream import EventStream
+from kvferry.connector.stream import EventStream, Refusals
 from kvferry.connector.tiers.source import TierSource
 from kvferry.engines.vllm.compat.frees import defer_frees
 from kvferry.engines.vllm.compat.prefix_cache import VLLMPrefixCache

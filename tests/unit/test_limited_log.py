@@ -5,8 +5,7 @@ import logging
 import pytest
 
 from kvferry.connector.events import SourceRefused
-from kvferry.connector.refusals import Refusals
-from kvferry.connector.stream import EventStream
+from kvferry.connector.stream import EventStream, Refusals
 from kvferry.limited_log import LimitedLog
 from support.clock import Clock
 

@@ -5,7 +5,7 @@ connector (`scheduler.SchedulerHalf`, `worker.half.WorkerHalf`), and carry `mess
 step.
 
 - `admission` chooses the source of each request's prefix and follows its loads. It uses `bids`,
-  `load_plans`, `policies`, `speeds`, `waiting`, `headroom`, `transfer` and `part_blocks`. `source` is the
+  `load_plans`, `policies`, `speeds`, `answer_times`, `headroom`, `transfer` and `part_blocks`. `source` is the
   interface of sources.
 - `peers` reads KV from other engines and offers KV to them.
 - `tiers` stores KV as chunks in host memory, files and object stores, and loads it again.

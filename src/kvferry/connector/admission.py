@@ -26,9 +26,8 @@ from kvferry.connector.choosing import BidChooser
 from kvferry.connector.engine import CacheGroup, PrefixCache, Request, RequestBlocks
 from kvferry.connector.headroom import Headroom
 from kvferry.connector.load_plans import LoadPlan, common_alignment, load_plans
-from kvferry.connector.local_prefix import LocalPrefix, last_boundary_before
+from kvferry.connector.local_prefix import LocalPrefix, last_boundary_before, must_compute
 from kvferry.connector.messages import StepOrders, StepReports
-from kvferry.connector.must_compute import must_compute
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.request_phases import AdmitAction, RequestPhase, RequestPhases, RequestState
 from kvferry.connector.running_loads import RunningLoad, RunningLoads

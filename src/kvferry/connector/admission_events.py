@@ -9,17 +9,20 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 
 from kvferry.connector.bids import Bid, Bidding
-from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss, ValuedBid
 from kvferry.connector.engine import Request
 from kvferry.connector.events import (
     Arrived,
+    DecisionReason,
     Finished,
     LateBlocks,
     LoadEnded,
+    MissReason,
     Scheduled,
+    SourceMiss,
     SourcesAsked,
+    ValuedBid,
 )
-from kvferry.connector.load_results import LoadOutcome
+from kvferry.connector.load import LoadOutcome
 from kvferry.connector.local_prefix import LocalPrefix
 from kvferry.connector.messages import Report
 from kvferry.connector.peers.offer import has_offer

@@ -1,4 +1,4 @@
-"""Measured times until sources of KV answer: how long a source that is still looking may keep looking.
+"""Times that requests wait for sources, and that sources take to answer: how long one may keep looking.
 
 The record is kept beside the speeds (`speeds`), for the policy that compares times.
 """
@@ -121,3 +121,29 @@ class AwaitedAnswers:
         for name, since in self._since.items():
             times.record_unanswered(name, now - since)
         self._since.clear()
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A stopwatch for the time that one request waits for a source of KV or for free blocks.
+
+    A wait begins (`begin`) when the request cannot be admitted for one of these reasons, and ends (`until`)
+    when the engine next tries to admit the request. Other time in the engine's queue does not count.
+
+    Attributes:
+        seconds: sum of all finished waits, in seconds.
+    """
+
+    seconds: float = 0.0
+    _since: float | None = None
+
+    def until(self, now: float) -> float:
+        """End the current wait, if any, at `now` (monotonic seconds); return the total seconds of waiting."""
+        if self._since is not None:
+            self.seconds += now - self._since
+            self._since = None
+        return self.seconds
+
+    def begin(self, now: float) -> None:
+        """Begin a wait at `now` (monotonic seconds). The next call of `until` ends it."""
+        self._since = now

@@ -20,11 +20,10 @@ from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.peers.turn_finder import TurnFinder
 from kvferry.connector.peers.turn_names import TurnNames
 from kvferry.connector.policies import policy_named
-from kvferry.connector.refusals import Refusals
 from kvferry.connector.running_loads import RunningLoad
 from kvferry.connector.source import Source
 from kvferry.connector.speeds import Speeds
-from kvferry.connector.stream import EventStream
+from kvferry.connector.stream import EventStream, Refusals
 from kvferry.connector.tiers.block_events import BlockEvents
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource

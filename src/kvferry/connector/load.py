@@ -1,8 +1,9 @@
-"""The description of a load, as admission, the sources and the workers exchange it."""
+"""A load as admission, the sources and the workers exchange it, and what it moved in which time."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from kvferry.connector.bids import Bid
 from kvferry.planning.descriptors import Int64s
@@ -43,3 +44,115 @@ class Load:
     def source(self) -> str:
         """Name of the source: the peer's name, or ``tiers``."""
         return self.bid.source
+
+
+class LoadOutcome(StrEnum):
+    """The outcome of a load.
+
+    READY: the load succeeded. FAILED: the load failed. EXPIRED: the load was reported as failed while it was
+    still in flight, usually because its deadline passed. DROPPED: the request no longer waits for the load.
+    """
+
+    READY = "ready"
+    FAILED = "failed"
+    EXPIRED = "expired"  # its deadline passed; late writes may still land in its blocks
+    DROPPED = "dropped"  # the request ended first, or another part of its prefix failed
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBytes:
+    """The bytes that a load moved for one KV cache group, summed over all ranks.
+
+    Attributes:
+        group: number and kind of the group, such as ``0 full_attention``.
+        strategy: name of the transfer strategy; ``copied`` for a load from tiers.
+        size: number of bytes.
+    """
+
+    group: str
+    strategy: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadFigures:
+    """Bytes, descriptors, and seconds of each stage, of a load from a peer or of a copy of chunks.
+
+    All values are 0 or empty for a load from tiers as a whole, whose parts are copies.
+
+    Attributes:
+        bytes_by_group: number of bytes of KV that the request needs, per KV cache group, without gaps that
+            are read and discarded. Empty if no read was planned. For chunks, the groups are those of the
+            storage format.
+        strategy_by_group: name of the transfer strategy of each group; an empty name for a group without
+            bytes.
+        reads: number of reads of the load: more than 1 if the peer was still computing the KV when it began.
+        pages: number of contiguous runs of bytes before merging adjacent runs.
+        descriptors: number of transfer descriptors: one for each run after merging.
+        run_bytes: size in bytes of the largest run after merging.
+        plan_seconds: seconds that the slowest worker took to plan the read.
+        transfer_seconds: seconds that the slowest worker took to transfer the bytes.
+        check_seconds: seconds that the slowest worker took to check afterwards that the peer had not reused
+            the blocks.
+        read_bytes_per_second: measured speed of READs from the peer, on the slowest worker; 0 if it was not
+            measured.
+        not_shared: why a worker cannot map host memory of the peer; empty if all do.
+    """
+
+    bytes_by_group: tuple[int, ...] = ()
+    strategy_by_group: tuple[str, ...] = ()
+    reads: int = 0
+    pages: int = 0
+    descriptors: int = 0
+    run_bytes: int = 0
+    plan_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+    check_seconds: float = 0.0
+    read_bytes_per_second: float = 0.0
+    not_shared: str = ""
+
+    def with_other(self, other: LoadFigures) -> LoadFigures:
+        """Return these figures merged with another worker's figures for the same load.
+
+        Numbers of bytes and descriptors are added. For the largest run and for times, the larger value is
+        kept, and for the speed the smaller.
+
+        Args:
+            other: figures of the other worker.
+        """
+        longer = self.bytes_by_group or (0,) * len(other.bytes_by_group)
+        others = other.bytes_by_group or (0,) * len(longer)
+        return LoadFigures(
+            bytes_by_group=tuple(a + b for a, b in zip(longer, others, strict=True)),
+            strategy_by_group=_merged(self.strategy_by_group, other.strategy_by_group),
+            reads=max(self.reads, other.reads),
+            pages=self.pages + other.pages,
+            descriptors=self.descriptors + other.descriptors,
+            run_bytes=max(self.run_bytes, other.run_bytes),
+            plan_seconds=max(self.plan_seconds, other.plan_seconds),
+            transfer_seconds=max(self.transfer_seconds, other.transfer_seconds),
+            check_seconds=max(self.check_seconds, other.check_seconds),
+            read_bytes_per_second=min(
+                filter(None, (self.read_bytes_per_second, other.read_bytes_per_second)), default=0.0
+            ),
+            not_shared=self.not_shared or other.not_shared,
+        )
+
+
+NO_FIGURES = LoadFigures()
+"""Figures of a load that moved nothing, or that came from tiers."""
+
+
+def _merged(ours: tuple[str, ...], theirs: tuple[str, ...]) -> tuple[str, ...]:
+    """Merge the transfer strategies of two workers, group by group.
+
+    Different strategies of a group are joined with ``+``. If a worker has no strategies, return the other's.
+
+    Args:
+        ours: names of one worker's strategies, per KV cache group; empty if it planned no read.
+        theirs: names of the other worker's strategies, per KV cache group; empty if it planned no read.
+    """
+    if not ours or not theirs:
+        return ours or theirs
+    pairs = zip(ours, theirs, strict=True)
+    return tuple("+".join(dict.fromkeys(filter(None, (*a.split("+"), *b.split("+"))))) for a, b in pairs)

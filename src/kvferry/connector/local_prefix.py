@@ -1,4 +1,4 @@
-"""The tokens of a request in the engine's own prefix cache.
+"""The tokens of a request in the engine's own prefix cache, and whether more may be loaded at all.
 
 To continue a prompt, layers with full attention need the KV of all tokens, and layers with recurrent state
 need one snapshot. A load leaves its snapshot inside a block, where no later request can share it. Requests
@@ -21,7 +21,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry.connector.bids import saves_computation
 from kvferry.connector.engine import PrefixCache, Request
+from kvferry.connector.events import MissReason
+from kvferry.units import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +72,25 @@ def last_boundary_before(end: int, alignment_tokens: int) -> int:
     (384, 384, 512)
     """
     return (end - 1) // alignment_tokens * alignment_tokens
+
+
+def must_compute(request: Request, local_tokens: int) -> tuple[MissReason, str] | None:
+    """Return why the engine must compute a request rather than load KV; None if sources may be asked.
+
+    Args:
+        request: the request.
+        local_tokens: number of tokens of the request in the engine's own prefix cache.
+
+    Returns:
+        (reason, explanation), the explanation as text for people; or None.
+    """
+    if (why := request.cache_refusal) is not None:
+        return MissReason.SKIPPED, f"{why}, so the engine computes the whole prompt"
+    if saves_computation(request.num_tokens - local_tokens):
+        return None
+    if local_tokens:
+        return (
+            MissReason.LOCAL,
+            f"{local_tokens} of {counted(request.num_tokens, 'token')} here, and the last is always computed",
+        )
+    return MissReason.SHORT_PROMPT, "its only token is always computed"

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import BlockIds
-from kvferry.connector.load import Load
-from kvferry.connector.load_results import NO_FIGURES, LoadFigures
+from kvferry.connector.load import NO_FIGURES, Load, LoadFigures
 from kvferry.connector.worker.orders import ArenaCard, LoadOrder, StoreOrder
 from kvferry.geometry import RankGeometry
 from kvferry.tiers.paths import boot_id

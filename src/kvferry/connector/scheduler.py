@@ -22,17 +22,15 @@ from kvferry.connector.config import AdminConfig, ConnectorConfig
 from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, PrefixCache, Request, Step
 from kvferry.connector.messages import StepOrders, StepReports, WorkerInfo
 from kvferry.connector.part_blocks import PartBlocks
-from kvferry.connector.peers.compatible import check_readable
+from kvferry.connector.peers.claims import Standstill
+from kvferry.connector.peers.connections import check_readable
 from kvferry.connector.peers.producer import Producer
 from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.peers.turn_names import TurnNames
-from kvferry.connector.refusals import Refusals
 from kvferry.connector.source import Source
-from kvferry.connector.speeds import Speeds
+from kvferry.connector.speeds import Speeds, StepTimes
 from kvferry.connector.stale_kv import StaleKV
-from kvferry.connector.standstill import Standstill
-from kvferry.connector.step_times import StepTimes
-from kvferry.connector.stream import EventStream
+from kvferry.connector.stream import EventStream, Refusals
 from kvferry.connector.tier_config import read_tiers
 from kvferry.connector.tiers.tiering import NamespaceOf, Tiering
 from kvferry.errors import ConfigError

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.connector.bids import Bid, Bidding
-from kvferry.connector.decisions import MissReason, SourceMiss
 from kvferry.connector.engine import Request
-from kvferry.connector.load import Load
-from kvferry.connector.load_results import GroupBytes
+from kvferry.connector.events import MissReason, SourceMiss
+from kvferry.connector.load import GroupBytes, Load
 from kvferry.connector.messages import LoadPart, Report
 
 

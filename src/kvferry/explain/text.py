@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from kvferry.connector import events
 from kvferry.connector.bids import trim_parts
-from kvferry.connector.decisions import DecisionReason
-from kvferry.connector.load_results import LoadOutcome
+from kvferry.connector.events import DecisionReason
+from kvferry.connector.load import LoadOutcome
 from kvferry.explain.client import EngineTrace
 from kvferry.explain.timeline import TimelineEntry, timeline
 from kvferry.observe.traces import RequestTrace

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.connector import events
-from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss
-from kvferry.connector.events import RequestEvent
-from kvferry.connector.load_results import LoadOutcome
+from kvferry.connector.events import DecisionReason, MissReason, RequestEvent, SourceMiss
+from kvferry.connector.load import LoadOutcome
 from kvferry.observe.traces import FIRST_EVENTS, RequestTrace, StoredChunks
 from kvferry.tiers.names import TIERS
 from kvferry.units import counted, format_bytes, format_count, format_seconds, plural

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.connector import events
-from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss
-from kvferry.connector.events import Event
-from kvferry.connector.load_results import LoadOutcome
+from kvferry.connector.events import DecisionReason, Event, MissReason, SourceMiss
+from kvferry.connector.load import LoadOutcome
 from kvferry.observe.metrics_delta import MetricsDelta
 from kvferry.tiers.names import HOST, PEER
 

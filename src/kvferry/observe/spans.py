@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from kvferry.connector import events
-from kvferry.connector.decisions import DecisionReason
-from kvferry.connector.events import Event
-from kvferry.connector.load_results import LoadOutcome
+from kvferry.connector.events import DecisionReason, Event
+from kvferry.connector.load import LoadOutcome
 
 Headers: TypeAlias = tuple[tuple[str, str], ...]
 Attributes: TypeAlias = dict[str, str | int | float | bool]

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import get_args
 
 from kvferry.connector import events
-from kvferry.connector.decisions import SourceMiss
-from kvferry.connector.events import Event, RequestEvent
+from kvferry.connector.events import Event, RequestEvent, SourceMiss
 
 EVENTS_PER_REQUEST = 16
 """Maximum average number of events per remembered request."""

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from kvferry.connector.events import Event, LoadBegan, LoadEnded
-from kvferry.connector.load_results import LoadOutcome
+from kvferry.connector.load import LoadOutcome
 from kvferry.connector.stream import MAX_ID_CHARACTERS
 from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.observe.line_file import LineFile, open_line_file

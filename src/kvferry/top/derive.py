@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvferry.connector.decisions import MissReason
+from kvferry.connector.events import MissReason
 from kvferry.observe.exposed_names import CONNECTOR
 from kvferry.tiers.names import PEER, tier_kind
 from kvferry.tiers.registry import TIER_KINDS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvferry.connector.load_results import LoadOutcome
+from kvferry.connector.load import LoadOutcome
 from kvferry.top.values import Values, quantile
 
 

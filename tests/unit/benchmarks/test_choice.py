@@ -17,7 +17,7 @@ from benchmarks.choice.policy_engine import CompletedLoad, LoadListener, ReplayA
 from benchmarks.choice.workload import Prompt, Workload
 from kvferry.connector.bids import PlaceTokens
 from kvferry.connector.events import LoadBegan, LoadEnded
-from kvferry.connector.load_results import LoadOutcome
+from kvferry.connector.load import LoadOutcome
 from kvferry.connector.stream import EventStream
 from kvferry.measuring.machine import MachineFacts
 from kvferry.measuring.spread import Spread

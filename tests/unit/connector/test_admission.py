@@ -14,12 +14,18 @@ from kvferry.connector.admission import Admission
 from kvferry.connector.answer_times import AnswerTimes
 from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.choosing import BidChooser
-from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss
 from kvferry.connector.engine import CacheGroup
-from kvferry.connector.events import LateBlocks, LoadEnded, Scheduled, SourcesAsked
+from kvferry.connector.events import (
+    DecisionReason,
+    LateBlocks,
+    LoadEnded,
+    MissReason,
+    Scheduled,
+    SourceMiss,
+    SourcesAsked,
+)
 from kvferry.connector.headroom import Headroom
-from kvferry.connector.load import Load
-from kvferry.connector.load_results import GroupBytes, LoadFigures, LoadOutcome
+from kvferry.connector.load import GroupBytes, Load, LoadFigures, LoadOutcome
 from kvferry.connector.messages import LoadPart, Report, StepOrders, StepReports
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.policies import FirstPolicy, WeightPolicy

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.connector.load_results import LoadFigures
+from kvferry.connector.load import LoadFigures
 from kvferry.connector.messages import Report, StepReports
 from kvferry.connector.worker.loads import Loads
 from kvferry.planning.select import LoadSpan

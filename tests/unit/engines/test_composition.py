@@ -22,7 +22,7 @@ from kvferry.connector.bids import Bidding
 from kvferry.connector.load_plans import common_alignment, load_plans
 from kvferry.connector.peers.offer import Offer, write_offer
 from kvferry.connector.peers.source import PeerSource
-from kvferry.connector.refusals import Refusals
+from kvferry.connector.stream import Refusals
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
 from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region

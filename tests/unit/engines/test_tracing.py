@@ -11,9 +11,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvferry.connector.decisions import MissReason
-from kvferry.connector.events import Arrived
-from kvferry.connector.load_results import LoadOutcome
+from kvferry.connector.events import Arrived, MissReason
+from kvferry.connector.load import LoadOutcome
 from kvferry.engines.vllm.compat.spans import is_traced
 from kvferry.engines.vllm.tracing import tracing
 from support.load_events import load_began, load_ended

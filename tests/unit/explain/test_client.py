@@ -17,19 +17,22 @@ import pytest
 
 from kvferry.cli.main import app
 from kvferry.connector.bids import Bid, PlaceTokens
-from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss, ValuedBid
 from kvferry.connector.events import (
     Arrived,
+    DecisionReason,
     Event,
     Finished,
     LeaseEnded,
     LeaseGranted,
+    MissReason,
     Scheduled,
+    SourceMiss,
     SourceRefused,
     SourcesAsked,
     StoreBegan,
+    ValuedBid,
 )
-from kvferry.connector.load_results import GroupBytes, LoadFigures, LoadOutcome
+from kvferry.connector.load import GroupBytes, LoadFigures, LoadOutcome
 from kvferry.errors import ConfigError, ProtocolError
 from kvferry.explain.client import ask_engines
 from kvferry.observe import socket_directory

@@ -7,17 +7,20 @@ from dataclasses import replace
 import pytest
 
 from kvferry.connector.bids import Bid, PlaceTokens
-from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss, ValuedBid
 from kvferry.connector.events import (
     Arrived,
+    DecisionReason,
     Finished,
     LeaseEnded,
     LeaseGranted,
+    MissReason,
     RequestEvent,
     Scheduled,
+    SourceMiss,
     SourceRefused,
+    ValuedBid,
 )
-from kvferry.connector.load_results import GroupBytes, LoadFigures, LoadOutcome
+from kvferry.connector.load import GroupBytes, LoadFigures, LoadOutcome
 from kvferry.explain.text import summary
 from kvferry.explain.timeline import timeline
 from kvferry.observe.traces import FIRST_EVENTS, RequestTrace, StoredChunks

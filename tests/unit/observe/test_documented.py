@@ -9,7 +9,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvferry.connector.decisions import MissReason
+from kvferry.connector.events import MissReason
 from kvferry.observe.exposed_names import CONNECTOR, ROUTER_PREFIX, exposed_name
 from kvferry.observe.metrics import METRICS, MULTI, PREFIX, MetricKind
 from kvferry.serving.router.backends import Backend, BackendState

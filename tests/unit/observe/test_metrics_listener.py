@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvferry.connector.bids import Bid, PlaceTokens
-from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss, ValuedBid
 from kvferry.connector.events import (
     Arrived,
+    DecisionReason,
     Event,
     Finished,
     LateBlocks,
@@ -20,14 +20,17 @@ from kvferry.connector.events import (
     LeaseGranted,
     LoadBegan,
     LoadEnded,
+    MissReason,
     Scheduled,
     SnapshotsPlaced,
+    SourceMiss,
     SourcesAsked,
     StoreBegan,
     StoreEnded,
     TierChanged,
+    ValuedBid,
 )
-from kvferry.connector.load_results import GroupBytes, LoadFigures, LoadOutcome
+from kvferry.connector.load import GroupBytes, LoadFigures, LoadOutcome
 from kvferry.observe.metrics import METRICS, MetricKind
 from kvferry.observe.metrics_delta import MetricsDelta
 from kvferry.observe.metrics_listener import MetricsListener

@@ -15,10 +15,9 @@ import pytest
 
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.bids import PlaceTokens
-from kvferry.connector.decisions import MissReason
 from kvferry.connector.engine import CacheGroup
-from kvferry.connector.events import Arrived, Event, Finished, Scheduled
-from kvferry.connector.load_results import LoadOutcome
+from kvferry.connector.events import Arrived, Event, Finished, MissReason, Scheduled
+from kvferry.connector.load import LoadOutcome
 from kvferry.connector.plain import PlainRequest
 from kvferry.errors import Unnameable
 from kvferry.geometry import GroupKind

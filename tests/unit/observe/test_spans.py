@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from kvferry.connector.bids import Bid, PlaceTokens
-from kvferry.connector.decisions import DecisionReason, MissReason
 from kvferry.connector.events import (
     Arrived,
+    DecisionReason,
     Event,
     Finished,
     LeaseEnded,
     LeaseGranted,
+    MissReason,
     Scheduled,
     SourcesAsked,
     StoreBegan,
     StoreEnded,
 )
-from kvferry.connector.load_results import GroupBytes, LoadFigures, LoadOutcome
+from kvferry.connector.load import GroupBytes, LoadFigures, LoadOutcome
 from kvferry.observe.spans import SpanListener, TraceSpan
 from support.load_events import load_began, load_ended, sources_asked
 

@@ -6,17 +6,20 @@ import sys
 import threading
 
 from kvferry.connector.bids import Bid, PlaceTokens
-from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss, ValuedBid
 from kvferry.connector.events import (
     Arrived,
+    DecisionReason,
     Finished,
     LateBlocks,
     LeaseExtended,
+    MissReason,
     Scheduled,
+    SourceMiss,
     SourceRefused,
     SourcesAsked,
     StoreBegan,
     StoreEnded,
+    ValuedBid,
 )
 from kvferry.observe.traces import (
     EVENTS_PER_REQUEST,

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.decisions import MissReason
-from kvferry.connector.events import Event
-from kvferry.connector.load_results import LoadFigures, LoadOutcome
+from kvferry.connector.events import Event, MissReason
+from kvferry.connector.load import LoadFigures, LoadOutcome
 from kvferry.errors import ConfigError
 from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region
 from kvferry.observe.transfer_log import TransferLog

@@ -1,16 +1,20 @@
-"""Peers that the workers of this engine are connected to, and how the blocks of both engines meet."""
+"""Peers that the workers of this engine are connected to, whether it can read them, and how blocks meet."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
 from math import gcd
 
 from kvferry.connector.load_plans import common_alignment
 from kvferry.connector.peers.pull import blocks_of, layers_of
+from kvferry.errors import Incompatible
 from kvferry.geometry import RankGeometry
+from kvferry.planning.template import absent_layer_names, window_mismatches
 from kvferry.transport.handshake import PeerInfo, Pending, Unusable
 from kvferry.transport.messages import RankCard
+from kvferry.units import counted
 
 UNUSED_SECONDS = 600.0
 """Seconds without a read after which workers disconnect a peer, which may be gone. Reconnecting is cheap."""
@@ -116,3 +120,31 @@ class PeerConnections:
             return self._alignment_tokens
         others = layers_of((card.geometry for card in peer.ranks), attend_to_all=False)
         return 0 if self._attending & others else self._alignment_tokens
+
+
+logger = logging.getLogger(__name__)
+
+
+def check_readable(theirs: Sequence[RankCard], ours: Sequence[RankCard]) -> None:
+    """Check that each rank of this engine can read all layers of its KV cache from the peer's ranks.
+
+    If layers of a draft model are missing at the peer, log a warning.
+
+    Args:
+        theirs: cards (descriptions with the KV cache geometry) of the peer's ranks.
+        ours: cards of this engine's ranks.
+
+    Raises:
+        Incompatible: a rank cannot read a layer, or the peer keeps fewer tokens of a layer than a rank needs
+            (a shorter attention window). The message names every difference.
+    """
+    peer, here = ([card.geometry for card in cards] for cards in (theirs, ours))
+    absent = absent_layer_names(peer, here)
+    if found := [text for rank in here for text in window_mismatches(peer, rank)]:
+        raise Incompatible(list(dict.fromkeys(found)))
+    if absent:
+        logger.warning(
+            "the peer does not keep %s of our draft model, %s for one: prompts from there are "
+            "loaded without them, and fewer drafts are accepted; run both with the same draft model if that "
+            "matters", counted(len(absent), "layer"), absent[0],
+        )  # fmt: skip

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvferry.connector.decisions import MissReason
-from kvferry.connector.load import Load
-from kvferry.connector.load_results import GroupBytes
+from kvferry.connector.events import MissReason
+from kvferry.connector.load import GroupBytes, Load
 from kvferry.connector.messages import LoadPart, Report
 from kvferry.connector.peers.pull import Pull
 from kvferry.planning.increments import next_part

@@ -24,8 +24,14 @@ from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request, Step
 from kvferry.connector.events import LeaseEnded, LeaseExtended, LeaseGranted
 from kvferry.connector.messages import StepOrders
-from kvferry.connector.peers.offer import Offer, read_wanted, wants_prefill, write_nothing, write_offer
-from kvferry.connector.peers.siblings import Siblings
+from kvferry.connector.peers.offer import (
+    Offer,
+    Siblings,
+    read_wanted,
+    wants_prefill,
+    write_nothing,
+    write_offer,
+)
 from kvferry.connector.peers.streams import Streams, steps_readable
 from kvferry.connector.peers.turn_keeper import TurnKeeper
 from kvferry.connector.peers.turn_names import TurnNames

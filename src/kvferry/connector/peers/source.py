@@ -27,8 +27,8 @@ from functools import partial
 
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.bids import Bid, Bidding, PlaceTokens
-from kvferry.connector.decisions import MissReason, SourceMiss
 from kvferry.connector.engine import Request
+from kvferry.connector.events import MissReason, SourceMiss
 from kvferry.connector.load import Load
 from kvferry.connector.messages import Report, StepOrders
 from kvferry.connector.peers.claims import Claims
@@ -38,9 +38,9 @@ from kvferry.connector.peers.offer import read_offer
 from kvferry.connector.peers.pull import Pull, peer_name
 from kvferry.connector.peers.turn_finder import TurnFinder
 from kvferry.connector.prompt_content import content_of
-from kvferry.connector.refusals import Refusals
 from kvferry.connector.running_loads import RunningLoad
 from kvferry.connector.source import Answer
+from kvferry.connector.stream import Refusals
 from kvferry.connector.transfer import TransferBook, may_hold
 from kvferry.errors import NotYetNamed, ProtocolError, Unnameable
 from kvferry.geometry import GroupKind, RankGeometry

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 
 from kvferry.cache.fetch import Fetch
 from kvferry.cache.reading import Reading
-from kvferry.connector.decisions import MissReason
-from kvferry.connector.load import Load
-from kvferry.connector.load_results import GroupBytes
+from kvferry.connector.events import MissReason
+from kvferry.connector.load import GroupBytes, Load
 from kvferry.connector.messages import LoadPart, Report
-from kvferry.connector.refusals import Refusals
+from kvferry.connector.stream import Refusals
 from kvferry.connector.worker.orders import LoadOrder, Piece
 from kvferry.tiers.host.tier import Slot
 from kvferry.tiers.names import TIERS

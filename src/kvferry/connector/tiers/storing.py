@@ -29,9 +29,8 @@ from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.connector.engine import BlockIds, Request, Step
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.tiers.block_events import BlockEvents
-from kvferry.connector.tiers.progress import Progress
+from kvferry.connector.tiers.progress import Progress, QuietSteps
 from kvferry.connector.tiers.prompts import Prompts
-from kvferry.connector.tiers.quiet_steps import QuietSteps
 from kvferry.connector.tiers.store_orders import ChunkToStore, StoreOrders
 from kvferry.geometry import Group, GroupKind
 from kvferry.geometry.canonical import CanonicalForm

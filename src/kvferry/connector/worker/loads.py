@@ -20,8 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from kvferry.connector.load import Load
-from kvferry.connector.load_results import LoadFigures
+from kvferry.connector.load import Load, LoadFigures
 from kvferry.connector.messages import LoadPart, Report
 from kvferry.transport.lane import ReadResult
 from kvferry.transport.read_plan import join_plans

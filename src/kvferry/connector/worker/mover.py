@@ -16,8 +16,7 @@ from functools import partial
 from itertools import count
 from typing import TypeAlias
 
-from kvferry.connector.load import Load
-from kvferry.connector.load_results import LoadFigures
+from kvferry.connector.load import Load, LoadFigures
 from kvferry.connector.messages import Report
 from kvferry.connector.worker.chunk_routes import ChunkRoutes
 from kvferry.connector.worker.orders import ArenaCard, LoadOrder, StoreOrder

@@ -8,11 +8,11 @@ from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.tier_queue import STUCK_SECONDS
 from kvferry.cache.writing import SlowTier
 from kvferry.connector.bids import Bidding
-from kvferry.connector.decisions import MissReason, SourceMiss
 from kvferry.connector.engine import CacheGroup
-from kvferry.connector.load_results import GroupBytes, LoadFigures
+from kvferry.connector.events import MissReason, SourceMiss
+from kvferry.connector.load import GroupBytes, LoadFigures
 from kvferry.connector.messages import Report, StepReports
-from kvferry.connector.refusals import Refusals
+from kvferry.connector.stream import Refusals
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
 from kvferry.geometry import Group, GroupKind

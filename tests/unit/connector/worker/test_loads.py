@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from kvferry.connector.bids import Bid
-from kvferry.connector.load import Load
-from kvferry.connector.load_results import LoadFigures
+from kvferry.connector.load import Load, LoadFigures
 from kvferry.connector.messages import LoadPart, Report
 from kvferry.connector.worker.loads import MOST_TIMEOUTS, Loads
 from kvferry.connector.worker.orders import LoadOrder

@@ -19,8 +19,7 @@ from kvferry.connector.bids import Bid
 from kvferry.connector.choosing import BidChooser
 from kvferry.connector.headroom import Headroom
 from kvferry.connector.policies import policy_named
-from kvferry.connector.speeds import Speeds
-from kvferry.connector.step_times import StepTimes
+from kvferry.connector.speeds import Speeds, StepTimes
 from kvferry.engines.vllm.compat.arrivals import guard_arrivals
 from kvferry.engines.vllm.compat.connectors import class_of_transfer, register_connector
 from kvferry.engines.vllm.compat.contract import KVConnectorRole, SupportsHMA
