@@ -116,7 +116,9 @@ class Engine:
         self._pipe, theirs = context.Pipe()
         told = {**os.environ, **ENVIRONMENT, **(environment or {})}
         self._process = context.Process(target=self.main, args=(theirs, str(log), told, settings, host))
-        self._process.start()
+        # A new interpreter reads PYTHONPATH as it starts.
+        with mock.patch.dict(os.environ, ENVIRONMENT if fresh else {}):
+            self._process.start()
         theirs.close()
 
     @property
