@@ -6,20 +6,17 @@ import os
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Any
 
-import typer
-
+from kvferry.cli.options import option
 from kvferry.errors import ConfigError
 
-SettingsFile: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--settings",
-        metavar="FILE",
-        help="Settings to read, as `kvferry init` writes them; options go first.",
-    ),
-]
+
+def settings_option() -> Any:
+    """Return a field for the option ``--settings``."""
+    return option(
+        None, "FILE", "Settings to read, as `kvferry init` writes them; options go first.", "--settings"
+    )
 
 
 def read_settings(path: str | None) -> dict[str, Any]:
