@@ -19,6 +19,7 @@ from kvferry.units import counted
 if TYPE_CHECKING:
     from kvferry.tiers.admin import CacheAdmin
 
+# Exit code if a check fails or nothing was done, so that a script can tell.
 _BAD = 1
 
 _Where = Annotated[
@@ -198,6 +199,7 @@ def clear(
         question = (
             f"Remove {counted(found.chunks, 'chunk')}, {format_bytes(found.total_bytes)}, from {cache.where}?"
         )
+        # Without a terminal there is no answer, and a script must not lose a cache by an accident.
         try:
             sure = typer.confirm(question)
         except typer.Abort as error:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvferry.serving.demo import DemoModel, Screen
     from kvferry.serving.signals import StopSignals
 
+# Sliding windows, recurrent state, and a model with real weights, whose answers a reader can judge.
 _FAMILIES = "smollm2,gemma3,nemotronh"
 _FAILED = 1
 
@@ -78,7 +79,7 @@ def demo(options: DemoOptions) -> None:
         _remove_logs(folder, log_dir)
         screen.note("\nkvferry: stopped; nothing of the demo is left running")
         raise typer.Exit(INTERRUPTED) from None
-    except ConfigError:
+    except ConfigError:  # its message says all that a log would
         _remove_logs(folder, log_dir)
         raise
     except KVFerryError:

@@ -76,6 +76,7 @@ def doctor(options: DoctorOptions) -> None:
         options.machine,
         options.calibrate,
     )
+    # The checks take a minute, and their findings would be lost.
     check_output()
     with Console(stderr=True).status("starting") as status:
         found = examine(job, lambda text: status.update(f"{text} ..."))

@@ -15,6 +15,7 @@ from kvferry.units import counted
 if TYPE_CHECKING:
     from kvferry.explain.client import AllAnswers, EngineTrace
 
+# The beginning of an id may fit many requests.
 _MAX_TRACES = 16
 _ENGINE = ("engine_id", "model", "pid", "role", "connector", "kvferry")
 """What the JSON says of an engine."""
@@ -49,6 +50,7 @@ def explain(options: ExplainOptions) -> None:
     answers = ask_engines(
         Question("", options.last) if request_id is None else Question(request_id, _MAX_TRACES)
     )
+    # An engine that does not answer must not hide what others say.
     for silent in answers.problems:
         print_error(silent)
     traces = answers.traces()

@@ -40,6 +40,7 @@ def init(options: InitOptions) -> None:
         return
     file = Path(options.file)
     with writing(file):
+        # Opened exclusively: a test before it could not see a file that is created meanwhile.
         try:
             created = file.open("x", encoding="utf-8")
         except FileExistsError as error:

@@ -32,5 +32,6 @@ def keygen(options: KeygenOptions) -> None:
         return
     write_secret(Path(file))
     keys = existing_keys(file)
+    # Users compare fingerprints, which the doctor prints too, and never print the secret itself.
     assert keys is not None  # noqa: S101 - it was written
     print(f"{file}: fingerprint {keys.fingerprint}")

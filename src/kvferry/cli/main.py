@@ -25,6 +25,7 @@ from kvferry.cli.usage import HELP_OPTIONS, CommandGroup, UsageError, usage_sent
 from kvferry.errors import ConfigError, KVFerryError
 
 _FAILED = 1
+# What the shell and click use for arguments that cannot be used, so scripts can tell it from a failure.
 _USAGE = 2
 
 app = typer.Typer(
@@ -99,6 +100,7 @@ def run(commands: typer.Typer, name: str) -> None:
             _exit_with_usage(error, commands, name)
         except typer.Abort:
             _exit_with_error(KVFerryError("aborted"), _FAILED)
+        # The user can mend a ConfigError alone, by other arguments.
         except ConfigError as error:
             _exit_with_error(error, _USAGE)
         except KVFerryError as error:

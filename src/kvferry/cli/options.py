@@ -92,6 +92,7 @@ def count_option(help_text: str, least: int | None = None, most: int | None = No
         least, most: bounds of the count; None for none.
     """
 
+    # A parser, because Typer's int does not read "32k", which vLLM takes.
     def parse(value: str | int) -> int:
         count = parse_count(str(value))  # Typer passes defaults too
         if least is not None and count < least:

@@ -87,6 +87,7 @@ def router(options: RouterOptions) -> None:
         trust_kv_params=options.trust_kv_transfer_params,
     )
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    # The port is open before the line is printed, so a script that waits for the line can connect.
     with StopSignals() as signals, listen(options.host, options.port) as sock:
         print(f"kvferry: serving on {url_of(sock)}/v1", flush=True)
         with suppress(KeyboardInterrupt):  # a second signal

@@ -80,6 +80,7 @@ def serve(options: ServeOptions) -> None:
     check_release(vllm_version())
     groups = _groups(options)
     specs = group_specs(options.model, groups)
+    # What can be checked is checked before engines start, which takes minutes.
     check_shared_memory([group.parallel.workers for group in groups for _ in range(group.count)])
     check_output()
     check_model(options.model)
@@ -179,6 +180,7 @@ def _check_pair(options: ServeOptions) -> None:
 def _check_ports(file: str | None, settings: Mapping[str, Any], engines: int) -> None:
     admin = settings.get("admin")
     ports = {"port": settings.get("port"), "admin.port": admin.get("port") if isinstance(admin, dict) else 0}
+    # An engine adds only its data-parallel index to a port.
     if engines > 1 and (same := [name for name, port in ports.items() if port]):
         raise ConfigError(
             f"{same[0]} is {ports[same[0]]} in {file}, and kvferry serve starts {counted(engines, 'engine')} "

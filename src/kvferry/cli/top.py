@@ -68,6 +68,7 @@ def top(options: TopOptions) -> None:
     from kvferry.top.live import sample_fleet, watch
     from kvferry.top.poller import parse_address
 
+    # One engine given twice would be counted twice.
     addresses = list(dict.fromkeys(parse_address(url) for url in options.urls))
     console = Console(highlight=False)
     # The live view needs the keys of a terminal, which it reads with POSIX calls.
@@ -97,6 +98,7 @@ def _write_dashboard(folder: Path) -> None:
         raise ConfigError(
             f"cannot create the folder {folder}: {reason}; name one that can be created"
         ) from error
+    # The names say whose files they are: the folder may be one of Grafana or Prometheus.
     for name, text in (
         ("kvferry-dashboard.json", json.dumps(dashboard(), indent=2) + "\n"),
         ("kvferry-alerts.yaml", rules()),

@@ -9,9 +9,8 @@ from typing import Any, cast
 import typer
 from typer.core import TyperGroup
 
-# Typer exports this class from click, or from its own copy of click, depending on its release.
+# What Typer raises if arguments cannot be used. Its class is click's, or that of Typer's own copy of click.
 UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
-"""The error that Typer raises if arguments cannot be used."""
 
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 """Context settings of an application, so that all its commands take both."""
@@ -20,22 +19,22 @@ HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 _NEAR, _NEAR_BESIDE_VLLM = 0.6, 0.8
 # More characters than the first sentence of any command has: Typer would cut it at 45.
 _WHOLE_SENTENCE = 1000
+# Options of vLLM that kvferry names differently: kvferry's name, which the command must have, and what to do.
 _VLLM_NAMES = {
     "--tensor-parallel-size": ("--tp", "use --tp"),
     "-tp": ("--tp", "use --tp"),
     "--model": ("MODEL", "give MODEL without an option"),
 }
-"""Options of vLLM that kvferry names differently: its name, which a command must have, and what to do."""
+# What to write in place of commands of earlier releases.
 _NEW_FORMS = {
     "kvferry dashboard": "kvferry top --dashboard DIR",
     "kvferry bench calibrate": "kvferry doctor --calibrate",
     "kvferry size": "kvferry replay TRACE --target-hit SHARE",
 }
-"""What to write in place of commands of earlier releases."""
+# By the first word of pydantic's name of the error, such as int_parsing.
 _EXPECTED = {"int": "a whole number", "float": "a number", "finite": "a finite number"}
-"""What to give for a value that cannot be converted, by the first word of pydantic's name of the error."""
+# What to give for a missing argument, by its placeholder.
 _EXAMPLES = {"MODEL": "give a path or a Hugging Face id, such as Qwen/Qwen3-0.6B"}
-"""What to give for a missing argument, by its placeholder."""
 
 
 def usage_sentence(error: Any, application: Any, name: str, arguments: Sequence[str] = ()) -> str:
@@ -110,6 +109,7 @@ def _option_hint(path: str, parameters: Sequence[Any], name: str, value: str) ->
     """
     known = {each for parameter in parameters for each in (*parameter.opts, *parameter.secondary_opts)}
     places = [parameter.metavar for parameter in parameters if parameter.param_type_name == "argument"]
+    # `config` has no ranks: a hint may only name what the command has.
     own, hint = _VLLM_NAMES.get(name, (None, None))
     if own in known or own in places:
         return hint
@@ -117,6 +117,7 @@ def _option_hint(path: str, parameters: Sequence[Any], name: str, value: str) ->
     cutoff = _NEAR_BESIDE_VLLM if takes_vllm else _NEAR
     long = [each for each in (*known, *HELP_OPTIONS["help_option_names"]) if each.startswith("--")]
     near = difflib.get_close_matches(name, long, 1, cutoff)
+    # A typing error of an option of kvferry is likelier than one of vLLM's options before the --.
     if near:
         return f"did you mean {near[0]}?"
     if takes_vllm:
