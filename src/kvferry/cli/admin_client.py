@@ -15,6 +15,7 @@ from kvferry.terminal import printable
 from kvferry.transport.key_file import existing_keys, key_location
 from kvferry.transport.security import admin_token
 
+# The engine answers in its next step, and a step may take seconds.
 _SECONDS = 15.0
 
 
@@ -52,7 +53,7 @@ def ask(engine: str, secret_file: str | None, call: str, body: Mapping[str, obje
             content=msgspec.json.encode(body),
             headers={"Authorization": f"Bearer {admin_token(keys)}"},
             timeout=_SECONDS,
-            trust_env=False,
+            trust_env=False,  # a proxy must not get the token
         )
         found = msgspec.json.decode(answer.content, type=dict[str, Any])
     except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError) as error:

@@ -13,12 +13,13 @@ import typer
 from kvferry.cli.options import parse_pairs
 from kvferry.cli.usage import CommandGroup
 from kvferry.errors import ConfigError
-from kvferry.terminal import printable, report_width, wrapped
+from kvferry.terminal import printable, wrapped
 from kvferry.units import counted
 
 if TYPE_CHECKING:
     from kvferry.tiers.admin import CacheAdmin
 
+# Exit code if a check fails or nothing was done, so that a script can tell.
 _BAD = 1
 
 _Where = Annotated[
@@ -78,8 +79,8 @@ def ls(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
         return
     for one in found:
         print("\n".join(wrapped(f"{one.namespace[:16]}  {one.name or 'no model named'}", hanging=2)))
-        for line in _join_lines(_fact_texts(one.facts), report_width()):
-            print("\n".join(wrapped(line, 2, 2)))
+        if texts := _fact_texts(one.facts):
+            print("\n".join(wrapped(", ".join(texts), 2, 2)))
         summary = (
             f"{counted(one.chunks, 'chunk')}, {counted(one.tokens, 'token')}, {format_bytes(one.total_bytes)}"
         )
@@ -198,6 +199,7 @@ def clear(
         question = (
             f"Remove {counted(found.chunks, 'chunk')}, {format_bytes(found.total_bytes)}, from {cache.where}?"
         )
+        # Without a terminal there is no answer, and a script must not lose a cache by an accident.
         try:
             sure = typer.confirm(question)
         except typer.Abort as error:
@@ -313,11 +315,7 @@ def drain(engine: _Engine, secret_file: _Secret = None, as_json: _Json = False) 
 
 
 def _cache(where: str, options: list[str] | None) -> CacheAdmin:
-    """Open the cache of chunks at a path or URL, to inspect or change its content.
-
-    Args:
-        where: directory of a file tier, or URL of an object tier.
-        options: options of the object storage, each as ``name=value``; None for no options.
+    """Open the cache of chunks at a path or URL.
 
     Raises:
         ConfigError: there is no cache at this place, or the cache cannot be accessed.
@@ -336,30 +334,8 @@ def _cache(where: str, options: list[str] | None) -> CacheAdmin:
 
 
 def _fact_texts(facts: Mapping[str, object]) -> list[str]:
-    """Return short texts that describe a namespace of chunk keys, such as ``model NAME``.
-
-    There is one text for each property whose value is a text or a number. The last text is the first line of
-    the description of the chunk format, if there is one.
-
-    Args:
-        facts: properties of the namespace, by name.
-    """
+    """Return texts such as ``model NAME`` for the properties of a namespace that are texts or numbers."""
     texts = [f"{fact} {value}" for fact, value in facts.items() if isinstance(value, str | int | float)]
     form = facts.get("form")
-    return [printable(one) for one in (*texts, *(map(str, form[:1]) if isinstance(form, list) else ()))]
-
-
-def _join_lines(words: list[str], width: int | None) -> list[str]:
-    """Join words with commas, and divide them into lines of at most `width` - 2 characters.
-
-    Args:
-        words: texts to join. A text is never divided, so a long text may make its line longer than `width`.
-        width: maximum length of a line, in characters; None for a single line.
-    """
-    lines: list[str] = []
-    for word in words:
-        if lines and (width is None or len(lines[-1]) + len(word) + 5 <= width):
-            lines[-1] += f", {word}"
-        else:
-            lines.append(word)
-    return lines
+    # The first line of the canonical form describes the chunks; the others list their units.
+    return [*texts, *(map(str, form[:1]) if isinstance(form, list) else ())]

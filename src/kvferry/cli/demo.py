@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from kvferry.cli.options import count_option
+from kvferry.cli.options import argument, command, count, option
 from kvferry.cli.output import INTERRUPTED, check_output
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.extras import VLLM, require
@@ -19,30 +20,29 @@ if TYPE_CHECKING:
     from kvferry.serving.demo import DemoModel, Screen
     from kvferry.serving.signals import StopSignals
 
+# Sliding windows, recurrent state, and a model with real weights, whose answers a reader can judge.
 _FAMILIES = "smollm2,gemma3,nemotronh"
 _FAILED = 1
 
 
-def demo(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL", help="Path or id of a model that vLLM can load; by default those of --families."
-        ),
-    ] = None,
-    vllm_args: Annotated[
-        list[str] | None, typer.Argument(metavar="-- VLLM_ARGS", help="Arguments for both engines.")
-    ] = None,
-    families: Annotated[
-        str, typer.Option(metavar="NAMES", help="Small and tiny models to run, separated by commas.")
-    ] = _FAMILIES,
-    prompts: Annotated[int, typer.Option(metavar="COUNT", min=1, max=64, help="Requests per model.")] = 4,
-    answer_tokens: Annotated[int, count_option("Tokens per answer.", least=1, most=1024)] = 24,
-    log_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Keep the engines' logs there; by default only after a failure."),
-    ] = None,
-) -> None:
+@dataclass(frozen=True)
+class DemoOptions:
+    """The options of `kvferry demo`."""
+
+    model: str | None = argument(
+        "MODEL", "Path or id of a model that vLLM can load; by default those of --families.", None
+    )
+    vllm_args: list[str] | None = argument("-- VLLM_ARGS", "Arguments for both engines.", None)
+    families: str = option(_FAMILIES, "NAMES", "Small and tiny models to run, separated by commas.")
+    prompts: int = option(4, "COUNT", "Requests per model.", min=1, max=64)
+    answer_tokens: int = count(24, "Tokens per answer.", least=1, most=1024)
+    log_dir: Path | None = option(
+        None, "DIR", "Keep the engines' logs there; by default only after a failure."
+    )
+
+
+@command
+def demo(options: DemoOptions) -> None:
     """Send prompts through two engines, and show what moved.
 
     A prefill and a decode engine serve the model. The end says what happened, with one row per request: what
@@ -61,24 +61,25 @@ def demo(
     check_release(vllm_version())
     check_output()
     screen = Screen(Console(highlight=False), output_width())
+    log_dir = options.log_dir
     folder = log_dir or temporary_folder("kvferry-demo-")
     verdicts: list[AnswerVerdict] = []
     try:
         with StopSignals() as signals:
-            for number, served in enumerate(_models(model, families, vllm_args or [], screen, signals)):
+            for number, served in enumerate(_models(options, screen, signals)):
                 verdicts += measure(
                     served,
                     folder / str(number),
                     screen,
                     signals,
-                    count=prompts,
-                    answer_tokens=answer_tokens,
+                    count=options.prompts,
+                    answer_tokens=options.answer_tokens,
                 )
     except (StopRequested, KeyboardInterrupt):
         _remove_logs(folder, log_dir)
         screen.note("\nkvferry: stopped; nothing of the demo is left running")
         raise typer.Exit(INTERRUPTED) from None
-    except ConfigError:
+    except ConfigError:  # its message says all that a log would
         _remove_logs(folder, log_dir)
         raise
     except KVFerryError:
@@ -90,17 +91,13 @@ def demo(
     _remove_logs(folder, log_dir)
 
 
-def _models(
-    model: str | None, families: str, arguments: list[str], screen: Screen, signals: StopSignals
-) -> Iterator[DemoModel]:
+def _models(options: DemoOptions, screen: Screen, signals: StopSignals) -> Iterator[DemoModel]:
     """Yield the models to serve: the given model, or the model of each family.
 
+    SmolLM2 is left out of the default families if it was not fetched.
+
     Args:
-        model: path or id of a model; None for the models of `families`. A value that begins with ``-`` is
-            treated as the first of `arguments`.
-        families: names of model families, separated by commas. SmolLM2 is left out of the default ones if it
-            was not fetched.
-        arguments: additional arguments of vLLM's API server.
+        options: options of the command.
         screen: output for the user.
         signals: handler of Ctrl-C and SIGTERM. These signals interrupt the writing of checkpoints.
 
@@ -111,6 +108,7 @@ def _models(
     from kvferry.serving.model_name import check_model
     from kvferry.serving.smollm2 import SMOLLM2, missing_smollm2
 
+    model, arguments, families = options.model, options.vllm_args or [], options.families
     if model is not None and model.startswith("-"):
         # `kvferry demo -- --flag`: no model is given, and all arguments are for vLLM.
         arguments, model = [model, *arguments], None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
+from kvferry.cli.options import argument, command, flag, option
 from kvferry.cli.output import check_output
 from kvferry.extras import BENCH, require
 from kvferry.operating_system import require_linux
@@ -16,46 +17,35 @@ from kvferry.operating_system import require_linux
 _BAD = 1
 
 
-def doctor(
-    urls: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="URL",
-            help="Running engines or routers: http://host:port or host:port, or kvferry://host:port of a "
-            "control channel.",
-        ),
-    ] = None,
-    prefill: Annotated[
-        list[str] | None, typer.Option(metavar="URL", help="URL of a prefill engine; repeatable.")
-    ] = None,
-    decode: Annotated[
-        list[str] | None, typer.Option(metavar="URL", help="URL of a decode engine; repeatable.")
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="File with the output of `kvferry config`, or with kv_connector_extra_config.",
-        ),
-    ] = None,
-    secret_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="File with the engines' secret; by default the one in --config, or this machine's.",
-        ),
-    ] = None,
-    machine: Annotated[bool, typer.Option("--machine/--no-machine", help="Check this machine too.")] = True,
-    calibrate: Annotated[
-        bool,
-        typer.Option(
-            "--calibrate",
-            help="First measure what reads and copies cost here, and write it to the file by which engines "
-            "choose how to move KV. Run it while nothing else runs.",
-        ),
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
-) -> None:
+@dataclass(frozen=True)
+class DoctorOptions:
+    """The options of `kvferry doctor`."""
+
+    urls: list[str] | None = argument(
+        "URL",
+        "Running engines or routers: http://host:port or host:port, or kvferry://host:port of a control "
+        "channel.",
+        None,
+    )
+    prefill: list[str] | None = option(None, "URL", "URL of a prefill engine; repeatable.")
+    decode: list[str] | None = option(None, "URL", "URL of a decode engine; repeatable.")
+    config: Path | None = option(
+        None, "FILE", "File with the output of `kvferry config`, or with kv_connector_extra_config."
+    )
+    secret_file: Path | None = option(
+        None, "FILE", "File with the engines' secret; by default the one in --config, or this machine's."
+    )
+    machine: bool = flag("--machine/--no-machine", "Check this machine too.", default=True)
+    calibrate: bool = flag(
+        "--calibrate",
+        "First measure what reads and copies cost here, and write it to the file by which engines choose how "
+        "to move KV. Run it while nothing else runs.",
+    )
+    as_json: bool = flag("--json", "Print the findings as JSON.")
+
+
+@command
+def doctor(options: DoctorOptions) -> None:
     """Check this machine, a configuration and running engines.
 
     Reports what to fix, and how. Exit code 0: nothing to fix; 1: something to fix; 2: an argument cannot be
@@ -69,22 +59,28 @@ def doctor(
     from kvferry.doctor.finding import is_well
     from kvferry.serving.role import Role
 
-    if calibrate:
+    if options.calibrate:
         require_linux("kvferry doctor --calibrate")
         require("kvferry doctor --calibrate", BENCH)
+    # Without a handler, Python would print warnings of the checked code between the findings.
     logging.getLogger("kvferry").addHandler(logging.NullHandler())
-    named = ((urls, Role.BOTH), (prefill, Role.PREFILL), (decode, Role.DECODE))
+    named = (
+        (options.urls, Role.BOTH),
+        (options.prefill, Role.PREFILL),
+        (options.decode, Role.DECODE),
+    )
     job = Examination(
         tuple(parse_target(text, role) for texts, role in named for text in texts or ()),
-        str(config) if config else None,
-        str(secret_file) if secret_file else None,
-        machine,
-        calibrate,
+        str(options.config) if options.config else None,
+        str(options.secret_file) if options.secret_file else None,
+        options.machine,
+        options.calibrate,
     )
+    # The checks take a minute, and their findings would be lost.
     check_output()
     with Console(stderr=True).status("starting") as status:
         found = examine(job, lambda text: status.update(f"{text} ..."))
-    if as_json:
+    if options.as_json:
         print(json.dumps(report.as_json(found)))
     else:
         report.print_report(found, Console(highlight=False))

@@ -8,6 +8,7 @@ import signal
 def main() -> None:
     """Load the command-line application and run it."""
     interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # False if it is ignored
+    # Python would print where the import was interrupted.
     if interruptible:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from kvferry.cli.main import main as run

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import typer
-
+from kvferry.cli.options import argument, command, flag, option
 from kvferry.cli.output import print_error
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.units import counted
@@ -15,24 +15,25 @@ from kvferry.units import counted
 if TYPE_CHECKING:
     from kvferry.explain.client import AllAnswers, EngineTrace
 
+# The beginning of an id may fit many requests.
 _MAX_TRACES = 16
+_ENGINE = ("engine_id", "model", "pid", "role", "connector", "kvferry")
+"""What the JSON says of an engine."""
 
 
-def explain(
-    request_id: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="REQUEST-ID",
-            help="Id of an answer, its X-Request-Id, or the beginning of either.",
-        ),
-    ] = None,
-    last: Annotated[
-        int, typer.Option(metavar="COUNT", min=1, max=1000, help="Number of requests to list per engine.")
-    ] = 20,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print every event as JSON; times in seconds.")
-    ] = False,
-) -> None:
+@dataclass(frozen=True)
+class ExplainOptions:
+    """The options of `kvferry explain`."""
+
+    request_id: str | None = argument(
+        "REQUEST-ID", "Id of an answer, its X-Request-Id, or the beginning of either.", None
+    )
+    last: int = option(20, "COUNT", "Number of requests to list per engine.", min=1, max=1000)
+    as_json: bool = flag("--json", "Print every event as JSON; times in seconds.")
+
+
+@command
+def explain(options: ExplainOptions) -> None:
     """Show where the KV of a request came from, and why.
 
     Shows every decision about the request, and how long each step took. Without a request id, lists the last
@@ -42,15 +43,20 @@ def explain(
     from kvferry.explain.text import render, render_list
     from kvferry.observe.wire import MAX_QUESTION_BYTES, Question
 
+    request_id = options.request_id
+    # The question is JSON of limited length, in which one byte of an id can take six.
     if request_id is not None and not 0 < len(request_id.encode()) < MAX_QUESTION_BYTES // 8:
         raise ConfigError("a request id has 1 to 511 bytes; run kvferry explain to list the last requests")
-    answers = ask_engines(Question("", last) if request_id is None else Question(request_id, _MAX_TRACES))
+    answers = ask_engines(
+        Question("", options.last) if request_id is None else Question(request_id, _MAX_TRACES)
+    )
+    # An engine that does not answer must not hide what others say.
     for silent in answers.problems:
         print_error(silent)
     traces = answers.traces()
     if not traces:
         raise KVFerryError(_not_found_message(answers, request_id))
-    if as_json:
+    if options.as_json:
         print(json.dumps([_trace_json(one) for one in traces]))
     elif request_id is None:
         print(render_list(traces, time.time()))
@@ -59,12 +65,6 @@ def explain(
 
 
 def _not_found_message(answers: AllAnswers, request_id: str | None) -> str:
-    """Return the error message for a request that no engine on this machine remembers.
-
-    Args:
-        answers: answers of all engines.
-        request_id: id that the user asked for; None if the user asked for the last requests of all engines.
-    """
     engines = [answer.engine for answer in answers.answers]
     if not engines:
         return (
@@ -82,23 +82,11 @@ def _not_found_message(answers: AllAnswers, request_id: str | None) -> str:
 
 
 def _trace_json(engine_trace: EngineTrace) -> dict[str, Any]:
-    """Return the trace of a request, and a description of its engine, as values that can be written as JSON.
-
-    Args:
-        engine_trace: trace (recorded events of the request) that an engine sent.
-    """
     from kvferry.observe.wire import trace_to_dict
 
     engine = engine_trace.answer.engine
     return {
-        "engine": {
-            "engine_id": engine.engine_id,
-            "model": engine.model,
-            "pid": engine.pid,
-            "role": engine.role,
-            "connector": engine.connector,
-            "kvferry": engine.kvferry,
-        },
+        "engine": {name: getattr(engine, name) for name in _ENGINE},
         "arrived": engine_trace.arrived,
         **trace_to_dict(engine_trace.trace),
     }

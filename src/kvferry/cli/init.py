@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import textwrap
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, get_type_hints
 
-import typer
-
-from kvferry.cli.config import SETTINGS
+from kvferry.cli.config import SETTINGS, ConfigOptions
+from kvferry.cli.options import TYPER, argument, command, writing
 from kvferry.errors import ConfigError
+from kvferry.terminal import wrap
 
 _COLUMNS = 100
 _HEAD = """\
@@ -21,28 +21,34 @@ _HEAD = """\
 """
 
 
-def init(
-    file: Annotated[
-        str, typer.Argument(metavar="FILE", help="File to create; - for standard output.")
-    ] = "kvferry.toml",
-) -> None:
+@dataclass(frozen=True)
+class InitOptions:
+    """The options of `kvferry init`."""
+
+    file: str = argument("FILE", "File to create; - for standard output.", "kvferry.toml")
+
+
+@command
+def init(options: InitOptions) -> None:
     """Write a file with all settings, for --settings of serve and config.
 
     Every setting is in a comment, with its meaning and its default. An existing file is never overwritten.
     """
     text = settings_text()
-    if file == "-":
+    if options.file == "-":
         print(text, end="")
         return
-    try:
-        with Path(file).open("x", encoding="utf-8") as created:
+    file = Path(options.file)
+    with writing(file):
+        # Opened exclusively: a test before it could not see a file that is created meanwhile.
+        try:
+            created = file.open("x", encoding="utf-8")
+        except FileExistsError as error:
+            raise ConfigError(
+                f"{file} exists and is not overwritten; name another file, or remove it"
+            ) from error
+        with created:
             created.write(text)
-    except FileExistsError as error:
-        raise ConfigError(f"{file} exists and is not overwritten; name another file, or remove it") from error
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {file}: {error.strerror}; name a file that can be written"
-        ) from error
     print(f"{file}: {len(SETTINGS)} settings, all with their defaults")
 
 
@@ -50,11 +56,13 @@ def settings_text() -> str:
     """Return the content of the file: the settings of `kvferry config`, each in a comment."""
     from kvferry.connector.config import ConnectorConfig
 
-    defaults = ConnectorConfig()
+    defaults, types = ConnectorConfig(), get_type_hints(ConfigOptions)
     return _HEAD + "".join(
-        f"\n{textwrap.fill(text, _COLUMNS, initial_indent='# ', subsequent_indent='# ')}\n"
-        f"#{name} = {_value(kind, metavar, getattr(defaults, name))}\n"
-        for name, (kind, metavar, text) in SETTINGS.items()
+        "\n"
+        + "".join(f"# {line}\n" for line in wrap(how.help, _COLUMNS - len("# ")))
+        + f"#{one.name} = {_value(types[one.name], how.metavar, getattr(defaults, one.name))}\n"
+        for one in SETTINGS
+        for how in (one.metadata[TYPER],)
     )
 
 
@@ -62,8 +70,8 @@ def _value(kind: Any, metavar: str | None, default: Any) -> str:
     """Return the default of a setting in TOML, or what stands for its value if the engine chooses it."""
     if default is not None:
         return json.dumps(default)
-    if kind is bool:
+    if kind == bool | None:
         return "TRUE OR FALSE"
-    if kind in (int, float):
+    if kind in (int | None, float | None):
         return str(metavar)
-    return json.dumps([metavar] if kind == list[str] else metavar)
+    return json.dumps([metavar] if kind == list[str] | None else metavar)

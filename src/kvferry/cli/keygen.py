@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
 
-import typer
+from kvferry.cli.options import argument, command
 
 
-def keygen(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="File to create; - for standard output.")],
-) -> None:
+@dataclass(frozen=True)
+class KeygenOptions:
+    """The options of `kvferry keygen`."""
+
+    file: str = argument("FILE", "File to create; - for standard output.")
+
+
+@command
+def keygen(options: KeygenOptions) -> None:
     """Create a secret for engines on several machines.
 
     Copy the file to all machines, and set the engines' secret_file to it: only they can then exchange KV. An
@@ -20,10 +26,12 @@ def keygen(
     from kvferry.transport.key_creation import new_secret, write_secret
     from kvferry.transport.key_file import existing_keys
 
+    file = options.file
     if file == "-":
         print(new_secret(), end="")
         return
     write_secret(Path(file))
     keys = existing_keys(file)
+    # Users compare fingerprints, which the doctor prints too, and never print the secret itself.
     assert keys is not None  # noqa: S101 - it was written
     print(f"{file}: fingerprint {keys.fingerprint}")

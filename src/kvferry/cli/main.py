@@ -21,15 +21,16 @@ from kvferry.cli.replay import replay
 from kvferry.cli.router import router
 from kvferry.cli.serve import serve
 from kvferry.cli.top import top
-from kvferry.cli.usage import HELP_OPTIONS, GroupedCommands, UsageError, usage_sentence
+from kvferry.cli.usage import HELP_OPTIONS, CommandGroup, UsageError, usage_sentence
 from kvferry.errors import ConfigError, KVFerryError
 
 _FAILED = 1
+# What the shell and click use for arguments that cannot be used, so scripts can tell it from a failure.
 _USAGE = 2
 
 app = typer.Typer(
     name="kvferry",
-    cls=GroupedCommands,
+    cls=CommandGroup,
     epilog=examples("kvferry"),
     context_settings=HELP_OPTIONS,
     no_args_is_help=True,
@@ -37,30 +38,20 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _command in (
-    plan,
-    replay,
-    serve,
-    doctor,
-    demo,
-    config,
-    init,
-    router,
-    keygen,
-    top,
-    explain,
-):
-    app.command(epilog=examples(_command.__name__))(_command)
-app.add_typer(cache.app, name="cache")
-app.add_typer(bench.app, name="bench")
+for _purpose, _commands in {
+    "Start here": (plan, serve, doctor, demo),
+    "Run engines": (config, init, router, keygen),
+    "Look at running engines": (top, explain),
+    "Size": (replay,),
+}.items():
+    for _command in _commands:
+        app.command(epilog=examples(_command.__name__), rich_help_panel=_purpose)(_command)
+app.add_typer(cache.app, name="cache", rich_help_panel="Keep and measure")
+app.add_typer(bench.app, name="bench", rich_help_panel="Keep and measure")
 
 
 def _print_versions(requested: bool) -> None:
-    """Print the versions of kvferry and, if installed, of vLLM and NIXL. Then exit.
-
-    Args:
-        requested: True if the user gave the option ``--version``; False to do nothing.
-    """
+    """Print the versions of kvferry and, if installed, of vLLM and NIXL. Then exit."""
     if not requested:
         return
     from kvferry import __version__
@@ -109,6 +100,7 @@ def run(commands: typer.Typer, name: str) -> None:
             _exit_with_usage(error, commands, name)
         except typer.Abort:
             _exit_with_error(KVFerryError("aborted"), _FAILED)
+        # The user can mend a ConfigError alone, by other arguments.
         except ConfigError as error:
             _exit_with_error(error, _USAGE)
         except KVFerryError as error:
@@ -119,6 +111,7 @@ def run(commands: typer.Typer, name: str) -> None:
 
 
 def _exit_with_usage(error: Any, commands: typer.Typer, name: str) -> NoReturn:
+    # `kvferry cache` alone gets the help. Typer has the class only in some releases.
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()
     else:

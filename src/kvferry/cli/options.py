@@ -1,17 +1,82 @@
-"""Helpers for the options of commands."""
+"""Options of commands, as fields of a dataclass, and what commands do with their values.
+
+A command takes one dataclass whose fields are made by `option`, `count`, `flag` and `argument`. `command`
+turns it into what Typer reads: a function with one parameter per field.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, Field, field, fields
+from functools import wraps
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from kvferry.errors import ConfigError
 from kvferry.units import parse_count
 from kvferry.whole_file import replace_file
+
+TYPER = "typer"
+"""Key of a field's metadata: its `typer.Option` or `typer.Argument`."""
+
+
+def option(default: Any, metavar: str | None, help_text: str, *names: str, **settings: Any) -> Any:
+    """Return a field for an option with a value.
+
+    Args:
+        default: value if the option is not given; `MISSING` if it must be given.
+        metavar: placeholder of the value in the help; None for Typer's.
+        help_text: help of the option.
+        names: names on the command line; without them, that of the field.
+        settings: further settings of `typer.Option`, such as ``min``.
+    """
+    return field(
+        default=default, metadata={TYPER: typer.Option(*names, metavar=metavar, help=help_text, **settings)}
+    )
+
+
+def count(default: int | None, help_text: str, least: int | None = None, most: int | None = None) -> Any:
+    """Return a field for a `count_option`."""
+    return field(default=default, metadata={TYPER: count_option(help_text, least, most)})
+
+
+def flag(names: str, help_text: str, *, default: bool = False) -> Any:
+    """Return a field for an option without a value, such as ``--json`` or ``--machine/--no-machine``."""
+    return field(default=default, metadata={TYPER: typer.Option(names, help=help_text)})
+
+
+def argument(metavar: str, help_text: str, default: Any = MISSING) -> Any:
+    """Return a field for an argument. Without a default, users must give it."""
+    return field(default=default, metadata={TYPER: typer.Argument(metavar=metavar, help=help_text)})
+
+
+def command(function: Callable[[Any], None]) -> Callable[..., None]:
+    """Return a command for Typer.
+
+    Args:
+        function: what the command does. Its only parameter is the dataclass of its options.
+    """
+    kind = next(iter(get_type_hints(function).values()))
+    types = get_type_hints(kind)
+
+    @wraps(function)
+    def parsed(**values: Any) -> None:
+        function(kind(**values))
+
+    def parameter(one: Field[Any]) -> Parameter:
+        default = Parameter.empty if one.default is MISSING else one.default
+        annotation = Annotated[types[one.name], one.metadata[TYPER]]  # type: ignore[valid-type,name-defined]
+        return Parameter(one.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+    # Typer reads the signature; it has no support for dataclasses.
+    parsed.__signature__ = Signature([parameter(one) for one in fields(kind)])  # type: ignore[attr-defined]
+    return parsed
 
 
 def without_none(**options: Any) -> dict[str, Any]:
@@ -27,6 +92,7 @@ def count_option(help_text: str, least: int | None = None, most: int | None = No
         least, most: bounds of the count; None for none.
     """
 
+    # A parser, because Typer's int does not read "32k", which vLLM takes.
     def parse(value: str | int) -> int:
         count = parse_count(str(value))  # Typer passes defaults too
         if least is not None and count < least:
@@ -41,9 +107,6 @@ def count_option(help_text: str, least: int | None = None, most: int | None = No
 def parse_pairs(texts: list[str] | None) -> dict[str, str]:
     """Parse texts such as ``name=value``, and return the values by name.
 
-    Args:
-        texts: values of an option that may be repeated; None if it is not given.
-
     Raises:
         ConfigError: a text has no equals sign, or a name is given twice.
     """
@@ -57,14 +120,15 @@ def parse_pairs(texts: list[str] | None) -> dict[str, str]:
 
 
 def check_folder(path: Path | None) -> None:
-    """Check that the folder of a file exists and may be written to, before the work that fills the file.
+    """Check that a file can be created, before the work that fills it.
 
     Args:
-        path: path of a file that is written later; None for no file.
+        path: path of the file; None for no file.
 
     Raises:
-        ConfigError: the file cannot be created.
+        ConfigError: its folder does not exist, or cannot be written to.
     """
+    # The file is not tried out: a command that fails later would leave it empty.
     if path is None or (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
         return
     number = errno.EACCES if path.parent.is_dir() else errno.ENOENT
@@ -72,17 +136,20 @@ def check_folder(path: Path | None) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write text to a file whose path is the value of an option. Replaces an existing file as a whole.
-
-    Args:
-        path: path of the file.
-        text: content of the file.
+    """Write text to a file that an option names. Replaces an existing file as a whole.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    try:
+    with writing(path):
         replace_file(path, text)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise ConfigError for an OSError inside the ``with`` statement: the file cannot be written."""
+    try:
+        yield
     except OSError as error:
         raise _cannot_write(path, error.errno) from error
 

@@ -15,6 +15,7 @@ INTERRUPTED = 130
 """Exit code of a command that Ctrl-C has ended."""
 
 _FAILED = 1
+# A full disk or quota, a limit of file sizes, a broken disk.
 _NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO))
 
 
@@ -36,6 +37,7 @@ def flushed_output() -> Iterator[None]:
             if sys.stdout is not None:
                 sys.stdout.flush()  # at exit the interpreter would report an error badly
     except OSError as error:
+        # An error that names a file does not concern standard output.
         unread = error.errno == errno.EPIPE
         if error.filename is not None or not (unread or error.errno in _NO_ROOM):
             raise
@@ -60,6 +62,7 @@ def check_output() -> None:
     os.write(fd, b"")  # fails on a device that is always full, such as /dev/full
     if not hasattr(select, "poll"):
         return  # Windows
+    # The reader of a pipe may have gone: writing nothing does not show it.
     reader = select.poll()
     reader.register(fd, 0)
     if any(event & select.POLLERR for _, event in reader.poll(0)):
@@ -67,17 +70,15 @@ def check_output() -> None:
 
 
 def print_error(sentence: str) -> None:
-    """Print an error message to standard error. Ignore write errors.
-
-    Args:
-        sentence: error message. Unprintable characters are replaced.
-    """
+    """Print an error message to standard error. Ignore write errors."""
+    # A message may quote what a peer or a file says, with control characters of terminals.
     with suppress(OSError):
         print("\n".join(map(printable, f"kvferry: {sentence}".split("\n"))), file=sys.stderr)
 
 
 def _discard_output() -> None:
-    """Discard buffered output, so that the interpreter does not try to write it again at exit."""
+    """Discard buffered output."""
+    # The interpreter would try to write it again at exit, and print an error of its own.
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvferry.cli import plan_options as opt
-from kvferry.cli.options import check_folder, without_none, write_file
+from kvferry.cli.options import (
+    argument,
+    check_folder,
+    command,
+    count,
+    flag,
+    option,
+    without_none,
+    write_file,
+)
 from kvferry.cli.output import INTERRUPTED, print_error
 from kvferry.errors import ConfigError, Incompatible
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvferry.geometry.models import ModelReading
     from kvferry.plan.forecast import Forecast, RefusedTransfer
@@ -23,59 +31,107 @@ if TYPE_CHECKING:
     from kvferry.replay.curve import CurvePoint
     from kvferry.replay.trace.base import Trace
 
+# The defaults of `KeptSettings`, which would load numpy here, and `--help` has to stay fast.
 _STEP_TOKENS, _PROMPT_TOKENS = 8192, 128 << 10
+DTYPE_HELP = "Element type of the KV cache: auto, float32, bfloat16, fp8, ..."
+FIRST_SNAPSHOT_HELP = (
+    "First position of a snapshot for shared prefixes, 0 for none; by default the connector's."
+)
+UNIT_HELP = "Tokens per unit of the trace, where the trace does not say it."
 _REFUSED = 1
 """Exit code if the connector refuses the transfer."""
 
 
-def plan(
-    model: opt.Model = None,
-    tokens: opt.Tokens = 4096,
-    tp: opt.Tp = 1,
-    to_tp: opt.ToTp = None,
-    pp: opt.Pp = 1,
-    to_pp: opt.ToPp = None,
-    block_size: opt.BlockSize = None,
-    to_block_size: opt.ToBlockSize = None,
-    layout: opt.Layout = "auto",
-    to_layout: opt.ToLayout = None,
-    backend: opt.Backend = None,
-    to_backend: opt.ToBackend = None,
-    dtype: opt.Dtype = "auto",
-    kv: opt.Planes = "packed",
-    mtp: opt.Mtp = False,
-    strategy: opt.StrategyName = "auto",
-    bandwidth: opt.Bandwidth = None,
-    one_machine: opt.OneMachine = False,
-    costs: opt.CostsFile = None,
-    step_tokens: opt.StepTokens = _STEP_TOKENS,
-    retention: opt.Retention = "0",
-    chunk_tokens: opt.ChunkTokens = None,
-    snapshot_tokens: opt.SnapshotTokens = None,
-    first_snapshot_tokens: opt.FirstSnapshot = None,
-    kept_tokens: opt.KeptTokens = _PROMPT_TOKENS,
-    trace: opt.TraceFile = None,
-    kv_cache_memory: opt.KVCacheMemory = None,
-    unit_tokens: opt.UnitTokens = None,
-    as_json: opt.Json = False,
-    html: opt.Html = None,
-    listed: opt.Listed = False,
-) -> None:
+@dataclass(frozen=True)
+class PlanOptions:
+    """The options of `kvferry plan`."""
+
+    model: str | None = argument(
+        "MODEL", "A config.json, its folder, a name that --list prints, or a Hugging Face id.", None
+    )
+    tokens: int = count(4096, "Tokens of the prompt to transfer.")
+    tp: int = option(1, "RANKS", "Tensor-parallel ranks of the sending engine.")
+    to_tp: int | None = option(
+        None, "RANKS", "Tensor-parallel ranks of the receiving engine; by default as --tp."
+    )
+    pp: int = option(1, "RANKS", "Pipeline-parallel ranks of the sending engine.")
+    to_pp: int | None = option(
+        None, "RANKS", "Pipeline-parallel ranks of the receiving engine; by default as --pp."
+    )
+    block_size: int | None = count(None, "Tokens per block of the sending engine; by default vLLM's choice.")
+    to_block_size: int | None = count(
+        None, "Tokens per block of the receiving engine; by default as --block-size."
+    )
+    layout: str = option(
+        "auto",
+        "NAME",
+        "Layout of the sending engine: auto, LBNHC (NHD), LBHNC (HND), LHBNC, BLHNC, BLNHC, BHLNC.",
+    )
+    to_layout: str | None = option(None, "NAME", "Layout of the receiving engine; by default as --layout.")
+    backend: str | None = option(
+        None,
+        "NAME",
+        "Attention backend of the sending engine, e.g. FLASHINFER; by default vLLM's choice on CUDA.",
+    )
+    to_backend: str | None = option(
+        None, "NAME", "Attention backend of the receiving engine; by default as --backend."
+    )
+    dtype: str = option("auto", "NAME", DTYPE_HELP)
+    kv: str = option("packed", "NAME", "packed: a page holds K and V; apart: K and V have separate pages.")
+    mtp: bool = flag("--mtp", "Include the multi-token prediction layers.")
+    strategy: str = option(
+        "auto", "NAME", "Transfer strategy: auto for the cheapest, direct, over-read, staged or shared."
+    )
+    bandwidth: float | None = option(
+        None, "GB/S", "Bandwidth of a rank's network link in GB/s; by default unlimited."
+    )
+    one_machine: bool = flag(
+        "--one-machine", "Both engines run on one machine, and can share host memory (strategy shared)."
+    )
+    costs: str | None = option(
+        None,
+        "FILE",
+        "File that `kvferry doctor --calibrate` wrote; by default this machine's, else built-in costs.",
+    )
+    step_tokens: int = count(_STEP_TOKENS, "For the tiers: the engine's --max-num-batched-tokens.")
+    retention: str = option(
+        "0",
+        "COUNT",
+        "For the tiers: the engine's --prefix-cache-retention-interval, a number of tokens or None.",
+    )
+    chunk_tokens: int | None = count(
+        None, "For the tiers: tokens per chunk; by default the connector's choice."
+    )
+    snapshot_tokens: int | None = count(
+        None, "For the tiers: tokens between snapshots; by default as many as in a chunk."
+    )
+    first_snapshot_tokens: int | None = count(None, FIRST_SNAPSHOT_HELP)
+    kept_tokens: int = count(_PROMPT_TOKENS, "For the tiers: tokens of the prompt to store.")
+    trace: str | None = option(
+        None, "TRACE", "Trace as for `kvferry replay`: adds the hit rate by host memory to --html and --json."
+    )
+    kv_cache_memory: str | None = option(
+        None, "SIZE", "For --trace: memory of a rank for KV cache; by default 40GiB."
+    )
+    unit_tokens: int | None = count(None, UNIT_HELP)
+    as_json: bool = flag("--json", "Print JSON, in bytes and seconds.")
+    html: Path | None = option(None, "FILE", "HTML file to write, with a picture of the transfer.")
+    listed: bool = flag("--list", "Print the table of models, with sources.")
+
+
+@command
+def plan(options: PlanOptions) -> None:
     """Predict what a transfer of MODEL's KV cache costs.
 
     Prints the bytes and the time that it takes to move a prompt's KV cache from one engine to another, and
     the storage that it takes in the tiers. Nothing is run, and no weights are read.
     """
-    if listed:
-        _print_models(as_json=as_json)
+    if options.listed:
+        _print_models(as_json=options.as_json)
         return
-    reading = _read(model, dtype, mtp=mtp)
-    separate = _check_options(tokens, kv)
-    check_folder(html)
-    without_trace = {"--unit-tokens": unit_tokens, "--kv-cache-memory": kv_cache_memory}
-    if trace is None and (given := [name for name, value in without_trace.items() if value is not None]):
-        raise ConfigError(f"{given[0]} is for the curve of a trace; add --trace FILE, or leave it out")
-    opened = _open(trace, unit_tokens, shown=as_json or html is not None)
+    reading = _read(options)
+    _check_options(options)
+    trace = _open(options)
     from kvferry.plan.cost import Pricing, limit_bandwidth, parse_strategy
     from kvferry.plan.forecast import RefusedTransfer, forecast, refusal
     from kvferry.plan.kept import KeptSettings, forecast_tiers
@@ -83,69 +139,82 @@ def plan(
     from kvferry.plan.snapshots import parse_retention
     from kvferry.transport.costs_file import load_costs
 
-    source = EngineSide(tp, pp, resolve_layout(layout, reading), block_size, backend)
-    to = resolve_layout(to_layout, reading) if to_layout else None
+    separate = options.kv == "apart"
+    source = EngineSide(
+        options.tp, options.pp, resolve_layout(options.layout, reading), options.block_size, options.backend
+    )
     destination = replace(
-        source, **without_none(tp=to_tp, pp=to_pp, layout=to, block_tokens=to_block_size, backend=to_backend)
+        source,
+        **without_none(
+            tp=options.to_tp,
+            pp=options.to_pp,
+            layout=resolve_layout(options.to_layout, reading) if options.to_layout else None,
+            block_tokens=options.to_block_size,
+            backend=options.to_backend,
+        ),
     )
     pricing = Pricing(
-        limit_bandwidth(load_costs(costs), bandwidth), parse_strategy(strategy), one_machine=one_machine
+        limit_bandwidth(load_costs(options.costs), options.bandwidth),
+        parse_strategy(options.strategy),
+        one_machine=options.one_machine,
     )
     transfer: Forecast | RefusedTransfer
     try:
-        transfer = forecast(reading, (source, destination), tokens, pricing, separate=separate)
+        transfer = forecast(reading, (source, destination), options.tokens, pricing, separate=separate)
     except Incompatible as error:
-        transfer = refusal(reading, (source, destination), tokens, error.differences)
+        transfer = refusal(reading, (source, destination), options.tokens, error.differences)
     settings = KeptSettings(
-        step_tokens,
-        parse_retention(retention),
-        chunk_tokens,
-        snapshot_tokens,
-        kept_tokens,
-        first_snapshot_tokens,
+        options.step_tokens,
+        parse_retention(options.retention),
+        options.chunk_tokens,
+        options.snapshot_tokens,
+        options.kept_tokens,
+        options.first_snapshot_tokens,
     )
     kept = forecast_tiers(reading, source, settings)
-    curve = _Curve() if opened is None else _curve(opened, reading, source, settings, kv_cache_memory)
+    curve = _Curve() if trace is None else _curve(trace, reading, source, settings, options.kv_cache_memory)
     refused = isinstance(transfer, RefusedTransfer)
-    if html is not None and not isinstance(transfer, RefusedTransfer):
-        _write_html(html, transfer, reading, _sections(kept, curve), separate=separate)
-    if as_json:
+    if options.html is not None and not isinstance(transfer, RefusedTransfer):
+        from kvferry.plan.page import picture
+
+        write_file(options.html, picture(transfer, reading, separate=separate, more=_sections(kept, curve)))
+    # Output comes before the exit codes below, also after Ctrl-C: all but the curve is known by then.
+    if options.as_json:
         _print_json(transfer, kept, curve)
     else:
-        _print(transfer, kept, html)
+        _print(transfer, kept, options.html)
     if not curve.complete:
         raise SystemExit(INTERRUPTED)
     if refused:
         raise SystemExit(_REFUSED)
 
 
-def _read(model: str | None, dtype: str, *, mtp: bool) -> ModelReading:
+def _read(options: PlanOptions) -> ModelReading:
     from kvferry.geometry.models import read_model
     from kvferry.plan.find import find_config
 
-    if model is None:
+    if options.model is None:
         raise ConfigError(
             "MODEL is missing; give a config.json, its folder, or a name that `kvferry plan --list` prints"
         )
-    name, config = find_config(model)
-    return read_model(config, dtype, name=name, draft=mtp)
+    name, config = find_config(options.model)
+    return read_model(config, options.dtype, name=name, draft=options.mtp)
 
 
-def _check_options(tokens: int, kv: str) -> bool:
-    """Check the values of `--tokens` and `--kv`, and return whether K and V are on separate pages.
-
-    Args:
-        tokens: length of the prompt in tokens.
-        kv: "packed" for pages that hold K and V, "apart" for separate pages.
-
-    Raises:
-        ConfigError: a value is not allowed.
-    """
-    if tokens < 1:
-        raise ConfigError(f"--tokens is {tokens}; a prompt has at least 1")
-    if kv not in ("packed", "apart"):
-        raise ConfigError(f"--kv {kv} is not known; choose packed or apart")
-    return kv == "apart"
+def _check_options(options: PlanOptions) -> None:
+    if options.tokens < 1:
+        raise ConfigError(f"--tokens is {options.tokens}; a prompt has at least 1")
+    if options.kv not in ("packed", "apart"):
+        raise ConfigError(f"--kv {options.kv} is not known; choose packed or apart")
+    check_folder(options.html)
+    if options.trace is not None:
+        return
+    for name, value in (
+        ("--unit-tokens", options.unit_tokens),
+        ("--kv-cache-memory", options.kv_cache_memory),
+    ):
+        if value is not None:
+            raise ConfigError(f"{name} is for the curve of a trace; add --trace FILE, or leave it out")
 
 
 class _Curve(NamedTuple):
@@ -162,24 +231,15 @@ class _Curve(NamedTuple):
     complete: bool = True
 
 
-def _open(path: str | None, unit_tokens: int | None, *, shown: bool) -> Trace | None:
-    """Open the trace of `--trace`; return None if there is none.
-
-    Args:
-        path: path of the trace.
-        unit_tokens: number of tokens per unit, where the trace does not say it.
-        shown: True if `--html` or `--json` is given.
-
-    Raises:
-        ConfigError: the file is no trace, or can be read only once, or an option is missing.
-    """
-    if path is None:
+def _open(options: PlanOptions) -> Trace | None:
+    if options.trace is None:
         return None
-    if not shown:
+    # Several passes over a trace take minutes, so they are not made for a curve that nobody sees.
+    if not options.as_json and options.html is None:
         raise ConfigError("--trace adds a curve to a page or to JSON; add --html FILE or --json")
     from kvferry.cli.replay import open_for_curve
 
-    return open_for_curve(path, unit_tokens, "--trace")
+    return open_for_curve(options.trace, options.unit_tokens, "--trace")
 
 
 def _curve(
@@ -189,15 +249,7 @@ def _curve(
     settings: KeptSettings,
     kv_cache_memory: str | None,
 ) -> _Curve:
-    """Return the hit rate by capacity of host memory, from several passes over a trace.
-
-    Args:
-        trace: trace to replay.
-        reading: description of the model's KV cache.
-        side: settings of the source engine that decide its memory layout.
-        settings: settings of the source engine and its tiers.
-        kv_cache_memory: memory of each of its ranks for KV cache; None for a default.
-    """
+    """Return the hit rate by capacity of host memory, from several passes over a trace."""
     from kvferry.cli.curves import curve_of_model
     from kvferry.cli.replay import print_notes
     from kvferry.replay.model import served_model
@@ -265,11 +317,3 @@ def _print_json(transfer: Forecast | RefusedTransfer, kept: TierForecast, curve:
         points = curve_as_json(curve.points)
     moved = as_json(transfer) if isinstance(transfer, Forecast) else refused_as_json(transfer)
     print(json.dumps({**moved, "tiers": kept_as_json(kept), "curve": points}))
-
-
-def _write_html(
-    path: Path, transfer: Forecast, reading: ModelReading, more: Iterable[str], *, separate: bool
-) -> None:
-    from kvferry.plan.page import picture
-
-    write_file(path, picture(transfer, reading, separate=separate, more=more))

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import MISSING, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from kvferry.cli import plan_options, replay_options as opt
-from kvferry.cli.options import check_folder, write_file
+from kvferry.cli.options import (
+    argument,
+    check_folder,
+    command,
+    count,
+    flag,
+    option,
+    write_file,
+    writing,
+)
 from kvferry.cli.output import INTERRUPTED
+from kvferry.cli.plan import DTYPE_HELP, FIRST_SNAPSHOT_HELP, UNIT_HELP
 from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,51 +32,78 @@ if TYPE_CHECKING:
     from kvferry.replay.recorded_engine import RecordedEngine
     from kvferry.replay.report import Outcome
     from kvferry.replay.settings import ReplaySettings, TierSetting
-    from kvferry.replay.sizing import SizeQuestion
     from kvferry.replay.trace.base import Trace
     from kvferry.replay.trace.request import TraceRequest
 
 _STEP_TOKENS = 8192
 
-TraceFile = Annotated[
-    str,
-    typer.Argument(
-        metavar="TRACE",
-        help="Trace: JSON lines, CSV, or one that an engine recorded; - for standard input. Or a workload of "
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """The options of `kvferry replay`."""
+
+    trace: str = argument(
+        "TRACE",
+        "Trace: JSON lines, CSV, or one that an engine recorded; - for standard input. Or a workload of "
         "conversations, such as users=500,turns=6.",
-    ),
-]
+    )
+    model: str = option(
+        MISSING, "MODEL", "A config.json, its folder, a name of `kvferry plan --list`, or an id."
+    )
+    tier: list[str] | None = option(
+        None,
+        "KIND=SIZE",
+        "A tier: host=64GiB, file=2TiB, file=2TiB:shared, object=unlimited. Repeatable, fastest first. "
+        "With --target-hit, host memory in front of the disk; by default 1/16 of the disk.",
+    )
+    engine_blocks: int | None = count(
+        None, "Blocks in an engine's pool, 0 for no prefix cache; by default the recorded engine's."
+    )
+    kv_cache_memory: str | None = option(
+        None, "SIZE", "Memory of a rank for KV cache; by default as in the recorded engine, else 40GiB."
+    )
+    policy: str = option("lru", "NAME", "Eviction policy of host memory: lru, arc or s3fifo.")
+    prefill_tokens_per_second: float = option(
+        0.0, "COUNT", "Tokens that an engine computes per second; 0 to leave time out."
+    )
+    bandwidth: list[str] | None = option(
+        None, "KIND=GB/S", "Speed of loads from a kind of tier in GB/s, as in file=6. Repeatable."
+    )
+    engines: int = count(1, "Number of engines.")
+    route: str = option("prefix", "NAME", "Choice of the engine for a request: prefix, random or session.")
+    tp: int = option(1, "RANKS", "Tensor-parallel ranks of an engine.")
+    block_size: int | None = count(None, "Tokens per block; by default vLLM's choice.")
+    dtype: str = option("auto", "NAME", DTYPE_HELP)
+    step_tokens: int | None = count(
+        None, "The engine's --max-num-batched-tokens; by default the recorded one's, else 8192."
+    )
+    retention: str = option(
+        "0", "COUNT", "The engine's --prefix-cache-retention-interval, a number of tokens or None."
+    )
+    chunk_tokens: int | None = count(None, "Tokens per chunk; by default the connector's choice.")
+    snapshot_tokens: int | None = count(None, "Tokens between snapshots; by default as many as in a chunk.")
+    first_snapshot_tokens: int | None = count(None, FIRST_SNAPSHOT_HELP)
+    unit_tokens: int | None = count(None, UNIT_HELP)
+    skip: int = count(0, "Requests at the start that are replayed but not counted.")
+    seed: int = option(0, "NUMBER", "Seed of random choices.")
+    curve: bool = flag("--curve", "Also compute the hit rate by capacity of host memory.")
+    target_hit: float | None = option(
+        None,
+        "SHARE",
+        "Instead find the memory or disk of one engine that saves this share of the prompt tokens.",
+    )
+    disk_writes_per_day: float | None = option(
+        None,
+        "COUNT",
+        "With --target-hit: full writes per day that the disk endures for five years; by default 1.",
+    )
+    requests: Path | None = option(None, "FILE", "File to write, with what was found for each request.")
+    as_json: bool = flag("--json", "Print JSON, in bytes, seconds and tokens.")
+    html: Path | None = option(None, "FILE", "HTML file to write, with the curve as a picture.")
 
 
-def replay(
-    trace: TraceFile,
-    model: opt.Model,
-    tier: opt.Tiers = None,
-    engine_blocks: opt.EngineBlocks = None,
-    kv_cache_memory: opt.KVCacheMemory = None,
-    policy: opt.Policy = "lru",
-    prefill_tokens_per_second: opt.PrefillSpeed = 0.0,
-    bandwidth: opt.Bandwidth = None,
-    engines: opt.Engines = 1,
-    route: opt.RouteOption = "prefix",
-    tp: opt.Tp = 1,
-    block_size: opt.BlockSize = None,
-    dtype: opt.Dtype = "auto",
-    step_tokens: opt.StepTokens = None,
-    retention: opt.Retention = "0",
-    chunk_tokens: opt.ChunkTokens = None,
-    snapshot_tokens: opt.SnapshotTokens = None,
-    first_snapshot_tokens: plan_options.FirstSnapshot = None,
-    unit_tokens: opt.UnitTokens = None,
-    skip: opt.Skip = 0,
-    seed: opt.Seed = 0,
-    curve: opt.Curve = False,
-    target_hit: opt.TargetHit = None,
-    disk_writes_per_day: opt.DiskWrites = None,
-    requests: opt.Requests = None,
-    as_json: opt.Json = False,
-    html: opt.Html = None,
-) -> None:
+@command
+def replay(options: ReplayOptions) -> None:
     """Predict what tiers save on a request trace, and their size.
 
     Simulates engines and their tiers with the code that looks chunks up, chooses what to store and evicts in
@@ -78,71 +111,48 @@ def replay(
     users=1000, requests-per-second=10, shared-prompt-tokens=1000, turns=5, prompt-tokens=500,
     output-tokens=300 (means), hours=0.5, seed=0.
     """
-    if target_hit is None and disk_writes_per_day is not None:
+    sizing = options.target_hit is not None
+    if not sizing and options.disk_writes_per_day is not None:
         raise ConfigError(
             "--disk-writes-per-day is about the disk of --target-hit; give both, or leave it out"
         )
     from kvferry.replay.pool import block_pool
     from kvferry.replay.recorded_engine import recorded_engine
     from kvferry.replay.settings import ReplaySettings, parse_tier
-    from kvferry.replay.sizing import SizeQuestion
-
-    check_folder(html)
     from kvferry.replay.trace.open import open_trace
 
-    asked_by = "--curve" if target_hit is None else "--target-hit"
-    several = curve or target_hit is not None
-    found = open_for_curve(trace, unit_tokens, asked_by) if several else open_trace(trace, unit_tokens)
-    recorded = recorded_engine(found.name, found.header)
-    served = served_model_of(
-        model,
-        recorded,
-        dtype=dtype,
-        tp=tp,
-        block_size=block_size,
-        step_tokens=step_tokens,
-        retention=retention,
-        chunk_tokens=chunk_tokens,
-        snapshot_tokens=snapshot_tokens,
-        first_snapshot_tokens=first_snapshot_tokens,
+    check_folder(options.html)
+    trace = (
+        open_for_curve(options.trace, options.unit_tokens, "--target-hit" if sizing else "--curve")
+        if options.curve or sizing
+        else open_trace(options.trace, options.unit_tokens)
     )
-    tiers = with_bandwidth([parse_tier(one) for one in tier or ["host=unlimited"]], bandwidth)
+    recorded = recorded_engine(trace.name, trace.header)
+    served = _served_model(options, recorded)
+    tiers = with_bandwidth([parse_tier(one) for one in options.tier or ["host=unlimited"]], options.bandwidth)
     settings = ReplaySettings(
         tiers=tuple(tiers),
-        engines=engines,
-        pool=block_pool(served, engine_blocks, recorded.num_blocks, kv_cache_memory),
-        policy=policy,
-        route=route,  # type: ignore[arg-type]  # checked by the class
-        prefill_tokens_per_second=prefill_tokens_per_second,
-        seed=seed,
-        skip=skip,
+        engines=options.engines,
+        pool=block_pool(served, options.engine_blocks, recorded.num_blocks, options.kv_cache_memory),
+        policy=options.policy,
+        route=options.route,  # type: ignore[arg-type]  # checked by the class
+        prefill_tokens_per_second=options.prefill_tokens_per_second,
+        seed=options.seed,
+        skip=options.skip,
     )
-    if target_hit is not None:
-        if bandwidth or requests or engines > 1 or len(tiers) > 1:
-            raise ConfigError(
-                "--target-hit looks for the size of one engine's tiers; leave out --bandwidth, --requests, "
-                "--engines and any --tier but host=SIZE"
-            )
-        host = tiers[0].capacity_bytes if tier else None
-        _size(
-            found,
-            served,
-            settings,
-            SizeQuestion(target_hit, host, 1.0 if disk_writes_per_day is None else disk_writes_per_day),
-            html,
-            as_json=as_json,
-        )
+    if sizing:
+        _size(trace, served, settings, options)
         return
-    outcome = _replay(found, served, settings, requests, curve=curve)
-    print_notes(found)
-    if html is not None:
+    outcome = _replay(trace, served, settings, options)
+    print_notes(trace)
+    if options.html is not None:
         from kvferry.replay.page import page
 
-        write_file(html, page(outcome))
-    if as_json:
-        from kvferry.replay.report import as_json as values
+        write_file(options.html, page(outcome))
+    if options.as_json:
+        from kvferry.replay.report import as_json
 
-        print(json.dumps(values(outcome)))
+        print(json.dumps(as_json(outcome)))
     else:
         from kvferry.replay.show import show
         from kvferry.report import Report
@@ -152,58 +162,42 @@ def replay(
         raise SystemExit(INTERRUPTED)
 
 
-def _size(
-    trace: Trace,
-    model: ServedModel,
-    settings: ReplaySettings,
-    question: SizeQuestion,
-    html: Path | None,
-    *,
-    as_json: bool,
-) -> None:
-    """Print the smallest tiers that reach a hit rate.
+def _size(trace: Trace, model: ServedModel, settings: ReplaySettings, options: ReplayOptions) -> None:
+    """Print the smallest tiers that reach the hit rate of ``--target-hit``.
 
-    Args:
-        trace: trace that can be read several times.
-        model: model and settings of the engine.
-        settings: settings of the replays, except for the tiers.
-        question: hit rate to reach.
-        html: HTML file to write; None for none.
-        as_json: True to print JSON.
+    Raises:
+        ConfigError: an option is given that this search does not use.
     """
     from kvferry.cli.progress import progress
     from kvferry.replay.show_size import show_size, size_as_json
-    from kvferry.replay.sizing import size
+    from kvferry.replay.sizing import SizeQuestion, size
     from kvferry.report import Report
 
+    if options.bandwidth or options.requests or settings.engines > 1 or len(settings.tiers) > 1:
+        raise ConfigError(
+            "--target-hit looks for the size of one engine's tiers; leave out --bandwidth, --requests, "
+            "--engines and any --tier but host=SIZE"
+        )
+    assert options.target_hit is not None  # noqa: S101 - the caller has checked it
+    host = settings.tiers[0].capacity_bytes if options.tier else None
+    writes = 1.0 if options.disk_writes_per_day is None else options.disk_writes_per_day
+    question = SizeQuestion(options.target_hit, host, writes)
     found = size(partial(progress, trace), model, settings, question, trace.unit_tokens)
     print_notes(trace)
-    if html is not None:
+    if options.html is not None:
         from kvferry.replay.page import size_page
 
-        write_file(html, size_page(found, trace.name))
-    if as_json:
+        write_file(options.html, size_page(found, trace.name))
+    if options.as_json:
         print(json.dumps(size_as_json(found)))
     else:
         show_size(found, Report.to_stdout())
 
 
-def served_model_of(
-    model: str,
-    recorded: RecordedEngine,
-    *,
-    dtype: str,
-    tp: int,
-    block_size: int | None,
-    step_tokens: int | None,
-    retention: str,
-    chunk_tokens: int | None,
-    snapshot_tokens: int | None,
-    first_snapshot_tokens: int | None,
-) -> ServedModel:
-    """Return the model and the engine settings of a replay, from the values of the options.
+def _served_model(options: ReplayOptions, recorded: RecordedEngine) -> ServedModel:
+    """Return the model and the engine settings of a replay.
 
-    The settings of the engine that recorded the trace replace options that are None.
+    Options that are not given get the settings of the engine that recorded the trace.
 
     Raises:
         KVFerryError: the model is not known, or an engine cannot have these settings.
@@ -216,20 +210,21 @@ def served_model_of(
     from kvferry.replay.model import served_model
     from kvferry.replay.recorded_engine import with_blocks
 
-    name, config = find_config(model)
-    reading = read_model(config, dtype, name=name, draft=False)
-    side = EngineSide(tp, 1, resolve_layout("auto", reading), block_size or recorded.common_block)
+    name, config = find_config(options.model)
+    reading = read_model(config, options.dtype, name=name, draft=False)
+    block_tokens = options.block_size or recorded.common_block
+    side = EngineSide(options.tp, 1, resolve_layout("auto", reading), block_tokens)
+    first = options.first_snapshot_tokens
     kept = KeptSettings(
-        step_tokens or recorded.step_tokens or _STEP_TOKENS,
-        parse_retention(retention),
-        chunk_tokens or recorded.chunk_tokens,
-        snapshot_tokens or (None if chunk_tokens else recorded.snapshot_tokens),
-        first_snapshot_tokens=(
-            recorded.first_snapshot_tokens if first_snapshot_tokens is None else first_snapshot_tokens
-        ),
+        options.step_tokens or recorded.step_tokens or _STEP_TOKENS,
+        parse_retention(options.retention),
+        options.chunk_tokens or recorded.chunk_tokens,
+        # The recorded distance of snapshots is a multiple of the recorded chunk, not of another one.
+        options.snapshot_tokens or (None if options.chunk_tokens else recorded.snapshot_tokens),
+        first_snapshot_tokens=recorded.first_snapshot_tokens if first is None else first,
     )
     served = served_model(reading, side, kept)
-    known = None if block_size else recorded.common_block
+    known = None if options.block_size else recorded.common_block
     return with_blocks(served, known) if known else served
 
 
@@ -240,11 +235,7 @@ def print_notes(trace: Trace) -> None:
 
 
 def with_bandwidth(tiers: list[TierSetting], texts: list[str] | None) -> list[TierSetting]:
-    """Return tiers with the speeds that the user gave.
-
-    Args:
-        tiers: tiers of the replay.
-        texts: values of ``--bandwidth``, as in ``file=6``: a kind of tier and its speed in GB/s.
+    """Return tiers with the speeds of ``--bandwidth``, such as ``file=6`` in GB/s.
 
     Raises:
         ConfigError: a value names no tier, or no speed above 0.
@@ -269,7 +260,7 @@ def open_for_curve(path: str, unit_tokens: int | None, asked_by: str) -> Trace:
     Args:
         path: path of the trace, or ``-`` for standard input.
         unit_tokens: number of tokens per unit, where the trace does not say it.
-        asked_by: command or option that computes the curve, for the error message.
+        asked_by: option that needs the curve, for the error message.
 
     Raises:
         ConfigError: the file is no trace, it can be read only once, or it has only lengths.
@@ -286,32 +277,20 @@ def open_for_curve(path: str, unit_tokens: int | None, asked_by: str) -> Trace:
     return opened
 
 
-def _replay(
-    trace: Trace, model: ServedModel, settings: ReplaySettings, requests: Path | None, *, curve: bool
-) -> Outcome:
-    """Run a replay, with a progress bar on a terminal. A second pass computes the curve.
-
-    If the user presses Ctrl-C, the outcome has the numbers so far.
-
-    Args:
-        trace: trace to replay.
-        model: model and settings of the engines.
-        settings: settings of the replay.
-        requests: file to write, with what was found for each request; None for no file.
-        curve: True to compute the curve.
-    """
+def _replay(trace: Trace, model: ServedModel, settings: ReplaySettings, options: ReplayOptions) -> Outcome:
+    """Run a replay, and compute the curve in further passes. After Ctrl-C, return the numbers so far."""
     from kvferry.cli.curves import curve_after
     from kvferry.cli.progress import progress
     from kvferry.replay.curve import CurvePoint
     from kvferry.replay.report import outcome
     from kvferry.replay.simulation import Simulation
 
-    with _request_log(requests, tells_prefixes=trace.tells_prefixes) as log:
+    with _request_log(options.requests, tells_prefixes=trace.tells_prefixes) as log:
         simulation = Simulation(model, settings, trace.unit_tokens, log)
         complete, points = False, tuple[CurvePoint, ...]()
         try:
             simulation.run(progress(trace, "replay"))
-            points = tuple(curve_after(trace, simulation)) if curve else ()
+            points = tuple(curve_after(trace, simulation)) if options.curve else ()
             complete = True
         except KeyboardInterrupt:
             pass
@@ -331,41 +310,28 @@ def _request_log(
 ) -> Iterator[Callable[[TraceRequest, Hit], None] | None]:
     """Yield a function that writes a line of JSON for each request; None without a path.
 
-    Args:
-        path: file to write.
-        tells_prefixes: False if the trace has only lengths, so that hits are null.
-
     Raises:
         ConfigError: the file cannot be written.
     """
     if path is None:
         yield None
         return
-    with _writing(path):
+    with writing(path):
         file = path.open("w", encoding="utf-8")
 
     def write(request: TraceRequest, hit: Hit) -> None:
+        # A trace of lengths alone has no keys to look up, so its hits are unknown, not 0.
         line = {
             "arrival": request.arrival,
             "prompt_tokens": request.prompt_tokens,
             "local_tokens": hit.local_tokens if tells_prefixes else None,
             "tier_tokens": hit.tier_tokens if tells_prefixes else None,
         }
-        with _writing(path):
+        with writing(path):
             file.write(json.dumps(line) + "\n")
 
     try:
         yield write
     finally:
-        with _writing(path):
+        with writing(path):
             file.close()
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Raise ConfigError for an OSError inside the ``with`` statement: the file cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        raise ConfigError(f"cannot write {path}: {reason}; name a file that can be written") from error

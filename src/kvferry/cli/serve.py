@@ -6,14 +6,15 @@ import contextlib
 import logging
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvferry.cli import serve_options as opt
-from kvferry.cli.options import without_none
+from kvferry.cli.options import argument, command, count, option, without_none
 from kvferry.cli.output import check_output
-from kvferry.cli.settings_file import SettingsFile, read_settings
+from kvferry.cli.settings_file import read_settings, settings_option
 from kvferry.errors import ConfigError
 from kvferry.extras import VLLM, require
 from kvferry.operating_system import require_linux
@@ -24,27 +25,39 @@ if TYPE_CHECKING:
     from kvferry.serving.specs import EngineGroup
 
 
-def serve(
-    model: opt.Model,
-    vllm_args: opt.VllmArgs = None,
-    role: opt.RoleName = None,
-    engines: opt.Engines = None,
-    prefill: opt.Prefill = None,
-    decode: opt.Decode = None,
-    tp: opt.Tp = 1,
-    prefill_tp: opt.PrefillTp = None,
-    decode_tp: opt.DecodeTp = None,
-    prefill_args: opt.PrefillArgs = "",
-    decode_args: opt.DecodeArgs = "",
-    settings: SettingsFile = None,
-    tiers: opt.Tiers = None,
-    host: opt.Host = "127.0.0.1",
-    port: opt.Port = 8000,
-    turn_seconds: opt.TurnSeconds = 0,
-    log_dir: opt.LogDir = None,
-    startup_timeout: opt.StartupTimeout = 600,
-    restarts: opt.MaxRestarts = 5,
-) -> None:
+@dataclass(frozen=True)
+class ServeOptions:
+    """The options of `kvferry serve`."""
+
+    model: str = argument("MODEL", "Path or id of a model that vLLM can load.")
+    vllm_args: list[str] | None = argument("-- VLLM_ARGS", "Arguments for every engine.", None)
+    role: Role | None = option(
+        None, None, "both for engines that serve alone; by default prefill and decode engines."
+    )
+    engines: int | None = count(None, "Number of engines, with --role both; by default 1.")
+    prefill: int | None = count(None, "Number of prefill engines; by default 1.")
+    decode: int | None = count(None, "Number of decode engines; by default 1.")
+    tp: int = count(1, "Tensor-parallel ranks of each engine.")
+    prefill_tp: int | None = count(None, "The same for prefill engines; by default --tp.")
+    decode_tp: int | None = count(None, "The same for decode engines; by default --tp.")
+    prefill_args: str = option("", "TEXT", "More arguments for prefill engines, as in a shell.")
+    decode_args: str = option("", "TEXT", "More arguments for decode engines, as in a shell.")
+    settings: str | None = settings_option()
+    tiers: str | None = option(
+        None, "JSON", 'Tiers of every engine: default, or JSON: [{"type": "host"}, ...].'
+    )
+    host: str = option("127.0.0.1", "ADDRESS", "Address to listen on.")
+    port: int = option(8000, "PORT", "Port to listen on; 0 for any.", min=0, max=65535)
+    turn_seconds: float = option(
+        0, "SECONDS", "Time that decode engines keep an answer's KV for the next turn."
+    )
+    log_dir: Path | None = option(None, "DIR", "Folder for the engines' logs; by default a temporary one.")
+    startup_timeout: float = option(600, "SECONDS", "Time for all engines to become ready.", min=1)
+    restarts: int = option(5, "COUNT", "Restarts in a row of an engine that ends; 0 for none.", min=0)
+
+
+@command
+def serve(options: ServeOptions) -> None:
     """Start engines and a router on this machine.
 
     Starts engines of MODEL, and one OpenAI endpoint in front of them: prefill and decode engines, or with
@@ -55,50 +68,30 @@ def serve(
     from rich.console import Console
 
     from kvferry.engines.vllm.version import check_release, vllm_version
-    from kvferry.serving.kv_config import parse_tiers
     from kvferry.serving.model_name import check_model
     from kvferry.serving.ports import listen
     from kvferry.serving.restarts import RestartPolicy
     from kvferry.serving.serve import serve_fleet
     from kvferry.serving.shared_memory import check_shared_memory
     from kvferry.serving.signals import StopSignals
-    from kvferry.serving.specs import EngineGroup, group_specs, split_arguments
+    from kvferry.serving.specs import group_specs
     from kvferry.serving.temporary import temporary_folder
 
     check_release(vllm_version())
-    common = {**read_settings(settings), **without_none(tiers=parse_tiers(tiers))}
-    if role is Role.BOTH:
-        groups = _both(
-            {"--prefill": prefill, "--decode": decode, "--prefill-tp": prefill_tp, "--decode-tp": decode_tp,
-             "--prefill-args": prefill_args, "--decode-args": decode_args, "--turn-seconds": turn_seconds},
-            EngineGroup(role=Role.BOTH, count=1 if engines is None else engines, tensor_parallel=tp,
-                        settings=common, arguments=vllm_args or ()),
-        )  # fmt: skip
-    else:
-        _check_pair(role, engines)
-        sides = (
-            (Role.PREFILL, prefill, prefill_tp, prefill_args, None),
-            (Role.DECODE, decode, decode_tp, decode_args, turn_seconds or common.get("turn_seconds")),
-        )
-        groups = tuple(
-            EngineGroup(
-                role=side,
-                count=1 if count is None else count,
-                tensor_parallel=tp if ranks is None else ranks,
-                settings={**common, "turn_seconds": turn},
-                arguments=(*(vllm_args or ()), *split_arguments(f"--{side}-args", text)),
-            )
-            for side, count, ranks, text, turn in sides
-        )
-    _check_ports(settings, common, sum(group.count for group in groups))
-    specs = group_specs(model, groups)
+    groups = _groups(options)
+    specs = group_specs(options.model, groups)
+    # What can be checked is checked before engines start, which takes minutes.
     check_shared_memory([group.parallel.workers for group in groups for _ in range(group.count)])
     check_output()
-    check_model(model)
+    check_model(options.model)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     # Open the port first: it may be in use, and engines take a while to start.
-    with StopSignals() as signals, listen(host, port) as sock, contextlib.suppress(KeyboardInterrupt):
-        logs = log_dir or temporary_folder("kvferry-")
+    with (
+        StopSignals() as signals,
+        listen(options.host, options.port) as sock,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        logs = options.log_dir or temporary_folder("kvferry-")
         console = Console(stderr=True)
         serve_fleet(
             specs,
@@ -107,54 +100,92 @@ def serve(
             console,
             signals,
             announce=_announce,
-            startup_timeout_seconds=startup_timeout,
-            restart_policy=RestartPolicy(restarts),
+            startup_timeout_seconds=options.startup_timeout,
+            restart_policy=RestartPolicy(options.restarts),
         )
     raise typer.Exit(signals.exit_code)
 
 
-def _both(of_pairs: Mapping[str, object], group: EngineGroup) -> tuple[EngineGroup, ...]:
-    """Return the engines of ``--role both``.
-
-    Args:
-        of_pairs: values of the options that only prefill and decode engines have.
-        group: engines to start.
+def _groups(options: ServeOptions) -> tuple[EngineGroup, ...]:
+    """Return the engines to start: prefill and decode engines, or those of ``--role both``.
 
     Raises:
-        ConfigError: one of these options is given.
+        ConfigError: options contradict each other, or settings give the same port to several engines.
     """
-    for name, value in of_pairs.items():
-        if value not in (None, "", 0):
-            raise ConfigError(
-                f"{name} is given beside --role both, but it is for prefill and decode engines; use "
-                "--engines, --tp and arguments after --, or leave --role out"
+    from kvferry.serving.kv_config import parse_tiers
+    from kvferry.serving.specs import EngineGroup, split_arguments
+
+    common = {**read_settings(options.settings), **without_none(tiers=parse_tiers(options.tiers))}
+    everywhere = tuple(options.vllm_args or ())
+    if options.role is Role.BOTH:
+        _check_both(options)
+        groups = [
+            EngineGroup(
+                role=Role.BOTH,
+                count=1 if options.engines is None else options.engines,
+                tensor_parallel=options.tp,
+                settings=common,
+                arguments=everywhere,
             )
-    return (group,)
+        ]
+    else:
+        _check_pair(options)
+        turn_seconds = options.turn_seconds or common.get("turn_seconds")
+        groups = [
+            EngineGroup(
+                role=side,
+                count=1 if number is None else number,
+                tensor_parallel=options.tp if ranks is None else ranks,
+                settings={**common, "turn_seconds": turn},
+                arguments=(*everywhere, *split_arguments(f"--{side}-args", text)),
+            )
+            # Only the decode engine has the answer, with which the next turn's prompt begins.
+            for side, number, ranks, text, turn in (
+                (Role.PREFILL, options.prefill, options.prefill_tp, options.prefill_args, None),
+                (Role.DECODE, options.decode, options.decode_tp, options.decode_args, turn_seconds),
+            )
+        ]
+    _check_ports(options.settings, common, sum(group.count for group in groups))
+    return tuple(groups)
 
 
-def _check_ports(file: str | None, settings: Mapping[str, Any], engines: int) -> None:
-    """Check that no settings give the same port to several engines.
+def _check_both(options: ServeOptions) -> None:
+    for name in (
+        "prefill",
+        "decode",
+        "prefill_tp",
+        "decode_tp",
+        "prefill_args",
+        "decode_args",
+        "turn_seconds",
+    ):
+        if getattr(options, name) not in (None, "", 0):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is given beside --role both, but it is for prefill and decode "
+                "engines; use --engines, --tp and arguments after --, or leave --role out"
+            )
 
-    Raises:
-        ConfigError: they do.
-    """
-    admin = settings.get("admin")
-    ports = {"port": settings.get("port"), "admin.port": admin.get("port") if isinstance(admin, dict) else 0}
-    if engines > 1 and (same := [name for name, port in ports.items() if port]):
-        raise ConfigError(
-            f"{same[0]} is {ports[same[0]]} in {file}, and kvferry serve starts {counted(engines, 'engine')} "
-            "on this machine; set it to 0 for any free port"
-        )
 
-
-def _check_pair(role: Role | None, engines: int | None) -> None:
+def _check_pair(options: ServeOptions) -> None:
+    role = options.role
     if role is not None:
         raise ConfigError(
             f"--role is {role}, but kvferry serve starts both sides of an exchange; leave it out, or use "
             f'vllm serve with --kv-transfer-config "$(kvferry config --role {role})"'
         )
-    if engines is not None:
+    if options.engines is not None:
         raise ConfigError("--engines is given without --role both; use --prefill and --decode, or add it")
+
+
+def _check_ports(file: str | None, settings: Mapping[str, Any], engines: int) -> None:
+    admin = settings.get("admin")
+    ports = {"port": settings.get("port"), "admin.port": admin.get("port") if isinstance(admin, dict) else 0}
+    # An engine adds only its data-parallel index to a port.
+    if engines > 1 and (same := [name for name, port in ports.items() if port]):
+        raise ConfigError(
+            f"{same[0]} is {ports[same[0]]} in {file}, and kvferry serve starts {counted(engines, 'engine')} "
+            "on this machine; set it to 0 for any free port"
+        )
 
 
 def _announce(line: str) -> None:

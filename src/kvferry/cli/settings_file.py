@@ -6,20 +6,17 @@ import os
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Any
 
-import typer
-
+from kvferry.cli.options import option
 from kvferry.errors import ConfigError
 
-SettingsFile: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--settings",
-        metavar="FILE",
-        help="Settings to read, as `kvferry init` writes them; options go first.",
-    ),
-]
+
+def settings_option() -> Any:
+    """Return a field for the option ``--settings``."""
+    return option(
+        None, "FILE", "Settings to read, as `kvferry init` writes them; options go first.", "--settings"
+    )
 
 
 def read_settings(path: str | None) -> dict[str, Any]:
@@ -41,11 +38,13 @@ def read_settings(path: str | None) -> dict[str, Any]:
         reason = os.strerror(error.errno or 0)
         raise ConfigError(f"cannot read {path}: {reason}; `kvferry init FILE` writes such a file") from error
     except ValueError as error:  # not TOML, or not UTF-8
+        # tomllib has the line in its message only.
         at = re.search(r"at line (\d+)", str(error))
         where = f"line {at[1]} of {path}" if at else path
         raise ConfigError(
             f"{where} is no TOML; write a setting as in port = 5600, and text in quotation marks"
         ) from error
+    # `kvferry init` writes these as JSON in a string, because the options of `config` take JSON.
     for key, parse in (("tiers", parse_tiers), ("admin", parse_admin)):
         if isinstance(found.get(key), str):
             found[key] = parse(found[key])

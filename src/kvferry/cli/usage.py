@@ -3,39 +3,38 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import typer
 from typer.core import TyperGroup
 
-# Typer exports this class from click, or from its own copy of click, depending on its release.
+# What Typer raises if arguments cannot be used. Its class is click's, or that of Typer's own copy of click.
 UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
-"""The error that Typer raises if arguments cannot be used."""
 
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 """Context settings of an application, so that all its commands take both."""
 
+# Least similarity of a name to suggest. vLLM has many options that are a bit like kvferry's.
 _NEAR, _NEAR_BESIDE_VLLM = 0.6, 0.8
-"""Least similarity of a name to suggest. vLLM has many options that are a bit like kvferry's."""
+# More characters than the first sentence of any command has: Typer would cut it at 45.
 _WHOLE_SENTENCE = 1000
-"""Characters of a command's first sentence in a list of commands: more than any has."""
+# Options of vLLM that kvferry names differently: kvferry's name, which the command must have, and what to do.
 _VLLM_NAMES = {
     "--tensor-parallel-size": ("--tp", "use --tp"),
     "-tp": ("--tp", "use --tp"),
     "--model": ("MODEL", "give MODEL without an option"),
 }
-"""Options of vLLM that kvferry names differently: its name, which a command must have, and what to do."""
+# What to write in place of commands of earlier releases.
 _NEW_FORMS = {
     "kvferry dashboard": "kvferry top --dashboard DIR",
     "kvferry bench calibrate": "kvferry doctor --calibrate",
     "kvferry size": "kvferry replay TRACE --target-hit SHARE",
 }
-"""What to write in place of commands of earlier releases."""
+# By the first word of pydantic's name of the error, such as int_parsing.
 _EXPECTED = {"int": "a whole number", "float": "a number", "finite": "a finite number"}
-"""What to give for a value that cannot be converted, by the first word of pydantic's name of the error."""
+# What to give for a missing argument, by its placeholder.
 _EXAMPLES = {"MODEL": "give a path or a Hugging Face id, such as Qwen/Qwen3-0.6B"}
-"""What to give for a missing argument, by its placeholder."""
 
 
 def usage_sentence(error: Any, application: Any, name: str, arguments: Sequence[str] = ()) -> str:
@@ -45,7 +44,7 @@ def usage_sentence(error: Any, application: Any, name: str, arguments: Sequence[
         error: `UsageError` that Typer raised.
         application: command group of the whole application.
         name: how users call the application.
-        arguments: arguments of the whole application, among which the error was found.
+        arguments: arguments of the application.
     """
     context = error.ctx
     # An option without its value has no context.
@@ -67,16 +66,8 @@ def usage_sentence(error: Any, application: Any, name: str, arguments: Sequence[
 
 
 def _conversion_reason(error: Any) -> str | None:
-    """Return why the value of an option or argument cannot be converted, in kvferry's own words.
-
-    Typer converts values with pydantic, whose messages are about its types.
-
-    Args:
-        error: `UsageError` that Typer raised.
-
-    Returns:
-        None for another error.
-    """
+    """Return why the value of an option or argument cannot be converted; None for another error."""
+    # Typer converts values with pydantic, whose messages are about its types: they get words of our own.
     details = getattr(error.__cause__, "errors", None)
     if details is None or error.param is None:
         return None
@@ -97,13 +88,7 @@ def _conversion_reason(error: Any) -> str | None:
 
 
 def _command_path(application: Any, name: str, arguments: Sequence[str]) -> str:
-    """Return the full name of the command that arguments call.
-
-    Args:
-        application: command group of the whole application.
-        name: how users call the application.
-        arguments: arguments of the whole application.
-    """
+    """Return the full name of the command that arguments call."""
     command, words = application, [name]
     for argument in arguments:
         command = getattr(command, "commands", {}).get(argument)
@@ -124,6 +109,7 @@ def _option_hint(path: str, parameters: Sequence[Any], name: str, value: str) ->
     """
     known = {each for parameter in parameters for each in (*parameter.opts, *parameter.secondary_opts)}
     places = [parameter.metavar for parameter in parameters if parameter.param_type_name == "argument"]
+    # `config` has no ranks: a hint may only name what the command has.
     own, hint = _VLLM_NAMES.get(name, (None, None))
     if own in known or own in places:
         return hint
@@ -131,6 +117,7 @@ def _option_hint(path: str, parameters: Sequence[Any], name: str, value: str) ->
     cutoff = _NEAR_BESIDE_VLLM if takes_vllm else _NEAR
     long = [each for each in (*known, *HELP_OPTIONS["help_option_names"]) if each.startswith("--")]
     near = difflib.get_close_matches(name, long, 1, cutoff)
+    # A typing error of an option of kvferry is likelier than one of vLLM's options before the --.
     if near:
         return f"did you mean {near[0]}?"
     if takes_vllm:
@@ -140,12 +127,8 @@ def _option_hint(path: str, parameters: Sequence[Any], name: str, value: str) ->
 
 
 def _find_option(name: str, arguments: Sequence[str]) -> tuple[str, str]:
-    """Return an option as it was written: its whole name, and its name with the value.
-
-    Args:
-        name: name of an option that the parser does not know. Of ``-tp``, the parser reports only ``-t``.
-        arguments: arguments of the command.
-    """
+    """Return an unknown option as it was written: its whole name, and its name with the value."""
+    # Of ``-tp``, the parser reports only ``-t``.
     for index, argument in enumerate(arguments):
         written = argument.partition("=")[0]
         if written == name or (len(name) == 2 and written.startswith(name)):
@@ -159,51 +142,23 @@ class CommandGroup(TyperGroup):
     """A command that has other commands. ``help COMMAND`` means ``COMMAND --help``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments."""
         if args[:1] == ["help"]:
             args = [*args[1:], "--help"]
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command that the first argument names."""
         if form := _NEW_FORMS.get(f"{ctx.command_path} {args[0]}"):
             ctx.fail(f"No such command {args[0]!r}. Did you mean {form}?")
         return super().resolve_command(ctx, args)
 
-    def sections(self, ctx: Any) -> Mapping[str, Sequence[str]]:
-        """Return the names of the commands by the headings under which the help lists them."""
-        return {"Commands": self.list_commands(ctx)}
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the list of commands to the help, with whole sentences.
-
-        Args:
-            ctx: context of the call.
-            formatter: writer of the help.
-        """
-        for heading, names in self.sections(ctx).items():
-            with formatter.section(heading):
-                formatter.write_dl(
-                    [(name, self.commands[name].get_short_help_str(_WHOLE_SENTENCE)) for name in names]
-                )
-
-
-class GroupedCommands(CommandGroup):
-    """The `kvferry` command, whose help lists the other commands by purpose."""
-
-    purposes: Mapping[str, Sequence[str]] = {
-        "Start here": ("plan", "serve", "doctor", "demo"),
-        "Run engines": ("config", "init", "router", "keygen"),
-        "Look at running engines": ("top", "explain"),
-        "Size": ("replay",),
-        "Keep and measure": ("cache", "bench"),
-    }
-    """Names of commands by purpose."""
-
-    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - Typer passes it
-        """Return the names of all commands in the order of the help."""
-        return [name for names in self.purposes.values() for name in names]
-
-    def sections(self, ctx: Any) -> Mapping[str, Sequence[str]]:  # noqa: ARG002 - the base class needs it
-        """Return the names of the commands by purpose."""
-        return self.purposes
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - Typer passes the context
+        """Write the list of commands to the help, by purpose and with whole sentences."""
+        purposes: dict[str, list[tuple[str, str]]] = {}
+        for name, one in self.commands.items():
+            # Typer itself uses panels only in help that rich writes, and rich takes long to import.
+            panel = getattr(one, "rich_help_panel", None)
+            purpose = panel if isinstance(panel, str) else "Commands"
+            purposes.setdefault(purpose, []).append((name, one.get_short_help_str(_WHOLE_SENTENCE)))
+        for purpose, listed in purposes.items():
+            with formatter.section(purpose):
+                formatter.write_dl(listed)

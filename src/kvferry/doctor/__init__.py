@@ -4,6 +4,7 @@
 - `limits`: deadlines for checks; `probes`: checks in separate processes, which can be killed.
 - `machine`, `software`, `nixl`, `reads`, `costs`: checks of this machine.
 - `settings`, `listening`, `storage`, `mounts`: checks of a configuration, and whether this machine fits it.
-- `engines`, `http_engine`, `identity`, `pairs`, `ports`: checks of running engines, one by one and in pairs.
+- `engines`, `http_engine`, `engine_metrics`, `identity`, `ports`: checks of running engines, one by one;
+  `pairs`: of two engines.
 - `examine`: runs all checks in order.
 """

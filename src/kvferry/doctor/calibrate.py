@@ -17,6 +17,7 @@ from kvferry.user_cache import expanded
 if TYPE_CHECKING:
     from kvferry.measuring.calibrate import CalibrationResult
 
+# Meaning, scale and unit of each field of `Costs`.
 _WHAT = {
     "read_descriptor_seconds": ("READ, per descriptor", 1e6, "µs"),
     "read_byte_seconds": ("READ, per byte", 1e12, "ps"),
@@ -29,7 +30,6 @@ _WHAT = {
     "copy_engine_bytes": ("shortest run for a GPU's copy engine", 2**-10, "KiB"),
     "overlap": ("gathering hidden behind reading", 1e2, "%"),
 }
-"""Meaning, scale and unit of each field of `Costs`."""
 
 
 def _measure(progress: Callable[[str], None]) -> CalibrationResult:
@@ -49,9 +49,9 @@ def calibrate(
     """Measure the costs of transfers, write them to a file, and yield findings with the values.
 
     Args:
-        path: path of the costs file that the configuration names; None for the user's default file.
-        progress: function that is called with a short text before each step.
-        measure: function that measures the costs. It takes `progress`.
+        path: costs file that the configuration names; None for the user's default file.
+        progress: called with a short text before each step.
+        measure: measures the costs.
     """
     try:
         found = measure(progress)
@@ -83,7 +83,7 @@ def describe(found: CalibrationResult) -> Iterable[Finding]:
 
 
 def _facts(found: CalibrationResult) -> dict[str, object]:
-    """Return the values that are stored with the costs: the machine and the errors of the fits."""
+    """Return what is stored with the costs: the machine and the errors of the fits."""
     errors = {
         what: {"median": fitted.median_error, "worst": fitted.worst_error}
         for what, fitted in (("reads", found.reads), ("copies", found.copies))

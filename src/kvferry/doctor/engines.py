@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from urllib.parse import urlsplit
 
 from kvferry.doctor import http_engine, ports
 from kvferry.doctor.finding import Finding, ReportSection, bad, note, ok
-from kvferry.doctor.http_engine import OfferedKv
+from kvferry.doctor.http_engine import ExaminedEngine, OfferedKv
 from kvferry.doctor.identity import EngineIdentity, IdentifyError, identify, release_ticket
 from kvferry.doctor.limits import run_all_within
 from kvferry.errors import ConfigError
@@ -39,31 +39,13 @@ class Target:
         role: role of the engine: PREFILL, DECODE, or BOTH if it is unknown.
         url: base URL of the HTTP endpoint; None if no URL is given.
         control: host and port of the control channel, or of an HTTP endpoint if the name has no scheme; None
-            if a URL is given.
+            with a URL.
     """
 
     name: str
     role: Role = Role.BOTH
     url: str | None = None
     control: Address | None = None
-
-
-@dataclass(slots=True)
-class ExaminedEngine:
-    """An engine and the findings about it. Mutable while the engine is examined.
-
-    Attributes:
-        name: address as the user or a router gave it, without credentials.
-        role: role of the engine: PREFILL, DECODE, or BOTH if it is unknown.
-        findings: findings in the order of the checks.
-        identity: description that the engine's control channel sent; None if the channel could not be
-            reached.
-    """
-
-    name: str
-    role: Role
-    findings: list[Finding] = field(default_factory=list)
-    identity: EngineIdentity | None = None
 
 
 def parse_target(text: str, role: Role = Role.BOTH) -> Target:
@@ -108,9 +90,8 @@ def examine_engines(
         keys: CURVE keys, which encrypt control channels; None if this machine has none.
 
     Returns:
-        (sections, engines). `sections` are the report's sections about the targets and the routers' engines.
-        `engines` are the examined engines, without those whose examination raised an error or took longer
-        than `_ENGINE_SECONDS`.
+        (sections, engines). `sections` are about the targets and the routers' engines. `engines` lacks those
+        whose examination raised an error or took longer than `_ENGINE_SECONDS`.
     """
     found, seen = list[ReportSection](), list[ExaminedEngine]()
     known: set[tuple[str, str]] = set()
@@ -121,40 +102,23 @@ def examine_engines(
         for one, answer in zip(waiting, answers, strict=True):
             if isinstance(answer, BaseException):
                 why = str(answer) or type(answer).__name__
-                found.append(
-                    _section(
-                        one,
-                        [
-                            bad(
-                                "engine",
-                                f"cannot be checked: {why}",
-                                "check whether the engine or the network hangs",
-                            )
-                        ],
-                    )
-                )
+                advice = "check whether the engine or the network hangs"
+                found.append(_section(one, [bad("engine", f"cannot be checked: {why}", advice)]))
                 continue
-            engine, backends = answer
-            found.append(_section(one, engine.findings))
-            for url, role in backends:
+            for url, role in answer.backends:
                 try:
                     further.append(parse_target(url, role))
                 except ConfigError as error:
-                    found.append(
-                        _section(
-                            one,
-                            [
-                                bad(
-                                    "router",
-                                    f"lists an engine with the URL {url!r}: {error}",
-                                    "give engine URLs such as http://host:port to that router",
-                                )
-                            ],
-                        )
+                    answer.bad(
+                        "router",
+                        f"lists an engine with the URL {url!r}: {error}",
+                        "give engine URLs such as http://host:port to that router",
                     )
-            if not backends and (one.name, one.role) not in known:
-                seen.append(engine)
+            found.append(_section(one, answer.findings))
+            if not answer.backends and (one.name, one.role) not in known:
+                seen.append(answer)
             known.add((one.name, one.role))
+        # Routers may list each other, or engines that were given, too: each is examined once.
         waiting = [one for one in further if (one.name, one.role) not in known]
     return found, seen
 
@@ -164,76 +128,49 @@ def _section(one: Target, findings: Sequence[Finding]) -> ReportSection:
     return ReportSection(f"{role} {one.name}", tuple(findings))
 
 
-def _examine_target(one: Target, keys: Keys | None) -> tuple[ExaminedEngine, tuple[tuple[str, Role], ...]]:
+def _examine_target(one: Target, keys: Keys | None) -> ExaminedEngine:
     """Examine one engine or router.
 
     Args:
         one: engine or router to examine.
         keys: CURVE keys, which encrypt control channels; None if this machine has none.
-
-    Returns:
-        The examined target with its findings, and (URL, role) of each engine behind it. The latter is empty
-        if the target is not a router.
     """
     seen = ExaminedEngine(one.name, one.role)
-    control, offered = one.control, None
-    other_ranks: tuple[OfferedKv | None, ...] = ()
+    control = one.control
     url = one.url or _find_http_endpoint(one)
     if url is not None:
-        at = http_engine.examine_url(url, _HTTP_SECONDS)
-        seen.findings += at.findings
-        if at.only_tiers:
-            seen.findings.append(_check_only_tiers(one.role))
-        if at.offered is None:
-            return seen, at.backends
-        offered, other_ranks = at.offered, at.other_ranks
-        control = offered.address
+        http_engine.examine_url(url, _HTTP_SECONDS, seen)
+        if seen.offered is None:
+            return seen
+        control = seen.offered.address
         seen.findings += _check_advertised(url, control)
     assert control is not None  # noqa: S101 - a target has either a URL or this
     try:
-        seen.identity = _identify_and_release(control, keys, offered)
+        seen.identity = _identify_and_release(control, keys, seen.offered)
         seen.findings += [*_describe(seen.identity), *_check_ports(seen.identity)]
     except IdentifyError as error:
-        seen.findings.append(bad("control channel", f"{_format_address(control)}: {error}", error.advice))
-    if offered is not None and other_ranks:
-        seen.findings += _check_ranks(offered, other_ranks, seen.identity, keys)
-    return seen, ()
+        seen.bad("control channel", f"{_format_address(control)}: {error}", error.advice)
+    seen.findings += _check_ranks(seen, keys)
+    return seen
 
 
 def _find_http_endpoint(one: Target) -> str | None:
     """Return the URL of a target that is given by host and port alone, if an HTTP server answers there."""
+    # Users copy host and port from either endpoint; a scheme says which one it is.
     if one.control is None or "://" in one.name:
         return None
     url = f"http://{_format_address(one.control)}"
     return url if http_engine.is_http_server(url, _CONTROL_SECONDS) else None
 
 
-def _check_only_tiers(role: Role) -> Finding:
-    """Return the finding on an engine that has tiers and exchanges no KV: BAD if its role is one of a pair.
-
-    Args:
-        role: role of the engine: PREFILL, DECODE, or BOTH if it is unknown.
-    """
-    if role is Role.BOTH:
-        return ok("connector", "keeps KV in tiers, and exchanges none with other engines (transfer is off)")
-    return bad(
-        "connector",
-        f"keeps KV in tiers, but exchanges none (transfer is off), so it is no {role} engine",
-        f"start it with kvferry config --role {role}, or add --transfer",
-    )
-
-
 def _identify_and_release(control: Address, keys: Keys | None, offered: OfferedKv | None) -> EngineIdentity:
     """Return an engine's description of itself, and release the KV blocks of the test prompt.
-
-    Both are done over the control channel. The engine was asked over HTTP to compute the test prompt for a
-    peer, so it keeps the prompt's blocks until a peer releases them or their lease expires.
 
     Args:
         control: host and port of the control channel.
         keys: CURVE keys, which encrypt the control channel; None if this machine has none.
-        offered: KV of the test prompt that the engine offered over HTTP; None if it offered none. The blocks
-            are not released if `keys` is None.
+        offered: KV of the test prompt; None if the engine was not asked for it. The blocks are not released
+            if `keys` is None.
 
     Raises:
         IdentifyError: no engine, or a different engine, answers at the address.
@@ -247,38 +184,27 @@ def _identify_and_release(control: Address, keys: Keys | None, offered: OfferedK
             f"engine {identity.facts.engine_id} answers there",
             "set the connector's host to an address at which peers reach its machine",
         )
+    # The engine has computed the test prompt for a peer: it would keep the blocks until the lease expires.
     release_ticket(control, keys, offered.ticket, http_engine.PROBE_TOKENS)
     return identity
 
 
-def _check_ranks(
-    first: OfferedKv,
-    other_ranks: Sequence[OfferedKv | None],
-    identity: EngineIdentity | None,
-    keys: Keys | None,
-) -> list[Finding]:
+def _check_ranks(seen: ExaminedEngine, keys: Keys | None) -> list[Finding]:
     """Check that the other data-parallel ranks of an engine answer and have the settings of the first rank.
 
-    If `identity` is None, settings are not compared.
-
     Args:
-        first: KV of a test prompt that the first rank offered.
-        other_ranks: KV that each other rank offered; None for a rank that offered none.
-        identity: description of the first rank; None if its control channel could not be reached.
+        seen: the engine. Without its `identity`, settings are not compared.
         keys: CURVE keys, which encrypt control channels; None if this machine has none.
     """
-    found, known = list[Finding](), {first.engine_id}
-    for number, offered in enumerate(other_ranks, 1):
+    if seen.offered is None or not seen.other_ranks:
+        return []
+    found, known = list[Finding](), {seen.offered.engine_id}
+    for number, offered in enumerate(seen.other_ranks, 1):
         rank = f"data-parallel rank {number}"
         if offered is None or offered.engine_id in known:
             what = "offers no KV" if offered is None else "does not answer: another rank answers in its place"
-            found.append(
-                note(
-                    rank,
-                    f"it {what}, so it was not checked",
-                    "check it by its control channel, kvferry://host:port",
-                )
-            )
+            advice = "check it by its control channel, kvferry://host:port"
+            found.append(note(rank, f"it {what}, so it was not checked", advice))
             continue
         known.add(offered.engine_id)
         try:
@@ -286,30 +212,20 @@ def _check_ranks(
         except IdentifyError as error:
             found.append(bad(rank, f"{_format_address(offered.address)}: {error}", error.advice))
             continue
-        if identity is not None and (different := _rank_differences(identity, other)):
-            found.append(
-                bad(rank, f"it differs from rank 0: {different}", "start all ranks with the same settings")
-            )
+        if seen.identity is not None and (different := _rank_differences(seen.identity, other)):
+            advice = "start all ranks with the same settings"
+            found.append(bad(rank, f"it differs from rank 0: {different}", advice))
     if found:
         return found
-    ranks = counted(len(other_ranks) + 1, "rank")
-    if identity is None:
-        what = "the others answer, but rank 0 does not, so settings were not compared"
-        return [
-            note(
-                "data-parallel",
-                f"{ranks}; {what}",
-                "see 'control channel' above",
-            )
-        ]
+    ranks = counted(len(seen.other_ranks) + 1, "rank")
+    if seen.identity is None:
+        what = f"{ranks}; the others answer, but rank 0 does not, so settings were not compared"
+        return [note("data-parallel", what, "see 'control channel' above")]
     return [ok("data-parallel", f"{ranks}; all answer and have the same settings")]
 
 
 def _rank_differences(one: EngineIdentity, other: EngineIdentity) -> str:
-    """Return the differences between two data-parallel ranks as text; empty if there are none.
-
-    Compare the properties in `Facts.must_agree`, TP and PP sizes, KV cache groups and block sizes.
-    """
+    """Return the differences between two data-parallel ranks as text; empty if there are none."""
     facts = compare_facts(one.facts.must_agree, other.facts.must_agree)
     shapes = [
         [(card.geometry.tp_size, card.geometry.pp_size, *_groups(card.geometry)) for card in identity.ranks]
@@ -323,14 +239,11 @@ def _groups(geometry: RankGeometry) -> list[tuple[str, int]]:
 
 
 def _check_advertised(url: str, control: Address) -> list[Finding]:
-    """Check that peers can reach the control address that an engine advertises.
-
-    Return a note if the advertised address is a loopback address, but the host in `url` is not one. Return an
-    empty list otherwise.
+    """Return a note if an engine is asked from another machine, but advertises a loopback address to peers.
 
     Args:
         url: URL of the engine's HTTP endpoint.
-        control: host and port of the control channel that the engine advertises to peers.
+        control: host and port of the control channel that the engine advertises.
     """
     host = urlsplit(url).hostname or ""
     if not is_loopback(control[0]) or is_loopback(host):
@@ -368,10 +281,7 @@ def _describe(identity: EngineIdentity) -> list[Finding]:
 
 
 def _check_ports(identity: EngineIdentity) -> list[Finding]:
-    """Check who can reach the listening ports of an engine.
-
-    The result is empty for an engine on another machine or of another user, whose ports cannot be inspected.
-    """
+    """Check who can reach the listening ports of an engine; empty if its processes cannot be inspected."""
     host, port = identity.address
     if not is_local_address(host):
         return []

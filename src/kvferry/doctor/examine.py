@@ -14,13 +14,13 @@ from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.tier_config import read_tiers
 from kvferry.doctor import (
     costs,
+    engine_metrics,
     listening,
     machine,
     nixl,
     pairs,
     reads,
     settings,
-    snapshots,
     software,
     storage,
 )
@@ -50,10 +50,10 @@ class Examination:
 
     Attributes:
         targets: engines and routers to check.
-        config: path of a configuration file to check; None to check no configuration.
-        secret_file: path of the engines' key file; None for the key file that the configuration names, or
-            else this machine's default file.
-        machine: True to check this machine too.
+        config: path of a configuration file to check; None for none.
+        secret_file: path of the engines' key file; None for that of the configuration, or else of this
+            machine.
+        machine: True to check this machine.
         calibrate: True to measure the costs of transfers first, and to write them to the costs file.
     """
 
@@ -67,11 +67,9 @@ class Examination:
 def examine(job: Examination, progress: Callable[[str], None]) -> list[ReportSection]:
     """Run all checks, and return the sections of the report.
 
-    The timed checks run alone, because other work would disturb them.
-
     Args:
-        job: engines, routers and files to check.
-        progress: function that is called with a short text before each slow step.
+        job: what to check.
+        progress: called with a short text before each slow step.
 
     Raises:
         ConfigError: there is nothing to check, the key file has no valid secret, or the configuration file
@@ -84,6 +82,7 @@ def examine(job: Examination, progress: Callable[[str], None]) -> list[ReportSec
     sections: list[ReportSection] = []
     if job.calibrate:
         path = next((config.costs for config in given.configs if config.costs), None)
+        # First and alone: the checks below load libraries, and would disturb what is timed.
         measured = run_check("calibration", _CALIBRATION_SECONDS, partial(calibrate, path, progress))
         sections.append(ReportSection("costs of transfers on this machine", tuple(measured)))
     timed: ReadTimings | None = None
@@ -107,12 +106,7 @@ def examine(job: Examination, progress: Callable[[str], None]) -> list[ReportSec
 
 
 def names_other_machines(targets: Sequence[Target], configs: Sequence[ConnectorConfig]) -> bool:
-    """Return whether the engines or the configuration to check name a machine other than this one.
-
-    Args:
-        targets: engines and routers to check.
-        configs: settings of each connector in the checked configuration.
-    """
+    """Return whether the engines or the configuration to check name a machine other than this one."""
     hosts = [
         target.control[0] if target.control else urlsplit(target.url or "").hostname for target in targets
     ]
@@ -134,63 +128,39 @@ def _no_engines_here() -> Finding:
 def _check_machine(
     configs: tuple[ConnectorConfig, ...], progress: Callable[[str], None], *, several_machines: bool
 ) -> tuple[list[Finding], ReadTimings | None]:
-    """Check this machine, and time READs between two of its processes.
-
-    Args:
-        configs: settings of each connector in the checked configuration; empty if none is checked.
-        progress: function that is called with a short text before each slow step.
-        several_machines: whether a setting names another machine.
+    """Check this machine.
 
     Returns:
-        The findings, and the times of READs; None if no READ was timed.
+        The findings, and the times of READs between two of its processes; None if no READ was timed.
     """
     found = run_check("limits", _QUICK_SECONDS, machine.check)
     if not any(config.secret_file or not config.transfers for config in configs):
         found.append(listening.key(None))
     progress("loading vLLM, the connector and NIXL's plugins")
     version = nixl_version()
-    # Beside each other, because both mostly load libraries and neither is timed.
+    # Both mostly load libraries, and neither is timed.
     with ThreadPoolExecutor() as beside:
         loading = beside.submit(run_check, "vLLM", _LONG_SECONDS, software.check)
         found_nixl = run_check("NIXL", _LONG_SECONDS, lambda: nixl.check(version))
         found += [*loading.result(), *found_nixl]
-    timed: list[ReadTimings] = []
+    timed: ReadTimings | None = None
     if version is not None:
         progress("reading between two processes")
-        found += run_check(
-            "NIXL reads", _LONG_SECONDS, lambda: _time_reads(timed, several_machines=several_machines)
-        )
+        check_reads = partial(reads.check, several_machines=several_machines)
+        for one in run_check("NIXL reads", _LONG_SECONDS, check_reads):
+            if isinstance(one, ReadTimings):
+                timed = one
+            else:
+                found.append(one)
         gpus = visible_devices().gpus
-        found += run_check("NIXL reads of GPU memory", _LONG_SECONDS, lambda: list(reads.check_gpu(gpus)))
-    one = timed[0] if timed else None
+        found += run_check("NIXL reads of GPU memory", _LONG_SECONDS, partial(reads.check_gpu, gpus))
     if not any(config.costs for config in configs):
-        found.append(costs.check(None, one))
-    return found, one
-
-
-def _time_reads(timed: list[ReadTimings], *, several_machines: bool) -> list[Finding]:
-    """Time READs between two processes, and return the findings.
-
-    Args:
-        timed: list to which the measured times are appended. Mutated.
-        several_machines: whether a setting names another machine.
-    """
-    findings = []
-    for one in reads.check(several_machines=several_machines):
-        if isinstance(one, Finding):
-            findings.append(one)
-        else:
-            timed.append(one)
-    return findings
+        found.append(costs.check(None, timed))
+    return found, timed
 
 
 def _check_config(configs: tuple[ConnectorConfig, ...], timed: ReadTimings | None) -> list[Finding]:
-    """Check the listening addresses, costs files and tiers that configurations name, on this machine.
-
-    Args:
-        configs: settings of each connector in the checked configuration.
-        timed: measured times of READs on this machine; None if there are none.
-    """
+    """Check the listening addresses, costs files and tiers that configurations name, on this machine."""
     found: list[Finding] = []
     for config in configs:
         found += run_check("listening", _QUICK_SECONDS, partial(listening.check, config))
@@ -198,18 +168,14 @@ def _check_config(configs: tuple[ConnectorConfig, ...], timed: ReadTimings | Non
             found.append(costs.check(config.costs, timed))
         if (tiers := read_tiers(config.tiers)) is not None:
             found += storage.check(tiers)
-            found += snapshots.of_config(config)
+            found += engine_metrics.of_config(config)
     return found
 
 
 def _find_keys(configs: tuple[ConnectorConfig, ...]) -> Keys | None:
-    """Return the keys from the first key file that exists; None if there is no such file.
-
-    The key files that the configurations name come first, then this machine's default key file. A file that
-    cannot be read is skipped, because another check reports the error.
-    """
+    """Return the keys of the first key file that exists: those of configurations, then this machine's."""
     for path in (*(config.secret_file for config in configs if config.secret_file), None):
-        with suppress(ConfigError):
+        with suppress(ConfigError):  # `listening.key` reports it
             if keys := existing_keys(path):
                 return keys
     return None

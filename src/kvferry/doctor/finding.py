@@ -21,9 +21,9 @@ class Finding:
 
     Attributes:
         subject: name of the checked thing, in a few words.
-        state: whether the checked thing is all right (OK), worth knowing (NOTE) or must be fixed (BAD).
+        state: whether it must be fixed.
         found: description of the result, without a full stop.
-        advice: advice to the user; empty if there is none. A BAD finding always has advice.
+        advice: what the user should do; empty if nothing. A BAD finding always has advice.
     """
 
     subject: str
@@ -38,46 +38,24 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class ReportSection:
-    """The findings under one heading of the report.
-
-    Attributes:
-        title: text of the heading.
-        findings: results of the checks, in the order of the output.
-    """
+    """The findings under one heading of the report, in the order of the output."""
 
     title: str
     findings: tuple[Finding, ...]
 
 
 def ok(subject: str, found: str) -> Finding:
-    """Return a finding that needs no action.
-
-    Args:
-        subject: name of the checked thing, in a few words.
-        found: description of the result, without a full stop.
-    """
+    """Return a finding that needs no action."""
     return Finding(subject, State.OK, found)
 
 
 def note(subject: str, found: str, advice: str = "") -> Finding:
-    """Return a finding that is worth knowing.
-
-    Args:
-        subject: name of the checked thing, in a few words.
-        found: description of the result, without a full stop.
-        advice: advice to the user; empty for none.
-    """
+    """Return a finding that is worth knowing."""
     return Finding(subject, State.NOTE, found, advice)
 
 
 def bad(subject: str, found: str, advice: str) -> Finding:
-    """Return a finding that must be fixed.
-
-    Args:
-        subject: name of the checked thing, in a few words.
-        found: description of the result, without a full stop.
-        advice: advice to the user.
-    """
+    """Return a finding that must be fixed."""
     return Finding(subject, State.BAD, found, advice)
 
 
@@ -88,10 +66,11 @@ def from_error(subject: str, error: Exception, advice: str = "correct it") -> Fi
     'it must be 0 to 65535'
 
     Args:
-        subject: name of the checked thing, in a few words.
+        subject: name of the checked thing.
         error: error whose message describes the problem.
-        advice: advice to the user if the message has no semicolon.
+        advice: advice if the message has no semicolon.
     """
+    # kvferry's errors end with what to do, after a semicolon. What is found before may have semicolons, too.
     found, semicolon, last_part = str(error).rpartition("; ")
     return bad(subject, found, last_part) if semicolon else bad(subject, last_part, advice)
 

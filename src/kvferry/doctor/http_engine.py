@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import anyio
 import msgspec
 
-from kvferry.doctor import drops, read_speed, snapshots
+from kvferry.doctor import engine_metrics
 from kvferry.doctor.finding import Finding, bad, note, ok
+from kvferry.doctor.identity import EngineIdentity
 from kvferry.engines.vllm.version import is_supported, supported_text
 from kvferry.errors import ProtocolError
 from kvferry.observe.fetch import Health, HttpReply, client, fetch
@@ -21,39 +22,21 @@ from kvferry.serving.router.bodies import kv_params_of, prefill_body
 from kvferry.transport.handshake import Address
 from kvferry.units import counted
 
-
-class _Ask(Protocol):
-    """A function that sends a request to a path of the examined server."""
-
-    async def __call__(
-        self, path: str, post: bytes | None = None, chosen: Mapping[str, str] | None = None
-    ) -> HttpReply:
-        """Send a request and return the answer.
-
-        Args:
-            path: path of the URL.
-            post: JSON body of a POST request; None for a GET request.
-            chosen: headers to add to this request, such as the one that chooses a data-parallel rank; None to
-                add none.
-        """
-
-
+# Token ids that exist in any vocabulary.
 _PROMPT = [11, 12, 13, 14]
-"""Prompt of the test request: token ids that exist in any vocabulary."""
 PROBE_TOKENS = _PROMPT[:-1]
 """Token ids whose KV an engine offers for the test request: all but the last, which the reader computes."""
+# vLLM's header that chooses a data-parallel rank.
 _RANK = "X-data-parallel-rank"
-"""Name of vLLM's header that chooses a data-parallel rank."""
+# kvferry sends a ticket under the key that vLLM's NixlConnector uses for a request id, which looks otherwise.
 _TICKET = re.compile(r"[0-9a-f]{32}")
-"""Pattern of a ticket, the random id that claims the lease on offered blocks.
-
-kvferry sends the ticket under the key that vLLM's NixlConnector uses for a request id.
-"""
 _ENGINE = re.compile(r'^vllm:num_requests_running\{[^}]*\bengine="(\d+)"', re.MULTILINE)
 _METRICS = {"kvferry_": "KVFerryConnector", "vllm:nixl_": "NixlConnector"}
+# Only engines with tiers have this metric, once they have run a step.
 _TIERS = "kvferry_tier_capacity_bytes{"
-"""Beginning of a metric that only engines with tiers have, once they have run a step."""
 _TIER_POLLS, _TIER_POLL_SECONDS = 5, 0.2
+
+_Ask: TypeAlias = Callable[..., Awaitable[HttpReply]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +46,7 @@ class OfferedKv:
     Attributes:
         address: host and port of the engine's control channel.
         engine_id: id of the engine.
-        ticket: random id of 16 bytes. An engine that presents it receives the lease on the blocks with this
-            KV.
+        ticket: 16 bytes.
     """
 
     address: Address
@@ -73,25 +55,41 @@ class OfferedKv:
 
 
 @dataclass(slots=True)
-class UrlFindings:
-    """The result of examining the server at a URL. Each check adds to it.
+class ExaminedEngine:
+    """An engine or router, and what was found. Each check adds to it.
 
     Attributes:
+        name: address as the user or a router gave it, without credentials.
+        role: role of the engine: PREFILL, DECODE, or BOTH if it is unknown.
         findings: findings in the order of the checks.
-        backends: URL and role of each engine behind the server if it is a router; empty otherwise.
+        identity: description that the engine's control channel sent; None if the channel could not be
+            reached.
+        backends: URL and role of each engine behind a router; empty for an engine.
         offered: KV that the engine's first data-parallel rank offers; None if it offers none.
         other_ranks: KV that each other data-parallel rank offers; None for a rank that offers none.
-        only_tiers: True if the engine offers no KV but has tiers.
     """
 
+    name: str
+    role: Role
     findings: list[Finding] = field(default_factory=list)
+    identity: EngineIdentity | None = None
     backends: tuple[tuple[str, Role], ...] = ()
     offered: OfferedKv | None = None
     other_ranks: tuple[OfferedKv | None, ...] = ()
-    only_tiers: bool = False
+
+    def ok(self, subject: str, found: str) -> None:
+        self.findings.append(ok(subject, found))
+
+    def note(self, subject: str, found: str, advice: str = "") -> None:
+        self.findings.append(note(subject, found, advice))
+
+    def bad(self, subject: str, found: str, advice: str) -> None:
+        self.findings.append(bad(subject, found, advice))
 
 
-def examine_url(url: str, seconds: float, environment: Mapping[str, str] = os.environ) -> UrlFindings:
+def examine_url(
+    url: str, seconds: float, seen: ExaminedEngine, environment: Mapping[str, str] = os.environ
+) -> None:
     """Examine the HTTP server at a URL, which may be an engine or a router.
 
     If the server is an engine, it is asked to compute a prompt of four tokens and to offer the KV.
@@ -99,19 +97,15 @@ def examine_url(url: str, seconds: float, environment: Mapping[str, str] = os.en
     Args:
         url: base URL without a trailing slash.
         seconds: time limit for each answer.
+        seen: result of the examination. Mutated.
         environment: environment variables. The value of ``VLLM_API_KEY`` is sent as the API key if it is set.
     """
     key = environment.get("VLLM_API_KEY")
-    return anyio.run(_examine, url, seconds, {"Authorization": f"Bearer {key}"} if key else {})
+    anyio.run(_examine, url, seconds, {"Authorization": f"Bearer {key}"} if key else {}, seen)
 
 
 def is_http_server(url: str, seconds: float) -> bool:
-    """Return whether a server at a URL answers HTTP requests, with whatever status.
-
-    Args:
-        url: base URL without a trailing slash.
-        seconds: time limit for the answer.
-    """
+    """Return whether a server at a URL answers HTTP requests, with whatever status."""
 
     async def ask() -> bool:
         async with client() as http:
@@ -124,15 +118,7 @@ def is_http_server(url: str, seconds: float) -> bool:
     return anyio.run(ask)
 
 
-async def _examine(url: str, seconds: float, headers: Mapping[str, str]) -> UrlFindings:
-    """Examine the server at a URL, and return the result.
-
-    Args:
-        url: base URL without a trailing slash.
-        seconds: time limit for each answer.
-        headers: HTTP headers to send with every request.
-    """
-    seen = UrlFindings()
+async def _examine(url: str, seconds: float, headers: Mapping[str, str], seen: ExaminedEngine) -> None:
     async with client(headers) as http:
 
         async def ask(
@@ -141,134 +127,89 @@ async def _examine(url: str, seconds: float, headers: Mapping[str, str]) -> UrlF
             return await fetch(http, f"{url}{path}", seconds, post, chosen)
 
         try:
-            if router := _parse_router_health(await ask("/health")):
-                return _list_backends(router)
-            if _is_engine(await ask("/version"), seen):
+            health = (await ask("/health")).json
+            if isinstance(health, dict) and {"prefill", "decode"} <= health.keys():
+                _list_backends(health, seen)
+            elif _is_engine(await ask("/version"), seen):
                 engines = _check_metrics(await ask("/metrics"), seen)
                 await _request_kv(ask, seen, engines)
-                metrics = (await ask("/metrics")).text
-                for check in (snapshots, drops, read_speed):
-                    seen.findings += check.of_metrics(metrics)
+                # Read again: the prompt may have been the engine's first, before which it has few metrics.
+                seen.findings += engine_metrics.of_metrics((await ask("/metrics")).text)
         except ProtocolError as error:
-            seen.findings.append(
-                bad(
-                    "HTTP",
-                    f"no answer: {error}",
-                    "check that it is an engine, that it is up, and that this machine can reach it",
-                )
+            seen.bad(
+                "HTTP",
+                f"no answer: {error}",
+                "check that it is an engine, that it is up, and that this machine can reach it",
             )
-    return seen
 
 
-def _parse_router_health(health: HttpReply) -> dict[str, Any] | None:
-    """Return the JSON object of a router's ``/health``; None if the server is not a router.
-
-    Args:
-        health: answer of the server to ``/health``.
-    """
-    body = health.json
-    return body if isinstance(body, dict) and {"prefill", "decode"} <= body.keys() else None
-
-
-def _list_backends(body: dict[str, Any]) -> UrlFindings:
-    """Return the URL and role of each engine behind a router, and findings about the engines' state.
-
-    If the JSON object does not have the form of a router's ``/health``, return no engines, and a BAD finding.
+def _list_backends(body: dict[str, Any], seen: ExaminedEngine) -> None:
+    """Add the engines behind a router, and findings on their state, to `seen`.
 
     Args:
         body: JSON object of the router's ``/health``.
+        seen: result of the examination. Mutated.
     """
-    seen = UrlFindings()
     try:
         health = msgspec.convert(body, Health)
     except msgspec.ValidationError as error:
-        seen.findings.append(
-            bad(
-                "router",
-                f"its /health is not a kvferry router's: {error}",
-                "give the address of a kvferry router, or of an engine",
-            )
+        seen.bad(
+            "router",
+            f"its /health is not a kvferry router's: {error}",
+            "give the address of a kvferry router, or of an engine",
         )
-        return seen
+        return
     # Without prefill engines, those that serve alone are listed as decode engines.
     serving = Role.DECODE if health.prefill else Role.BOTH
     engines = [(one, Role.PREFILL) for one in health.prefill] + [(one, serving) for one in health.decode]
     seen.backends = tuple((one.url, role) for one, role in engines)
     down = [one for one, _ in engines if not one.up]
-    seen.findings.append(
-        ok("router", f"{counted(len(engines), 'engine')} behind it, {len(engines) - len(down)} of them up")
-    )
-    seen.findings += [
-        bad("router", f"{one.url} is down: {one.reason or 'no reason given'}", "read that engine's log")
-        for one in down
-    ]
-    return seen
+    seen.ok("router", f"{counted(len(engines), 'engine')} behind it, {len(engines) - len(down)} of them up")
+    for one in down:
+        seen.bad("router", f"{one.url} is down: {one.reason or 'no reason given'}", "read that engine's log")
 
 
-def _is_engine(answer: HttpReply, seen: UrlFindings) -> bool:
-    """Return True if the server is a vLLM engine, and add a finding on its version to `seen`.
-
-    Args:
-        answer: answer of the server to ``/version``.
-        seen: result of the examination so far. Mutated.
-    """
+def _is_engine(answer: HttpReply, seen: ExaminedEngine) -> bool:
+    """Return whether a server is a vLLM engine by its ``/version``, and add a finding on it to `seen`."""
     body = answer.json
     version = body.get("version") if isinstance(body, dict) else None
     if not isinstance(version, str):
-        seen.findings.append(
-            bad(
-                "HTTP",
-                "the server is not vLLM: it has no /version",
-                "give an engine's own address",
-            )
-        )
+        seen.bad("HTTP", "the server is not vLLM: it has no /version", "give an engine's own address")
     elif is_supported(version):
-        seen.findings.append(ok("vLLM", version))
+        seen.ok("vLLM", version)
     else:
         supported = supported_text()
-        seen.findings.append(
-            bad("vLLM", f"{version}; kvferry works with {supported}", f"run vLLM {supported}")
-        )
+        seen.bad("vLLM", f"{version}; kvferry works with {supported}", f"run vLLM {supported}")
     return isinstance(version, str)
 
 
-def _check_metrics(answer: HttpReply, seen: UrlFindings) -> int:
-    """Check that an engine exports kvferry's metrics, and add the finding to `seen`.
-
-    If they are missing, the finding is only a note, because this can be normal: an engine with several API
-    servers does not export a counter before its first increment.
-
-    Args:
-        answer: answer of the engine to ``/metrics``.
-        seen: result of the examination so far. Mutated.
+def _check_metrics(answer: HttpReply, seen: ExaminedEngine) -> int:
+    """Add a finding on an engine's ``/metrics`` to `seen`.
 
     Returns:
         Number of data-parallel ranks with metrics; 1 if it is unknown.
     """
-    shown = [name for prefix, name in _METRICS.items() if prefix in answer.text] if answer.fine else []
     if not answer.fine:
-        seen.findings.append(
-            note(
-                "metrics",
-                f"/metrics answers {answer.status}",
-                "allow GET /metrics, so that transfers can be observed",
-            )
-        )
-    elif _METRICS["kvferry_"] in shown:
-        seen.findings.append(ok("metrics", "/metrics has kvferry's metrics"))
+        advice = "allow GET /metrics, so that transfers can be observed"
+        seen.note("metrics", f"/metrics answers {answer.status}", advice)
+        return 1
+    shown = [name for prefix, name in _METRICS.items() if prefix in answer.text]
+    if _METRICS["kvferry_"] in shown:
+        seen.ok("metrics", "/metrics has kvferry's metrics")
     else:
+        # Only a note: with several API servers, an engine exports a counter only after its first increment.
         others = f", but has those of {' and '.join(shown)}" if shown else ""
-        seen.findings.append(note("metrics", f"/metrics has none of kvferry's metrics{others}"))
-    return max(1, len(set(_ENGINE.findall(answer.text)))) if answer.fine else 1
+        seen.note("metrics", f"/metrics has none of kvferry's metrics{others}")
+    return max(1, len(set(_ENGINE.findall(answer.text))))
 
 
-async def _request_kv(ask: _Ask, seen: UrlFindings, engines: int) -> None:
+async def _request_kv(ask: _Ask, seen: ExaminedEngine, engines: int) -> None:
     """Have every data-parallel rank compute a test prompt, and add the KV that the ranks offer to `seen`.
 
-    If the first rank fails or offers no KV, a BAD finding is added, and the other ranks are not asked.
+    If the first rank fails or offers no KV, the other ranks are not asked.
 
     Args:
-        ask: function that sends an HTTP request to the engine.
+        ask: sends an HTTP request to the engine.
         seen: result of the examination so far. Mutated.
         engines: number of vLLM's engines behind the URL, one per data-parallel rank.
     """
@@ -278,7 +219,7 @@ async def _request_kv(ask: _Ask, seen: UrlFindings, engines: int) -> None:
     except (KeyError, IndexError, TypeError):
         denied = listed.status in (401, 403)
         advice = "set VLLM_API_KEY" if denied else "give an engine's own address"
-        seen.findings.append(bad("HTTP", f"/v1/models answers {listed.status} and names no model", advice))
+        seen.bad("HTTP", f"/v1/models answers {listed.status} and names no model", advice)
         return
     body = prefill_body({"model": model, "prompt": _PROMPT, "temperature": 0})
 
@@ -287,46 +228,39 @@ async def _request_kv(ask: _Ask, seen: UrlFindings, engines: int) -> None:
 
     answer = await compute(0)
     if not answer.fine:
-        seen.findings.append(
-            bad(
-                "completion",
-                f"a prompt of {counted(len(_PROMPT), 'token')} gets status {answer.status}",
-                "read the engine's log",
-            )
-        )
+        prompt = f"a prompt of {counted(len(_PROMPT), 'token')}"
+        seen.bad("completion", f"{prompt} gets status {answer.status}", "read the engine's log")
         return
-    seen.findings.append(ok("model", str(model)))
-    seen.offered = _parse_offer(kv_params_of(answer.body))
+    seen.ok("model", str(model))
+    params = kv_params_of(answer.body) or {}
+    seen.offered = _parse_offer(params)
     if seen.offered is not None:
         others = [await compute(rank) for rank in range(1, engines)]
         seen.other_ranks = tuple(_parse_offer(kv_params_of(one.body)) if one.fine else None for one in others)
-        return
-    params = kv_params_of(answer.body) or {}
-    if not params and await _has_tiers(ask):
-        seen.only_tiers = True
-        return
-    what = (
-        "offers KV, but not as kvferry does"
-        if params.get("remote_block_ids")
-        else "offers no KV for a prompt"
-    )
-    seen.findings.append(
-        bad(
+    elif params or not await _has_tiers(ask):
+        what = (
+            "offers KV, but not as kvferry does"
+            if params.get("remote_block_ids")
+            else "offers no KV for a prompt"
+        )
+        seen.bad(
             "connector",
             f"{what}: it does not run KVFerryConnector, or its transfer setting is off",
             'start it with --kv-transfer-config "$(kvferry config --role ...)"; with tiers, add --transfer',
         )
-    )
+    elif seen.role is Role.BOTH:
+        seen.ok("connector", "keeps KV in tiers, and exchanges none with other engines (transfer is off)")
+    else:
+        seen.bad(
+            "connector",
+            f"keeps KV in tiers, but exchanges none (transfer is off), so it is no {seen.role} engine",
+            f"start it with kvferry config --role {seen.role}, or add --transfer",
+        )
 
 
 async def _has_tiers(ask: _Ask) -> bool:
-    """Return whether the engine's metrics show tiers.
-
-    The API server counts a step shortly after it has sent the answer, so the metrics are read several times.
-
-    Args:
-        ask: function that sends an HTTP request to the engine, which has computed a prompt.
-    """
+    """Return whether the metrics of an engine that has computed a prompt show tiers."""
+    # The API server counts a step shortly after it has sent the answer.
     for _ in range(_TIER_POLLS):
         if _TIERS in (await ask("/metrics")).text:
             return True
@@ -334,7 +268,7 @@ async def _has_tiers(ask: _Ask) -> bool:
     return False
 
 
-def _parse_offer(params: dict[str, Any] | None) -> OfferedKv | None:
+def _parse_offer(params: Mapping[str, Any] | None) -> OfferedKv | None:
     if not params or "remote_block_ids" in params:
         return None
     host, port = params.get("remote_host"), params.get("remote_port")

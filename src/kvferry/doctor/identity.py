@@ -43,24 +43,21 @@ from kvferry.transport.messages import (
 from kvferry.transport.redeem import PromptContent, Redeem
 
 _ROUNDS = 7
+# A socket that is closed at once drops what it has not sent, and the lease would live on.
 _LINGER_MILLISECONDS = 1000
 _GREETING_BYTES = 64
 _GIVE_KEY = (
     "give --secret-file, or a --config with secret_file; or run this as the engine's user on its machine"
 )
+_SAME_VERSION = "use the same kvferry version on both sides"
 _MECHANISM = slice(12, 32)
+# First bytes of a ZMTP 3.0 greeting (rfc.zeromq.org/spec/23): signature and version. A server answers with
+# the name of its security mechanism. It would close the connection if this greeting named another mechanism.
 _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00"
-"""First bytes of a ZMTP 3.0 greeting (rfc.zeromq.org/spec/23): signature and version, without a mechanism.
-A server answers with the name of its security mechanism. If this greeting named a different mechanism, the
-server would close the connection."""
 
 
 class IdentifyError(KVFerryError):
-    """Raised if an engine's control channel cannot be reached, does not answer, or answers unexpectedly.
-
-    Attributes:
-        advice: text that tells the user what to do about the error.
-    """
+    """Raised if an engine's control channel cannot be reached, does not answer, or answers unexpectedly."""
 
     def __init__(self, found: str, advice: str) -> None:
         super().__init__(found)
@@ -74,7 +71,7 @@ class EngineIdentity:
     Attributes:
         address: host and port of the engine's control channel.
         facts: id, software and settings of the engine.
-        ranks: descriptions of the engine's workers.
+        ranks: descriptions of the engine's workers; at least one.
         round_trip_seconds: median round-trip time of a message on the control channel.
     """
 
@@ -93,14 +90,15 @@ def identify(address: Address, keys: security.Keys | None, seconds: float) -> En
         seconds: time limit for all answers.
 
     Raises:
-        IdentifyError: no engine answers at the address, the engine has a different key, or `keys` is None.
-            Also raised if the engine does not use encryption, or refuses to describe itself.
+        IdentifyError: no engine answers at the address, the engine has a different key or no encryption, it
+            refuses to describe itself, or `keys` is None.
     """
     until = time.monotonic() + seconds
+    # Asked first, because a CURVE client gets no answer at all from a server without encryption.
     if (mechanism := _mechanism(address, seconds)) != "CURVE":
         raise IdentifyError(
             f"it communicates without encryption ({mechanism}), which no kvferry engine does",
-            "use the same kvferry version on both sides",
+            _SAME_VERSION,
         )
     if keys is None:
         raise IdentifyError("it asks for a key, but this user has none on this machine", _GIVE_KEY)
@@ -113,23 +111,21 @@ def identify(address: Address, keys: security.Keys | None, seconds: float) -> En
             durations.append(time.perf_counter() - asked)
         ranks = _ask(channel, AskRanks(PROTOCOL, facts), Ranks, until)
     if accepted is None or not ranks.ranks:
-        raise IdentifyError("its description has no ranks", "use the same kvferry version on both sides")
+        raise IdentifyError("its description has no ranks", _SAME_VERSION)
     return EngineIdentity(address, accepted.facts, tuple(ranks.ranks), median(durations))
 
 
 def release_ticket(address: Address, keys: security.Keys, ticket: bytes, tokens: Sequence[int]) -> None:
     """Have an engine free the blocks that it keeps for a peer, without reading their KV.
 
-    This function claims the lease on the blocks as a peer would, by presenting the ticket, and then releases
-    the lease.
-
     Args:
         address: host and port of the engine's control channel.
         keys: CURVE keys, which encrypt the control channel.
-        ticket: random id that the engine issued with the lease.
+        ticket: ticket of the lease.
         tokens: token ids of the prompt whose KV the blocks hold. The prompt must have no images, LoRA
             adapter or cache salt.
     """
+    # An engine releases only what was redeemed.
     consumer, content = new_incarnation(), PromptContent(prompt_digest(tokens))
     with _connected(address, keys, _LINGER_MILLISECONDS) as channel:
         channel.send(Redeem(0, consumer, ticket, len(tokens), content))
@@ -140,7 +136,7 @@ def release_ticket(address: Address, keys: security.Keys, ticket: bytes, tokens:
 def _connected(
     address: Address, keys: security.Keys, linger_milliseconds: int = 0
 ) -> Iterator[ControlSocket]:
-    """Yield a connection to the control channel at `address`. Close it at the end of the ``with`` statement.
+    """Yield a connection to the control channel at `address`.
 
     Args:
         address: host and port of the control channel.
@@ -164,17 +160,11 @@ def _connected(
 
 
 def _ask(channel: ControlSocket, message: Request, kind: type[Any], deadline: float) -> Any:
-    """Send a message, and return the answer.
-
-    Args:
-        channel: connection to the engine.
-        message: message to send.
-        kind: expected class of the answer.
-        deadline: time by which the answer must arrive, in monotonic seconds.
+    """Send a message, and return the answer, which is of class `kind`.
 
     Raises:
-        IdentifyError: no answer arrives in time, the engine answers with `Refused`, or the answer cannot be
-            decoded or is not of class `kind`.
+        IdentifyError: no answer arrives until `deadline` (monotonic seconds), the engine refuses, or the
+            answer is another one.
     """
     try:
         reply = channel.ask(message, deadline)
@@ -184,26 +174,17 @@ def _ask(channel: ControlSocket, message: Request, kind: type[Any], deadline: fl
             f"{_GIVE_KEY}; or add this machine to the engine's peers setting",
         ) from error
     except ProtocolError as error:
-        raise IdentifyError(f"its answer is {error}", "use the same kvferry version on both sides") from error
+        raise IdentifyError(f"its answer is {error}", _SAME_VERSION) from error
     if isinstance(reply, Refused):
-        raise IdentifyError(
-            "; ".join(reply.differences) or "it refuses without a reason",
-            "use the same kvferry version on both sides",
-        )
+        raise IdentifyError("; ".join(reply.differences) or "it refuses without a reason", _SAME_VERSION)
     if not isinstance(reply, kind):
-        raise IdentifyError(
-            f"it answers {type(reply).__name__} to {type(message).__name__}",
-            "use the same kvferry version on both sides",
-        )
+        what = f"it answers {type(reply).__name__} to {type(message).__name__}"
+        raise IdentifyError(what, _SAME_VERSION)
     return reply
 
 
 def _mechanism(address: Address, seconds: float) -> str:
     """Return the name of a ZeroMQ server's security mechanism, such as ``NULL`` or ``CURVE``.
-
-    Args:
-        address: host and port of the server.
-        seconds: time limit for the connection and the answer.
 
     Raises:
         IdentifyError: no process listens at the address, or the server does not speak ZeroMQ.

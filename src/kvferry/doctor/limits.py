@@ -35,12 +35,6 @@ class CheckTimeout(KVFerryError):
 def run_within(seconds: float, call: Callable[[], T]) -> T:
     """Run a function in a thread, and return its result.
 
-    A thread cannot be ended from outside, so a function that misses the deadline continues in its thread.
-
-    Args:
-        seconds: time limit for the function.
-        call: function to run.
-
     Raises:
         CheckTimeout: the function did not end in time.
         Exception: any exception that the function raised.
@@ -56,10 +50,6 @@ def run_all_within(seconds: float, calls: Sequence[Callable[[], T]]) -> list[T |
 
     If a function raises, its result is the exception. If it does not end in time, its result is a
     CheckTimeout, and the function continues in its thread.
-
-    Args:
-        seconds: time limit for all functions together.
-        calls: functions to run.
     """
     answers: queue.SimpleQueue[tuple[int, T | BaseException]] = queue.SimpleQueue()
 
@@ -69,6 +59,7 @@ def run_all_within(seconds: float, calls: Sequence[Callable[[], T]]) -> list[T |
         except BaseException as error:  # noqa: BLE001 - returned to the caller
             answers.put((number, error))
 
+    # Not a ThreadPoolExecutor: the interpreter would wait for its threads at exit, also for one that hangs.
     for number, call in enumerate(calls):
         threading.Thread(target=run, args=(number, call), name="kvferry-doctor", daemon=True).start()
     late = CheckTimeout(f"no result in {seconds:g} s")
@@ -83,26 +74,15 @@ def run_all_within(seconds: float, calls: Sequence[Callable[[], T]]) -> list[T |
     return [found.get(number, late) for number in range(len(calls))]
 
 
-def run_check(subject: str, seconds: float, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """Run a check in a thread and return its findings. A timeout or an exception becomes a finding.
-
-    Args:
-        subject: subject of the finding about a timeout or an exception.
-        seconds: time limit for the check.
-        check: function that returns the findings.
-    """
+def run_check(subject: str, seconds: float, check: Callable[[], Iterable[T]]) -> list[T | Finding]:
+    """Run a check in a thread, and return its results. A timeout or an exception becomes a finding."""
     try:
-        return run_within(seconds, lambda: list(check()))
+        return run_within(seconds, lambda: [*check()])
     except CheckTimeout as error:
         return [bad(subject, f"no answer: {error}", "check whether a device, mount or driver hangs")]
     except Exception as error:  # noqa: BLE001 - a broken check must not hide the findings of others
-        return [
-            bad(
-                subject,
-                f"this check failed unexpectedly: {type(error).__name__}: {error}",
-                "please report it",
-            )
-        ]
+        why = f"{type(error).__name__}: {error}"
+        return [bad(subject, f"this check failed unexpectedly: {why}", "please report it")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,17 +101,15 @@ class ProcessResult:
 
     @property
     def how(self) -> str:
-        """Text that describes how the process ended."""
+        """How the process ended."""
         if self.code is None:
             return "it did not finish in time"
         return f"signal {-self.code} ended it" if self.code < 0 else f"it ended with exit code {self.code}"
 
     @property
     def last_words(self) -> str:
-        """Reason why the process failed: the last line of standard error, cut to 300 characters.
-
-        If standard error is empty, or the process was killed at its deadline, the value is that of `how`.
-        """
+        """The last line of standard error, cut to 300 characters, or else `how`."""
+        # Libraries may have written much before a process hangs, which is not why it was killed.
         lines = [line.strip() for line in self.err.splitlines() if line.strip()]
         return lines[-1][:_MAX_ERROR_CHARACTERS] if lines and self.code is not None else self.how
 
@@ -143,8 +121,8 @@ def run_python(
 
     Args:
         arguments: arguments of the interpreter, such as ``["-m", module]``.
-        seconds: time limit for the process.
-        environment: environment variables, added to those of this process; None to add none.
+        seconds: time limit.
+        environment: variables to add to those of this process; None for none.
     """
     process = subprocess.Popen(
         [sys.executable, *arguments],
@@ -154,7 +132,7 @@ def run_python(
         text=True,
         errors="replace",
         env={**os.environ, **(environment or {})},
-        start_new_session=True,
+        start_new_session=True,  # so that its children can be killed with it
     )
     code: int | None
     try:
@@ -170,12 +148,10 @@ def run_python(
 
 
 def _kill(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """Kill a process and its process group, and return (standard output, standard error).
-
-    The function waits at most two seconds for the process to end.
-    """
+    """Kill a process and its process group, and return (standard output, standard error)."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    # A process that hangs in the kernel does not end when it is killed, so it is left behind.
     try:
         return process.communicate(timeout=_KILLED_SECONDS)
     except subprocess.TimeoutExpired as left:

@@ -19,10 +19,10 @@ def check(config: ConnectorConfig) -> list[Finding]:
     found = [key(config.secret_file)]
     try:
         check_listening(config.host, config.port)
-        free = ok(
-            "port", f"{config.port} is free" if config.port else "any free port, a new one at every start"
-        )
+        number = f"{config.port} is free" if config.port else "any free port, a new one at every start"
+        free = ok("port", number)
     except PortInUse as error:
+        # A running engine may be what has the port, and the other findings are of use all the same.
         free = from_error("port", error)
     except ConfigError as error:
         return [*found, from_error("host", error)]
@@ -31,42 +31,28 @@ def check(config: ConnectorConfig) -> list[Finding]:
 
 
 def key(secret_file: str | None) -> Finding:
-    """Check the key file that an engine of this user would use to authenticate peers.
-
-    Args:
-        secret_file: path of the key file in the settings; None for this machine's default key.
-    """
-    subject = "key"
+    """Check the key file that an engine of this user would use; None for this machine's default key."""
     try:
         place, keys = key_location(secret_file), existing_keys(secret_file)
     except ConfigError as error:
-        return from_error(subject, error)
+        return from_error("key", error)
     if keys is None:
-        return ok(subject, f"{place}: created by the first engine that needs it")
+        return ok("key", f"{place}: created by the first engine that needs it")
     mode = f"{stat.S_IMODE(place.path.stat().st_mode):o}"
-    return ok(
-        subject,
-        f"{place} (mode {mode}), fingerprint {keys.fingerprint}: engines with the same fingerprint can "
-        "exchange KV",
-    )
+    what = "engines with the same fingerprint can exchange KV"
+    return ok("key", f"{place} (mode {mode}), fingerprint {keys.fingerprint}: {what}")
 
 
 def access(config: ConnectorConfig, host: str) -> Finding:
-    """Report which other engines could exchange KV with an engine with these settings.
-
-    Args:
-        config: settings of the engine.
-        host: address on which the engine would listen.
-    """
-    subject = "host"
+    """Report which other engines could exchange KV with an engine that listens on `host`."""
     advertised_host = config.advertise_host or host
     if is_loopback(host):
-        return ok(subject, f"{advertised_host}: only engines on this machine can exchange KV")
+        return ok("host", f"{advertised_host}: only engines on this machine can exchange KV")
     if config.secret_file is not None:
         where = f" at {', '.join(config.peers)} (peers)" if config.peers else ""
-        return ok(subject, f"{advertised_host}: all engines with the key{where} can exchange KV")
+        return ok("host", f"{advertised_host}: all engines with the key{where} can exchange KV")
     return note(
-        subject,
+        "host",
         f"{advertised_host}, and no secret_file: only this user's engines on this machine have the key",
         "for engines on other machines, run kvferry keygen FILE, copy the file to all machines, and set "
         "secret_file",
@@ -74,15 +60,10 @@ def access(config: ConnectorConfig, host: str) -> Finding:
 
 
 def advertised(advertised_host: str | None) -> list[Finding]:
-    """Return a note if the address that an engine advertises to its peers is a host name; empty otherwise.
-
-    A peer resolves only ``localhost`` and the host names in its own setting ``peers``.
-
-    Args:
-        advertised_host: value of the setting ``advertise_host``; None if it is not set.
-    """
+    """Return a note if the address that an engine advertises to its peers is a host name; empty otherwise."""
     if advertised_host is None or advertised_host == "localhost" or parse_ip(advertised_host) is not None:
         return []
+    # A peer resolves no other names: an API client could make it resolve any.
     return [
         note(
             "advertise_host",

@@ -17,21 +17,18 @@ from kvferry.operating_system import resource
 from kvferry.transport.nixl_requirements import LEAST_BYTES
 from kvferry.units import format_bytes
 
+# vLLM raises its own limit to this, if the hard limit allows it.
 _ENOUGH_FILES = 65_535
-"""Limit of open files that vLLM sets for itself, if the hard limit allows it."""
 _FEW_FILES = 1024
+# An engine with one rank had 115 threads on two cores.
 _ENGINES_THREADS = 256
-"""Number of threads to allow for an engine. An engine with one rank had 115 threads on two cores."""
 _LITTLE_SHM = 1 << 30
+# The first Linux that can move shared memory in use, such as that of the host tier, to huge pages.
 _COLLAPSES_SINCE = (6, 1)
 
 
 def devices(folder: str = "/sys/class/infiniband") -> list[str]:
-    """Return the names of this machine's RDMA devices (InfiniBand, RoCE, EFA); empty if it has none.
-
-    Args:
-        folder: directory in which the kernel has an entry per device.
-    """
+    """Return the names of this machine's RDMA devices (InfiniBand, RoCE, EFA); empty if it has none."""
     try:
         return sorted(entry.name for entry in Path(folder).iterdir())
     except OSError:
@@ -41,11 +38,9 @@ def devices(folder: str = "/sys/class/infiniband") -> list[str]:
 def locked_memory(limit: int | None = None, rdma: list[str] | None = None) -> Finding:
     """Check whether a process can lock all its memory, because RDMA devices access only locked memory.
 
-    Any limit is sufficient if there are no RDMA devices.
-
     Args:
         limit: number of lockable bytes, negative for unlimited; None for this process's limit.
-        rdma: names of the RDMA devices; empty for none; None for this machine's devices.
+        rdma: names of the RDMA devices; None for this machine's.
     """
     subject = "locked memory"
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
@@ -96,12 +91,12 @@ def threads(limit: int | None = None, used: int | None = None, user: int | None 
     Args:
         limit: maximum number of threads, negative for unlimited; None for this process's limit.
         used: number of threads that the user has; None to count them.
-        user: user id; None for this process's user. Root (0) has no limit.
+        user: user id; None for this process's user.
     """
     subject = "threads"
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0] if limit is None else limit
     user = os.geteuid() if user is None else user
-    if limit < 0 or user == 0:
+    if limit < 0 or user == 0:  # the kernel does not limit root
         return ok(subject, "unlimited")
     used = threads_of(user) if used is None else used
     has = f"{used:,} in use, of {limit:,} that this user may have (ulimit -u)"
@@ -123,17 +118,9 @@ def threads_of(user: int) -> int:
 
 def shared_memory(
     path: str = "/dev/shm",  # noqa: S108
-    stat: Callable[[str], os.statvfs_result] | None = None,
+    stat: Callable[[str], os.statvfs_result] | None = None,  # None for `os.statvfs`, which Windows lacks
 ) -> Finding:
-    """Check whether the file system for shared memory has room for the queues of vLLM and UCX.
-
-    The memory of the host tier is not in this file system.
-
-    Args:
-        path: path of the file system for shared memory.
-        stat: function that takes a path, and returns the size and free space of its file system; None for
-            `os.statvfs`.
-    """
+    """Check whether the file system for shared memory has room for the queues of vLLM and UCX."""
     subject = path
     try:
         found = (stat or os.statvfs)(path)
@@ -165,12 +152,10 @@ def shared_memory(
 def file_size(limit: int | None = None) -> Finding:
     """Check that the operating system does not limit the size of files that a process writes.
 
-    A limit would apply not only to chunk files, but also to the host tier's memory and UCX's queues, which
-    are files in memory.
-
     Args:
         limit: maximum number of bytes per file, negative for unlimited; None for this process's limit.
     """
+    # The limit is one of memory, too: the host tier and UCX's queues are files in memory.
     subject = "size of a file"
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0] if limit is None else limit
     if limit < 0:
@@ -184,12 +169,10 @@ def file_size(limit: int | None = None) -> Finding:
 
 
 def memory_files() -> Finding:
-    """Check that memory files (anonymous files of ``memfd_create``) can be created and sealed.
-
-    The ranks of an engine share the memory of the host tier through such a file, and engines of one machine
-    their staging memory.
-    """
+    """Check that memory files (``memfd_create``) can be created and sealed."""
     subject = "memory files"
+    # Ranks share the host tier through such a file, and engines of a machine their outgoing files. Some
+    # container runtimes do not allow the call.
     try:
         os.close(sealed_file("kvferry-doctor", 4096))
     except ConfigError as error:
@@ -200,11 +183,8 @@ def memory_files() -> Finding:
 def large_pages(read: Read = read, release: str | None = None) -> Finding:
     """Check that transparent huge pages are on, and that the kernel can move memory in use to them.
 
-    Without huge pages, READs between processes of one machine are several times slower. Only Linux 6.1 and
-    newer can move memory that is already in use, such as that of the host tier, to huge pages.
-
     Args:
-        read: function that returns the content of a file, or None if the file cannot be read.
+        read: returns the content of a file, or None if the file cannot be read.
         release: version of the kernel; None for the running kernel.
     """
     subject = "large pages"

@@ -7,21 +7,11 @@ from dataclasses import dataclass
 
 import psutil
 
-_NETWORK = (
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "ceph",
-    "lustre",
-    "gpfs",
-    "glusterfs",
-    "beegfs",
-    "9p",
-    "afs",
-    "wekafs",
+_NETWORK = frozenset(
+    ["nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "glusterfs", "beegfs", "9p", "afs", "wekafs"]
 )
 _MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+# The root of a container is a stack of layers.
 _LAYERS = ("overlay", "aufs")
 
 
@@ -41,17 +31,17 @@ class Mount:
 
     @property
     def in_memory(self) -> bool:
-        """True if the file system keeps its files in memory. They are then lost when the machine restarts."""
+        """Whether files are lost when the machine restarts."""
         return self.kind in _MEMORY
 
     @property
     def is_layer(self) -> bool:
-        """True if the file system is the root of a container, whose files are deleted with the container."""
+        """Whether it is the root of a container, whose files are deleted with the container."""
         return self.kind in _LAYERS
 
     @property
     def is_network(self) -> bool:
-        """True if another machine or a user-space process (FUSE) serves the files."""
+        """Whether another machine or a process (FUSE) serves the files."""
         return self.kind in _NETWORK or self.kind.startswith("fuse")
 
 
@@ -63,12 +53,10 @@ def list_mounts() -> list[Mount]:
 def mount_of(path: str, among: Iterable[Mount]) -> Mount | None:
     """Return the mounted file system that holds an absolute path; None if there is none.
 
-    The file system with the longest matching mount point is returned. If several have the same mount point,
-    the last of them in `among` is returned.
-
     >>> among = [Mount("/", "ext4", ""), Mount("/mnt", "nfs", ""), Mount("/mn", "xfs", "")]
     >>> mount_of("/mnt/kv/x", among).kind
     'nfs'
     """
     above = [m for m in among if path == m.point or path.startswith(f"{m.point.rstrip('/')}/")]
+    # A later mount at the same point hides the earlier ones, and `max` returns the first of equals.
     return max(reversed(above), key=lambda m: len(m.point), default=None)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import permutations
 
-from kvferry.doctor.engines import ExaminedEngine
 from kvferry.doctor.finding import Finding, ReportSection, State, bad, note, ok
+from kvferry.doctor.http_engine import ExaminedEngine
 from kvferry.doctor.identity import EngineIdentity
 from kvferry.doctor.limits import run_check
 from kvferry.errors import ConfigError, Incompatible
@@ -21,9 +21,11 @@ from kvferry.transport.messages import compare_facts
 from kvferry.units import counted, format_bytes, format_seconds
 
 _PAIR_SECONDS = 60.0
+# A request of typical length, and the default of the setting staging_mib.
 _CELLS = 64
 _IMAGE_BYTES = 64 << 20
 _UNVERIFIED = "unverified"
+# By the name of the fact that differs (`engines.vllm.identity`).
 _ADVICE = {
     "weights": "give both the same checkpoint",
     "model configuration": "give both the same config.json and --hf-overrides, and a --max-model-len that "
@@ -36,17 +38,11 @@ _ADVICE = {
     "multimodal processor": "give both the same preprocessor_config.json and --mm-processor-kwargs",
     "engine settings": "give both the same value of the engine argument that is named",
 }
-"""Advice to the user, by the name of the differing fact (`engines.vllm.identity`)."""
 _OTHERWISE = "start both with the same model, dtypes, attention backend and cache manager"
 
 
 def differences(there: EngineIdentity, here: EngineIdentity) -> list[str]:
-    """Return the reasons why engine `here` cannot read KV from engine `there`; empty if it can.
-
-    Args:
-        there: description of the engine that has the KV.
-        here: description of the engine that would read.
-    """
+    """Return the reasons why engine `here` cannot read KV from engine `there`; empty if it can."""
     found = dict.fromkeys(compare_facts(there.facts.must_agree, here.facts.must_agree))
     peer = [card.geometry for card in there.ranks]
     for card in here.ranks:
@@ -61,14 +57,14 @@ def differences(there: EngineIdentity, here: EngineIdentity) -> list[str]:
 def check(engines: Sequence[ExaminedEngine], costs: Costs, local: str = "") -> list[ReportSection]:
     """Check, for every pair of engines whose roles allow it, whether one can read KV from the other.
 
-    The result has one section of the report per direction, or one for both directions if their findings are
-    the same. Engines without a description of themselves are skipped.
-
     Args:
-        engines: all examined engines. An engine with an unknown role may both offer and read KV.
+        engines: all examined engines. Those without a description of themselves are skipped.
         costs: costs that the transfer planner assumes.
         local: text with the measured speed of READs between two processes of this machine; empty if it was
             not measured.
+
+    Returns:
+        One section per direction, or one for both directions if their findings are the same.
     """
     identity = [(seen, seen.identity) for seen in engines if seen.identity is not None]
     found: dict[tuple[str, str], tuple[Finding, ...]] = {}
@@ -100,80 +96,48 @@ def _without_direction(findings: Sequence[Finding]) -> set[tuple[str, State, str
     return {(one.subject, one.state, re.sub(r"[^:,;]* (there|here)", r" \1", one.found)) for one in findings}
 
 
-def _check_pair(there: EngineIdentity, here: EngineIdentity, costs: Costs, local: str) -> list[Finding]:
-    """Return findings on whether and how engine `here` can read KV from engine `there`.
-
-    Args:
-        there: description of the engine that has the KV.
-        here: description of the engine that would read.
-        costs: costs that the transfer planner assumes.
-        local: text with the measured speed of READs between two processes of this machine; empty if it was
-            not measured.
-    """
+def _check_pair(there: EngineIdentity, here: EngineIdentity, costs: Costs, local: str) -> Iterator[Finding]:
+    """Yield findings on whether and how engine `here` can read KV from engine `there`."""
     different = differences(there, here)
-    found = [bad("difference", text, _ADVICE.get(_fact_of(text), _OTHERWISE)) for text in different]
+    for text in different:
+        yield bad("difference", text, _ADVICE.get(_fact_of(text), _OTHERWISE))
     if is_loopback(there.address[0]) and not is_loopback(here.address[0]):
-        found.append(
-            bad(
-                "address",
-                f"the first advertises {there.address[0]}, at which the second reaches only its own machine",
-                "set host (or advertise_host) of the first to an address that peers can reach",
-            )
+        yield bad(
+            "address",
+            f"the first advertises {there.address[0]}, at which the second reaches only its own machine",
+            "set host (or advertise_host) of the first to an address that peers can reach",
         )
     if not different:
-        found += [
-            ok("compatible", _describe_transfers(there, here, costs)),
-            *_check_draft_layers(there, here),
-            *_check_windows(there, here),
-        ]
-    if any(
-        str(identity.facts.must_agree.get("weights")).startswith(_UNVERIFIED) for identity in (there, here)
-    ):
-        found.append(
-            note(
-                "weights",
-                "are compared by the model's name alone, because a checkpoint is not on its engine's disk",
-                "load the checkpoint from a folder, so that its content is compared",
-            )
+        yield ok("compatible", _describe_transfers(there, here, costs))
+        yield from _check_draft_layers(there, here)
+        yield from _check_windows(there, here)
+    weights = [str(one.facts.must_agree.get("weights")) for one in (there, here)]
+    if any(one.startswith(_UNVERIFIED) for one in weights):
+        yield note(
+            "weights",
+            "are compared by the model's name alone, because a checkpoint is not on its engine's disk",
+            "load the checkpoint from a folder, so that its content is compared",
         )
     if there.facts.software != here.facts.software:
-        found.append(
-            note(
-                "software",
-                f"{there.facts.software} there, {here.facts.software} here; this alone does not prevent "
-                "transfers",
-            )
-        )
-    return [*found, _describe_link(there, here, local)]
+        both = f"{there.facts.software} there, {here.facts.software} here"
+        yield note("software", f"{both}; this alone does not prevent transfers")
+    yield _describe_link(there, here, local)
 
 
 def _fact_of(difference: str) -> str:
-    """Return the name of the fact (property on which two engines must agree) that a message is about.
+    """Return the name of the fact that a message is about.
 
     >>> _fact_of("built model, RotaryEmbedding.base: 10000 there, 500 here")
     'built model'
-
-    Args:
-        difference: message that describes how two engines differ.
     """
     return difference.partition(":")[0].partition(",")[0]
 
 
 def _describe_link(there: EngineIdentity, here: EngineIdentity, local: str) -> Finding:
-    """Report whether two engines are on one machine, and what was measured about their connection.
-
-    The finding gives the latency of both control channels, as seen from this machine. If the engines are on
-    one machine, it also gives the speed of READs between two processes of this machine.
-
-    Args:
-        there: description of the engine that has the KV.
-        here: description of the engine that would read.
-        local: text with the measured speed of READs between two processes of this machine; empty if it was
-            not measured.
-    """
-    took = " and ".join(
-        map(format_seconds, sorted(identity.round_trip_seconds for identity in (there, here)))
-    )
+    """Report whether two engines are on one machine, and what was measured about their connection."""
+    # In one order for both directions, so that their findings can be equal.
+    times = sorted((there.round_trip_seconds, here.round_trip_seconds))
+    took = " and ".join(map(format_seconds, times))
     channel = f"control channels answer in {took}, measured from here"
     if there.address[0] == here.address[0]:
         place = f"one machine; two processes on the doctor's machine read {local}" if local else "one machine"
@@ -183,15 +147,7 @@ def _describe_link(there: EngineIdentity, here: EngineIdentity, local: str) -> F
 
 
 def _describe_transfers(there: EngineIdentity, here: EngineIdentity, costs: Costs) -> str:
-    """Describe transfers of KV from `there` to `here` in a text for the report.
-
-    The text gives the number of ranks, the transfer strategies and the sizes of contiguous runs.
-
-    Args:
-        there: description of the engine that has the KV.
-        here: description of the engine that would read.
-        costs: costs that the transfer planner assumes.
-    """
+    """Return a text with the number of ranks, the transfer strategies and the sizes of contiguous runs."""
     ranks = f"{counted(len(there.ranks), 'rank')} there, {len(here.ranks)} here"
     peer = [card.geometry for card in there.ranks]
     templates = [t for card in here.ranks for t in build_templates(peer, card.geometry)]
@@ -204,22 +160,13 @@ def _describe_transfers(there: EngineIdentity, here: EngineIdentity, costs: Cost
 
 
 def _size_range(runs: Sequence[int]) -> str:
-    """Return a text with the smallest and the largest of the sizes, e.g. ``4 KiB to 2 MiB``.
-
-    Args:
-        runs: sizes in bytes of contiguous runs.
-    """
+    """Return a text with the smallest and the largest of the sizes in bytes, e.g. ``4 KiB to 2 MiB``."""
     ends = dict.fromkeys((format_bytes(min(runs)), format_bytes(max(runs))))
     return " to ".join(ends)
 
 
 def _strategies(templates: Sequence[Template], costs: Costs) -> set[str]:
-    """Return the names of the strategies that the planner would choose for a request of typical length.
-
-    Args:
-        templates: planned copies from the ranks of one engine to a rank of another.
-        costs: costs that the transfer planner assumes.
-    """
+    """Return the names of the strategies that the planner would choose for a request of typical length."""
     found = set()
     for template in templates:
         for route in template.routes:
@@ -228,45 +175,32 @@ def _strategies(templates: Sequence[Template], costs: Costs) -> set[str]:
     return found
 
 
-def _check_draft_layers(there: EngineIdentity, here: EngineIdentity) -> list[Finding]:
-    """Check that engine `there` has all draft-model layers of engine `here`, and return a note if not.
-
-    Loads set the KV of the missing layers to zero. Engine `here` then accepts fewer draft tokens.
-    """
+def _check_draft_layers(there: EngineIdentity, here: EngineIdentity) -> Iterator[Finding]:
+    """Yield a note if engine `there` lacks draft-model layers of engine `here`."""
     peer, ours = ([card.geometry for card in identity.ranks] for identity in (there, here))
-    if not (names := absent_layer_names(peer, ours)):
-        return []
-    return [
-        note(
+    # Loads set the KV of the missing layers to zero.
+    if names := absent_layer_names(peer, ours):
+        yield note(
             "draft model",
             f"the engine there lacks {counted(len(names), 'layer')} of the draft model here, such as "
             f"{names[0]}: the model's own layers are transferred without them, and fewer drafts are accepted",
             "run both with the same draft model (--speculative-config) if that matters",
         )
-    ]
 
 
-def _check_windows(there: EngineIdentity, here: EngineIdentity) -> list[Finding]:
-    """Check whether loads fill whole blocks of sliding-window layers, and return a note if not.
-
-    If the blocks of engine `there` are smaller than those of engine `here`, a load may fill only part of the
-    block in which the window begins. Other requests cannot share such a block.
-    """
-    kinds = (GroupKind.SLIDING, GroupKind.CHUNKED)
-    theirs, ours = (
-        max(
-            (g.block_tokens for card in identity.ranks for g in card.geometry.groups if g.kind in kinds),
-            default=0,
-        )
-        for identity in (there, here)
-    )
-    if not 0 < theirs < ours:
-        return []
-    return [
-        note(
+def _check_windows(there: EngineIdentity, here: EngineIdentity) -> Iterator[Finding]:
+    """Yield a note if loads may fill blocks of sliding-window layers only in part."""
+    theirs, ours = _window_block_tokens(there), _window_block_tokens(here)
+    if 0 < theirs < ours:
+        yield note(
             "windows",
             f"blocks of {counted(theirs, 'token')} there, {ours} here: a load may fill only part of the "
             "block in which a window begins, and such a block serves one request",
             "use the same block size on both where prompts share prefixes",
         )
-    ]
+
+
+def _window_block_tokens(engine: EngineIdentity) -> int:
+    kinds = (GroupKind.SLIDING, GroupKind.CHUNKED)
+    groups = [group for card in engine.ranks for group in card.geometry.groups]
+    return max((group.block_tokens for group in groups if group.kind in kinds), default=0)

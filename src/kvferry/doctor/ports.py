@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,11 +16,13 @@ import psutil
 from kvferry.doctor.finding import Finding, note, ok
 
 _PROC = Path("/proc")
+# The state TCP_LISTEN in the tables of /proc.
 _LISTEN = "0A"
+# Addresses of sockets that listen on all addresses.
 _ANY = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
-"""Addresses of sockets that listen on all addresses."""
 _TABLES = (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6))
 _API = "API server"
+# The module that runs in this process stands in its command line.
 _CHILD = "kvferry.transport.metadata_sandbox"
 _SHUT = "let only peers reach it; docs/network.md has a firewall rule and a NetworkPolicy"
 
@@ -67,10 +70,8 @@ def _open_files(process: int) -> set[str]:
 
 
 def _sockets(process: int) -> Iterator[tuple[str, int, str]]:
-    """Yield (IP address, port, inode) of every listening TCP socket in a process's network namespace.
-
-    The sockets are read from the tables in ``/proc/<process>/net``, whose format proc(5) describes.
-    """
+    """Yield (IP address, port, inode) of every listening TCP socket in a process's network namespace."""
+    # proc(5) describes the format: words of addresses are in the byte order of the machine.
     # psutil reads only this process's network namespace, so it finds no ports of engines in containers.
     for table, family in _TABLES:
         with suppress(OSError):
@@ -126,19 +127,12 @@ def engine_of(host: str, port: int, namespace_of: Callable[[int], str] = network
 
 
 def _sockets_at(process: int, port: int) -> dict[str, str]:
-    """Return the IP address of each socket that listens on a port in a process's network namespace.
-
-    The keys are names of sockets as in `_open_files`.
-    """
+    """Return the IP address by socket, as `_open_files` names it, of those that listen on a port."""
     return {f"socket:[{inode}]": address for address, number, inode in _sockets(process) if number == port}
 
 
 def _engine_of_process(process: psutil.Process) -> dict[int, str]:
-    """Return the command lines of the processes of an engine, by process id.
-
-    Args:
-        process: a process of the engine.
-    """
+    """Return the command lines of the processes of the engine that has a process, by process id."""
     with suppress(psutil.Error):  # a process has just ended
         while (parent := process.parent()) is not None and "vllm" in _command(parent).lower():
             process = parent
@@ -165,8 +159,6 @@ def _command(process: psutil.Process) -> str:
 def findings(processes: Mapping[int, str], known: Mapping[int, str]) -> list[Finding]:
     """Return findings on an engine's listening ports: their purpose, and who can use them.
 
-    Ports of one address, purpose and role of process share a finding.
-
     Args:
         processes: command lines of the engine's processes, by process id.
         known: purposes of the ports that accept only clients with the engine's key, by port number.
@@ -175,22 +167,15 @@ def findings(processes: Mapping[int, str], known: Mapping[int, str]) -> list[Fin
     for process in processes:
         for port in listening_ports(process):
             seen.setdefault((port.address, port.number), port)
-    alike: dict[tuple[str, str, str | None], list[Port]] = {}
+    # UCX listens on several ports per process: what is the same is said once.
+    alike = defaultdict[tuple[str, str, str | None], list[Port]](list)
     for port in seen.values():
-        alike.setdefault((port.address, _role(processes[port.process]), known.get(port.number)), []).append(
-            port
-        )
+        alike[port.address, _role(processes[port.process]), known.get(port.number)].append(port)
     return [_finding(found, role, purpose) for (_, role, purpose), found in alike.items()]
 
 
 def _finding(found: Sequence[Port], role: str, purpose: str | None) -> Finding:
-    """Return the finding on ports of one address.
-
-    Args:
-        found: the ports.
-        role: role of the processes that listen on them.
-        purpose: purpose of the ports, if they accept only clients with the engine's key; else None.
-    """
+    """Return the finding on ports of one address. Those with a purpose accept only clients with the key."""
     first = found[0]
     where = f"[{first.address}]" if ":" in first.address else first.address
     numbers = ", ".join(str(port.number) for port in sorted(found, key=lambda port: port.number))

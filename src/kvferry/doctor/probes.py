@@ -21,6 +21,7 @@ from typing import Any
 from kvferry.errors import KVFerryError
 
 MODULE = "kvferry.doctor.probes"
+# Before each line, because libraries print to standard output, too.
 _MARK = "kvferry doctor: "
 _READ_BYTES = 32 << 20
 _SMALL, _LARGE = 4096, 2 << 20
@@ -29,13 +30,7 @@ _ROUNDS = 7
 
 
 def parse_output(out: str) -> list[dict[str, Any]]:
-    """Return the JSON objects that a check in another process printed, in the order of printing.
-
-    Anything else in the output, such as messages of libraries, is ignored.
-
-    Args:
-        out: standard output of the process.
-    """
+    """Return the JSON objects that a check in another process printed, in the order of printing."""
     found = []
     for line in out.splitlines():
         _, mark, text = line.partition(_MARK)  # libraries leave unfinished lines before it
@@ -50,19 +45,17 @@ def _print_result(**what: Any) -> None:
 
 
 def nixl() -> None:
-    """Print NIXL's version, then start its plugins one by one, and print whether each starts.
-
-    A plugin is announced before it is started, so that the output names a plugin that crashes the process.
-    """
+    """Print NIXL's version, then start its plugins one by one, and print whether each starts."""
     from importlib.metadata import version  # noqa: PLC0415
 
     from kvferry.transport.nixl_agent import make_nixl_agent  # noqa: PLC0415 - loads NIXL
     from kvferry.transport.rdma_libraries import preload  # noqa: PLC0415
 
     _print_result(version=version("nixl"), verbs=preload())
+    # UCX first: it is the only plugin that kvferry needs, and another may crash the process.
     plugins = sorted(make_nixl_agent("doctor", [], progress=False).plugin_list)
     for plugin in sorted(plugins, key=lambda name: (name != "UCX", name)):
-        _print_result(trying=plugin)
+        _print_result(trying=plugin)  # it may crash the process
         try:
             agent = make_nixl_agent(f"doctor-{plugin}", [plugin], progress=False)
             why = "" if plugin in agent.backends else "it does not start"
@@ -75,7 +68,7 @@ def reads(device: str = "cpu") -> None:
     """Time READs between two processes, with small and with large descriptors, and print the times.
 
     Args:
-        device: where the KV caches are: ``cpu``, or ``cuda`` for two GPUs, or one if there is only one.
+        device: where the KV caches are: ``cpu``, or ``cuda`` for two GPUs, or the only one.
     """
     import numpy as np  # noqa: PLC0415
 
@@ -96,6 +89,7 @@ def reads(device: str = "cpu") -> None:
     ):
         for size in (_SMALL, _LARGE):
             lists = raw.equal_descriptors(min(_READ_BYTES, size * _MOST_DESCRIPTORS), size)
+            # The first READ sets up the connection, so it is not counted.
             seconds = [raw.read(lists) for _ in range(_ROUNDS + 1)][1:]
             _print_result(
                 descriptors=len(lists.indices.src), bytes=lists.bytes, seconds=float(np.median(seconds))
@@ -134,9 +128,6 @@ def path(where: str) -> None:
     """Print a directory's owner and free space, and whether a file there can be written and locked.
 
     If a file tier could not use the directory, print only its real path and the reason.
-
-    Args:
-        where: path of the directory.
     """
     from kvferry.tiers.files.full_disk import OUT_OF_ROOM, DiskRoom, shortage  # noqa: PLC0415
     from kvferry.tiers.files.ledger import read_ledger  # noqa: PLC0415
@@ -169,11 +160,7 @@ def path(where: str) -> None:
 
 
 def twins(*paths: str) -> None:
-    """Print each path with the first earlier path that is the same directory; null if there is none.
-
-    Args:
-        paths: paths of directories, which may contain links.
-    """
+    """Print each path of a directory with the first earlier one that is the same; null if there is none."""
     from kvferry.tiers.paths import find_same_directory  # noqa: PLC0415
 
     for number, path in enumerate(paths):

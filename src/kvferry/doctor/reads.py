@@ -2,8 +2,7 @@
 
 READs of host memory are timed on every machine, READs of GPU memory where there is a GPU.
 
-With ``UCX_TLS=^sm`` the processes use the network devices, as if they were on two machines. The network
-between machines is not measured.
+The network between machines is not measured.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ from kvferry.planning.strategy import Strategy
 from kvferry.units import format_bytes
 
 _SECONDS = 90.0
+# Heading of the table in which UCX names the transports of READs, with UCX_PROTO_INFO.
 _TABLE = "remote memory read by ucp_get"
+# Beginnings of UCX's names of RDMA transports that read GPU memory.
 _RDMA = ("rc", "dc", "gga")
-"""Beginnings of UCX's names of RDMA transports that read GPU memory."""
 _ESTIMATE = (
     "this is an estimate on one machine; kvferry cannot measure between machines, so use a network tool "
     "such as iperf3"
@@ -36,8 +36,8 @@ class ReadTimings:
 
     Attributes:
         transports: UCX's names of the transports, for example ``cma/memory``.
-        timed: one entry (number of descriptors, total bytes, median seconds) per descriptor size that was
-            timed, smallest size first. The values are those of one READ.
+        timed: (number of descriptors, total bytes, median seconds) of one READ per size of descriptors, the
+            smallest size first.
         machine: description of the machine (CPU and so on), by property.
         strategy: strategy by which kvferry then moved KV between the two processes.
         not_shared: why the processes cannot share host memory; empty if they can.
@@ -51,13 +51,12 @@ class ReadTimings:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Rate of READs with the largest descriptors, in GB/s."""
+        """Rate of READs with the largest descriptors."""
         _, moved, seconds = self.timed[-1]
         return moved / seconds / 1e9
 
     @property
     def summary(self) -> str:
-        """Text with the transports, and the rate for each size of descriptor."""
         parts = [
             f"{moved / seconds / 1e9:.2g} GB/s in pieces of {format_bytes(moved / count)}"
             for count, moved, seconds in self.timed
@@ -68,7 +67,7 @@ class ReadTimings:
 
     @property
     def choice(self) -> str:
-        """Text with kvferry's choice for engines of this machine, to be appended to a finding."""
+        """Kvferry's choice for engines of this machine, to be appended to a finding."""
         if self.strategy == Strategy.SHARED:
             return "; engines of this machine copy through shared host memory instead (strategy shared)"
         apart = f", because they cannot share host memory ({self.not_shared})" if self.not_shared else ""
@@ -86,6 +85,7 @@ def transport_of(out: Iterable[str], memory: str = "") -> tuple[str, ...]:
     inside = False
     for line in out:
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        # The heading of a table is one cell; its rows are range, protocol and transport.
         if len(cells) == 1:
             inside = cells[0].startswith(_TABLE) and memory in cells[0]
         elif inside and len(cells) == 3 and cells[0] != "Range":
@@ -95,7 +95,7 @@ def transport_of(out: Iterable[str], memory: str = "") -> tuple[str, ...]:
 
 
 def start_reads(transports: str | None, device: str = "cpu") -> ProcessResult:
-    """Run the check that times READs between two processes, and return the result of its process.
+    """Time READs between two other processes, and return the result of the first.
 
     Args:
         transports: value of ``UCX_TLS``; None to leave the variable as it is.
@@ -110,12 +110,7 @@ def start_reads(transports: str | None, device: str = "cpu") -> ProcessResult:
 
 
 def parse_timings(ended: ProcessResult, memory: str = "") -> ReadTimings | str:
-    """Return the times of READs that a check printed, or the reason why there are none.
-
-    Args:
-        ended: result of the process that ran the check.
-        memory: UCX's name of the kind of memory that was read, e.g. ``cuda``; empty for any.
-    """
+    """Return the times of READs that `start_reads` printed, or the reason why there are none."""
     lines = parse_output(ended.out)
     timed = tuple((n["descriptors"], n["bytes"], n["seconds"]) for n in lines if "descriptors" in n)
     if len(timed) < 2:
@@ -132,16 +127,13 @@ def check(
     several_machines: bool = False,
     rdma_devices: Callable[[], list[str]] = devices,
 ) -> Iterator[Finding | ReadTimings]:
-    """Check that READs between two processes work, and yield findings with their speed.
-
-    READs are timed with all transports, and then without shared memory.
+    """Check that READs between two processes work, with all transports and without shared memory.
 
     Args:
         environment: environment variables. If ``UCX_TLS`` is set, READs are timed only once, with this value.
-        start: function that times READs in another process, and returns the result of that process. It takes
-            a value for ``UCX_TLS``, or None to leave the variable as it is.
+        start: `start_reads`.
         several_machines: whether a setting names another machine, to or from which KV would move.
-        rdma_devices: function that returns the names of this machine's RDMA devices.
+        rdma_devices: returns the names of this machine's RDMA devices.
 
     Yields:
         Findings, and the times of READs with all transports.
@@ -159,14 +151,15 @@ def check(
     yield shared
     with_setting = f"{shared.summary}{f' (UCX_TLS={given})' if given else ''}"
     yield ok("NIXL reads of host memory", f"{with_setting}{shared.choice}")
+    # The user has chosen the transports: others would say nothing about the engines.
     if given:
         return
+    # Without shared memory UCX uses the network devices, as between two machines.
     remote = parse_timings(start("^sm"))
     subject = "NIXL reads without shared memory"
     if isinstance(remote, str):
-        yield bad(
-            subject, f"does not work: {remote}", "check the network devices that UCX finds (ucx_info -d)"
-        )
+        advice = "check the network devices that UCX finds (ucx_info -d)"
+        yield bad(subject, f"does not work: {remote}", advice)
         return
     rdma = rdma_devices()
     over_tcp = all(transports.startswith("tcp/") for transports in remote.transports)
@@ -186,14 +179,7 @@ def check(
 def check_gpu(
     gpus: Sequence[str], start: Callable[[], ProcessResult] = lambda: start_reads(None, "cuda")
 ) -> Iterator[Finding]:
-    """Check which transport carries GPU memory between two processes, and yield its measured speed.
-
-    Nothing is measured on a machine without GPUs.
-
-    Args:
-        gpus: GPUs of this machine.
-        start: function that times READs of GPU memory in another process, and returns that process's result.
-    """
+    """Check which transport carries GPU memory between two processes, and yield its measured speed."""
     subject = "NIXL reads of GPU memory"
     if not gpus:
         yield ok(subject, "not measured: no GPU here that the installed vLLM uses")

@@ -23,6 +23,7 @@ _ARROW = "-> "
 def print_report(sections: Sequence[ReportSection], console: Console) -> None:
     """Print all sections of the report and a summary line to `console`."""
     for section in sections:
+        # Wrapped here and not by rich, which would separate numbers from their units.
         for line in wrapped(section.title):
             console.print(Text(line, "bold"), soft_wrap=True)
         for finding in section.findings:

@@ -14,6 +14,7 @@ from kvferry.doctor.finding import Finding, from_error, note, ok
 from kvferry.engines.vllm.transfer_config import TransferCheck, Verdict
 from kvferry.errors import ConfigError
 
+# Far more than any configuration has.
 _MOST_BYTES = 1 << 20
 _FINDINGS: Mapping[Verdict, Callable[[str, str], Finding]] = {
     Verdict.ACCEPTED: ok,
@@ -36,12 +37,7 @@ class ConfigFile:
 
 
 def read_file(path: str) -> ConfigFile:
-    """Read and check a configuration file.
-
-    The file contains a value of ``--kv-transfer-config``, or only its part ``kv_connector_extra_config``.
-
-    Args:
-        path: path of the file.
+    """Read and check a value of ``--kv-transfer-config``, or only its part ``kv_connector_extra_config``.
 
     Raises:
         ConfigError: the file cannot be read, or is not a JSON object.
@@ -52,14 +48,9 @@ def read_file(path: str) -> ConfigFile:
 
 
 def _load_json(path: str) -> dict[str, Any]:
-    """Return the JSON object in a configuration file of at most 1 MiB.
-
-    Raises:
-        ConfigError: the file cannot be read, is too large, or is not a JSON object.
-    """
     try:
         with Path(path).open("rb") as file:
-            text = file.read(_MOST_BYTES + 1)
+            text = file.read(_MOST_BYTES + 1)  # never all of a device or of a checkpoint
     except OSError as error:
         why = os.strerror(error.errno or 0)
         raise ConfigError(f"--config {path}: {why}; name the file with the settings") from error

@@ -30,19 +30,13 @@ def python() -> Finding:
 
 
 def vllm(version: str | None) -> Finding:
-    """Check whether vLLM is installed in a version that kvferry works with.
-
-    Args:
-        version: installed version of vLLM; None if it is not installed.
-    """
+    """Check whether vLLM is installed, and in a version that kvferry works with."""
     if version is None:
-        return note(
-            "vLLM", "is not installed here: no engine can be started on this machine", extras.VLLM.advice
-        )
+        absent = "is not installed here: no engine can be started on this machine"
+        return note("vLLM", absent, extras.VLLM.advice)
     if not is_supported(version):
-        return bad(
-            "vLLM", f"{version}; kvferry works with {supported_text()}", f"install vLLM {supported_text()}"
-        )
+        supported = supported_text()
+        return bad("vLLM", f"{version}; kvferry works with {supported}", f"install vLLM {supported}")
     return ok("vLLM", f"{version}, which kvferry works with")
 
 
@@ -54,7 +48,7 @@ def connector(probe: Probe = _import_connector) -> list[Finding]:
     """Check that vLLM loads the connector, and that vLLM's hybrid KV cache manager would be enabled.
 
     Args:
-        probe: function that loads the connector in another process, and returns its result.
+        probe: loads the connector in another process, and returns its result.
     """
     subject = "connector"
     ended = probe()
@@ -80,12 +74,7 @@ def connector(probe: Probe = _import_connector) -> list[Finding]:
 
 
 def _attention(printed: Mapping[str, Any], how: str) -> list[Finding]:
-    """Return a finding on vLLM's attention over bfloat16 on a CPU; an empty list if it was not tried.
-
-    Args:
-        printed: results of the process that tried it.
-        how: text that describes how that process ended.
-    """
+    """Return a finding on vLLM's attention over bfloat16 on a CPU; an empty list if it was not tried."""
     subject = "attention"
     if "trying" not in printed:
         return []
@@ -96,13 +85,8 @@ def _attention(printed: Mapping[str, Any], how: str) -> list[Finding]:
 
 
 def hash_seed(environment: Mapping[str, str] = os.environ) -> Finding:
-    """Report how keys of chunks are computed, and that ``PYTHONHASHSEED`` does not affect the keys.
-
-    Engines may therefore have different values of this variable.
-
-    Args:
-        environment: environment variables, for the value of ``PYTHONHASHSEED``.
-    """
+    """Report how keys of chunks are computed, and that ``PYTHONHASHSEED`` does not affect the keys."""
+    # Engines may have different values of this variable.
     seed = environment.get("PYTHONHASHSEED")
     return ok(
         "chunk names",
@@ -118,32 +102,22 @@ def weights_cache(path: Path | None, digests: int) -> Finding:
         path: file for the digests; None for a user without a home directory.
         digests: number of digests in the file.
     """
-    subject = "weights"
+    subject, again = "weights", "every engine start reads all weights again, at several GB/s"
     if path is None:
-        return note(
-            subject,
-            "this user has no home directory: every engine start reads all weights again, at several GB/s",
-            "set XDG_CACHE_HOME to a folder that is kept",
-        )
-    there = next(folder for folder in path.parents if folder.exists())
-    if not os.access(path if path.exists() else there, os.W_OK):
-        return note(
-            subject,
-            f"{path} cannot be written: every engine start reads all weights again, at several GB/s",
-            "correct its owner and mode, or set XDG_CACHE_HOME",
-        )
+        advice = "set XDG_CACHE_HOME to a folder that is kept"
+        return note(subject, f"this user has no home directory: {again}", advice)
+    # The first engine creates the file and its folders.
+    there = next(one for one in (path, *path.parents) if one.exists())
+    if not os.access(there, os.W_OK):
+        advice = "correct its owner and mode, or set XDG_CACHE_HOME"
+        return note(subject, f"{path} cannot be written: {again}", advice)
     if not digests:
         return ok(subject, f"none were read here yet; digests will be remembered in {path}")
     return ok(subject, f"digests of {counted(digests, 'file')} are remembered in {path}")
 
 
 def copies(kernel: bool = copy_kernel.KERNEL is not None, why: str = copy_kernel.WHY_NO_KERNEL) -> Finding:
-    """Report whether parts of KV blocks in host memory are copied by the native kernel or by numpy.
-
-    Args:
-        kernel: whether this installation has the native kernel.
-        why: reason why the native kernel is missing; unused if it is there.
-    """
+    """Report whether parts of KV blocks in host memory are copied by the native kernel or by numpy."""
     if kernel:
         return ok("copies", "in host memory are made by the native kernel")
     return note(

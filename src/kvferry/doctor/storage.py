@@ -25,6 +25,7 @@ from kvferry.tiers.storage_settings import StorageSettings
 from kvferry.units import format_bytes
 
 _PATH_SECONDS = 10.0
+# Permissions of the group and of all others.
 _OTHERS = 0o077
 _LEAST_CAPACITY = 1 << 20
 _LOCKS = "mount it so that locks work: processes that share it need them"
@@ -40,7 +41,7 @@ Probe = Callable[[str], ProcessResult]
 
 
 def check(tiers: Tiers) -> Iterator[Finding]:
-    """Check that all tiers work on this machine: host memory first, then the slower tiers in their order."""
+    """Check that all tiers work on this machine."""
     yield host(tiers.host)
     for number, one in enumerate(tiers.slow):
         subject = f"tier {number + 1}, {one.kind}"
@@ -55,8 +56,7 @@ def host(settings: HostSettings, room: Callable[[], tuple[int, str] | None] = av
 
     Args:
         settings: settings of the host tier.
-        room: function that returns (number of available bytes, text that names the limit), or None if the
-            number is unknown.
+        room: returns (available bytes, text that names the limit), or None if that is unknown.
     """
     subject = "host memory"
     found = room()
@@ -70,8 +70,7 @@ def host(settings: HostSettings, room: Callable[[], tuple[int, str] | None] = av
         return bad(
             subject,
             f"the tier needs {format_bytes(capacity)}, but only {format_bytes(available)} are {where}: the "
-            "engine "
-            "would not start",
+            "engine would not start",
             "lower the tier's capacity, unless a running engine holds that memory already",
         )
     return ok(subject, f"{format_bytes(capacity)} of the {format_bytes(available)} {where}")
@@ -92,15 +91,17 @@ def file(
     Args:
         subject: subject of the findings.
         settings: settings of the file tier.
-        probe: function that tests a directory in another process, and returns its result.
-        mounts: function that returns all mounted file systems.
+        probe: tests a directory in another process, and returns its result.
+        mounts: returns all mounted file systems.
     """
     try:
         directory = os.path.abspath(settings.path or default_directory())  # noqa: PTH100 - same as in the tier
     except ConfigError as error:
         yield from_error(subject, error)
         return
+    # The engine creates the default directory, but not one that is configured: its disk may not be mounted.
     path = directory if settings.path else _existing_parent(directory)
+    # In a process, because a dead network mount hangs whoever touches it, and cannot be interrupted.
     ended = probe(path)
     probed: dict[str, Any] = {name: value for line in parse_output(ended.out) for name, value in line.items()}
     mount = mount_of(probed.get("real", path), mounts())
@@ -109,20 +110,16 @@ def file(
         yield from_error(subject, ConfigError(probed["refused"]))
         return
     if "direct" not in probed and "failed" not in probed:
-        why = (
-            f"does not answer for {_PATH_SECONDS:g} s"
-            if ended.code is None
-            else f"cannot be checked: {ended.how}"
-        )
-        yield bad(
-            subject, f"{path}{on} {why}", "check the mount: it hangs, and the engine would hang at its start"
-        )
+        silent = f"does not answer for {_PATH_SECONDS:g} s"
+        why = silent if ended.code is None else f"cannot be checked: {ended.how}"
+        advice = "check the mount: it hangs, and the engine would hang at its start"
+        yield bad(subject, f"{path}{on} {why}", advice)
         return
     if "failed" in probed:
         yield bad(
             subject,
             f"{path}{on}: cannot create, lock and write a file: {probed['failed']}",
-            probed.get("advice") or _remedy(probed["number"]),
+            probed.get("advice") or _REMEDIES.get(probed["number"], "check its owner, mode and mount"),
         )
     yield from _check_capacity(subject, settings, probed)
     if mount is not None:
@@ -165,16 +162,11 @@ def duplicate_directories(tiers: Tiers) -> Iterator[Finding]:
 
 
 def _existing_parent(default: str) -> str:
-    """Return the path `default` if it exists, else the path of its nearest existing parent directory.
-
-    Args:
-        default: absolute path of a directory, which may not exist yet.
-    """
     path = Path(default)
-    return default if path.exists() else str(next(above for above in path.parents if above.exists()))
+    return str(next(one for one in (path, *path.parents) if one.exists()))
 
 
-def _check_capacity(subject: str, settings: FileSettings, probed: dict[str, Any]) -> Iterator[Finding]:
+def _check_capacity(subject: str, settings: FileSettings, probed: Mapping[str, Any]) -> Iterator[Finding]:
     """Check that the disk has room for the capacity of a file tier.
 
     Args:
@@ -184,44 +176,29 @@ def _check_capacity(subject: str, settings: FileSettings, probed: dict[str, Any]
     """
     ledger = probed.get("ledger")
     free, used = probed["free"], ledger[1] if ledger else 0
-    if settings.capacity is None:
-        capacity = ledger[0] if ledger else (free + used) // DEFAULT_CAPACITY_DIVISOR
-        why = "as the directory was set to before" if ledger else "a tenth of what is free"
-    else:
+    if settings.capacity is not None:
         capacity, why = parse_size(settings.capacity), "as configured"
+    elif ledger:
+        capacity, why = ledger[0], "as the directory was set to before"
+    else:
+        capacity, why = (free + used) // DEFAULT_CAPACITY_DIVISOR, "a tenth of what is free"
     room = f"{format_bytes(free)} free{f' and {format_bytes(used)} of cache' if used else ''}"
+    what = f"a capacity of {format_bytes(capacity)}, {why}, and {room}"
     if capacity > free + used:
-        yield bad(
-            subject,
-            f"a capacity of {format_bytes(capacity)}, {why}, and {room}: the engine would serve without "
-            "this tier",
-            "lower the capacity or free space",
-        )
+        without = "the engine would serve without this tier"
+        yield bad(subject, f"{what}: {without}", "lower the capacity or free space")
     elif capacity < _LEAST_CAPACITY:
-        yield bad(
-            subject,
-            f"a capacity of {format_bytes(capacity)}, {why}, and {room}: too little for chunks",
-            "raise the capacity or free space",
-        )
+        yield bad(subject, f"{what}: too little for chunks", "raise the capacity or free space")
     else:
         yield ok(subject, f"{settings.path or default_directory()}: {format_bytes(capacity)}, {why}; {room}")
 
 
 def _describe_mount(subject: str, path: str, mount: Mount) -> Finding:
-    """Report the kind of file system that holds a file tier's directory, with its drawbacks.
-
-    Args:
-        subject: subject of the finding.
-        path: path of the directory.
-        mount: file system of the directory.
-    """
+    """Report the kind of file system that holds a file tier's directory, with its drawbacks."""
     where = f"{path} is on {mount.kind} ({mount.source}, mounted on {mount.point})"
     if mount.in_memory:
-        return note(
-            subject,
-            f"{where}: it is memory, and lost when the machine restarts",
-            "use a disk, or a larger host tier",
-        )
+        lost = "it is memory, and lost when the machine restarts"
+        return note(subject, f"{where}: {lost}", "use a disk, or a larger host tier")
     if mount.is_layer:
         return note(subject, f"{where}: it is lost with the container", "use a separate volume")
     if mount.is_network:
@@ -233,17 +210,8 @@ def _describe_mount(subject: str, path: str, mount: Mount) -> Finding:
     return ok(subject, where)
 
 
-def _remedy(number: int) -> str:
-    return _REMEDIES.get(number, "check its owner, mode and mount")
-
-
 def try_storage(subject: str, settings: StorageSettings) -> list[Finding]:
-    """Check that a test value can be written to the storage of a tier and removed again.
-
-    Args:
-        subject: subject of the findings.
-        settings: settings of the storage tier.
-    """
+    """Check that a test value can be written to the storage of a tier and removed again."""
     try:
         result = settings.try_out()
     except ConfigError as error:
@@ -252,4 +220,4 @@ def try_storage(subject: str, settings: StorageSettings) -> list[Finding]:
 
 
 OWN_CHECKS: Mapping[type[StorageSettings], Callable[[str, Any], Iterable[Finding]]] = {FileSettings: file}
-"""Special checks by class of storage settings. Other kinds of storage are checked with `try_storage`."""
+"""Checks by class of storage settings. Other kinds of storage are checked with `try_storage`."""

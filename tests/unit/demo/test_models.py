@@ -22,7 +22,7 @@ def cache(monkeypatch, tmp_path: Path) -> None:
 
 def models(families: str = command._FAMILIES) -> tuple[list[demo.DemoModel], str]:
     screen = MagicMock()
-    found = list(command._models(None, families, ["--own"], screen, MagicMock()))
+    found = list(command._models(command.DemoOptions(None, ["--own"], families), screen, MagicMock()))
     return found, " ".join(call.args[0] for call in screen.note.call_args_list)
 
 

@@ -320,7 +320,8 @@ def test_a_faulty_answer_of_an_engine_is_a_finding(changes, subject, state, word
 
 def test_a_key_is_sent_where_vllms_variable_is_set():
     with http(engine(None), asked := []) as url:
-        http_engine.examine_url(url, 5.0, {"VLLM_API_KEY": "k"})
+        seen = http_engine.ExaminedEngine(url, Role.BOTH)
+        http_engine.examine_url(url, 5.0, seen, {"VLLM_API_KEY": "k"})
     assert {key for _, key, _ in asked} == {"Bearer k"}
 
 

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from kvferry.doctor import pairs
-from kvferry.doctor.engines import ExaminedEngine
 from kvferry.doctor.finding import State
+from kvferry.doctor.http_engine import ExaminedEngine
 from kvferry.doctor.identity import EngineIdentity
 from kvferry.engines.vllm.arguments import DECIDES
 from kvferry.geometry import GroupKind
