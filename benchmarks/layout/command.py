@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.bench_options import REPEATS_HELP, Transports, parse_layouts, progress_line
+from kvferry.cli.bench_options import REPEATS_HELP, TRANSPORTS_HELP, parse_layouts, progress_line
 from kvferry.cli.options import write_file
 from kvferry.errors import ConfigError
 
@@ -32,7 +32,7 @@ def layout(
         int | None, typer.Option(min=1, help="Tokens of the request; by default as many as fill 128 MiB.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=7, help=REPEATS_HELP)] = 9,
-    transports: Transports = None,
+    transports: Annotated[str | None, typer.Option(help=TRANSPORTS_HELP)] = None,
     lanes: Annotated[int, typer.Option(min=1, max=16, help="Reading threads.")] = 2,
     plot: Annotated[Path | None, typer.Option(help="SVG file to write with a plot of the table.")] = None,
     as_json: Annotated[

@@ -34,6 +34,8 @@ of a name: `_seconds`, `_tokens`, `_mib`. `kvferry config` has an option for eac
 `kvferry config --show-defaults` prints all keys with their values. An example is one key of the JSON
 object with its value.
 """
+BOUNDED = re.compile(r"(?:typing\.)?Annotated\[(int|float), msgspec\.Meta\((.*?)\)\]")
+OPERATORS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 ATTRIBUTE = re.compile(r"^([a-z_]+): (.*)$")
 
 
@@ -50,6 +52,12 @@ def meanings(kind: type[msgspec.Struct]) -> dict[str, str]:
     return found
 
 
+def bounded_text(annotation: re.Match[str]) -> str:
+    """Return the type of a number with its bounds, from the annotation."""
+    bounds = (bound.split("=") for bound in annotation[2].split(", "))
+    return f"{annotation[1]} {', '.join(f'{OPERATORS[name]} {value}' for name, value in bounds)}"
+
+
 def table(title: str, kind: type[msgspec.Struct]) -> str:
     """Return the section of one config class."""
     said = meanings(kind)
@@ -59,7 +67,8 @@ def table(title: str, kind: type[msgspec.Struct]) -> str:
         "|---|---|---|---|---|",
     ]
     for field in msgspec.structs.fields(kind):
-        of = inspect.formatannotation(field.type).replace("typing.", "").replace("|", "or")
+        of = BOUNDED.sub(bounded_text, inspect.formatannotation(field.type))
+        of = re.sub(r"Optional\[(.*)\]", r"\1 or None", of.replace("typing.", "").replace("|", "or"))
         of = re.sub(r"kvferry\.[\w.]+", "object", of)
         default = "required" if field.required else f"`{json.dumps(default_of(field))}`"
         example = json.dumps({field.name: EXAMPLES[kind][field.name]})[1:-1]

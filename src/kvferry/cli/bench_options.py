@@ -4,55 +4,58 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, TypeAlias
+from typing import TYPE_CHECKING
 
-import typer
-
-from kvferry.cli.options import count_option
+from kvferry.cli.options import count, option, without_none
 from kvferry.errors import ConfigError
 
-Layers: TypeAlias = Annotated[
-    int | None, typer.Option(min=1, help="Number of layers; by default the model's.")
-]
-KvHeads: TypeAlias = Annotated[
-    int | None, typer.Option(min=1, help="Number of KV heads; by default the model's.")
-]
-HeadDim: TypeAlias = Annotated[
-    int | None, typer.Option(min=1, help="Elements per head; by default the model's.")
-]
-BlockSize: TypeAlias = Annotated[int | None, count_option("Tokens per block; by default 16.", least=1)]
-Dtype: TypeAlias = Annotated[str, typer.Option(help="Element type: auto, float32, bfloat16, fp8, ...")]
-Transports: TypeAlias = Annotated[
-    str | None, typer.Option(help="UCX_TLS for both processes, e.g. tcp,self; by default unchanged.")
-]
+if TYPE_CHECKING:
+    from kvferry.geometry.models import ModelReading
 
+TRANSPORTS_HELP = "UCX_TLS for both processes, e.g. tcp,self; by default unchanged."
 REPEATS_HELP = "Number of rounds; each measures every method once."
 
 
-def parse_names(text: str, known: Collection[str], option: str) -> tuple[str, ...]:
-    """Parse the value of an option that is a list of names, separated by commas.
+@dataclass(frozen=True)
+class MovedModel:
+    """The options of commands that move the KV cache of a model, which may get another shape."""
 
-    Args:
-        text: value of the option, such as ``lookup,hooks``.
-        known: allowed names.
-        option: name of the option, for the error message.
+    geometry: str = option("Llama-3.1-8B", None, "Model whose KV cache to move, as `kvferry plan` takes it.")
+    layers: int | None = option(None, None, "Number of layers; by default the model's.", min=1)
+    kv_heads: int | None = option(None, None, "Number of KV heads; by default the model's.", min=1)
+    head_dim: int | None = option(None, None, "Elements per head; by default the model's.", min=1)
+    block_size: int | None = count(None, "Tokens per block; by default 16.", least=1)
+    dtype: str = option("auto", None, "Element type: auto, float32, bfloat16, fp8, ...")
+
+    def read(self) -> ModelReading:
+        """Return what the model keeps, with the changes of its shape."""
+        from kvferry.measuring.simulated import read_geometry
+
+        changes = {
+            "num_hidden_layers": self.layers,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+        }
+        return read_geometry(self.geometry, without_none(**changes), self.dtype)
+
+
+def parse_names(text: str, known: Collection[str], name: str) -> tuple[str, ...]:
+    """Parse the value of an option that is a list of names, separated by commas.
 
     Raises:
         ConfigError: a name is not allowed.
     """
     names = tuple(text.split(","))
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"--{option} {unknown[0]} is not known; choose from {', '.join(known)}")
+    if unknown := [one for one in names if one not in known]:
+        raise ConfigError(f"--{name} {unknown[0]} is not known; choose from {', '.join(known)}")
     return names
 
 
 def parse_layouts(text: str) -> tuple[str, ...]:
     """Parse a list of memory layouts, and return their names in upper case.
-
-    Args:
-        text: names of layouts, separated by commas, in upper or lower case.
 
     Raises:
         ConfigError: a layout is unknown.
@@ -89,6 +92,7 @@ def work_folder(path: Path | None) -> Iterator[Path]:
         return
     from kvferry.tiers.paths import default_directory
 
+    # On the disk of the default file tier: the folder for temporary files may be in memory.
     cache = Path(default_directory()).parent
     try:
         cache.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ from kvferry.cli.options import (
     write_file,
 )
 from kvferry.cli.output import INTERRUPTED, print_error
+from kvferry.cli.traces import curve_of_model, open_for_curve, print_notes
 from kvferry.errors import ConfigError, Incompatible
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ FIRST_SNAPSHOT_HELP = (
     "First position of a snapshot for shared prefixes, 0 for none; by default the connector's."
 )
 UNIT_HELP = "Tokens per unit of the trace, where the trace does not say it."
+# Exit code if the connector would refuse the transfer, so that a script can tell.
 _REFUSED = 1
-"""Exit code if the connector refuses the transfer."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,7 @@ def plan(options: PlanOptions) -> None:
         options.kept_tokens,
         options.first_snapshot_tokens,
     )
+    # Also for a refused transfer: tiers do not need the other engine.
     kept = forecast_tiers(reading, source, settings)
     curve = _Curve() if trace is None else _curve(trace, reading, source, settings, options.kv_cache_memory)
     refused = isinstance(transfer, RefusedTransfer)
@@ -237,8 +239,6 @@ def _open(options: PlanOptions) -> Trace | None:
     # Several passes over a trace take minutes, so they are not made for a curve that nobody sees.
     if not options.as_json and options.html is None:
         raise ConfigError("--trace adds a curve to a page or to JSON; add --html FILE or --json")
-    from kvferry.cli.replay import open_for_curve
-
     return open_for_curve(options.trace, options.unit_tokens, "--trace")
 
 
@@ -250,8 +250,6 @@ def _curve(
     kv_cache_memory: str | None,
 ) -> _Curve:
     """Return the hit rate by capacity of host memory, from several passes over a trace."""
-    from kvferry.cli.curves import curve_of_model
-    from kvferry.cli.replay import print_notes
     from kvferry.replay.model import served_model
 
     try:

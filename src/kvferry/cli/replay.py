@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, replace
 from functools import partial
@@ -22,6 +21,7 @@ from kvferry.cli.options import (
 )
 from kvferry.cli.output import INTERRUPTED
 from kvferry.cli.plan import DTYPE_HELP, FIRST_SNAPSHOT_HELP, UNIT_HELP
+from kvferry.cli.traces import curve_after, open_for_curve, print_notes, progress
 from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -168,7 +168,6 @@ def _size(trace: Trace, model: ServedModel, settings: ReplaySettings, options: R
     Raises:
         ConfigError: an option is given that this search does not use.
     """
-    from kvferry.cli.progress import progress
     from kvferry.replay.show_size import show_size, size_as_json
     from kvferry.replay.sizing import SizeQuestion, size
     from kvferry.report import Report
@@ -228,12 +227,6 @@ def _served_model(options: ReplayOptions, recorded: RecordedEngine) -> ServedMod
     return with_blocks(served, known) if known else served
 
 
-def print_notes(trace: Trace) -> None:
-    """Print on standard error what reading a trace changed or assumed."""
-    for note in trace.notes():
-        print(f"kvferry: {trace.name}: {note}", file=sys.stderr)
-
-
 def with_bandwidth(tiers: list[TierSetting], texts: list[str] | None) -> list[TierSetting]:
     """Return tiers with the speeds of ``--bandwidth``, such as ``file=6`` in GB/s.
 
@@ -254,33 +247,8 @@ def with_bandwidth(tiers: list[TierSetting], texts: list[str] | None) -> list[Ti
     return tiers
 
 
-def open_for_curve(path: str, unit_tokens: int | None, asked_by: str) -> Trace:
-    """Open a trace from which a hit-rate curve is computed, in several passes.
-
-    Args:
-        path: path of the trace, or ``-`` for standard input.
-        unit_tokens: number of tokens per unit, where the trace does not say it.
-        asked_by: option that needs the curve, for the error message.
-
-    Raises:
-        ConfigError: the file is no trace, it can be read only once, or it has only lengths.
-    """
-    from kvferry.replay.trace.base import ONLY_LENGTHS
-    from kvferry.replay.trace.open import open_trace
-
-    opened = open_trace(path, unit_tokens)
-    if opened.length is None:
-        raise ConfigError(f"{asked_by} needs several passes, but {path} can be read only once; name a file")
-    if not opened.tells_prefixes:
-        instead = "or describe a workload, such as users=500,turns=6"
-        raise ConfigError(f"{asked_by}: {opened.name} {ONLY_LENGTHS}, {instead}")
-    return opened
-
-
 def _replay(trace: Trace, model: ServedModel, settings: ReplaySettings, options: ReplayOptions) -> Outcome:
     """Run a replay, and compute the curve in further passes. After Ctrl-C, return the numbers so far."""
-    from kvferry.cli.curves import curve_after
-    from kvferry.cli.progress import progress
     from kvferry.replay.curve import CurvePoint
     from kvferry.replay.report import outcome
     from kvferry.replay.simulation import Simulation
@@ -292,7 +260,7 @@ def _replay(trace: Trace, model: ServedModel, settings: ReplaySettings, options:
             simulation.run(progress(trace, "replay"))
             points = tuple(curve_after(trace, simulation)) if options.curve else ()
             complete = True
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # a long replay says much before its end
             pass
     return outcome(
         simulation,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from kvferry.connector.choices import check_text, parse_settings
 from kvferry.connector.policies import PolicyName
-from kvferry.connector.tier_config import check_weight, read_tiers
+from kvferry.connector.tier_config import read_tiers
 from kvferry.errors import ConfigError
 from kvferry.transport.address import check_host, is_every_address
 from kvferry.transport.allowed_peers import parse_allowed_peers
@@ -17,12 +18,17 @@ from kvferry.transport.port_range import parse_port_range
 
 NODE = "node"
 
-_MAX_PORT = 65_535
-
 _ONE_SIDE = ("kv_producer", "kv_consumer")
 
 Layout = Literal["LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 """vLLM's names for the memory orders of layer (L), block (B), token (N), head (H) and content (C)."""
+
+# `conversion_errors` turns these bounds into messages. NaN is outside of all of them.
+_Port = Annotated[int, Meta(ge=0, le=65_535)]
+_UpTo16 = Annotated[int, Meta(ge=1, le=16)]
+_Seconds = Annotated[float, Meta(gt=0, lt=86_400)]
+_Share = Annotated[float, Meta(gt=0, le=1)]
+_Tokens = Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
 class AdminConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,7 +40,7 @@ class AdminConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         host: address on which the HTTP server listens.
     """
 
-    port: int
+    port: _Port
     host: str = "127.0.0.1"
 
 
@@ -118,38 +124,38 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     host: str = "127.0.0.1"
-    port: int = 0
+    port: _Port = 0
     ports: str | None = None
     advertise_host: str | None = None
     secret_file: str | None = None
     peers: tuple[str, ...] | None = None
-    lease_seconds: float = 30.0
-    load_timeout_seconds: float = 30.0
-    handshake_seconds: float = 10.0
-    attempts: int = 2
-    late_blocks: float = 0.5
+    lease_seconds: _Seconds = 30.0
+    load_timeout_seconds: _Seconds = 30.0
+    handshake_seconds: _Seconds = 10.0
+    attempts: _UpTo16 = 2
+    late_blocks: _Share = 0.5
     transfer_log: str | None = None
     record: str | None = None
     layout: Literal["auto", "engine"] | Layout = "auto"
     strategy: Literal["auto", "direct", "over-read", "staged", "shared"] = "auto"
-    staging_mib: int = 64
-    lanes: int = 2
+    staging_mib: Annotated[int, Meta(ge=0, le=65_536)] = 64
+    lanes: _UpTo16 = 2
     costs: str | None = None
     host_buffer: bool | None = None
     tiers: Any = None
     transfer: bool | None = None
-    chunk_tokens: int | None = None
-    snapshot_tokens: int | None = None
-    first_snapshot_tokens: int | None = None
-    tier_loads: int = 32
+    chunk_tokens: _Tokens | None = None
+    snapshot_tokens: _Tokens | None = None
+    first_snapshot_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
+    tier_loads: Annotated[int, Meta(ge=1, le=10_000)] = 32
     source_policy: PolicyName = "weight"
-    load_weight: float = 1.0
-    turn_seconds: float = 0.0
-    turn_share: float = 0.25
-    patience_seconds: float = 10.0
+    load_weight: Annotated[float, Meta(ge=0, le=1_000_000)] = 1.0
+    turn_seconds: Annotated[float, Meta(ge=0, lt=86_400)] = 0.0
+    turn_share: _Share = 0.25
+    patience_seconds: _Seconds = 10.0
     whole_blocks: bool = False
     name: str = ""
-    explain_requests: int = 512
+    explain_requests: Annotated[int, Meta(ge=0, le=100_000)] = 512
     admin: AdminConfig | None = None
 
     @property
@@ -188,14 +194,14 @@ def parse_config(extra: Mapping[str, Any], kv_role: str | None = None) -> Connec
         config = msgspec.structs.replace(config, transfer=True)
     _check_hosts(config)
     _check_paths(config)
-    _check_ranges(config)
+    _check_reachable(config)
+    _check_transfers(config)
     if config.chunk_tokens and config.snapshot_tokens:
         check_snapshot_tokens(config.snapshot_tokens, config.chunk_tokens)
     if config.host_buffer:
         check_host_buffer(config)
     parse_allowed_peers(config.peers, config.host, config.advertise_host)
     parse_port_range(config.ports)
-    _check_turns(config)
     return config
 
 
@@ -219,41 +225,22 @@ def _check_paths(config: ConnectorConfig) -> None:
             raise ConfigError(f"{name} is '', which names no file; give the path of a file, or leave it out")
 
 
-_RANGES = {
-    "port": (0, _MAX_PORT),
-    "attempts": (1, 16),
-    "staging_mib": (0, 65_536),
-    "lanes": (1, 16),
-    "chunk_tokens": (1, 1 << 20),
-    "snapshot_tokens": (1, 1 << 20),
-    "first_snapshot_tokens": (0, 1 << 20),
-    "tier_loads": (1, 10_000),
-    "explain_requests": (0, 100_000),
-}
-
-
-def _check_ranges(config: ConnectorConfig) -> None:
-    for name in ("lease_seconds", "load_timeout_seconds", "handshake_seconds", "patience_seconds"):
-        if not 0 < getattr(config, name) < 86_400:
-            raise ConfigError(f"{name} is {getattr(config, name)}, it must be above 0 and below a day")
-    for name, (low, high) in _RANGES.items():
-        value = getattr(config, name)
-        if value is not None and not low <= value <= high:
-            raise ConfigError(f"{name} is {value}, it must be {low} to {high}")
-    if config.admin is not None and not 0 <= config.admin.port <= _MAX_PORT:
-        raise ConfigError(f"admin.port is {config.admin.port}, it must be 0 to {_MAX_PORT}")
-    check_weight("load_weight", config.load_weight)
-    for name in ("late_blocks", "turn_share"):
-        if not 0 < getattr(config, name) <= 1:
-            raise ConfigError(f"{name} is {getattr(config, name)}, it must be above 0 and at most 1")
+def _check_reachable(config: ConnectorConfig) -> None:
     if is_every_address(config.host) and not config.advertise_host:
         raise ConfigError(
             f"host is {config.host}, every address of this machine; set advertise_host to the one that "
             "peers use"
         )
+
+
+def _check_transfers(config: ConnectorConfig) -> None:
     if read_tiers(config.tiers) is None and not config.transfers:
         raise ConfigError(
             "transfer is false and there are no tiers, so kvferry has nothing to do; set one of them"
+        )
+    if config.turn_seconds and not config.transfers:
+        raise ConfigError(
+            "turn_seconds is set, but no KV is exchanged with other engines; set transfer to true"
         )
 
 
@@ -293,13 +280,4 @@ def check_host_buffer(config: ConnectorConfig) -> None:
         raise ConfigError(
             "tiers are set, and KV moves through a host buffer (host_buffer, or kv_buffer_device cpu), so "
             "chunks would go to the buffer and not to the engine's cache; leave one of them out"
-        )
-
-
-def _check_turns(config: ConnectorConfig) -> None:
-    if not 0 <= config.turn_seconds < 86_400:
-        raise ConfigError(f"turn_seconds is {config.turn_seconds}, it must be 0 or more and below a day")
-    if config.turn_seconds and not config.transfers:
-        raise ConfigError(
-            "turn_seconds is set, but no KV is exchanged with other engines; set transfer to true"
         )

@@ -18,6 +18,7 @@ from kvferry.terminal import shown
 _NO_CHOICE = re.compile(r"Invalid enum value .* - at `\$(?P<path>[^`]+)`", re.DOTALL)
 _WRONG_TYPE = re.compile(r"Expected `(?P<types>[^`]+)`, got `(?P<got>\w+)` - at `\$(?P<path>[^`]+)`")
 _MISSING = re.compile(r"Object missing required field `(?P<key>\w+)`(?: - at `\$(?P<path>[^`]+)`)?")
+_OUT_OF_RANGE = re.compile(r"Expected `(?:int|float)` [<>]=? \S+ - at `\$(?P<path>[^`]+)`")
 _TOO_LARGE = re.compile(r"Number out of range - at `\$(?P<path>[^`]+)`")
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]|\[\.\.\.\]")
 """A step of a path to a value, as msgspec writes it: a key, an index, or any key of a dictionary."""
@@ -65,6 +66,10 @@ def conversion_error(error: str, given: Mapping[str, Any], settings: type[msgspe
         wanted = f"one of {', '.join(choices)}" if choices else _listed(types)
         absent = ", or left out" if value is None and not field.required else ""
         return f": {name} is {_shown(value, field)}; it must be {wanted}{absent}"
+    if found := _OUT_OF_RANGE.fullmatch(error):
+        name, value = _locate(given, found["path"])
+        field = _field(settings, found["path"])
+        return f": {name} is {_shown(value, field)}; it must be {_range(field.type)}"
     if found := _TOO_LARGE.fullmatch(error):
         return f": {_locate(given, found['path'])[0]} is a number of too many digits; write a smaller one"
     return f": {error}"
@@ -146,3 +151,15 @@ def _choices(of: Any) -> Iterator[str]:
             yield each
         else:
             yield from _choices(each)
+
+
+def _range(of: Any) -> str:
+    """Return the range of a number, such as ``1 to 16`` or ``above 0 and below 86400``."""
+    # Of `X | None`, the bounds are those of X.
+    meta = next(
+        one for each in (of, *get_args(of)) for one in get_args(each) if isinstance(one, msgspec.Meta)
+    )
+    if meta.ge is not None and meta.le is not None:
+        return f"{meta.ge} to {meta.le}"
+    words = {"at least": meta.ge, "above": meta.gt, "at most": meta.le, "below": meta.lt}
+    return " and ".join(f"{word} {bound}" for word, bound in words.items() if bound is not None)

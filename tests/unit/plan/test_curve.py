@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvferry.cli.curves import described
 from kvferry.cli.main import app
+from kvferry.cli.traces import described
 from kvferry.geometry.models import read_model
 from kvferry.plan.find import find_config
 from kvferry.plan.kept import KeptSettings

@@ -124,12 +124,12 @@ def test_config_shows_every_setting_and_marks_defaults():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--lease-seconds", "-1"], "lease_seconds is -1.0"),
-        (["--attempts", "99"], "attempts is 99, it must be 1 to 16"),
+        (["--lease-seconds", "-1"], "kv_connector_extra_config: lease_seconds is -1.0; it must be above 0"),
+        (["--attempts", "99"], "kv_connector_extra_config: attempts is 99; it must be 1 to 16"),
         (["--host", "http://10.0.0.7"], "host is 'http://10.0.0.7'; it must be a host name or IP address"),
         (["--host", ""], "host is ''; it must be a host name or IP address"),
         (["--host", "192.0.2.77"], "host 192.0.2.77 is not an address of this machine; run this where"),
-        (["--port", "70000"], "port is 70000, it must be 0 to 65535"),
+        (["--port", "70000"], "kv_connector_extra_config: port is 70000; it must be 0 to 65535"),
         (
             ["--other-connectors", '[{"kv_connector": "NixlConnector"}]'],
             "NixlConnector and KVFerryConnector would both hand KV over to other engines",

@@ -1,10 +1,13 @@
-"""Hit-rate curves of host memory from a trace file, with a progress bar for each pass."""
+"""Read traces for `kvferry replay` and `kvferry plan`, with a progress bar, and compute hit-rate curves."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from itertools import count
 from typing import TYPE_CHECKING
 
+from kvferry.errors import ConfigError
 from kvferry.units import counted
 
 if TYPE_CHECKING:
@@ -13,6 +16,63 @@ if TYPE_CHECKING:
     from kvferry.replay.pool import BlockPool
     from kvferry.replay.simulation import Simulation
     from kvferry.replay.trace.base import Trace
+    from kvferry.replay.trace.request import TraceRequest
+
+# Requests between two updates of the bar.
+_EVERY = 256
+
+
+def open_for_curve(path: str, unit_tokens: int | None, asked_by: str) -> Trace:
+    """Open a trace from which a hit-rate curve is computed, in several passes.
+
+    Args:
+        path: path of the trace, or ``-`` for standard input.
+        unit_tokens: number of tokens per unit, where the trace does not say it.
+        asked_by: option that needs the curve, for the error message.
+
+    Raises:
+        ConfigError: the file is no trace, it can be read only once, or it has only lengths.
+    """
+    from kvferry.replay.trace.base import ONLY_LENGTHS
+    from kvferry.replay.trace.open import open_trace
+
+    opened = open_trace(path, unit_tokens)
+    # A pipe has no length.
+    if opened.length is None:
+        raise ConfigError(f"{asked_by} needs several passes, but {path} can be read only once; name a file")
+    if not opened.tells_prefixes:
+        instead = "or describe a workload, such as users=500,turns=6"
+        raise ConfigError(f"{asked_by}: {opened.name} {ONLY_LENGTHS}, {instead}")
+    return opened
+
+
+def print_notes(trace: Trace) -> None:
+    """Print on standard error what reading a trace changed or assumed."""
+    for note in trace.notes():
+        print(f"kvferry: {trace.name}: {note}", file=sys.stderr)
+
+
+def progress(trace: Trace, what: str) -> Iterator[TraceRequest]:
+    """Yield the requests of a trace, and show how far it is read if standard error is a terminal.
+
+    Args:
+        trace: trace to read.
+        what: name of the task, for the bar.
+    """
+    if not sys.stderr.isatty():
+        yield from trace
+        return
+    # Here, because rich takes long to import, and `replay` may run without a terminal.
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[requests]:,} requests")
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=trace.length, requests=0)
+        for number, request in enumerate(trace):
+            if number % _EVERY == 0:
+                bar.update(task, completed=trace.position(), requests=number)
+            yield request
 
 
 def curve_after(trace: Trace, simulation: Simulation) -> list[CurvePoint]:
@@ -22,9 +82,9 @@ def curve_after(trace: Trace, simulation: Simulation) -> list[CurvePoint]:
         trace: trace that can be read several times.
         simulation: replay of the same trace, which bounds the capacities.
     """
-    from kvferry.cli.progress import progress
     from kvferry.replay.capacities import hit_rate_curve
 
+    # Each pass gets a bar of its own when it begins. Their number is not known before.
     passes = (progress(trace, f"curve, pass {number}") for number in count(1))
     return hit_rate_curve(passes, simulation)
 
@@ -42,7 +102,6 @@ def curve_of_model(
     Returns:
         (points, about). `about` says in sentences what the curve was computed from.
     """
-    from kvferry.cli.progress import progress
     from kvferry.replay.pool import block_pool
     from kvferry.replay.settings import ReplaySettings, parse_tier
     from kvferry.replay.simulation import Simulation
