@@ -8,7 +8,7 @@ from kvferry.connector.block_runs import BlockRun
 from kvferry.connector.engine import Request
 from kvferry.connector.events import BlocksRemoved, BlocksStored, Event
 from kvferry.engines.vllm.compat.block_events import describe_blocks, removed_event, stored_event
-from kvferry.engines.vllm.requests import VLLMRequest
+from kvferry.engines.vllm.compat.requests import VLLMRequest
 from kvferry.tiers.registry import medium_of
 
 

@@ -99,11 +99,6 @@ def draft_layer_names(vllm_config: VllmConfig) -> frozenset[str]:
     return frozenset(name for name, layer in layers.items() if id(layer) in own)
 
 
-def vocabulary_size(vllm_config: VllmConfig) -> int:
-    """Return the number of token ids that the engine can sample."""
-    return int(vllm_config.model_config.get_vocab_size())
-
-
 def pools_every_token(vllm_config: VllmConfig) -> str:
     """Return the names of the pooling methods for which vLLM disables a model's prefix cache.
 

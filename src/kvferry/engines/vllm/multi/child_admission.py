@@ -29,9 +29,9 @@ from kvferry.connector.engine import PrefixCache
 from kvferry.connector.headroom import Headroom
 from kvferry.connector.local_prefix import LocalPrefix
 from kvferry.connector.request_phases import AdmitAction, RequestPhase, RequestPhases, RequestState
+from kvferry.engines.vllm.compat.requests import VLLMRequest
 from kvferry.engines.vllm.multi.counts import Counts
 from kvferry.engines.vllm.multi.late_loads import LateLoad, LateLoads
-from kvferry.engines.vllm.requests import VLLMRequest
 
 
 @dataclass(frozen=True, slots=True)

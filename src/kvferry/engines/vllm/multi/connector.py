@@ -179,7 +179,7 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
         for child_index, child in enumerate(self._connectors):
             if loader not in (None, child_index) and isinstance(child, KVFerryConnector):
                 # A failed load is known only after the step, which would have stored KV computed from it.
-                child.scheduler.half.parts.distrust_all(request.request_id)
+                child.half.parts.distrust_all(request.request_id)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Label, int]:
         child_index = self._admission.chosen(request.request_id)
@@ -323,7 +323,7 @@ def _awaited(child: Any, request_id: str) -> Bid | None:
     """
     if not isinstance(child, KVFerryConnector):
         return None
-    return child.scheduler.half.admission.awaited(request_id)
+    return child.half.admission.awaited(request_id)
 
 
 def _of_child(metadata: dict[Any, Any], child_index: int) -> dict[Any, Any]:

@@ -49,7 +49,6 @@ class LateLoads:
         """Begin without late loads.
 
         Args:
-            workers: number of workers that report the end of each load.
             deadline_seconds: time after which a load is late, for the log.
         """
         self.pool: BlockPool | None = None
@@ -58,19 +57,13 @@ class LateLoads:
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        """Return the number of late loads whose end the workers have not all reported."""
         return len(self._pins)
 
     def hold(self, child: str, request_id: str, blocks: Sequence[Sequence[Any]]) -> LateLoad:
-        """Pin the blocks of a load that is late. The request still holds them.
-
-        Args:
-            child: name of the child connector that loads.
-            request_id: id of the request.
-            blocks: vLLM's blocks of the request, for each KV cache group.
-        """
+        """Pin the blocks of a late load, for each KV cache group. The request still holds them."""
         assert self.pool is not None, "a load needs blocks"
         held = [block for group in blocks for block in group if block.block_id != _NULL_BLOCK]
+        # Before vLLM frees the blocks, which it does when the request goes on.
         self.pool.touch(held)
         key = f"{request_id}#{next(self._numbers)}"
         self._pins.hold(key, child, held)
@@ -83,24 +76,15 @@ class LateLoads:
         return LateLoad(key, frozenset(block.block_id for block in held))
 
     def end(self, workers: Mapping[str, int]) -> None:
-        """Unpin the blocks of loads that have ended on every worker.
-
-        Args:
-            workers: number of workers on which a load has ended since the last call, by name of the load.
-        """
+        """Unpin the blocks of loads that have ended on every worker, from the number of workers by load."""
         for key, count in workers.items():
             if (blocks := self._pins.on_transfer_ended(key, count)) and self.pool is not None:
                 self.pool.free_blocks(reversed(blocks))
 
     def has_room(self, child: str, in_flight: Mapping[str, int]) -> bool:
-        """Return whether a child may begin a load. All of its loads in flight may become late.
-
-        A child may hold half of the blocks that the loads of the other children leave (`pins.may_hold`).
-
-        Args:
-            child: name of the child.
-            in_flight: number of blocks that loads in flight hold, by child, without late loads.
-        """
+        """Return True if a child may begin a load, given the blocks of loads in flight by child."""
         if self.pool is None:
             return True
+        # Any load in flight may become late. A child may hold half of the blocks that the loads of the others
+        # leave.
         return may_hold(child, 1, Counter(self._pins.held) + Counter(in_flight), len(self.pool.blocks))
