@@ -56,9 +56,9 @@ from kvferry.connector.peers.turn_names import TurnNames
 from kvferry.connector.refusals import Refusals
 from kvferry.connector.stream import EventStream
 from kvferry.connector.tiers.source import TierSource
-from kvferry.engines.vllm.compat.frees import defer_frees
 from kvferry.engines.vllm.compat.prefix_cache import VLLMPrefixCache
 from kvferry.engines.vllm.compat.requests import request_wrapper
+from kvferry.engines.vllm.compat.scheduler import defer_frees
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.info import engine_info
 from kvferry.engines.vllm.meta import SchedulerMeta, WorkerMeta

@@ -13,7 +13,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 
 from kvferry.engines.vllm import identity
 from kvferry.engines.vllm.built import Built
-from kvferry.engines.vllm.compat.dtypes import state_dtypes
+from kvferry.engines.vllm.compat.specs import state_dtypes
 from kvferry.transport.messages import compare_facts
 from support.engine_arguments import DECIDES, DOES_NOT, REFUSED
 

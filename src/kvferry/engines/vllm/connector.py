@@ -11,15 +11,12 @@ import logging
 from typing import Any, ClassVar, NoReturn
 
 from kvferry.engines.vllm import layout
-from kvferry.engines.vllm.compat.arrivals import guard_arrivals
 from kvferry.engines.vllm.compat.connectors import current_config, register_connector
 from kvferry.engines.vllm.compat.contract import KVConnectorRole, KVConnectorTransferResults
-from kvferry.engines.vllm.compat.frees import defer_frees
-from kvferry.engines.vllm.compat.pauses import tell_of_pauses
+from kvferry.engines.vllm.compat.memory import check_fixed_memory
 from kvferry.engines.vllm.compat.process import share_logging, sleep_between_polls
-from kvferry.engines.vllm.compat.sleep import tell_of_sleep
+from kvferry.engines.vllm.compat.scheduler import prepare_scheduler
 from kvferry.engines.vllm.config import keep_transfer, read_settings, unused_keys
-from kvferry.engines.vllm.fixed_memory import check_fixed_memory
 from kvferry.engines.vllm.meta import SchedulerMeta, WorkerCard, WorkerMeta
 from kvferry.engines.vllm.scheduler import ONE_HANDSHAKE, SchedulerHooks
 from kvferry.engines.vllm.stats import FerryMetrics, FerryStats
@@ -70,12 +67,9 @@ class KVFerryConnector(SchedulerHooks):
             if unused := unused_keys(vllm_config.kv_transfer_config.kv_port):
                 logger.warning("kvferry: %s", unused)
             self._open_scheduler(config)
-            # The settings are read before `defer_frees` changes the role, from which `transfer` may follow.
+            # Before the role changes (`defer_frees`), from which the setting `transfer` may follow.
             keep_transfer(vllm_config, config)
-            defer_frees(vllm_config)
-            guard_arrivals()
-            tell_of_pauses()
-            tell_of_sleep()
+            prepare_scheduler(vllm_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -210,7 +204,6 @@ def _engine_id(vllm_config: Any) -> str:
 
 
 def __getattr__(name: str) -> NoReturn:
-    """Refuse a wrong ``kv_connector`` in words: vLLM looks the class up in this module."""
     if not name[:1].isupper() and "ferry" not in name:  # no class: tools look for other names
         raise AttributeError(name)
     raise wrong_name(name, __name__)

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import reduce
 from typing import Any
 
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.scheduler import SchedulerHalf
 from kvferry.connector.stream import EventStream
-from kvferry.engines.vllm.block_events import BlockEventPublisher
-from kvferry.engines.vllm.compat.block_events import publishes_block_events
+from kvferry.engines.vllm.built import Built
+from kvferry.engines.vllm.compat.block_events import BlockEventPublisher, publishes_block_events
 from kvferry.engines.vllm.compat.contract import KVConnectorBase_V1, SupportsHMA
 from kvferry.engines.vllm.compat.hit_sources import Label, hit_source
 from kvferry.engines.vllm.compat.loras import hook_adapter_loads
 from kvferry.engines.vllm.compat.prefix_cache import VLLMPrefixCache
 from kvferry.engines.vllm.compat.requests import VLLMStep, request_wrapper
-from kvferry.engines.vllm.compat.spans import is_traced
+from kvferry.engines.vllm.compat.spans import is_traced, tracing
 from kvferry.engines.vllm.compat.wake import find_waker
-from kvferry.engines.vllm.identity import built_by_all, facts_of, lora_settings, must_agree, namespace_of
+from kvferry.engines.vllm.identity import facts_of, lora_settings, must_agree, namespace_of
 from kvferry.engines.vllm.info import engine_info
 from kvferry.engines.vllm.items import Identifiers
 from kvferry.engines.vllm.meta import SchedulerMeta, WorkerCard, WorkerMeta
-from kvferry.engines.vllm.tracing import tracing
 from kvferry.errors import ConfigError
 from kvferry.observe.explaining import RequestExplainer
 from kvferry.observe.metrics_listener import MetricsListener
@@ -101,9 +101,6 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     def _start(self, cards: tuple[WorkerCard, ...]) -> None:
         """Start the scheduler half, after all workers of the engine have started.
 
-        Args:
-            cards: handshakes of all workers, sorted by (pp_rank, tp_rank).
-
         Raises:
             ConfigError: a worker's settings differ from this connector's, the transfer log cannot be opened,
                 or the scheduler half cannot start (see `SchedulerHalf.start`).
@@ -111,7 +108,9 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         config, vllm_config = self._config, self._vllm_config
         if any(card.info.settings != config.without_host for card in cards):
             raise ConfigError(f"the workers' handshake is that of another KVFerryConnector: {ONE_HANDSHAKE}")
-        agree = must_agree(vllm_config, self._kv_cache_config, built_by_all(card.built for card in cards))
+        # Pipeline stages have built different parts of the model.
+        built = reduce(Built.with_other, (card.built for card in cards), Built())
+        agree = must_agree(vllm_config, self._kv_cache_config, built)
         workers = [card.info for card in cards]
         if config.transfers and config.transfer_log is not None:
             self._log = TransferLog(config.transfer_log, [worker.geometry for worker in workers])

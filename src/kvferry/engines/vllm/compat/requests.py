@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 from kvferry.connector.engine import BlockIds, LoraAdapter
 from kvferry.engines.vllm import items
 from kvferry.engines.vllm.compat.block_hashes import hash_block_tokens
-from kvferry.engines.vllm.compat.drafts import reads_ahead
+from kvferry.engines.vllm.compat.models import reads_ahead
 
 
 @dataclass(frozen=True, slots=True)
