@@ -143,7 +143,7 @@ class SteppedEngine:
         first: Any = self._scheduler.connector
         self.connectors = (first, get_kv_transfer_group()) if connector else ()
         several = getattr(first, "sub_connectors", [first])
-        self.halves = tuple(one.scheduler.half for one in several if hasattr(one, "scheduler"))
+        self.halves = tuple(one.half for one in several if hasattr(one, "half"))
 
     def add(self, prompt: Sequence[int], tokens: int, logprobs: int | None = None) -> None:
         """Add a request that generates `tokens` tokens.

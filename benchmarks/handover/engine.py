@@ -141,7 +141,7 @@ class HandoverEngine:
         _watch_scheduler(scheduler, self._watch)
         _watch_worker(worker, self._watch)
         if setup.connector == "kvferry":
-            scheduler.scheduler.half.events.subscribe(self._on_event)
+            scheduler.half.events.subscribe(self._on_event)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
         """Compute prompts; return the ``kv_transfer_params`` with which another engine continues each."""

@@ -81,7 +81,7 @@ class TurnsEngine:
         )
         scheduler = self._engine.llm_engine.engine_core.engine_core.scheduler
         self._loads: list[Event] = []
-        scheduler.connector.scheduler.half.events.subscribe(self._loads.append)
+        scheduler.connector.half.events.subscribe(self._loads.append)
         self._block_tokens = int(scheduler.block_size)
 
     def block_tokens(self) -> int:

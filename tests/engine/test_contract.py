@@ -12,7 +12,7 @@ from kvferry.engines.vllm.version import minor_release, vllm_version
 pytestmark = pytest.mark.engine
 
 PATCHED = {"on_pause", "on_sleep", "on_asleep"}
-"""Hooks that kvferry adds to vLLM, which calls them as `compat.pauses` and `compat.sleep` make it."""
+"""Hooks that kvferry adds to vLLM, which calls them as `compat.scheduler` and `compat.sleep` make it."""
 SINCE = {
     "get_external_cache_hit_sources": "0.32",
     "get_loaded_kv_cache_group_ids": "0.32",
@@ -42,9 +42,10 @@ def test_every_hook_of_the_connector_is_one_of_vllms_with_the_same_arguments() -
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
     from kvferry.engines.vllm.connector import KVFerryConnector
+    from kvferry.engines.vllm.scheduler import SchedulerHooks
 
     assert not inspect.isabstract(KVFerryConnector)
-    for name, ours in vars(KVFerryConnector).items():
+    for name, ours in {**vars(SchedulerHooks), **vars(KVFerryConnector)}.items():
         if name.startswith("_") or name in PATCHED or not inspect.isfunction(ours):
             continue
         if is_before(SINCE.get(name)):
@@ -81,19 +82,20 @@ def test_requests_report_hits_of_the_engines_own_prefix_cache() -> None:
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
-    from kvferry.engines.vllm.compat.requests import cached_tokens, own_hit, report_cached_tokens
+    from kvferry.engines.vllm.compat.requests import VLLMRequest
 
     request = Request("r", [1, 2, 3], SamplingParams(max_tokens=8), None)
+    ours = VLLMRequest(request)
     request.prefill_stats.set(3, 2, 1)
-    assert (own_hit(request), cached_tokens(request)) == (2, 3)
-    report_cached_tokens(request, 1)
-    assert (own_hit(request), cached_tokens(request)) == (2, 1)
+    assert (ours.own_hit, ours.cached_tokens) == (2, 3)
+    ours.report_cached_tokens(1)
+    assert (ours.own_hit, ours.cached_tokens) == (2, 1)
     request.num_preemptions = 1
-    assert own_hit(request) is None
+    assert ours.own_hit is None
     request.num_preemptions = 0
     request.take_prefill_stats()
-    report_cached_tokens(request, 1)
-    assert own_hit(request) is cached_tokens(request) is None
+    ours.report_cached_tokens(1)
+    assert ours.own_hit is ours.cached_tokens is None
 
 
 def test_requests_report_features_that_leave_their_content_without_a_certain_name() -> None:
@@ -103,7 +105,7 @@ def test_requests_report_features_that_leave_their_content_without_a_certain_nam
 
     from kvferry.connector.adapters import Adapters
     from kvferry.connector.prompt_content import keys_of
-    from kvferry.engines.vllm.requests import VLLMRequest
+    from kvferry.engines.vllm.compat.requests import VLLMRequest
     from kvferry.errors import Unnameable
 
     def named(tokens: list[int] | None = None, **how: Any) -> Any:
@@ -130,18 +132,18 @@ def test_requests_have_the_attributes_that_trimming_a_prompt_changes() -> None:
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
-    from kvferry.engines.vllm.compat.requests import trim_prompt
+    from kvferry.engines.vllm.compat.requests import VLLMRequest
 
     request = Request("r", [1, 2, 3], SamplingParams(max_tokens=8), None)
-    assert trim_prompt(request, 1)
+    assert VLLMRequest(request, 1).trim_prompt()
     assert (request.prompt_token_ids, list(request.all_token_ids)) == ([1, 2], [1, 2])
     assert (request.num_prompt_tokens, request.num_tokens, request.max_tokens) == (2, 2, 1)
     alone = Request("s", [1], SamplingParams(max_tokens=8), None)
-    assert not trim_prompt(alone, 1)
+    assert not VLLMRequest(alone, 1).trim_prompt()
     assert (alone.num_prompt_tokens, alone.max_tokens) == (1, 8)
     for scored in ({"prompt_logprobs": 0}, {"prompt_logprob_token_ids": [[1], [2]]}):
         request = Request("t", [1, 2, 3], SamplingParams(max_tokens=8, **scored), None)
-        assert not trim_prompt(request, 1), "the answer has logprobs for every token of the prompt"
+        assert not VLLMRequest(request, 1).trim_prompt(), "each prompt token has logprobs in the answer"
         assert (request.num_prompt_tokens, request.max_tokens) == (3, 8)
 
 
@@ -192,12 +194,12 @@ def test_a_request_has_a_position_at_which_the_scheduler_ends_a_step_and_keeps_t
     from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SingleTypeKVCacheManager
     from vllm.v1.request import Request
 
-    from kvferry.engines.vllm.compat.requests import snapshot_at, take_snapshot_at
+    from kvferry.engines.vllm.compat.requests import VLLMRequest
 
     request = Request("r", [1, 2, 3], SamplingParams(max_tokens=8), None)
-    assert snapshot_at(request) == 0
-    take_snapshot_at(request, 2)
-    assert snapshot_at(request) == request.shared_prefix_boundary == 2
+    assert VLLMRequest(request).snapshot_at == 0
+    VLLMRequest(request).take_snapshot_at(2)
+    assert VLLMRequest(request).snapshot_at == request.shared_prefix_boundary == 2
     position = "request.shared_prefix_boundary"
     for reader in (Scheduler._mamba_block_aligned_split, SingleTypeKVCacheManager.cache_blocks):
         assert position in inspect.getsource(reader)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from kvferry.engines.vllm.requests import VLLMRequest
+from kvferry.engines.vllm.compat.requests import VLLMRequest
 
 
 @dataclass

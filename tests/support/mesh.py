@@ -23,9 +23,9 @@ from kvferry.connector.load import Load
 from kvferry.connector.messages import Report, StepReports, WorkerInfo
 from kvferry.connector.peers.offer import Offer, write_offer
 from kvferry.connector.stream import EventStream
+from kvferry.engines.vllm.compat.requests import VLLMStep, request_wrapper
 from kvferry.engines.vllm.info import engine_info
 from kvferry.engines.vllm.meta import SchedulerMeta
-from kvferry.engines.vllm.requests import VLLMRequests, VLLMStep
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.transport.control_server import LeasesClaimed, LeasesReleased, ProducerCard
 from kvferry.transport.fair_queue import FairQueue
@@ -178,7 +178,7 @@ class MeshConnector(WithoutWorkers):
         settings = self._vllm_config.kv_transfer_config.kv_connector_extra_config
         config: ConnectorConfig = settings["config"]
         engine = engine_info(self._vllm_config, self._kv_cache_config)
-        self.wrap = VLLMRequests(self._vllm_config, self._kv_cache_config).wrap
+        self.wrap = request_wrapper(self._vllm_config, self._kv_cache_config)
         self.offers: dict[str, dict[str, Any] | None] = {}
         self.half = scheduler.SchedulerHalf(
             engine, config, Adapters(), EventStream(settings["listen"]), settings["clock"]

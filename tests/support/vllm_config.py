@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 
 def inspect_models_here() -> None:
@@ -54,3 +55,15 @@ def configured(
         max_in_flight_tokens=256,
         num_prefill_lookahead_tokens=0,
     )  # fmt: skip
+
+
+def scheduler_connector(vllm_config: Any, kv_cache_config: Any, config: Any) -> Any:
+    """Return the connector of a scheduler, without the checks and patches of an engine's start."""
+    from kvferry.engines.vllm.compat.contract import KVConnectorBase_V1, KVConnectorRole
+    from kvferry.engines.vllm.connector import KVFerryConnector
+
+    made = KVFerryConnector.__new__(KVFerryConnector)
+    KVConnectorBase_V1.__init__(made, vllm_config, KVConnectorRole.SCHEDULER, kv_cache_config)
+    made._workers = {}
+    made._open_scheduler(config)
+    return made

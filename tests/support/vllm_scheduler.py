@@ -55,13 +55,13 @@ from kvferry.connector.peers.turn_names import TurnNames
 from kvferry.connector.source import Answer
 from kvferry.connector.stream import EventStream, Refusals
 from kvferry.connector.tiers.source import TierSource
-from kvferry.engines.vllm.compat.frees import defer_frees
 from kvferry.engines.vllm.compat.prefix_cache import VLLMPrefixCache
+from kvferry.engines.vllm.compat.requests import request_wrapper
+from kvferry.engines.vllm.compat.scheduler import defer_frees
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.info import engine_info
 from kvferry.engines.vllm.meta import SchedulerMeta, WorkerMeta
 from kvferry.engines.vllm.multi.connector import FerryMultiConnector
-from kvferry.engines.vllm.requests import VLLMRequests
 from kvferry.geometry import Group
 from kvferry.tiers.names import TIERS
 from kvferry.transport.control_server import LeasesClaimed, LeasesReleased
@@ -228,7 +228,7 @@ class PlayedConnector(WithoutWorkers):
         config = self._kv_cache_config
         self.engine = engine_info(self._vllm_config, config)
         groups = [Group(one.kind, one.block_tokens, one.attention_span, ()) for one in self.engine.groups]
-        self.wrap = VLLMRequests(self._vllm_config, config).wrap
+        self.wrap = request_wrapper(self._vllm_config, config)
         self.sources = [Played("tiers"), Played("peer")]
         self.admissions, self.most = Counter[str](), 0
         self.loads: list[tuple[int, int, int]] = []

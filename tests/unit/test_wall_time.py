@@ -23,7 +23,7 @@ USES = {
     "cli/explain.py": "ages of requests, for people",
     "doctor/calibrate.py": "the date in a file of measurements",
     "doctor/costs.py": "the age of a file of measurements, for people",
-    "engines/vllm/tracing.py": "spans, which are in wall time",
+    "engines/vllm/compat/spans.py": "spans, which are in wall time",
     "explain/text.py": "times of requests, for people",
     "observe/recorder.py": "arrivals in a recorded trace, for people and to join traces of several engines",
     "observe/trace_server.py": "ages of requests, for people",

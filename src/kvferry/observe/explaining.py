@@ -12,10 +12,7 @@ from kvferry.observe.wire import EngineInfo
 
 
 class RequestExplainer:
-    """Recorder of the events of an engine's latest requests.
-
-    It sends the events to the command `kvferry explain` on a Unix socket.
-    """
+    """Recorder of the events of an engine's latest requests, for the command `kvferry explain`."""
 
     def __init__(
         self,
@@ -52,10 +49,7 @@ class RequestExplainer:
             events.subscribe(self._traces)
 
     def start(self) -> None:
-        """Open the socket, and start the thread that answers `kvferry explain`.
-
-        Do nothing if no requests are remembered. If the socket cannot be opened, the failure is only logged.
-        """
+        """Open the socket, and start the thread that answers. A failure is only logged."""
         if self._traces is not None:
             self._server = TraceServer(self._traces, self._engine, self._max_requests)
 

@@ -36,11 +36,8 @@ def exposed_name(metric: Metric, prefix: str = PREFIX) -> str:
     """Return the name that a metric has on `/metrics`, such as ``kvferry_loads_total``.
 
     For a histogram, the name has no suffix such as ``_bucket``.
-
-    Args:
-        metric: definition of the metric.
-        prefix: start of the name: ``kvferry_`` or ``vllm:``.
     """
+    # Prometheus clients add the suffix of a counter.
     return f"{prefix}{metric.name}{'_total' if metric.kind is MetricKind.COUNTER else ''}"
 
 
@@ -71,9 +68,5 @@ SUFFIXES = ("_bucket", "_sum", "_count")
 
 
 def series_names(name: str) -> tuple[str, ...]:
-    """Return the names that a metric's series have on `/metrics`: one name, or three for a histogram.
-
-    Args:
-        name: name of a metric in `EXPOSED` (all metrics that engines expose).
-    """
+    """Return the names that the series of a metric in `EXPOSED` have: one name, or three for a histogram."""
     return tuple(name + each for each in SUFFIXES) if EXPOSED[name].kind is MetricKind.HISTOGRAM else (name,)

@@ -23,29 +23,23 @@ _CONNECT_SECONDS = 5.0
 
 
 class HttpReply(NamedTuple):
-    """A complete HTTP answer.
-
-    Attributes:
-        status: HTTP status.
-        body: complete body.
-    """
+    """A complete HTTP answer."""
 
     status: int
     body: bytes
 
     @property
     def fine(self) -> bool:
-        """Return whether the status is from 200 to 299, which means success."""
         return 200 <= self.status < 300
 
     @property
     def text(self) -> str:
-        """Return the body as text, decoded as UTF-8. Invalid bytes are replaced."""
+        """The body as UTF-8 text. Invalid bytes are replaced."""
         return self.body.decode(errors="replace")
 
     @property
     def json(self) -> Any:
-        """Return the body decoded as JSON; None if it is not JSON."""
+        """The body decoded as JSON; None if it is not JSON."""
         try:
             return msgspec.json.decode(self.body)
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -84,15 +78,11 @@ The module creates it at import: msgspec crashes if several threads decode a typ
 
 
 def client(headers: Mapping[str, str] | None = None) -> httpx.AsyncClient:
-    """Create an HTTP client for requests to engines and routers.
-
-    The client uses each connection for one request only. An engine could close an idle connection just when
-    the next request is sent, and the request would fail.
-
-    Args:
-        headers: headers of every request; None for no additional headers.
-    """
+    """Create an HTTP client for requests to engines and routers, with these headers in every request."""
+    # A connection serves one request: an engine could close an idle one just when the next request is sent,
+    # and the request would fail.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    # `fetch` limits the whole request.
     timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)
     return httpx.AsyncClient(
         limits=limits, timeout=timeout, trust_env=False, follow_redirects=False, headers=headers
@@ -119,7 +109,7 @@ async def fetch(
 
     Raises:
         ProtocolError: the URL is not valid, the server cannot be reached, no complete answer arrives in time,
-            or the answer is too large. The message states the reason.
+            or the answer is too large.
     """
     method, kind = ("GET", {}) if post is None else ("POST", {"content-type": "application/json"})
     body = bytearray()
@@ -128,6 +118,7 @@ async def fetch(
             async with http.stream(method, url, content=post, headers={**kind, **(headers or {})}) as answer:
                 async for piece in answer.aiter_bytes():
                     body += piece
+                    # The server may be any, and its answer endless.
                     if len(body) > max_bytes:
                         raise ProtocolError(f"{urlsplit(url).path} is larger than {max_bytes >> 20} MiB")
     except TimeoutError as error:
@@ -141,13 +132,11 @@ async def fetch(
 
 
 def _why(error: BaseException) -> str:
-    """Return a colon and the message of the root cause of `error`, to append to a sentence.
-
-    The result is empty if the root cause is neither a TLS error nor an `OSError` with an error number.
-    """
+    """Return a colon and the message of the root cause, to append to a sentence; empty if it says nothing."""
     if isinstance(error, BaseExceptionGroup):  # a host name with several addresses
         return _why(error.exceptions[0])
     if cause := error.__cause__ or error.__context__:
+        # The messages of httpx say less than the system's.
         return _why(cause)
     if isinstance(error, ssl.SSLCertVerificationError):
         return f": its certificate is not trusted, {error.verify_message}"
@@ -155,4 +144,5 @@ def _why(error: BaseException) -> str:
         return f": no TLS with it ({error.reason})"
     if not isinstance(error, OSError) or error.errno is None:
         return ""
+    # Errors of the resolver have negative numbers and a text of their own.
     return f": {os.strerror(error.errno) if error.errno > 0 else error.strerror}"

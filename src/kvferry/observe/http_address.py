@@ -18,6 +18,7 @@ def http_address(text: str) -> str | None:
             return None
     except ValueError:  # unmatched brackets, a port that is not a number, an empty or long label
         return None
+    # Users copy the address of the API, or the one that Prometheus scrapes.
     path = parts.path.rstrip("/").removesuffix("/metrics").removesuffix("/v1").rstrip("/")
     return f"{parts.scheme}://{parts.netloc}{path}"
 
@@ -31,6 +32,7 @@ def server_url(text: str) -> str | None:
     if "://" in text:
         return http_address(text)
     try:
+        # A name alone is more likely a mistake than a server at port 80.
         has_port = urlsplit(f"//{text}").port is not None
     except ValueError:
         return None

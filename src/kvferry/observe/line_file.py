@@ -44,11 +44,7 @@ def open_line_file(setting: str, path: str) -> FileIO:
 
 
 def check_line_file(setting: str, path: str) -> None:
-    """Check that a file can be opened for appending. A file that does not exist is created and removed.
-
-    Args:
-        setting: name of the setting that names the file, for the error message.
-        path: path of the file.
+    """Check that `open_line_file` can open a file. A file that does not exist is created and removed.
 
     Raises:
         ConfigError: the file cannot be opened.
@@ -63,9 +59,7 @@ def check_line_file(setting: str, path: str) -> None:
 class LineFile:
     """Writes lines to a file in a thread, in the order in which they were added.
 
-    If a line cannot be written, for example because the disk is full, no more lines are written. If the lines
-    that wait take more memory than allowed, further lines are left out. The log says both. The engine's
-    thread alone calls the methods, and none of them but `close` waits for the disk.
+    The engine's thread alone calls the methods, and none of them but `close` waits for the disk.
     """
 
     def __init__(
@@ -80,8 +74,7 @@ class LineFile:
         """Start the thread.
 
         Args:
-            setting: name of the setting that names the file, for log messages.
-            path: path of the file, for log messages.
+            setting, path: name of the setting and path of the file, for log messages.
             file: file opened for appending, without a buffer. The thread closes it.
             most_queued_bytes: maximum memory of the lines that wait to be written.
             closing_seconds: longest time for which `close` waits.
@@ -107,6 +100,7 @@ class LineFile:
         if not self._is_open:
             return
         if self._added - self._taken > self._most:
+            # Memory is the engine's. A log with gaps is better than an engine that is killed.
             self._left_out += 1
             slow = f"{self._setting}: {self._path} is written too slowly"
             self._warnings.say("slow", f"{slow}; lines are left out")
@@ -118,6 +112,7 @@ class LineFile:
         """Wait until all lines are written, for at most `closing_seconds`, and close the file."""
         self._is_open = False
         self._lines.put(None)
+        # A hung disk must not keep the engine from ending.
         self._thread.join(self._closing_seconds)
         if self._thread.is_alive():
             slow = f"{self._setting}: {self._path} is written too slowly"
@@ -130,6 +125,7 @@ class LineFile:
         try:
             while (item := self._lines.get()) is not None:
                 line, size = item
+                # Lines are encoded here, so that this costs the engine's thread nothing.
                 self._write(line())
                 self._taken += size
         except OSError as error:
@@ -139,11 +135,13 @@ class LineFile:
         finally:
             self._is_open = False
             self._file.close()
+            # Nobody will read the queue any more, and its lines hold memory.
             self._drop_lines()
 
     def _write(self, line: bytes) -> None:
         rest = memoryview(line)
         while rest:
+            # A write without a buffer may take only a part, for example if the disk fills up.
             rest = rest[self._file.write(rest) :]
 
     def _drop_lines(self) -> None:

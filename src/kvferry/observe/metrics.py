@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 PREFIX = "kvferry_"
 
+# From a READ on one machine to a load that times out.
 SECONDS = (
     0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 )  # fmt: skip
@@ -29,7 +30,6 @@ class Metric:
 
     Attributes:
         name: name of the metric, without the prefix ``kvferry_`` and, for counters, without ``_total``.
-        kind: counter, gauge or histogram.
         help_text: description of the metric, which `/metrics` shows.
         labels: names of the labels that kvferry sets, in the order in which their values are passed; without
             labels that vLLM and Prometheus add.
@@ -89,6 +89,7 @@ _ALL = (
     _counter("leases_ended", "Leases that have ended.", "outcome"),
 )
 
+# The names begin with `multi_`, because the children of a FerryMultiConnector have the others.
 _MULTI = (
     _counter("multi_queries", "Requests for which a connector was asked, once per admission.", "connector"),
     _counter("multi_hits", "Requests that a connector was chosen to load.", "connector"),

@@ -13,7 +13,7 @@ Series: TypeAlias = tuple[str, tuple[str, ...]]
 
 @dataclass(slots=True)
 class MetricsDelta:
-    """Changes of metrics in one engine step, by series (pair of metric name and label values). Mutable.
+    """Changes of metrics in one engine step, by series. Mutable.
 
     Attributes:
         counters: increments of the counters.
@@ -26,50 +26,27 @@ class MetricsDelta:
     samples: defaultdict[Series, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def __bool__(self) -> bool:
-        """Return whether any metric has changed."""
         return bool(self.counters or self.gauges or self.samples)
 
     def count(self, name: str, *labels: str, by: int = 1) -> None:
-        """Increment a counter.
-
-        Args:
-            name: name of the metric without ``kvferry_`` and ``_total``.
-            labels: values of the metric's labels, in the order of `Metric.labels`.
-            by: increment; 0 to change nothing.
-        """
+        """Increment a counter of `METRICS`, with its labels in the order of `Metric.labels`."""
+        # A counter without increments would show up as a series of its own.
         if by:
             self.counters[name, labels] += by
 
     def set(self, name: str, *labels: str, to: float) -> None:
-        """Set a gauge.
-
-        Args:
-            name: name of the metric without ``kvferry_``.
-            labels: values of the metric's labels, in the order of `Metric.labels`.
-            to: new value.
-        """
+        """Set a gauge of `METRICS`, with its labels in the order of `Metric.labels`."""
         self.gauges[name, labels] = to
 
     def sample(self, name: str, *labels: str, of: Iterable[float]) -> None:
-        """Add observations to a histogram.
-
-        Args:
-            name: name of the metric without ``kvferry_``.
-            labels: values of the metric's labels, in the order of `Metric.labels`.
-            of: observed values.
-        """
+        """Add observations to a histogram of `METRICS`, with its labels in the order of `Metric.labels`."""
         if seen := list(of):
             self.samples[name, labels] += seen
 
     def add(self, other: MetricsDelta) -> None:
-        """Merge a later delta into this one.
-
-        Counters are added, gauges are overwritten, and observations are appended.
-
-        Args:
-            other: later delta; not modified.
-        """
+        """Merge a later delta, which is not modified, into this one."""
         self.counters.update(other.counters)
+        # The later value of a gauge is the current one.
         self.gauges.update(other.gauges)
         for series, seen in other.samples.items():
             self.samples[series] += seen
@@ -90,7 +67,7 @@ class MetricsDelta:
 
     @classmethod
     def read(cls, plain: Mapping[str, Any]) -> MetricsDelta:
-        """Create a delta from the dict that the method `plain` returned."""
+        """Create a delta from the result of `plain`."""
         found = cls()
         for name, labels, n in plain["counters"]:
             found.count(name, *labels, by=n)

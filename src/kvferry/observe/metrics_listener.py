@@ -23,18 +23,17 @@ from kvferry.tiers.names import HOST, PEER
 class _RequestCounts:
     """The history of a request, from which its hits, misses and recomputed tokens are counted. Mutable.
 
-    A source is a provider of KV: a peer or the tiers. An attempt is a set of loads, from one or two sources,
-    that together load a prefix of the prompt. If a load fails, there may be another attempt.
+    An attempt is a set of loads, from one or two sources, that together load a prefix of the prompt. If a
+    load fails, there may be another attempt.
 
     Attributes:
         sources: names of the sources that may serve the request.
         ticket: True if the request came with a peer's ticket.
         asked: last event with the sources' answers for the request; None before the first such event.
-        failed: maps the name of a source to the reason why its latest failed load failed.
-        until: maps the name of an attempt to the position after the last token that its loads cover.
-        lost: maps the name of a source with a failed load to a position, the largest `until` of the attempts
-            in which it failed. Without the failure, the engine would not compute the tokens before this
-            position. Cleared when the request is scheduled.
+        failed: reason of the latest failed load, by source.
+        until: position after the last token that an attempt's loads cover, by attempt.
+        lost: largest `until` of the attempts in which a source failed, by source. Cleared when the request is
+            scheduled.
         settled: True once the request was scheduled.
     """
 
@@ -47,11 +46,7 @@ class _RequestCounts:
     settled: bool = False
 
     def source_miss(self, source: str) -> SourceMiss:
-        """Return the reason why a source did not load KV for the request.
-
-        Args:
-            source: name of the source, which had no successful load for this request.
-        """
+        """Return the reason why a source without a successful load did not load KV for the request."""
         if source in self.failed:
             return SourceMiss(source, self.failed[source])
         asked = self.asked
@@ -65,6 +60,7 @@ class _RequestCounts:
         if asked.why in _NOT_TAKEN:
             return SourceMiss(source, _NOT_TAKEN[asked.why])
         taken = max((one.value for one in asked.bids if one.bid is asked.chosen), default=asked.compute_value)
+        # A source that still looked would have won with what it hoped to find.
         waited_for = all(one.bid.looking for one in bids) and max(one.value for one in bids) > taken
         return SourceMiss(source, MissReason.LOOKING if waited_for else MissReason.LOST_BID)
 
@@ -96,17 +92,16 @@ class MetricsListener:
         }
 
     def __len__(self) -> int:
-        """Return the number of tracked requests: those that have not ended and have at least one source."""
+        """Return the number of requests that have not ended and have at least one source."""
         return len(self._requests)
 
     def __call__(self, event: Event) -> None:
-        """Update the metrics that an event changes."""
         if (count := self._handlers.get(type(event))) is not None:
             count(event)
 
     @property
     def changed(self) -> bool:
-        """Whether any metric has changed since the last call of `take`."""
+        """True if any metric has changed since the last call of `take`."""
         return bool(self._counted)
 
     def take(self) -> MetricsDelta:
@@ -160,20 +155,16 @@ class MetricsListener:
             counted.sample("transfer_seconds", "check", of=(figures.check_seconds,))
 
     def _scheduled(self, event: events.Scheduled) -> None:
-        """Count the prompt tokens that the engine computes because loads of the request failed.
-
-        If the request is scheduled for the first time, also count a hit or a miss for each source.
-
-        Args:
-            event: scheduling of the request, with the number of tokens whose KV the engine has.
-        """
         request = self._requests.get(event.request_id)
         if request is None:
             return
         if request.lost:
+            # Without the failure, the engine would not compute the tokens before this position. Only the
+            # source that was to bring most of them counts.
             source, total = max(request.lost.items(), key=lambda one: one[1])
             self._counted.count("recomputed_tokens", source, by=max(0, total - event.cached_tokens))
             request.lost.clear()
+        # A request that was preempted is scheduled again, but counts once.
         if request.settled:
             return
         request.settled = True
@@ -182,6 +173,7 @@ class MetricsListener:
                 self._hit(source, loads, ticket=request.ticket)
             else:
                 self._miss(request.source_miss(source), ticket=request.ticket)
+        # It holds all bids, and the request may run for a long time.
         request.asked = None
 
     def _hit(self, source: str, loads: list[events.LoadBegan], *, ticket: bool) -> None:

@@ -45,7 +45,7 @@ _TOKEN_BYTES = 40
 
 @dataclass(slots=True)
 class _Known:
-    """What is known so far of a request that has not ended.
+    """The history of a request that has not ended.
 
     Attributes:
         arrival: time of arrival, monotonic seconds.
@@ -75,6 +75,7 @@ def recording_header(
     blocks = [group.block_tokens for group in engine.groups]
     return {
         "kvferry_trace": 1,
+        # The largest unit of which blocks and chunks are multiples.
         "unit_tokens": max(SMALLEST_UNIT_TOKENS, math.gcd(*blocks, chunk or 0)),
         "chunk_tokens": chunk,
         "block_tokens": blocks,
@@ -123,11 +124,7 @@ def start_recording(
 
 
 class RequestRecorder:
-    """Writes a line for each request that has ended.
-
-    It listens to the connector's events. The engine calls `finished` in addition, because events have no
-    tokens. Only the engine's thread calls this class.
-    """
+    """Writes a line for each request that has ended. Only the engine's thread calls this class."""
 
     def __init__(
         self,
@@ -138,15 +135,6 @@ class RequestRecorder:
         clock: Callable[[], float] = time.monotonic,
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Create the recorder. It knows no request yet.
-
-        Args:
-            lines: file of the recording.
-            unit_tokens: number of tokens per key.
-            adapters: the engine's LoRA adapters.
-            clock: function that returns monotonic seconds.
-            unix_clock: function that returns seconds since 1970. It is read once.
-        """
         self._clock = clock
         self._lines, self._unit_tokens, self._adapters = lines, unit_tokens, adapters
         self._requests: dict[str, _Known] = {}
@@ -163,7 +151,6 @@ class RequestRecorder:
         return len(self._requests)
 
     def __call__(self, event: Event) -> None:
-        """Record the arrival of a request, its loads, and when it is scheduled."""
         if (note := self._handlers.get(type(event))) is not None:
             note(event)
 
@@ -171,13 +158,10 @@ class RequestRecorder:
     def finished(self, request: Request) -> None:
         """Write the line of a request that has ended, and forget the request.
 
-        Call this before the scheduler half's `finished`. Requests that were refused before they reached the
-        scheduler have no line, because their prompts are unknown.
-
-        Args:
-            request: the request.
+        Call this before the scheduler half's `finished`, in addition to the events, which have no tokens.
         """
         known = self._requests.pop(short_id(request.request_id), None)
+        # The prompt of a refused request is unknown.
         if known is None or request.was_rejected:
             return
         prompt, total = request.num_prompt_tokens, request.num_tokens
@@ -192,6 +176,7 @@ class RequestRecorder:
         }
         keys = self._root_keys(request)
         tokens = () if keys is None else request.all_token_ids[:total]
+        # Digests take long, so the thread of the file computes them.
         self._lines.add(partial(self._encode, line, keys, tokens), total * _TOKEN_BYTES)
 
     def close(self) -> None:
@@ -204,6 +189,7 @@ class RequestRecorder:
     def _load_began(self, event: LoadBegan) -> None:
         known = self._requests.get(event.request_id)
         if known is not None and known.local_tokens is None:
+            # A load begins where the engine's own prefix ends.
             known.local_tokens = event.begin
 
     def _scheduled(self, event: Scheduled) -> None:
@@ -231,14 +217,7 @@ class RequestRecorder:
             return None
 
     def _encode(self, line: dict[str, Any], keys: ChunkKeys | None, tokens: Sequence[int]) -> bytes:
-        """Return a line with the keys of its request. Mutates `line`. The thread of the file calls this.
-
-        Args:
-            line: all but the keys.
-            keys: keys of the request without tokens; None if its content cannot be identified for certain.
-                The line then has random keys, which equal those of no other request.
-            tokens: token ids of prompt and answer.
-        """
+        """Return a line with the keys of its request. Mutates `line`. The thread of the file calls this."""
         prompt, unit = line["prompt_tokens"], self._unit_tokens
         try:
             if keys is None:
@@ -246,6 +225,7 @@ class RequestRecorder:
             keys.extend(tokens)
             digests, whole = keys.digests()[:, :DIGEST_BYTES].tobytes(), keys.at(prompt)[:DIGEST_BYTES]
         except Unnameable:
+            # The content cannot be identified for certain, so its keys equal those of no other request.
             digests = os.urandom((prompt + line["output_tokens"]) // unit * DIGEST_BYTES)
             last = prompt // unit * DIGEST_BYTES
             whole = os.urandom(DIGEST_BYTES) if prompt % unit else digests[last - DIGEST_BYTES : last]

@@ -26,10 +26,9 @@ _PIECE_BYTES = 1 << 16
 
 
 def open_recording(path: str, header: Mapping[str, Any], engine_index: int = 0) -> tuple[str, FileIO]:
-    """Open the file of a recording for appending, and write the header.
+    """Open the file of a recording for appending, without a buffer, and write the header.
 
-    No other engine opens the file as long as this process has it open. If the file ends with an incomplete
-    line, because an engine was killed while it wrote, this line is removed.
+    No other engine opens the file as long as this process has it open.
 
     Args:
         path: path that the setting names.
@@ -37,7 +36,7 @@ def open_recording(path: str, header: Mapping[str, Any], engine_index: int = 0) 
         engine_index: data-parallel index of the engine.
 
     Returns:
-        Path of the file, and the file, without a buffer.
+        Path of the file, and the file.
 
     Raises:
         ConfigError: each of `MOST_FILES` names has a file with another header, or is in use.
@@ -48,6 +47,7 @@ def open_recording(path: str, header: Mapping[str, Any], engine_index: int = 0) 
     for candidate in _candidates(path, engine_index):
         file = open(candidate, "a+b", buffering=0, opener=open_private)  # noqa: SIM115 - the caller closes it
         try:
+            # The lock comes first: another engine may be writing its header.
             if _lock(file) and _goes_on(file, line):
                 file.write(line)
                 return candidate, file
@@ -68,7 +68,7 @@ def _candidates(path: str, engine_index: int) -> Iterator[str]:
 
 
 def _lock(file: FileIO) -> bool:
-    """Lock a file until it is closed, and return True. Return False if another process has locked it."""
+    """Lock a file until it is closed. Return False if another process has locked it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -77,12 +77,7 @@ def _lock(file: FileIO) -> bool:
 
 
 def _goes_on(file: FileIO, header: bytes) -> bool:
-    """Return True if a file is empty or begins with this header. Mutates the file: removes half a last line.
-
-    Args:
-        file: file that this process has locked.
-        header: header of the recording, as a line.
-    """
+    """Return True if a locked file is empty or begins with this header. Removes half a last line from it."""
     if not os.fstat(file.fileno()).st_size:
         return True
     file.seek(0)
@@ -94,6 +89,7 @@ def _goes_on(file: FileIO, header: bytes) -> bool:
 
 def _remove_incomplete_line(file: FileIO) -> None:
     """Cut off what follows the last line feed of a file. The file has at least one."""
+    # An engine may have been killed while it wrote. Read from the end, because recordings are large.
     whole = end = file.seek(0, os.SEEK_END)
     while True:
         begin = max(0, end - _PIECE_BYTES)

@@ -24,9 +24,7 @@ _AGAIN_SECONDS = 0.02
 def socket_directories() -> list[Path]:
     """Return the directories where engines' Unix sockets may be, in the order of preference.
 
-    If `$XDG_RUNTIME_DIR` exists, the first directory is below it. The last directory is in `/tmp`. The
-    directories may not exist. Engines create their socket in the first directory. Clients look in all
-    directories, because `$XDG_RUNTIME_DIR` may be set for the client and not for the engine.
+    They may not exist. Engines create their socket in the first one. Clients look in all of them.
 
     Raises:
         ConfigError: this system has no users, or engines cannot run on it.
@@ -34,6 +32,7 @@ def socket_directories() -> list[Path]:
     require_posix("asking an engine for the trace of a request")
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent")
     shared = Path(f"/tmp/kvferry-{os.getuid()}")  # noqa: S108 - users check it
+    # A client may have the variable set where the engine has not.
     return [runtime / "kvferry", shared] if os.path.isdir(runtime) else [shared]  # noqa: PTH112 - never raises
 
 
@@ -63,6 +62,7 @@ def check_directory(directory: Path) -> None:
             directory.
         OSError: the status of the directory cannot be read.
     """
+    # Not `stat`: in /tmp, another user may have made a link of this name.
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode):
         raise ConfigError(f"{directory} is no directory; remove it, or set XDG_RUNTIME_DIR")
@@ -79,7 +79,7 @@ def check_directory(directory: Path) -> None:
 
 
 def listen(directory: Path, name: str) -> tuple[socket.socket, Path]:
-    """Create a listening Unix socket in a directory, and return the socket and its path.
+    """Create a listening Unix socket, and return it and its path.
 
     Args:
         directory: directory that `check_directory` has accepted.
@@ -94,6 +94,7 @@ def listen(directory: Path, name: str) -> tuple[socket.socket, Path]:
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listening.bind(str(before))
         listening.listen(8)
+        # Only now has the socket its final name, so whoever finds it can connect.
         before.rename(path)
     except OSError as error:
         if listening is not None:
@@ -110,10 +111,6 @@ def listen(directory: Path, name: str) -> tuple[socket.socket, Path]:
 def engine_sockets(directory: Path) -> list[Path]:
     """Return the paths of the engines' Unix sockets in a directory; empty if there is no such directory.
 
-    An engine creates its socket under a temporary name, and renames the socket when it listens. A socket that
-    is older than `_UNFINISHED_SECONDS` and still has a temporary name is removed, because its engine was
-    killed before the rename.
-
     Raises:
         ConfigError: `check_directory` rejects the directory, or the directory cannot be read.
     """
@@ -126,18 +123,18 @@ def engine_sockets(directory: Path) -> list[Path]:
         raise ConfigError(f"cannot look into {directory}: {os.strerror(error.errno or 0)}") from error
     for path in found:
         with suppress(OSError):
+            # Its engine was killed before the rename.
             if path.suffix == _UNFINISHED and time.time() - path.lstat().st_mtime > _UNFINISHED_SECONDS:
                 path.unlink()
     return [path for path in found if path.suffix == _SUFFIX]
 
 
 def connect(path: Path, until: float) -> socket.socket | None:
-    """Connect to an engine's socket. If the engine has ended, remove the socket and return None.
+    """Connect to a socket of `engine_sockets`. If the engine has ended, remove the socket and return None.
 
     Args:
-        path: path of the socket, as returned by `engine_sockets`.
-        until: deadline in monotonic seconds. While the engine's queue of new connections is full, the
-            connection is retried until the deadline.
+        path: path of the socket.
+        until: deadline in monotonic seconds for an engine whose queue of new connections is full.
 
     Raises:
         OSError: the queue stayed full until the deadline (TimeoutError), or the connection failed for another
@@ -149,11 +146,13 @@ def connect(path: Path, until: float) -> socket.socket | None:
         try:
             connection.connect(str(path))
         except BlockingIOError:
+            # The engine's queue of connections is full.
             if time.monotonic() < until:
                 time.sleep(_AGAIN_SECONDS)
                 continue
             connection.close()
             raise TimeoutError("too many questions wait for it") from None
+        # A socket refuses connections only if its engine has ended: it listened before it had this name.
         except (ConnectionRefusedError, FileNotFoundError):
             connection.close()
             path.unlink(missing_ok=True)
@@ -166,9 +165,6 @@ def connect(path: Path, until: float) -> socket.socket | None:
 
 def remove_stale(directory: Path) -> None:
     """Remove the Unix sockets of engines that have ended.
-
-    Args:
-        directory: directory with the sockets of engines.
 
     Raises:
         ConfigError: `check_directory` rejects the directory, or the directory cannot be read.

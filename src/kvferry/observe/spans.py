@@ -52,11 +52,6 @@ class SpanListener:
     """Listener of the connector's events that creates a span when an operation ends. Not thread-safe."""
 
     def __init__(self, emit: Callable[[TraceSpan], None]) -> None:
-        """Store the function that receives the spans.
-
-        Args:
-            emit: function that is called with every finished span.
-        """
         self._emit = emit
         self._parents: OrderedDict[str, Headers] = OrderedDict()
         self._looking: dict[str, events.SourcesAsked] = {}
@@ -74,7 +69,6 @@ class SpanListener:
         }
 
     def __call__(self, event: Event) -> None:
-        """Record the start of an operation. If the event ends an operation, emit the operation's span."""
         if (note := self._handlers.get(type(event))) is not None:
             note(event)
 
@@ -85,9 +79,11 @@ class SpanListener:
                 self._parents.popitem(last=False)
 
     def _asked(self, event: events.SourcesAsked) -> None:
+        # The wait ends with any other answer.
         if event.why is not DecisionReason.LOOKING:
             self._wait_ended(event)
         else:
+            # The first event is the beginning of the wait.
             self._looking.setdefault(event.request_id, event)
 
     def _wait_ended(
@@ -105,6 +101,7 @@ class SpanListener:
             "kvferry.tokens": began.end - began.begin,
             "kvferry.bytes": sum(moved.size for moved in event.moved),
         }
+        # Tiers have no other name.
         if began.peer != began.source:
             attributes["kvferry.peer"] = began.peer
         for part in began.parts:
@@ -121,6 +118,7 @@ class SpanListener:
             }
         if event.miss is not None:
             attributes["error.type"] = str(event.miss)
+        # A load that is no longer needed has not failed.
         failure = "" if event.outcome in {LoadOutcome.READY, LoadOutcome.DROPPED} else event.failure
         self._end("kvferry.load", began, event, attributes, failure)
 
@@ -148,14 +146,6 @@ class SpanListener:
         attributes: Attributes,
         failure: str = "",
     ) -> None:
-        """Create the span of an operation that has ended, and pass the span to `emit`.
-
-        Args:
-            name: name of the span.
-            began, ended: events of the start and the end of the operation.
-            attributes: attributes of the span, by name.
-            failure: reason for the failure; empty if the operation succeeded.
-        """
         parent = self._parents.get(began.request_id, ())
         self._emit(
             TraceSpan(

@@ -29,10 +29,7 @@ _HEAD = r"(?:\d+_)?(?:[a-z]+[-_])*"
 
 
 def matches_id(request_id: str, text: str) -> bool:
-    """Return whether an engine's request id begins with a text.
-
-    The prefix that vLLM adds to request ids, such as ``cmpl-``, may be missing in the text. So the text can
-    be the id in the engine's answer, or the client's X-Request-Id.
+    """Return True if an engine's request id begins with a text, with or without the prefix that vLLM adds.
 
     >>> matches_id("cmpl-5f3a-0-1b2c3d4e", "cmpl-5f3a")  # id of the answer
     True
@@ -48,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 _SECONDS = 3.0
 """Longest time to read a question and send its answer, in seconds."""
+# `struct ucred`: process, user and group.
 _CREDENTIALS = struct.Struct("iII")
 _ROOT = 0
 
@@ -80,6 +78,7 @@ class TraceServer:
             self._socket, self._path = socket_directory.listen(directory, name)
             self._thread.start()
         except (ConfigError, OSError, RuntimeError) as error:
+            # The engine serves without it.
             self.error = error
             logger.warning("kvferry explain cannot ask this engine: %s", error)
 
@@ -89,11 +88,14 @@ class TraceServer:
             with contextlib.suppress(OSError):
                 self._path.unlink()
             with contextlib.suppress(OSError):
+                # This ends the wait in `accept`.
                 self._socket.shutdown(socket.SHUT_RDWR)
+            # It may be with a client, for as long as its deadline.
             self._thread.join(0.2)
 
     def _run(self) -> None:
         with contextlib.suppress(KVFerryError, OSError):
+            # Engines that were killed have left theirs.
             socket_directory.remove_stale(self._path.parent)
         with self._socket:
             while True:
@@ -120,6 +122,7 @@ class TraceServer:
             for line in self._answer(question):
                 _limit(connection, until)
                 connection.sendall(line + b"\n")
+                # Yield the interpreter lock to the engine.
                 time.sleep(0)
         except KVFerryError as error:
             _limit(connection, until)
@@ -127,9 +130,6 @@ class TraceServer:
 
     def _answer(self, line: bytes) -> Iterator[bytes]:
         """Yield the lines of the answer to a question: the description of the engine, then a line per trace.
-
-        Args:
-            line: question of the client, as JSON.
 
         Raises:
             ProtocolError: the question is not valid.
@@ -144,6 +144,7 @@ class TraceServer:
                 most=self._max_requests,
             )
         )
+        # A client may want the latest requests only.
         left = question.most
         for trace in self._traces.last():
             if matches_id(trace.request_id, question.find):
@@ -155,9 +156,6 @@ class TraceServer:
 
 def _check_user(connection: socket.socket) -> None:
     """Check that a client runs as this process's user or as root.
-
-    Args:
-        connection: connection to the client.
 
     Raises:
         ProtocolError: the client runs as another user.
@@ -171,13 +169,9 @@ def _check_user(connection: socket.socket) -> None:
 def _line(connection: socket.socket, until: float) -> bytes:
     """Receive the first line that a client sends, and return it without the line break.
 
-    Args:
-        connection: connection to the client.
-        until: deadline in monotonic seconds.
-
     Raises:
         ProtocolError: the line exceeds the maximum length of a question.
-        OSError: the line did not arrive in time.
+        OSError: the line did not arrive before `until`, in monotonic seconds.
     """
     received = bytearray()
     while b"\n" not in received:

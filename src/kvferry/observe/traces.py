@@ -31,16 +31,13 @@ _OF_REQUEST = get_args(RequestEvent)
 class StoredChunks:
     """A summary of the stores to host memory for one request and one KV cache group.
 
-    A chunk holds a fixed number of tokens of a group's KV.
-
     Attributes:
         group: label (number and kind) of the KV cache group.
         ordered: number of chunks whose copy to host memory was started.
-        done: number of chunks whose copy succeeded.
-        failed: number of chunks whose copy failed.
+        done, failed: number of chunks whose copy succeeded, and failed.
         size: number of bytes that were copied.
-        first: time when the first copy was started, in monotonic seconds.
-        last: time when the last copy ended, in monotonic seconds; 0 if none has ended.
+        first: start of the first copy, in monotonic seconds.
+        last: end of the last copy, in monotonic seconds; 0 if none has ended.
         failure: reason of the latest failure; empty if no copy failed.
     """
 
@@ -89,6 +86,7 @@ class _GrowingTrace:
 
     def copy(self) -> RequestTrace:
         """Return an immutable copy of the trace. Any thread may call this."""
+        # Single calls: the engine's thread may add events meanwhile.
         told, stored = tuple(self.events), tuple(self.stored.copy().values())
         return RequestTrace(self.request_id, told, self.left_out, stored, self.heartbeats)
 
@@ -100,17 +98,11 @@ class TraceBuffer:
     """
 
     def __init__(self, requests: int) -> None:
-        """Create a buffer without events.
-
-        Args:
-            requests: number of latest requests to remember.
-        """
         self._max_requests = requests
         self._traces: OrderedDict[str, _GrowingTrace] = OrderedDict()
         self._events = 0
 
     def __len__(self) -> int:
-        """Return the number of remembered requests."""
         return len(self._traces)
 
     def __call__(self, event: Event) -> None:
@@ -123,10 +115,8 @@ class TraceBuffer:
             self._add(trace, event)
 
     def last(self) -> Iterator[RequestTrace]:
-        """Return an iterator over copies of the remembered traces, the latest request first.
-
-        Any thread may call this.
-        """
+        """Return an iterator over copies of the traces, the latest first. Any thread may call this."""
+        # The list is made in one call, which no other thread interrupts.
         return (trace.copy() for trace in reversed(list(self._traces.values())))
 
     def _begin(self, event: events.Arrived) -> None:
@@ -143,16 +133,8 @@ class TraceBuffer:
             self._events -= len(trace.events)
 
     def _add(self, trace: _GrowingTrace, event: RequestEvent) -> None:
-        """Add an event to the trace of its request.
-
-        Heartbeats and stored chunks are only counted. If the trace is too long, an event in its middle is
-        dropped.
-
-        Args:
-            trace: trace of the request.
-            event: event to add.
-        """
         if isinstance(event, events.LeaseExtended):
+            # A peer extends a lease again and again, for as long as it waits.
             trace.heartbeats += 1
         elif isinstance(event, events.StoreBegan):
             so_far = trace.stored.get(event.group) or StoredChunks(
@@ -165,6 +147,7 @@ class TraceBuffer:
         else:
             trace.events.append(_cut(event))
             if len(trace.events) > FIRST_EVENTS + LAST_EVENTS:
+                # The beginning and the end of a request explain most.
                 del trace.events[FIRST_EVENTS]
                 trace.left_out += 1
             else:
@@ -179,10 +162,8 @@ def _ended(stored: StoredChunks, event: events.StoreEnded) -> StoredChunks:
 
 
 def _cut(event: RequestEvent) -> RequestEvent:
-    """Return an event with its texts cut to `MAX_TEXT` characters.
-
-    The texts may come from a peer or a client, so they can have any length.
-    """
+    """Return an event with its texts cut to `MAX_TEXT` characters."""
+    # Peers and clients write them, so they can have any length.
     if all(len(text) <= MAX_TEXT for text in _texts(event)):
         return event
     if isinstance(event, events.SourceRefused):
@@ -199,7 +180,6 @@ def _cut(event: RequestEvent) -> RequestEvent:
 
 
 def _texts(event: RequestEvent) -> list[str]:
-    """Return the texts of an event that can have any length, because a client or a peer wrote them."""
     if isinstance(event, events.SourcesAsked):
         return [*(one.excluded for one in event.bids), *(one.detail for one in event.misses)]
     if isinstance(event, events.Arrived):

@@ -20,12 +20,7 @@ _LINE_BYTES = 2048
 
 
 class TransferLog:
-    """Listener of the connector's events that appends a line to a file for each ended load from a peer.
-
-    Loads with the outcome DROPPED (no longer needed when they ended) are not logged. If a line cannot be
-    written, for example because the disk is full, logging stops and the engine continues. A thread writes the
-    file; only the engine's thread calls this class.
-    """
+    """Listener that appends a line for each ended load from a peer. For the engine's thread alone."""
 
     def __init__(self, path: str, ranks: Sequence[RankGeometry]) -> None:
         """Open the log file for appending.
@@ -57,6 +52,7 @@ class TransferLog:
     def _write(self, ended: LoadEnded) -> None:
         began, figures = ended.began, ended.figures
         line = {
+            # A client may choose the id.
             "request_id": shown(ended.request_id, MAX_ID_CHARACTERS),
             "outcome": ended.outcome,
             "reason": ended.failure or None,
@@ -79,10 +75,8 @@ class TransferLog:
         self._lines.add(partial(_encode, line), _LINE_BYTES)
 
     def _blocks(self, load: LoadBegan) -> int:
-        """Return the number of KV blocks that contain tokens of a load, including partly filled blocks.
-
-        The number of tokens per block is that of the model's largest attention layer.
-        """
+        """Return the number of blocks, of the largest attention layer, that contain tokens of a load."""
+        # Partly filled blocks are read whole.
         return -(-load.end // self._block_tokens) - load.begin // self._block_tokens
 
 
@@ -91,13 +85,7 @@ def _encode(line: Mapping[str, Any]) -> bytes:
 
 
 def full_attention_block(ranks: Sequence[RankGeometry]) -> tuple[int, float]:
-    """Return the size that a KV block would have if every layer of the model had full attention.
-
-    Every layer, including layers with recurrent state, is assumed to store as many bytes per token as the
-    largest attention layer.
-
-    Args:
-        ranks: geometry of every rank of the engine.
+    """Return the size of a KV block if every layer stored as much as the largest attention layer.
 
     Returns:
         Number of tokens of a block, and number of bytes of a block over all layers and ranks.

@@ -36,12 +36,10 @@ class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A description of an engine: the first line of the engine's answer to `kvferry explain`.
+    """A description of an engine: the first line of its answer to `kvferry explain`.
 
     Attributes:
         kvferry: version of kvferry.
-        engine_id: name of the engine.
-        model: name of the engine's model.
         pid: process id of the engine.
         role: ``prefill``, ``decode`` or ``both``.
         wall, monotonic: time of the answer in seconds since 1970, and in seconds of the monotonic clock.
@@ -86,6 +84,7 @@ def trace_to_dict(trace: RequestTrace) -> dict[str, Any]:
 def _named(trace: RequestTrace) -> dict[str, Any]:
     return {
         "request_id": trace.request_id,
+        # The name tells the reader which class to decode.
         "events": [(type(event).__name__, event) for event in trace.events],
         "left_out": trace.left_out,
         "stored": trace.stored,
@@ -94,10 +93,7 @@ def _named(trace: RequestTrace) -> dict[str, Any]:
 
 
 def decode_trace(line: bytes) -> RequestTrace:
-    """Decode the trace of a request.
-
-    Args:
-        line: line of JSON from `encode_trace`.
+    """Decode a line of `encode_trace`.
 
     Raises:
         ProtocolError: the line is not a trace.
@@ -105,16 +101,14 @@ def decode_trace(line: bytes) -> RequestTrace:
     try:
         plain = msgspec.json.decode(line, type=_Trace)
         told = tuple(msgspec.convert(values, _EVENTS[name]) for name, values in plain.events)
+    # A newer engine may send events that this version does not know.
     except (*DECODE_ERRORS, KeyError) as error:
         raise ProtocolError(f"a trace that cannot be read: {error}") from error
     return RequestTrace(plain.request_id, told, plain.left_out, plain.stored, plain.heartbeats)
 
 
 def read_question(line: bytes) -> Question:
-    """Decode and check a client's question.
-
-    Args:
-        line: line of JSON.
+    """Decode and check a client's question, a line of JSON.
 
     Raises:
         ProtocolError: the line is not a question, or asks for too many traces.

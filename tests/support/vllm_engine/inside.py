@@ -480,7 +480,7 @@ def bids(engine: Any) -> list[int]:
     """
     if not hasattr(engine, "bids"):
         engine.bids = []
-        admission = parts.scheduler(engine).connector.scheduler.half.admission
+        admission = parts.scheduler(engine).connector.half.admission
         inner = admission.matched
 
         def matched(request: Any, local_tokens: int) -> int | None:

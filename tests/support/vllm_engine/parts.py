@@ -24,7 +24,7 @@ def ferries(connector: Any) -> list[Any]:
 
 def half(engine: Any, of: int = 0) -> Any:
     """The scheduler's half of a connector."""
-    return ferries(scheduler(engine).connector)[of].scheduler.half
+    return ferries(scheduler(engine).connector)[of].half
 
 
 def worker_half(engine: Any, of: int = 0) -> Any:

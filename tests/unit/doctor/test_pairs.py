@@ -7,11 +7,11 @@ from kvferry.doctor import pairs
 from kvferry.doctor.finding import State
 from kvferry.doctor.http_engine import ExaminedEngine
 from kvferry.doctor.identity import EngineIdentity
-from kvferry.engines.vllm.arguments import DECIDES
 from kvferry.geometry import GroupKind
 from kvferry.planning.strategy import Costs
 from kvferry.serving.role import Role
 from kvferry.transport.messages import Facts
+from support.engine_arguments import DECIDES
 from support.engines import EngineSpec, GroupSpec, Interior, ranks
 from transport.cards import ATTENTION, cards, facts
 

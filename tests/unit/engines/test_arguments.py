@@ -12,12 +12,12 @@ from vllm.config import LoRAConfig, MultiModalConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from kvferry.engines.vllm import identity
-from kvferry.engines.vllm.arguments import DECIDES, DOES_NOT, REFUSED
 from kvferry.engines.vllm.built import Built
-from kvferry.engines.vllm.compat.dtypes import state_dtypes
+from kvferry.engines.vllm.compat.specs import state_dtypes
 from kvferry.transport.messages import compare_facts
+from support.engine_arguments import DECIDES, DOES_NOT, REFUSED
 
-HERE = "DECIDES, REFUSED or DOES_NOT of kvferry.engines.vllm.arguments"
+HERE = "DECIDES, REFUSED or DOES_NOT of support.engine_arguments"
 TABLES = (DECIDES, REFUSED, DOES_NOT)
 OF_SOME = {
     *("custom_histogram_buckets", "enable_hc_sp", "enable_shm_tensor_arena", "sleep_mode_offload_cudagraph"),

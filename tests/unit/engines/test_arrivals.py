@@ -13,7 +13,7 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from kvferry.engines.vllm.compat.arrivals import guard_arrivals
+from kvferry.engines.vllm.compat.scheduler import guard_arrivals
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.multi.connector import FerryMultiConnector
 from support.vllm_scheduler import SETTINGS, VllmScheduler

@@ -16,8 +16,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
 from kvferry.connector.events import BlocksRemoved, BlocksStored, LateBlocks
-from kvferry.engines.vllm.block_events import BlockEventPublisher
-from kvferry.engines.vllm.requests import VLLMRequest
+from kvferry.engines.vllm.compat.block_events import BlockEventPublisher
+from kvferry.engines.vllm.compat.requests import VLLMRequest
 
 HASHED, SHAPE = 16, {"num_kv_heads": 1, "head_size": 8, "dtype": None}
 GROUPS = [

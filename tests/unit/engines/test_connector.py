@@ -35,7 +35,7 @@ class Half:
 @pytest.fixture(autouse=True)
 def halves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connector, "VLLMWorker", Half)
-    monkeypatch.setattr(connector, "VLLMScheduler", lambda *of: None)
+    monkeypatch.setattr(KVFerryConnector, "_open_scheduler", lambda *of: None)
     monkeypatch.setattr(connector, "read_settings", lambda of: ConnectorConfig())
 
 

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from kvferry.engines.vllm import drafts as draft_models, identity
 from kvferry.engines.vllm.built import Built
-from kvferry.engines.vllm.compat.drafts import keeps_draft_layers
+from kvferry.engines.vllm.compat.models import keeps_draft_layers
 from kvferry.engines.vllm.drafts import draft_layers, draft_weights
 from kvferry.errors import ConfigError
 from kvferry.geometry.canonical import canonical_form_of

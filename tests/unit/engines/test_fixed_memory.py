@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.engines.vllm.fixed_memory import check_fixed_memory
+from kvferry.engines.vllm.compat.memory import check_fixed_memory
 from kvferry.errors import ConfigError
 
 ON = "max_split_size_mb:64, expandable_segments:True"

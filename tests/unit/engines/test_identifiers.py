@@ -10,9 +10,8 @@ import pytest
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.prompt_content import content_of
 from kvferry.connector.tiers.prompts import Prompts
-from kvferry.engines.vllm.identifiers import Identifiers
-from kvferry.engines.vllm.items import name_of
-from kvferry.engines.vllm.scheduler import VLLMScheduler
+from kvferry.engines.vllm.connector import KVFerryConnector
+from kvferry.engines.vllm.items import Identifiers, name_of
 from kvferry.errors import Unnameable
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.layout import EngineShape, lay_out
@@ -105,13 +104,9 @@ def test_identifiers_of_any_length_cost_little_and_the_last_ones_are_remembered(
 def test_an_engine_notes_every_request_that_comes_in() -> None:
     seen: list[Any] = []
 
-    class Scheduler(VLLMScheduler):
-        def __init__(self) -> None:
-            self._identifiers = Identifiers()
-            self._requests = SimpleNamespace(wrap=lambda one: one)
-            self.half = SimpleNamespace(on_new_request=seen.append)
-
-    scheduler = Scheduler()
+    scheduler = KVFerryConnector.__new__(KVFerryConnector)
+    scheduler._identifiers, scheduler._wrap = Identifiers(), lambda one: one
+    scheduler.half = SimpleNamespace(on_new_request=seen.append)
     cat, dog = (request("a", range(8), mm_features=[feature(1, pixels, "mine")]) for pixels in (CAT, DOG))
     for one in (cat, dog):
         scheduler.on_new_request(one)

@@ -9,13 +9,12 @@ pytest.importorskip("vllm")
 
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.messages import WorkerInfo
-from kvferry.engines.vllm import scheduler
 from kvferry.engines.vllm.meta import WorkerCard
 from kvferry.errors import ConfigError
 from kvferry.transport.messages import RankCard
 from support.pages import kv_page, rank_of
 from support.ports import OWN_ADDRESS
-from support.vllm_config import configured
+from support.vllm_config import configured, scheduler_connector
 
 PORT = 30_000
 """Below the ports that the system gives out."""
@@ -34,10 +33,10 @@ def listen():
         vllm_config = configured(f"engine_dp{index}", index)
         cache = SimpleNamespace(kv_cache_groups=[], num_blocks=8, hash_block_size=16)
         config = ConnectorConfig(host=OWN_ADDRESS, port=port, explain_requests=0, **settings)
-        half = scheduler.VLLMScheduler(vllm_config, cache, config)
+        half = scheduler_connector(vllm_config, cache, config)
         halves.append(half)
         rank = rank_of(kv_page())
-        half.start((card(rank, config, RankCard(rank, b"", 0, 8, 1)),))
+        half._start((card(rank, config, RankCard(rank, b"", 0, 8, 1)),))
         return half.half._server and half.half._server.port
 
     yield start
@@ -52,11 +51,11 @@ def test_a_data_parallel_rank_listens_as_many_ports_further(listen):
 def test_workers_of_another_connector_of_the_engine_are_refused_in_words():
     rank, ours = rank_of(kv_page()), ConnectorConfig(explain_requests=0)
     groups = SimpleNamespace(kv_cache_groups=[], num_blocks=8, hash_block_size=16)
-    half = scheduler.VLLMScheduler(configured("engine"), groups, ours)
+    half = scheduler_connector(configured("engine"), groups, ours)
     with pytest.raises(ConfigError, match=r"that of another KVFerryConnector: .* use FerryMultiConnector"):
-        half.start((card(rank, ConnectorConfig(explain_requests=1)),))
+        half._start((card(rank, ConnectorConfig(explain_requests=1)),))
     on_another_machine = ConnectorConfig(explain_requests=0, host="10.0.0.7")
-    half.start((card(rank, on_another_machine),))
+    half._start((card(rank, on_another_machine),))
     half.shutdown()
 
 
@@ -64,11 +63,11 @@ def test_an_engine_with_tiers_does_not_start_on_several_machines():
     rank = rank_of(kv_page())
     config = ConnectorConfig(explain_requests=0, transfer=False, tiers=[{"type": "host", "capacity": "1MiB"}])
     groups = SimpleNamespace(kv_cache_groups=[], num_blocks=8, hash_block_size=16)
-    half = scheduler.VLLMScheduler(configured("engine"), groups, config)
+    half = scheduler_connector(configured("engine"), groups, config)
     there = card(rank, config)
     there = replace(there, info=replace(there.info, machine="another"))
     with pytest.raises(ConfigError, match="runs on another machine"):
-        half.start((card(rank, config), there))
+        half._start((card(rank, config), there))
     half.shutdown()
 
 

@@ -17,31 +17,31 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.messages import WorkerInfo
+from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.meta import WorkerCard
-from kvferry.engines.vllm.scheduler import VLLMScheduler
 from kvferry.observe.recorder import RequestRecorder
 from support.block_pool import BlockPool, request
 from support.pages import kv_page, rank_of
-from support.vllm_config import configured
+from support.vllm_config import configured, scheduler_connector
 
 BLOCK, PROMPT, OWN, ANSWER = 16, 40, 16, 3
 TIERS = {"tiers": [{"type": "host", "capacity": "1MiB"}], "chunk_tokens": 32, "snapshot_tokens": 64}
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., VLLMScheduler]]:
+def start() -> Iterator[Callable[..., KVFerryConnector]]:
     """Start the scheduler's half of an engine without peers, whose workers only a test plays."""
     started = []
 
-    def one(index: int = 0, **settings: Any) -> VLLMScheduler:
+    def one(index: int = 0, **settings: Any) -> KVFerryConnector:
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.float16)
         group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layers.0"])
         cache = SimpleNamespace(kv_cache_groups=[group], num_blocks=8, hash_block_size=BLOCK)
         config = ConnectorConfig(explain_requests=0, **settings)
-        half = VLLMScheduler(configured(index=index), cache, config)
+        half = scheduler_connector(configured(index=index), cache, config)
         started.append(half)
         half._pool = BlockPool(8)
-        half.start(
+        half._start(
             (WorkerCard(WorkerInfo(geometry=rank_of(kv_page()), card=None, settings=config.without_host)),)
         )
         return half
@@ -51,19 +51,19 @@ def start() -> Iterator[Callable[..., VLLMScheduler]]:
         half.shutdown()
 
 
-def serve(half: VLLMScheduler, name: str = "a") -> None:
+def serve(half: KVFerryConnector, name: str = "a") -> None:
     """Admit a request after tokens of the engine's own prefix cache, compute the rest, and end it."""
     one = request(name, range(PROMPT + ANSWER), PROMPT).raw
     one.prefill_stats = SimpleNamespace(num_local_cached_tokens=OWN)
     one.client_index, one.status = 0, None
     half.on_new_request(one)
-    assert half.matched(one, OWN) == 0
+    assert half.get_num_new_matched_tokens(one, OWN) == (0, False)
     held = half._pool.allocate(3)
     table = [block.block_id for block in held]
-    half.allocated(one, SimpleNamespace(blocks=(held,), get_block_ids=lambda: (table,)), 0)
+    half.update_state_after_alloc(one, SimpleNamespace(blocks=(held,), get_block_ids=lambda: (table,)), 0)
     one.num_computed_tokens = OWN
     state = SimpleNamespace(boundary_state_offloads={}, resolve_block_ids=lambda _: (table,))
-    half.build_meta(
+    half.build_connector_meta(
         SimpleNamespace(
             num_scheduled_tokens={name: PROMPT - OWN},
             total_num_scheduled_tokens=PROMPT - OWN,
@@ -71,14 +71,14 @@ def serve(half: VLLMScheduler, name: str = "a") -> None:
         )
     )
     one.num_computed_tokens, one.prefill_stats = PROMPT + ANSWER - 1, None
-    half.finished(one, (table,))
+    half.request_finished_all_groups(one, (table,))
 
 
 @pytest.mark.parametrize(
     ("settings", "chunks"), [({}, (None, None)), (TIERS, (32, 64))], ids=["no tiers", "tiers"]
 )
 def test_a_request_that_has_ended_is_a_line(
-    start: Callable[..., VLLMScheduler], tmp_path: Path, settings: dict[str, Any], chunks: tuple[Any, Any]
+    start: Callable[..., KVFerryConnector], tmp_path: Path, settings: dict[str, Any], chunks: tuple[Any, Any]
 ) -> None:
     path = tmp_path / "trace.jsonl"
     half = start(record=str(path), **settings)
@@ -104,7 +104,7 @@ def test_a_request_that_has_ended_is_a_line(
 
 
 def test_each_data_parallel_engine_has_its_own_file(
-    start: Callable[..., VLLMScheduler], tmp_path: Path
+    start: Callable[..., KVFerryConnector], tmp_path: Path
 ) -> None:
     for index in (0, 1, 1):
         start(index, record=str(tmp_path / "trace.jsonl"))
@@ -113,7 +113,7 @@ def test_each_data_parallel_engine_has_its_own_file(
     }  # fmt: skip
 
 
-def test_only_an_engine_with_a_file_records(start: Callable[..., VLLMScheduler], tmp_path: Path) -> None:
+def test_only_an_engine_with_a_file_records(start: Callable[..., KVFerryConnector], tmp_path: Path) -> None:
     for half in (start(), start(record=str(tmp_path / "no" / "folder"))):
         assert not any(isinstance(one, RequestRecorder) for one in half.half.events._listeners)
         serve(half)

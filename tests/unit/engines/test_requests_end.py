@@ -12,7 +12,7 @@ from vllm.v1.request import Request
 
 from kvferry.connector import admission, bids
 from kvferry.connector.config import ConnectorConfig
-from kvferry.engines.vllm.compat.requests import trim_prompt
+from kvferry.engines.vllm.compat.requests import VLLMRequest
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.multi.connector import FerryMultiConnector
 from kvferry.transport.control_server import LeasesClaimed, LeasesReleased
@@ -253,7 +253,7 @@ def test_a_prefill_engine_loads_for_a_prompt_of_two_tokens_no_more_than_for_one_
     """Its last token is dropped, since the consumer computes it."""
     engine = VllmScheduler(clock=CLOCK)
     one = engine.ask([7, 8], answer=1, tiers=2)
-    assert trim_prompt(one, BLOCK)
+    assert VLLMRequest(one, BLOCK).trim_prompt()
     for _ in range(2):
         engine.step()
     assert engine.answered == {one.request_id}
@@ -351,7 +351,7 @@ def test_kvferrys_connectors_make_vllm_defer_frees(connector) -> None:
 def test_a_prompt_that_reads_no_cache_is_neither_cut_for_a_consumer_nor_loaded(how) -> None:
     engine = VllmScheduler(clock=CLOCK)
     one = engine.ask(range(40), answer=1, tiers=40, sampling=how)
-    assert trim_prompt(one, BLOCK) == (not how)
+    assert VLLMRequest(one, BLOCK).trim_prompt() == (not how)
     engine.step()
     assert bool(engine.connector.loads) == (not how)
     assert (one.request_id in engine.answered) == bool(how)
@@ -361,6 +361,6 @@ def test_samples_that_share_their_prompt_are_each_cut_by_one_token() -> None:
     """In an engine that shares its process with the API they share the list."""
     text = list(range(40))
     samples = [Request(f"{n}_r", text, SamplingParams(max_tokens=1), None) for n in range(2)]
-    assert all(trim_prompt(one, BLOCK) for one in samples)
+    assert all(VLLMRequest(one, BLOCK).trim_prompt() for one in samples)
     assert [one.prompt_token_ids for one in samples] == [list(range(39))] * 2
     assert text == list(range(40))

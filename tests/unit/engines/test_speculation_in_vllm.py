@@ -20,8 +20,7 @@ from kvferry.connector.peers.producer import Producer
 from kvferry.connector.peers.turn_names import TurnNames
 from kvferry.connector.stream import EventStream
 from kvferry.connector.tiers.progress import Progress
-from kvferry.engines.vllm.compat.requests import trim_prompt
-from kvferry.engines.vllm.requests import VLLMRequest
+from kvferry.engines.vllm.compat.requests import VLLMRequest
 from kvferry.geometry import GroupKind
 from support.engine_info import made_up
 from support.examples import examples
@@ -235,20 +234,20 @@ def test_a_prefix_is_offered_up_to_where_all_modules_of_a_draft_have_seen_what_f
 def test_prompts_that_share_parameters_each_say_their_own_token():
     shared = SamplingParams(max_tokens=1)
     one, two = (Request(name, [1, 2, last], shared, None) for name, last in (("a", 7), ("b", 8)))
-    assert trim_prompt(one, None, sampled_below=9)
-    assert trim_prompt(two, None, sampled_below=9)
+    assert VLLMRequest(one, sampled_below=9).trim_prompt()
+    assert VLLMRequest(two, sampled_below=9).trim_prompt()
     assert [r.sampling_params.allowed_token_ids for r in (one, two)] == [[7], [8]]
     assert shared.allowed_token_ids is None
 
 
 def test_a_token_that_cannot_be_sampled_is_not_requested():
     request = Request("a", [1, 2, 9], SamplingParams(max_tokens=1), None)
-    assert trim_prompt(request, None, sampled_below=9)
+    assert VLLMRequest(request, sampled_below=9).trim_prompt()
     assert request.sampling_params.allowed_token_ids is None
 
 
 def test_a_grammar_decides_what_is_sampled():
     request = Request("a", [1, 2, 3], SamplingParams(max_tokens=1), None)
     request.structured_output_request = object()
-    assert trim_prompt(request, None, sampled_below=9)
+    assert VLLMRequest(request, sampled_below=9).trim_prompt()
     assert request.sampling_params.allowed_token_ids is None

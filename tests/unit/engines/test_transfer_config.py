@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from kvferry.engines.vllm import config
-from kvferry.engines.vllm.compat.frees import defer_frees
+from kvferry.engines.vllm.compat.scheduler import defer_frees
 from kvferry.engines.vllm.config import keep_transfer, read_settings
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.multi.children import check, children_of

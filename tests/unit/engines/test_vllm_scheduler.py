@@ -10,10 +10,11 @@ pytest.importorskip("vllm")
 
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.plain import PlainStep
-from kvferry.engines.vllm.scheduler import VLLMScheduler, sorted_cards
+from kvferry.engines.vllm.connector import KVFerryConnector
+from kvferry.engines.vllm.scheduler import sorted_cards
 from kvferry.errors import ConfigError
 from kvferry.observe.spans import SpanListener
-from support.vllm_config import configured
+from support.vllm_config import configured, scheduler_connector
 
 
 @pytest.fixture(autouse=True)
@@ -22,10 +23,10 @@ def own_home(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
 
 
-def scheduler(role: str = "kv_both", endpoint: str | None = None, engines: int = 1) -> VLLMScheduler:
+def scheduler(role: str = "kv_both", endpoint: str | None = None, engines: int = 1) -> KVFerryConnector:
     config = configured(role=role, endpoint=endpoint, engines=engines)
     cache = SimpleNamespace(kv_cache_groups=[], num_blocks=8, hash_block_size=16)
-    return VLLMScheduler(config, cache, ConnectorConfig())
+    return scheduler_connector(config, cache, ConnectorConfig())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvferry.connector.plain import PlainStep
 from kvferry.connector.tiers.snapshot_places import SnapshotPlaces
-from kvferry.engines.vllm.requests import VLLMRequest
+from kvferry.engines.vllm.compat.requests import VLLMRequest
 from kvferry.errors import ConfigError
 from kvferry.plan.snapshots import SnapshotSteps, parse_retention
 from kvferry.planning.snapshots import snapshot_positions

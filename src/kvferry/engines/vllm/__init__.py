@@ -3,13 +3,11 @@
 This package adapts vLLM to kvferry's engine-independent connector, which makes all decisions. The connector
 has two halves: one in the scheduler's process, and one in each worker process.
 
-- `scheduler`, `worker`: forward vLLM's hooks to the scheduler half and to the worker half
-- `requests`: wraps vLLM's requests and steps
-- `info`: describes the engine to the scheduler half
+- `connector`, `scheduler`, `worker`: vLLM's hooks, in front of the halves
 - `meta`: messages between the two halves
-- `geometry`, `content`: describe where KV lies in a worker's memory, and what its bytes mean
-- `identity`: facts that must be equal in two engines before they exchange KV (`built` reads facts from the
-  model, `arguments` classifies vLLM's settings)
+- `info`: describes the engine to the scheduler half
+- `geometry`, `content`, `state`: describe where KV lies in a worker's memory, and what its bytes mean
+- `identity`: facts that must be equal in two engines before they exchange KV
 - `items`: names images and other items of prompts by their content
 - `compat`: code that depends on vLLM's version
 - `multi`: another connector, which runs several connectors as its children

@@ -9,11 +9,7 @@ built:
 - float attributes of the modules that the model's own code defines (scalings, epsilons);
 - scalar buffers (normalisers), and a few early rows of rotary tables.
 
-These facts do not depend on the number of ranks, on the block size or on `max_model_len` alone. Integers and
-flags of other modules do (heads of a rank, choices of kernels), so they are left out. Those that matter for
-KV are also in the model's configuration or in the geometry of the cache. Only a few rows of each rotary table
-are compared, and they are rounded, because devices differ in the last bits. The attributes from which the
-tables are computed are compared exactly.
+These facts do not depend on the number of ranks, on the block size or on `max_model_len` alone.
 """
 
 from __future__ import annotations
@@ -48,47 +44,29 @@ _SCALARS = (bool, int, float, str)
 class Built:
     """Properties of the built model, on one rank or on several ranks together.
 
-    Two engines compare these properties to decide whether they can use each other's KV. Weights are not
-    included.
-
     Attributes:
-        config: maps each key of the model's configuration to its values, as texts. A key has several values
-            if ranks differ.
-        modules: maps the name of each attribute or buffer (such as ``RotaryEmbedding.base``) to its values,
-            as texts. A name has several values if modules of the same class differ. The entry ``class`` has
-            the name of the model's class.
+        config: values of each key of the model's configuration, as texts. A key has several if ranks differ.
+        modules: values of each attribute or buffer (such as ``RotaryEmbedding.base``), as texts. A name has
+            several if modules of the same class differ. The entry ``class`` has the name of the model's
+            class.
     """
 
     config: Mapping[str, frozenset[str]] = field(default_factory=dict)
     modules: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def with_other(self, other: Built) -> Built:
-        """Return a new object with the values of this object and those of another rank.
-
-        Pipeline stages hold different modules, so the ranks may have different values for the same name. The
-        result then has all of these values.
-        """
+        """Return a new object with the values of this object and those of another rank."""
+        # Pipeline stages hold different modules, so both may have values for the same name.
         return Built(_joined(self.config, other.config), _joined(self.modules, other.modules))
 
     def facts(self) -> dict[str, str | dict[str, str]]:
-        """Return the properties as texts by name, so that they can be sent to another engine and compared.
-
-        Returns:
-            A text for each property of the modules. The entry ``model configuration`` is a dictionary, with a
-            text for each key of the configuration.
-        """
+        """Return a text for each property of the modules, and a dictionary of texts for the configuration."""
         config = {"model configuration": _as_texts(self.config)} if self.config else {}
         return {**config, **{f"built model, {name}": text for name, text in _as_texts(self.modules).items()}}
 
 
 def built_of(vllm_config: Any) -> Built:
-    """Collect the properties of this worker's target model that may affect its KV.
-
-    They are the model's configuration, and some attributes and buffers of the modules of the built model. A
-    draft model for speculative decoding is not included.
-
-    Args:
-        vllm_config: vLLM's VllmConfig.
+    """Collect the properties of this worker's target model, without a draft model, that may affect its KV.
 
     Raises:
         ConfigError: the model is not in this process.
@@ -105,7 +83,7 @@ def built_of(vllm_config: Any) -> Built:
 
 
 def _content_facts(model: Any) -> Iterator[tuple[str, str]]:
-    """Yield (name, value as text) of each attribute and buffer of the modules that affects the model's KV."""
+    """Yield (name, value as text) of each attribute and buffer that affects the KV."""
     seen = set[int]()
     for module in model.modules():
         if id(module) in seen:
@@ -113,6 +91,8 @@ def _content_facts(model: Any) -> Iterator[tuple[str, str]]:
         seen.add(id(module))
         kind = type(module)
         rotary = _ROTARY.search(kind.__name__) is not None
+        # Attributes of shared layers depend on the rank or choose kernels. Those that matter for KV are also
+        # in the configuration or in the geometry.
         if rotary or not kind.__module__.startswith(SHARED_LAYERS):
             yield from _attributes(kind.__name__, vars(module), rotary=rotary)
         for name, buffer in module.named_buffers(recurse=False):
@@ -123,6 +103,7 @@ def _attributes(owner: str, attributes: Mapping[str, Any], *, rotary: bool) -> I
     for name, value in attributes.items():
         if name.startswith("_") or name in _NOT_CONTENT:
             continue
+        # Integers and flags of other modules may be a rank's number of heads, or choose kernels.
         if type(value) is float or (rotary and _is_plain(value)):
             yield f"{owner}.{name}", text_of(value)
 
@@ -134,22 +115,14 @@ def _is_plain(value: Any) -> bool:
 
 
 def _buffer(name: str, buffer: Any, *, rotary: bool) -> Iterator[tuple[str, str]]:
-    """Yield (name, value as text) of a module's buffer, if it may affect KV; yield nothing otherwise.
-
-    Buffers that may affect KV are float scalars and tables of rotary embeddings. The text for a table
-    contains four elements, and a digest of a few rows. All elements are rounded first.
-
-    Args:
-        name: class of the module and name of the buffer, such as ``RotaryEmbedding.cos_sin_cache``.
-        buffer: the buffer.
-        rotary: True if the module computes rotary embeddings.
-    """
+    """Yield (name, value as text) of a module's buffer, if it may affect KV; yield nothing otherwise."""
     if not buffer.is_floating_point() or buffer.is_meta:
         return
     if buffer.ndim == 0 and not name.rpartition(".")[2].startswith("_"):
         yield name, _rounded(buffer.float().item())
     if rotary and buffer.ndim >= 2 and buffer.shape[0] > max(_POSITIONS):
         rows = buffer[list(_POSITIONS)].float().cpu()
+        # Devices differ in the last bits. The attributes from which tables are computed are compared exactly.
         texts = [_rounded(value) for value in rows.flatten().tolist()]
         digest = blake2b(" ".join(texts).encode(), digest_size=8).hexdigest()
         width = "x".join(map(str, buffer.shape[1:]))
@@ -157,8 +130,9 @@ def _buffer(name: str, buffer: Any, *, rotary: bool) -> Iterator[tuple[str, str]
 
 
 def _rounded(value: float) -> str:
-    """Format a number: three decimals if its absolute value is below 10, else five significant digits."""
+    # Sines and cosines near 0 differ in their last digits between devices.
     text = f"{value:.3f}" if abs(value) < 10 else f"{value:.5g}"
+    # A tiny negative number rounds to another text than a tiny positive one.
     return "0.000" if text == "-0.000" else text
 
 

@@ -15,20 +15,13 @@ _UNVERIFIED, _DUMMY = _DESCRIPTIONS = ("unverified", "dummy")
 
 
 def weights(vllm_config: Any, model: Any, load_config: Any) -> str:
-    """Return a text that identifies a model's weights: a digest of the checkpoint if it can be computed.
-
-    The digest cannot be computed if the checkpoint is not on this machine's disk, or if vLLM loads dummy
-    weights or a tensorizer file. The text is then a description, such as the model's name and revision.
-
-    Args:
-        vllm_config: the engine's configuration.
-        model: vLLM's ModelConfig of the model.
-        load_config: vLLM's LoadConfig, which says how the weights are loaded.
-    """
+    """Return a text that identifies weights: a digest, or a description (`is_unverified`)."""
     load_format = str(load_config.load_format)
     name = str(model.model_weights or model.model)
+    # Such a file is not the checkpoint whose name is given.
     if load_format == "tensorizer":
         return f"{_UNVERIFIED} {load_format} of {name}"
+    # Dummy weights depend on the number of ranks.
     if load_format == "dummy":
         return f"{_DUMMY}, seed {model.seed}, {vllm_config.parallel_config.tensor_parallel_size} ranks"
     checkpoint = _checkpoint(name, model.revision)
@@ -43,28 +36,21 @@ def weights(vllm_config: Any, model: Any, load_config: Any) -> str:
 
 
 def is_unverified(found: str) -> bool:
-    """Return True if a text describes a model's weights, and False if it is a digest of their checkpoint.
+    """Return True if a text of `weights` is only a description.
 
     Two engines with the same description may have different weights.
-
-    Args:
-        found: text that `weights` has returned.
     """
     return found.startswith(_DESCRIPTIONS)
 
 
 def _checkpoint(name: str, revision: str | None) -> Path | None:
-    """Return the folder of a model's checkpoint on this machine's disk; None if the checkpoint is not there.
-
-    Args:
-        name: path of a folder, or name of a model on Hugging Face.
-        revision: revision of the model on Hugging Face; None for the default.
-    """
+    """Return the folder of a model's checkpoint on this machine's disk; None if it is not there."""
     if Path(name).exists():
         return Path(name)
     try:
         from huggingface_hub import snapshot_download  # noqa: PLC0415 - only for names that are not folders
 
+        # An engine has downloaded it by now, so nothing is downloaded here.
         return Path(snapshot_download(name, revision=revision, local_files_only=True))
     except Exception:  # noqa: BLE001 - whatever the reason, there is no checkpoint to read
         return None

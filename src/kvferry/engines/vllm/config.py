@@ -27,10 +27,7 @@ _RELEASES_WITH_GONE = ("0.31",)
 
 
 class TransferConfig(msgspec.Struct, frozen=True):
-    """Settings of vLLM's ``KVTransferConfig``: the value of ``--kv-transfer-config``.
-
-    Attributes are vLLM's, with its default values.
-    """
+    """vLLM's ``KVTransferConfig``: the value of ``--kv-transfer-config``, with vLLM's default values."""
 
     kv_connector: str
     kv_role: Literal["kv_producer", "kv_consumer", "kv_both"]
@@ -48,11 +45,7 @@ TRANSFER_KEYS = TransferConfig.__struct_fields__
 
 
 def parse_transfer(where: str, given: Mapping[str, Any]) -> TransferConfig:
-    """Check the keys of a value of ``--kv-transfer-config``, as vLLM does.
-
-    Args:
-        where: name of the object, for messages.
-        given: the object, as parsed from JSON.
+    """Check a value of ``--kv-transfer-config``, as vLLM does. Messages call it `where`.
 
     Raises:
         ConfigError: a key is unknown or missing, or a value has a wrong type.
@@ -62,12 +55,7 @@ def parse_transfer(where: str, given: Mapping[str, Any]) -> TransferConfig:
 
 
 def check_transfer_keys(where: str, given: Mapping[str, Any], beside: tuple[str, ...] = ()) -> None:
-    """Check that an object has only keys of ``--kv-transfer-config``.
-
-    Args:
-        where: name of the object, for messages.
-        given: the object, as parsed from JSON.
-        beside: further keys that the object may have.
+    """Check that an object has only keys of ``--kv-transfer-config``, and those of `beside`.
 
     Raises:
         ConfigError: a key is unknown, or the installed vLLM has dropped it. The message names the nearest
@@ -81,12 +69,7 @@ def check_transfer_keys(where: str, given: Mapping[str, Any], beside: tuple[str,
 
 
 def gone_keys(where: str, given: Mapping[str, Any]) -> list[str]:
-    """Return a sentence about each key of an object that vLLM has dropped and kvferry never used.
-
-    Args:
-        where: name of the object.
-        given: the object, as parsed from JSON.
-    """
+    """Return a sentence about each key of an object that vLLM has dropped and kvferry never used."""
     return [
         f"{where} has the key {key!r}, which vLLM has dropped and kvferry never used; leave it out{instead}"
         for key, instead in _GONE.items()
@@ -97,9 +80,6 @@ def gone_keys(where: str, given: Mapping[str, Any]) -> list[str]:
 def read_settings(vllm_config: Any) -> ConnectorConfig:
     """Read the connector's settings from vLLM's configuration, and fill in those that depend on the engine.
 
-    The value ``node`` of the setting `host` is replaced by this machine's IP address. If `host_buffer` is not
-    set, it becomes True if vLLM's `kv_buffer_device` is ``cpu`` and the model runs on another device.
-
     Raises:
         ConfigError: a setting is invalid, or the settings contradict each other or vLLM's settings.
     """
@@ -108,11 +88,13 @@ def read_settings(vllm_config: Any) -> ConnectorConfig:
     # A child of another connector has a name. It shares the role, but another child may do the transfers.
     config = parse_config(extra, None if extra.get("name") else transfer.kv_role)
     check_failure_policy(transfer.kv_load_failure_policy)
+    # `node` stands for the address of this machine, which only the engine knows.
     if config.host == NODE:
         from kvferry.engines.vllm.compat.process import node_address  # noqa: PLC0415 - loads the engine; settings are read without
 
         config = msgspec.structs.replace(config, host=node_address())
     if config.host_buffer is None:
+        # vLLM users ask for a buffer in host memory in this way.
         on_host = transfer.kv_buffer_device == "cpu" and vllm_config.device_config.device_type != "cpu"
         config = msgspec.structs.replace(config, host_buffer=on_host)
     if config.host_buffer:
@@ -121,14 +103,8 @@ def read_settings(vllm_config: Any) -> ConnectorConfig:
 
 
 def keep_transfer(vllm_config: Any, config: ConnectorConfig) -> None:
-    """Write the setting `transfer` into vLLM's configuration, if it is set or follows from the role.
-
-    The scheduler's half changes the role (`compat.frees`), and settings are read again after that.
-
-    Args:
-        vllm_config: the engine's configuration. Mutated.
-        config: the connector's settings, as read before the change.
-    """
+    """Write the setting `transfer`, if it is set or follows from the role, into vLLM's configuration."""
+    # The settings are read again after `defer_frees` has changed the role.
     if config.transfer is not None:
         transfer = vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config
@@ -136,13 +112,10 @@ def keep_transfer(vllm_config: Any, config: ConnectorConfig) -> None:
 
 
 def check_failure_policy(policy: str) -> None:
-    """Check that vLLM is configured to recompute a request if its load fails, instead of failing the request.
-
-    Args:
-        policy: value of ``kv_load_failure_policy``.
+    """Check that vLLM recomputes a request if its load fails.
 
     Raises:
-        ConfigError: the policy for failed loads is not ``recompute``.
+        ConfigError: the policy is not ``recompute``.
     """
     if policy != "recompute":
         raise ConfigError(
@@ -152,11 +125,7 @@ def check_failure_policy(policy: str) -> None:
 
 
 def unused_keys(kv_port: int) -> str:
-    """Return a sentence about a key of ``--kv-transfer-config`` that is set and has no effect; empty if none.
-
-    Args:
-        kv_port: value of ``kv_port``.
-    """
+    """Return a sentence about ``kv_port`` if it is set, because it has no effect; else an empty text."""
     if kv_port == UNUSED_PORT:
         return ""
     return (

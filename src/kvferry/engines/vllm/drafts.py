@@ -1,10 +1,8 @@
 """Layers of a draft model (for speculative decoding), and a digest that identifies the draft model.
 
-The KV of a draft model depends on the draft model's own weights. Two engines that serve one model may have
-different draft models, or only one of them may have one. Then the KV of the model's own layers can move
-between the engines, but that of the draft layers cannot. So the description of each draft layer contains a
-digest of the draft model. It differs from that of a layer of the same name that belongs to another draft
-model.
+Two engines that serve one model may have different draft models, or only one of them may have one. Then the
+KV of the model's own layers can move between them, but that of the draft layers cannot. So the description of
+each draft layer contains a digest of the draft model.
 """
 
 from __future__ import annotations
@@ -14,18 +12,16 @@ import json
 from typing import Any
 
 from kvferry.engines.vllm.checkpoints import weights
-from kvferry.engines.vllm.compat.drafts import keeps_draft_layers
-from kvferry.engines.vllm.compat.models import draft_layer_names
+from kvferry.engines.vllm.compat.models import draft_layer_names, keeps_draft_layers
 from kvferry.keys.settings_text import settings_of
 
 _THE_MODELS_OWN = "the model's own"
 
 
 def draft_layers(vllm_config: Any) -> dict[str, str]:
-    """Return the draft model's own layers in the KV cache, as a dictionary from layer name to a digest.
+    """Return the digest of the draft model for each of its own layers in the KV cache, by layer name.
 
-    The digest identifies the draft model, so it is the same for all layers. The result is empty without a
-    draft model, or if the draft model has no layers of its own in the KV cache. Call this in a worker.
+    The result is empty without a draft model that has such layers. Call this in a worker.
     """
     names = draft_layer_names(vllm_config)
     return dict.fromkeys(names, _digest(vllm_config)) if names else {}
@@ -34,13 +30,13 @@ def draft_layers(vllm_config: Any) -> dict[str, str]:
 def draft_weights(vllm_config: Any) -> str:
     """Return a text that identifies the draft model's weights.
 
-    If the draft model is part of the target model's checkpoint (multi-token prediction), the text only says
-    so. The text is empty without a draft model that has layers of its own in the KV cache.
+    The text is empty without a draft model that has layers of its own in the KV cache.
     """
     if not keeps_draft_layers(vllm_config):
         return ""
     speculative, model = vllm_config.speculative_config, vllm_config.model_config
     draft = speculative.draft_model_config
+    # Multi-token prediction: the draft model is a part of the checkpoint that is digested anyway.
     if (draft.model, draft.revision) == (model.model, model.revision):
         return _THE_MODELS_OWN
     return weights(vllm_config, draft, speculative.draft_load_config or vllm_config.load_config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from kvferry.engines.vllm.drafts import draft_layers
 from kvferry.engines.vllm.heads import shards
 from kvferry.engines.vllm.state import Rank, page_of_state
 from kvferry.errors import ConfigError
-from kvferry.geometry import Group, GroupKind, Layer, PageFormat, RankGeometry, Region, Scale
+from kvferry.geometry import Group, GroupKind, Layer, PageFormat, RankGeometry, Region
 
 
 def describe_cache(
@@ -29,8 +28,7 @@ def describe_cache(
         kv_cache_config: vLLM's configuration of the KV cache.
         caches: cache tensor of each layer, by layer name. The shape is (kernel blocks, heads, tokens,
             content) for attention layers, and (blocks, 1, 1, bytes) for recurrent layers.
-        tp_rank: tensor-parallel rank of the worker.
-        pp_rank: pipeline-parallel rank of the worker.
+        tp_rank, pp_rank: tensor-parallel and pipeline-parallel rank of the worker.
 
     Raises:
         ConfigError: kvferry cannot move a part of the cache. The message says which part.
@@ -51,38 +49,33 @@ def describe_cache(
             "computed; serve it without a KV connector"
         )
     drafts = draft_layers(vllm_config)
-    kinds = [kind_of_group(group) for group in kv_cache_config.kv_cache_groups]
+    blocks, kv_groups = kv_cache_config.num_blocks, kv_cache_config.kv_cache_groups
+    # Before the pages: a group that kvferry cannot move has no page format.
+    kinds = [kind_of_group(group) for group in kv_groups]
     pages = _pages(vllm_config, kv_cache_config, caches, tp_rank)
-    blocks = kv_cache_config.num_blocks
-    groups = tuple(
-        Group(
-            kind,
-            group.kv_cache_spec.block_size,
-            attention_span_of(group.kv_cache_spec),
-            tuple(
-                replace(
-                    _layer(
-                        name,
-                        caches[name],
-                        blocks,
-                        pages[name],
-                        scales_of(attention_layer(vllm_config, name)),
-                    ),
-                    draft=drafts.get(name, ""),
-                )
-                for name in group.layer_names
-                if name in pages
-            ),
-        )
-        for kind, group in zip(kinds, kv_cache_config.kv_cache_groups, strict=True)
-    )
+
+    def layer(name: str) -> Layer:
+        tensor = caches[name]
+        # An attention kernel may split a block into several.
+        stride = tensor.stride(0) * tensor.element_size() * (tensor.shape[0] // blocks)
+        scales = scales_of(attention_layer(vllm_config, name))
+        return Layer(name, tensor.data_ptr(), stride, pages[name], scales, draft=drafts.get(name, ""))
+
     geometry = RankGeometry(
         tp_rank=tp_rank,
         tp_size=parallel.tensor_parallel_size,
         pp_rank=pp_rank,
         pp_size=parallel.pipeline_parallel_size,
         num_blocks=blocks,
-        groups=groups,
+        groups=tuple(
+            Group(
+                kind,
+                group.kv_cache_spec.block_size,
+                attention_span_of(group.kv_cache_spec),
+                tuple(layer(name) for name in group.layer_names if name in pages),
+            )
+            for kind, group in zip(kinds, kv_groups, strict=True)
+        ),
         regions=tuple(_regions(caches)),
     )
     geometry.check()
@@ -90,12 +83,7 @@ def describe_cache(
 
 
 def kind_of_group(group: Any) -> GroupKind:
-    """Return the kind of a KV cache group, such as full attention, sliding window or recurrent state.
-
-    The kind determines which earlier tokens are needed to compute the next token.
-
-    Args:
-        group: vLLM's KVCacheGroupSpec.
+    """Return the kind of a KV cache group, from vLLM's KVCacheGroupSpec.
 
     Raises:
         ConfigError: kvferry cannot move the group. The message names one of its layers.
@@ -109,14 +97,7 @@ def kind_of_group(group: Any) -> GroupKind:
 def _pages(
     vllm_config: Any, kv_cache_config: Any, caches: Mapping[str, torch.Tensor], tp_rank: int
 ) -> dict[str, PageFormat]:
-    """Return the format of each layer's pages (a page is a layer's part of a block), by layer name.
-
-    Layers in KV cache groups for which vLLM disables KV transfer are left out.
-
-    Args:
-        vllm_config, kv_cache_config: vLLM's configurations of the engine and of its KV cache.
-        caches: cache tensor of each layer, by layer name.
-        tp_rank: tensor-parallel rank of the worker.
+    """Return the format of each layer's pages, by layer name.
 
     Raises:
         ConfigError: the cache of a layer is missing, or its format cannot be described.
@@ -124,10 +105,11 @@ def _pages(
     blocks = kv_cache_config.num_blocks
     size = int(vllm_config.parallel_config.tensor_parallel_size)
     states = Rank(tp_rank, size, conv_channels_first())
-    moved = [group for group in kv_cache_config.kv_cache_groups if group.enable_kv_transfer]
+    # vLLM disables the transfer of some groups. Their layers are left out.
     layers = {
         name: (attention_layer(vllm_config, name), spec_of_layer(group.kv_cache_spec, name))
-        for group in moved
+        for group in kv_cache_config.kv_cache_groups
+        if group.enable_kv_transfer
         for name in group.layer_names
     }
     heads = shards(vllm_config, {name: of for name, of in layers.items() if not is_recurrent(of[1])}, tp_rank)
@@ -138,30 +120,14 @@ def _pages(
             pages[name] = page_of_state(layer, name, spec, tensor.device.type, states)
         elif is_ring(spec):
             why = "it is a ring that the layer overwrites in place"
-            pages[name] = whole_page(
-                layer,
-                name=name,
-                spec=spec,
-                tensor=tensor,
-                num_blocks=blocks,
-                shard=heads[name],
-                block_tokens=0,
-                why=why,
-            )
+            pages[name] = whole_page(layer, name, spec, tensor, blocks, heads[name], 0, why)
         else:
-            pages[name] = page_of_attention(
-                layer, name, spec=spec, tensor=tensor, num_blocks=blocks, shard=heads[name]
-            )
+            pages[name] = page_of_attention(layer, name, spec, tensor, blocks, heads[name])
     return pages
 
 
 def _checked(name: str, caches: Mapping[str, torch.Tensor], blocks: int) -> torch.Tensor:
-    """Check the shape of a layer's cache tensor, and return the tensor.
-
-    Args:
-        name: name of the layer.
-        caches: cache tensor of each layer, by layer name.
-        blocks: number of blocks in the cache.
+    """Return the cache tensor of a layer.
 
     Raises:
         ConfigError: vLLM has handed over no cache for the layer, or a cache with an unknown shape.
@@ -176,18 +142,9 @@ def _checked(name: str, caches: Mapping[str, torch.Tensor], blocks: int) -> torc
     return tensor
 
 
-def _layer(
-    name: str, tensor: torch.Tensor, blocks: int, page: PageFormat, scales: tuple[Scale, ...]
-) -> Layer:
-    stride = tensor.stride(0) * tensor.element_size() * (tensor.shape[0] // blocks)
-    return Layer(name, tensor.data_ptr(), stride, page, scales)
-
-
 def _regions(caches: Mapping[str, torch.Tensor]) -> Iterator[Region]:
-    """Yield a memory region (address, size and kind of memory) for each allocation behind the cache tensors.
-
-    Several tensors may share an allocation, which is yielded once.
-    """
+    """Yield the memory region of each allocation behind the cache tensors."""
+    # Several tensors may share an allocation.
     seen = set()
     for tensor in caches.values():
         storage = tensor.untyped_storage()

@@ -20,9 +20,7 @@ _COPIES = "num_kv_head_replicas"
 
 
 def projections(modules: Iterable[Any], layers: Iterable[Any]) -> dict[int, Any]:
-    """Return the QKV projection module of each attention layer, by the layer's Python `id`.
-
-    The result has no entry for a layer without a projection.
+    """Return the QKV projection module of each attention layer that has one, by the layer's Python `id`.
 
     Args:
         modules: all modules of the models that contain the layers.
@@ -34,6 +32,7 @@ def projections(modules: Iterable[Any], layers: Iterable[Any]) -> dict[int, Any]
         children = list(module.children())
         # With LoRA, an adapter wraps the projection.
         beside = [one for child in children if hasattr(one := getattr(child, "base_layer", child), _COPIES)]
+        # With several projections side by side, which one belongs to the layer is not certain.
         if len(beside) == 1:
             found.update({id(child): beside[0] for child in children if id(child) in wanted})
     return found
@@ -48,35 +47,26 @@ def shard_of(held: int, rank: int, ranks: int, projection: Any, of_model: int) -
     Shard(rank=3, ranks=4, start=0, total=0)
 
     Args:
-        held: number of the layer's KV heads on this rank.
-        rank: tensor-parallel rank.
-        ranks: number of tensor-parallel ranks.
         projection: the layer's `QKVParallelLinear`; None if the layer has none.
-        of_model: number of KV heads in the model's configuration.
     """
     if projection is not None and int(projection.num_kv_heads) == held:
         copies = int(projection.num_kv_head_replicas)
         start, total = projection.tp_rank // copies * held, projection.tp_size // copies * held
         return Shard(rank, ranks, start, total)
+    # A rank has several heads only if none is copied.
     if held > 1 or ranks == 1:
         return Shard(rank, ranks, rank * held, ranks * held)
+    # The model's number of heads is not this layer's, or the rank would hold several.
     if of_model > ranks:
         return Shard(rank, ranks, 0, 0)
     return Shard(rank, ranks, rank * of_model // ranks, of_model)
 
 
 def shards(vllm_config: Any, layers: Mapping[str, tuple[Any, Any]], rank: int) -> dict[str, Shard]:
-    """Return, by layer name, the range of each attention layer's KV heads that this rank holds.
-
-    A layer whose data is the same on all ranks counts as one head, which every rank holds.
-
-    Args:
-        vllm_config: the engine's configuration.
-        layers: maps a layer's name to (attention layer, its KV cache spec).
-        rank: this worker's tensor-parallel rank.
-    """
+    """Return the KV heads that this rank holds, from (attention layer, its spec), by layer name."""
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)
     of_model = int(vllm_config.model_config.get_total_num_kv_heads())
+    # A single rank holds all heads.
     found = projections(_modules(vllm_config), (layer for layer, _ in layers.values())) if ranks > 1 else {}
     return {
         name: Shard(rank, ranks, 0, 1)  # a latent, the same on every rank

@@ -23,9 +23,7 @@ CopyBlocks: TypeAlias = Callable[
 
 
 class HostBuffer:
-    """Copy of a device's KV cache in host memory, for devices whose memory the transport cannot register.
-
-    Peers read and write the host memory. `save` and `load` copy blocks between the device and the host.
+    """Copy of a device's KV cache in host memory, which peers read and write.
 
     Attributes:
         caches: host tensor of each layer, by layer name, with the shape and dtype of the layer's cache on the
@@ -33,15 +31,10 @@ class HostBuffer:
     """
 
     def __init__(self, device: Mapping[str, torch.Tensor], num_blocks: int, copy: CopyBlocks | None) -> None:
-        """Allocate host memory of the same size as the device's KV cache, filled with zeros.
-
-        Args:
-            device: cache tensor of each layer on the device, by layer name.
-            num_blocks: number of blocks in the cache, as vLLM's block tables count them.
-            copy: the engine's operation that copies blocks; None if vLLM has handed over none.
+        """Allocate zeroed host memory of the size of the device's KV cache, whose tensors are by layer name.
 
         Raises:
-            ConfigError: the engine has no copy operation.
+            ConfigError: vLLM has handed over no operation that copies blocks.
         """
         if copy is None:
             raise ConfigError(
@@ -53,21 +46,9 @@ class HostBuffer:
         self.caches = {name: torch.zeros(t.shape, dtype=t.dtype, device="cpu") for name, t in device.items()}
 
     def save(self, groups: Sequence[Group], blocks: Sequence[Int64s]) -> None:
-        """Copy blocks from the device's KV cache to host memory.
-
-        Args:
-            groups: KV cache groups of the engine.
-            blocks: ids of the blocks to copy, for each group in the order of `groups`.
-        """
         self._copy_groups(groups, blocks, "d2h")
 
     def load(self, groups: Sequence[Group], blocks: Sequence[Int64s]) -> None:
-        """Copy blocks from host memory to the device's KV cache.
-
-        Args:
-            groups: KV cache groups of the engine.
-            blocks: ids of the blocks to copy, for each group in the order of `groups`.
-        """
         self._copy_groups(groups, blocks, "h2d")
 
     def _copy_groups(
@@ -75,8 +56,10 @@ class HostBuffer:
     ) -> None:
         for group, ids in zip(groups, blocks, strict=True):
             names = [layer.name for layer in group.layers]
+            # A group may have no layers in this stage of a pipeline.
             if not names or not len(ids):
                 continue
+            # vLLM's operation takes kernel blocks, of which a block may have several.
             ratio = self._device[names[0]].shape[0] // self._blocks
             kernel = [int(b) * ratio + i for b in ids for i in range(ratio)]
             source, target = (

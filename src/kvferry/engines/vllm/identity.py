@@ -1,10 +1,9 @@
 """Facts about an engine that decide the content of its KV: weights, settings and element types.
 
-Two engines exchange KV only if these facts are equal. An engine loads a stored chunk (the KV of a fixed
-number of tokens of a KV cache group) only if they are equal to those of the engine that stored it. Weights
-are compared by content (`kvferry.cache.weights`), because a model's name does not identify them. The other
-facts are read from objects that vLLM has built: the model of every worker (`built`), the processor, and the
-resolved element types. `arguments` says, for each of vLLM's engine arguments, which fact covers it.
+Two engines exchange KV only if these facts are equal, and an engine loads a stored chunk only if they are
+equal to those of the engine that stored it. Weights are compared by content (`kvferry.cache.weights`),
+because a model's name does not identify them. The other facts are read from objects that vLLM has built: the
+model of every worker (`built`), the processor, and the resolved element types.
 """
 
 from __future__ import annotations
@@ -12,14 +11,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
-from functools import reduce
 from typing import Any
 
 from kvferry.connector.agreement import CACHE_DTYPE, MODEL_DTYPE, WEIGHTS, namespace_of_facts
 from kvferry.engines.vllm.built import Built
 from kvferry.engines.vllm.checkpoints import is_unverified, weights
-from kvferry.engines.vllm.compat.dtypes import cache_dtype, state_dtypes
 from kvferry.engines.vllm.compat.multimodal import processor_settings
+from kvferry.engines.vllm.compat.specs import cache_dtype, state_dtypes
 from kvferry.engines.vllm.drafts import draft_weights
 from kvferry.engines.vllm.version import installed, vllm_version
 from kvferry.errors import ConfigError
@@ -34,13 +32,7 @@ _UNKNOWN = "of unknown version"
 
 
 def facts_of(vllm_config: Any, must_agree: Mapping[str, Fact], incarnation: int) -> Facts:
-    """Return what this engine tells its peers about itself: its id, its software versions, and `must_agree`.
-
-    Args:
-        vllm_config: the engine's configuration.
-        must_agree: properties that must be equal in two engines that use each other's KV, by name.
-        incarnation: number that identifies this run of the engine.
-    """
+    """Return what this engine tells its peers about itself: its id, this run's number, and its software."""
     return Facts(
         engine_id=str(vllm_config.kv_transfer_config.engine_id),
         incarnation=incarnation,
@@ -50,16 +42,7 @@ def facts_of(vllm_config: Any, must_agree: Mapping[str, Fact], incarnation: int)
 
 
 def must_agree(vllm_config: Any, kv_cache_config: Any, built: Built) -> dict[str, Fact]:
-    """Return the properties that must be equal in two engines before they can use each other's KV.
-
-    Args:
-        vllm_config, kv_cache_config: vLLM's configurations of the engine and of its KV cache.
-        built: properties of the model as all workers have built it.
-
-    Returns:
-        Properties by name. They describe the weights, dtypes, quantization, engine settings, multimodal
-        processor and built model.
-    """
+    """Return the properties, by name, that must be equal in engines that use each other's KV."""
     model = vllm_config.model_config
     facts: dict[str, Fact] = {
         WEIGHTS: weights(vllm_config, model, vllm_config.load_config),
@@ -75,21 +58,8 @@ def must_agree(vllm_config: Any, kv_cache_config: Any, built: Built) -> dict[str
     return {**facts, **built.facts()}
 
 
-def built_by_all(workers: Any) -> Built:
-    """Merge the properties of the model that the workers have collected.
-
-    Args:
-        workers: iterable of `Built` objects, one per worker.
-    """
-    return reduce(Built.with_other, workers, Built())
-
-
 def engine_settings(vllm_config: Any) -> dict[str, str]:
-    """Return the vLLM settings that affect the content of KV but cannot be seen in the built model.
-
-    Returns:
-        Value of each setting as a text, by name of the setting.
-    """
+    """Return the settings that affect KV but cannot be seen in the built model, as texts by name."""
     model = vllm_config.model_config
     return settings_of(
         {
@@ -112,25 +82,18 @@ _MULTIMODAL = (
 
 
 def _plain(value: Any) -> Any:
-    """Convert a configuration object of vLLM to plain data.
-
-    A dataclass becomes a dictionary, and an object with a method `compute_hash` becomes its hash. Other
-    values are returned as they are.
-    """
+    # Some configurations are no dataclasses, but compute a hash of their own.
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     return value.compute_hash() if hasattr(value, "compute_hash") else value
 
 
 def lora_settings(vllm_config: Any) -> str:
-    """Return a text with the settings that change what LoRA adapters compute; empty without LoRA.
-
-    The text is part of the name that kvferry gives to an adapter. As a result, engines with different
-    settings do not find each other's chunks for the same adapter.
-    """
+    """Return a text with the settings that change what LoRA adapters compute; empty without LoRA."""
     lora = vllm_config.lora_config
     if lora is None:
         return ""
+    # Part of an adapter's name, so engines with different settings do not find each other's chunks for it.
     dtype = str(lora.lora_dtype).removeprefix("torch.")
     modules = ",".join(sorted(lora.target_modules)) if lora.target_modules else "all"
     tower = " and the vision tower" if lora.enable_tower_connector_lora else ""
@@ -140,19 +103,13 @@ def lora_settings(vllm_config: Any) -> str:
 def namespace_of(vllm_config: Any, must_agree: Mapping[str, Fact], canonical: CanonicalForm) -> Namespace:
     """Return the namespace of this engine's chunk keys in shared storage.
 
-    Engines with equal namespaces can load each other's chunks.
-
-    Args:
-        vllm_config: the engine's configuration.
-        must_agree: properties that must be equal in two engines that use each other's KV, by name.
-        canonical: format in which chunks are stored.
-
     Raises:
         ConfigError: the weights have no digest, or the scales of a quantised cache are computed at run time.
     """
     model = vllm_config.model_config
     whose = str(must_agree[WEIGHTS])
     for name, found in (("weights", whose), ("weights of the draft model", draft_weights(vllm_config))):
+        # Engines with equal descriptions may have different weights.
         if is_unverified(found):
             raise ConfigError(
                 f"tiers: the {name} are {found}, so their chunks could be taken for others'; use a "
@@ -168,16 +125,10 @@ def namespace_of(vllm_config: Any, must_agree: Mapping[str, Fact], canonical: Ca
 
 
 def _processor(model: Any) -> dict[str, str] | None:
-    """Return the effective settings of a model's multimodal processor, each as a text.
-
-    Return None if the model has no processor, or if its processor cannot be inspected. Engines with different
-    settings do not use each other's KV, and their log names the setting. KV is correct even without this
-    comparison, because images and other items are identified by a digest of the processor's output.
-
-    Args:
-        model: vLLM's ModelConfig of the model.
-    """
+    """Return the settings of a model's processor as texts; None without one that can be inspected."""
     try:
+        # KV is correct even without this comparison, because items are named by a digest of the processor's
+        # output. But the log of two engines can name the setting.
         parts = processor_settings(model)
     except Exception as error:  # noqa: BLE001 - processors come from checkpoints and raise anything
         logger.warning(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvferry.connector.engine import CacheGroup, EngineFacts
-from kvferry.engines.vllm.compat.drafts import reads_ahead
+from kvferry.engines.vllm.compat.models import reads_ahead
 from kvferry.engines.vllm.compat.request_ids import parent_of
 from kvferry.engines.vllm.compat.specs import (
     attention_span_of,
@@ -20,9 +20,6 @@ from kvferry.engines.vllm.geometry import kind_of_group
 
 def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     """Collect what the connector's scheduler half must know about the engine: groups, limits and features.
-
-    Args:
-        vllm_config, kv_cache_config: vLLM's configurations of the engine and of its KV cache.
 
     Raises:
         ConfigError: kvferry cannot move one of the engine's KV cache groups.
@@ -54,13 +51,7 @@ def step_tokens(vllm_config: Any) -> int:
 
 
 def cache_group(group: Any) -> CacheGroup:
-    """Describe a KV cache group for the connector's scheduler half: its kind, block size and attention span.
-
-    For a group with recurrent layers, the description also gives the number of tokens that each block covers,
-    and the minimum number of tokens between two snapshots of the state.
-
-    Args:
-        group: vLLM's KVCacheGroupSpec.
+    """Describe a KV cache group for the connector's scheduler half, from vLLM's KVCacheGroupSpec.
 
     Raises:
         ConfigError: kvferry cannot move the group. The message names one of its layers.

@@ -1,20 +1,24 @@
 """Names of images, videos and audio in prompts: digests of the processor's output.
 
-vLLM's own identifiers of these items do not identify their content. A client may choose an identifier.
-Without prefix cache and processor cache, identifiers are a counter that restarts with the engine. Otherwise,
-they are digests of the media, which do not depend on the processor's settings but do depend on the model's
-path. KV depends only on what the processor gives to the model: resized and normalised pixels, grids, lengths.
-So kvferry names items by a digest of the processor's output.
+vLLM's own identifiers of these items do not identify their content. A client may choose an identifier
+(``uuid``). Without prefix cache and processor cache, identifiers are a counter that restarts with the engine.
+Otherwise, they are digests of the media, which do not depend on the processor's settings but do depend on the
+model's path. KV depends only on what the processor gives to the model: resized and normalised pixels, grids,
+lengths. So kvferry names items by a digest of the processor's output.
 
-vLLM caches what it computes of an item under the item's identifier. So a name is reliable only if vLLM has
-not seen other content under the same identifier (`identifiers`).
+vLLM caches an item's encoder output, and the blocks of prompts that contain the item, under the item's
+identifier. If two images have the same one, vLLM may compute a prompt from the encoder output of the other
+image. So when kvferry sees a second image with an identifier (`Identifiers`), it stops trusting the names of
+both. From then on, it does not offer, store or look up KV of prompts with either image.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from hashlib import blake2b
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -27,9 +31,13 @@ _MEMORY = "kvferry_name"
 _IDENTIFIED = "kvferry_identified"
 
 
+MAX_IDENTIFIERS: Final = 65_536
+"""Number of identifiers to remember: the most recently used ones. vLLM's caches hold fewer items."""
+
+
 @dataclass(slots=True)
-class Identified:
-    """A record shared by all images (or other multimodal items) with the same identifier in vLLM.
+class _Identified:
+    """A record shared by all items with the same identifier in vLLM.
 
     Attributes:
         name: digest of the items' content. Empty if two items had different content, or if no digest of the
@@ -39,43 +47,61 @@ class Identified:
     name: str
 
 
-def identify(feature: Any, identified: Identified) -> None:
-    """Attach the record of an item's identifier to the item, where `is_uncertain` finds it.
+class Identifiers:
+    """Detects whether different items have the same identifier. Only the engine's thread may use it."""
 
-    Mutates `feature.data`.
+    def __init__(self, max_identifiers: int = MAX_IDENTIFIERS) -> None:
+        self._max_identifiers = max_identifiers
+        self._identified: OrderedDict[bytes, _Identified] = OrderedDict()
 
-    Args:
-        feature: vLLM's MultiModalFeatureSpec of the item.
-        identified: record of the identifier, which all items with this identifier share.
-    """
-    setattr(feature.data, _IDENTIFIED, identified)
+    def __len__(self) -> int:
+        return len(self._identified)
+
+    def note(self, request: Any) -> None:
+        """Record the identifiers of the items in one of vLLM's requests. Mutates the data of the items.
+
+        If an item's content differs from that of an earlier one with the same identifier, or cannot be
+        digested, all items with this identifier become uncertain (`is_uncertain`).
+        """
+        for feature in request.mm_features or ():
+            self._note(feature)
+
+    def _note(self, feature: Any) -> None:
+        # Clients choose identifiers, so they may have any length.
+        key = blake2b(str(feature.identifier).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        try:
+            name = name_of(feature)
+        except Unnameable:
+            name = ""
+        identified = self._identified.setdefault(key, _Identified(name))
+        # Without data, vLLM uses what it keeps under the identifier. Data without a digest may be anything.
+        if name or item_data(feature) is not None:
+            if name != identified.name:
+                identified.name = ""
+            # On the data, which vLLM's processor cache keeps for later requests with the same item.
+            setattr(feature.data, _IDENTIFIED, identified)
+        self._identified.move_to_end(key)
+        if len(self._identified) > self._max_identifiers:
+            self._identified.popitem(last=False)
 
 
 def is_uncertain(feature: Any) -> bool:
-    """Return True if an item with other content has, or may have, used the same identifier as this item.
-
-    vLLM caches its results for an item under the item's identifier. So the KV of an uncertain item may come
-    from other content, and must not be reused.
-
-    Args:
-        feature: vLLM's MultiModalFeatureSpec of the item.
-    """
-    identified: Identified | None = getattr(feature.data, _IDENTIFIED, None)
+    """Return True if an item with other content has, or may have, used the same identifier."""
+    identified: _Identified | None = getattr(feature.data, _IDENTIFIED, None)
     return identified is not None and not identified.name
 
 
 def name_of(feature: Any) -> str:
-    """Return the name of an image or other item of a prompt: a digest of its content, 32 hex digits.
+    """Return the name of an item of a prompt: a digest of its content, 32 hex digits.
 
-    The name is cached in `feature.data`, which vLLM keeps for later requests.
+    The name is cached in `feature.data`.
 
     Args:
         feature: vLLM's MultiModalFeatureSpec of the item.
 
     Raises:
-        Unnameable: the scheduler does not have the output of vLLM's multimodal processor, or no digest can be
-            computed from that output. Also raised if the item's identifier was, or may have been, used for
-            other content before.
+        Unnameable: the scheduler does not have the output of vLLM's multimodal processor, no digest can be
+            computed from it, or the item is uncertain.
     """
     if is_uncertain(feature):
         raise Unnameable(
@@ -94,6 +120,7 @@ def name_of(feature: Any) -> str:
     digest = blake3(max_threads=blake3.AUTO)
     try:
         for part in _parts({"modality": str(feature.modality), "data": data}, "item"):
+            # The length keeps parts apart: otherwise, two splits of the same bytes would have one digest.
             digest.update(len(part).to_bytes(8, "little"))
             digest.update(part)
     except (TypeError, ValueError, RuntimeError) as error:  # clients may send items of any shape
@@ -106,15 +133,12 @@ def name_of(feature: Any) -> str:
 def _parts(value: Any, where: str) -> Iterator[bytes | memoryview]:
     """Yield the content of a value as byte strings to hash. Different values yield different byte strings.
 
-    Args:
-        value: tensor, array, plain value, or mapping or list of such values.
-        where: name of the value, for the error message.
-
     Raises:
         Unnameable: a part of the value has a type that cannot be hashed.
     """
     if isinstance(value, Mapping):
         yield b"mapping %d" % len(value)
+        # Two requests may have the same mapping in different orders.
         for key in sorted(value):
             yield str(key).encode()
             yield from _parts(value[key], f"{where}.{key}")
@@ -126,6 +150,7 @@ def _parts(value: Any, where: str) -> Iterator[bytes | memoryview]:
         array = value.detach().cpu().contiguous()
         yield f"tensor {array.dtype} {tuple(array.shape)}".encode()
         yield memoryview(array.reshape(-1).view(torch.uint8).numpy())
+    # An array of objects holds addresses.
     elif isinstance(value, np.ndarray) and value.dtype != object:
         yield f"array {value.dtype.str} {value.shape}".encode()
         yield np.ascontiguousarray(value).tobytes()

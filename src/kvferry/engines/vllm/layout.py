@@ -36,14 +36,7 @@ content, which moves whole, would take many small copies.
 
 
 def requested_layout(vllm_config: Any, config: ConnectorConfig) -> str | None:
-    """Return the KV cache layout that the connector requests from vLLM; None to leave the choice to vLLM.
-
-    vLLM does not ask the connector if the environment variable ``VLLM_KV_CACHE_LAYOUT`` is set.
-
-    Args:
-        vllm_config: the engine's configuration.
-        config: the connector's settings.
-    """
+    """Return the KV cache layout that the connector requests from vLLM; None to leave the choice to vLLM."""
     if config.layout == "engine" or vllm_config.model_config is None:
         return None
     if config.layout != "auto":
@@ -57,15 +50,13 @@ def requested_layout(vllm_config: Any, config: ConnectorConfig) -> str | None:
 def read_back(kv_cache_config: Any, caches: Mapping[str, Any]) -> str:
     """Return the name of the layout that the engine's cache tensors have; ``unknown`` if no layout fits.
 
-    If some axes have a single element, several layouts may fit. The result is then the layout that the
-    engine's configuration names, if this layout fits. Otherwise, the names of all fitting layouts are joined
-    by "or".
-
     Args:
         kv_cache_config: vLLM's configuration of the KV cache.
         caches: cache tensor of each layer, by layer name, of shape (blocks, heads, tokens, content).
     """
     fitting = [name for name in LAYOUTS if all(_fits(name, t) for t in _tensors(kv_cache_config, caches))]
+    # Several layouts fit if axes have a single element. They are the same then, so take the name that users
+    # know.
     named = str(kv_cache_config.kv_cache_layout)
     return named if named in fitting else " or ".join(fitting) or "unknown"
 
@@ -73,16 +64,12 @@ def read_back(kv_cache_config: Any, caches: Mapping[str, Any]) -> str:
 def check_forced(vllm_config: Any, config: ConnectorConfig, found: str) -> None:
     """Check that the KV cache has the layout that the connector's settings require, if they require one.
 
-    Args:
-        vllm_config: the engine's configuration.
-        config: the connector's settings.
-        found: name of the cache's actual layout.
-
     Raises:
-        ConfigError: the settings require another layout.
+        ConfigError: the settings require another layout than `found`.
     """
     if config.layout in ("auto", "engine", found):
         return
+    # vLLM does not ask the connector if this variable is set.
     if operators := operators_layout():
         raise ConfigError(
             f"layout is {config.layout!r}, but VLLM_KV_CACHE_LAYOUT={operators} gave the cache layout "
@@ -103,33 +90,20 @@ Strided = Sequence[tuple[str, int, int]]
 
 
 def _tensors(kv_cache_config: Any, caches: Mapping[str, Any]) -> Iterable[Strided]:
-    """Yield the axes of each memory allocation of the KV cache, as a list of (axis, extent, byte stride).
-
-    The layers in an allocation are assumed to be evenly spaced. So the stride of the layer axis is the
-    distance between the first two layers.
-
-    Args:
-        kv_cache_config: vLLM's configuration of the KV cache.
-        caches: cache tensor of each layer, by layer name.
-    """
+    """Yield the axes of each memory allocation of the KV cache."""
     for allocated in kv_cache_config.kv_cache_tensors:
         layers = [caches[name] for name in allocated.layers if name in caches]
         if not layers:
             continue
         first, item = layers[0], layers[0].element_size()
+        # The layers of an allocation are evenly spaced.
         apart = layers[1].data_ptr() - first.data_ptr() if len(layers) > 1 else 0
         inner = zip("BHNC", first.shape, (stride * item for stride in first.stride()), strict=True)
         yield [("L", len(layers), apart), *inner]
 
 
 def _fits(name: str, tensor: Strided) -> bool:
-    """Return True if a tensor has the named layout: its strides decrease in the order of the layout's axes.
-
-    Axes of extent 1 are ignored.
-
-    Args:
-        name: name of the layout, such as ``BHLNC``.
-        tensor: (axis, extent, stride in bytes) of each axis of the tensor.
-    """
+    """Return True if a tensor's strides decrease in the order of the layout's axes."""
+    # The stride of an axis of extent 1 says nothing.
     stride = {axis: distance for axis, extent, distance in tensor if extent > 1}
     return all(stride[outer] > stride[inner] for outer, inner in pairwise(a for a in name if a in stride))

@@ -28,11 +28,11 @@ class WorkerCard(KVConnectorHandshakeMetadata):
 
 @dataclass(slots=True)
 class SchedulerMeta(KVConnectorMetadata):
-    """Message from the connector's scheduler half to its worker halves, once per step.
+    """Message from the scheduler half to the worker halves, once per step.
 
     Attributes:
         engine_id: id of the engine that runs the step.
-        orders: loads, stores and other work for the worker halves.
+        orders: loads, stores and other work.
     """
 
     engine_id: str
@@ -41,20 +41,15 @@ class SchedulerMeta(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class WorkerMeta(KVConnectorWorkerMetadata):
-    """Message from the connector's worker halves to its scheduler half, once per step.
-
-    Attributes:
-        reports: reports of a worker half, or of all worker halves after vLLM has merged them.
-    """
+    """Message from the worker halves to the scheduler half, once per step."""
 
     reports: StepReports = field(default_factory=StepReports)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Merge the reports of another worker into this object, and return this object."""
         assert isinstance(other, WorkerMeta)
+        # vLLM merges the messages of all workers into that of the first.
         self.reports.add(other.reports)
         return self
 
     def __bool__(self) -> bool:
-        """Return True if there is anything to report."""
         return bool(self.reports)

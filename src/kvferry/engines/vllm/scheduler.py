@@ -1,32 +1,34 @@
-"""The connector's scheduler half in vLLM's scheduler process."""
+"""The connector's hooks in vLLM's scheduler process, in front of the connector's scheduler half."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from functools import reduce
 from typing import Any
 
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.scheduler import SchedulerHalf
 from kvferry.connector.stream import EventStream
-from kvferry.engines.vllm.block_events import BlockEventPublisher
-from kvferry.engines.vllm.compat.block_events import publishes_block_events
+from kvferry.engines.vllm.built import Built
+from kvferry.engines.vllm.compat.block_events import BlockEventPublisher, publishes_block_events
+from kvferry.engines.vllm.compat.contract import KVConnectorBase_V1, SupportsHMA
+from kvferry.engines.vllm.compat.hit_sources import Label, hit_source
 from kvferry.engines.vllm.compat.loras import hook_adapter_loads
 from kvferry.engines.vllm.compat.prefix_cache import VLLMPrefixCache
-from kvferry.engines.vllm.compat.spans import is_traced
+from kvferry.engines.vllm.compat.requests import VLLMStep, request_wrapper
+from kvferry.engines.vllm.compat.spans import is_traced, tracing
 from kvferry.engines.vllm.compat.wake import find_waker
-from kvferry.engines.vllm.identifiers import Identifiers
-from kvferry.engines.vllm.identity import built_by_all, facts_of, lora_settings, must_agree, namespace_of
+from kvferry.engines.vllm.identity import facts_of, lora_settings, must_agree, namespace_of
 from kvferry.engines.vllm.info import engine_info
+from kvferry.engines.vllm.items import Identifiers
 from kvferry.engines.vllm.meta import SchedulerMeta, WorkerCard, WorkerMeta
-from kvferry.engines.vllm.requests import VLLMRequests, VLLMStep
-from kvferry.engines.vllm.stats import FerryStats
-from kvferry.engines.vllm.tracing import tracing
 from kvferry.errors import ConfigError
 from kvferry.observe.explaining import RequestExplainer
 from kvferry.observe.metrics_listener import MetricsListener
 from kvferry.observe.recorder import RequestRecorder, recording_header, start_recording
 from kvferry.observe.transfer_log import TransferLog
+from kvferry.tiers.registry import medium_of
 
 ONE_HANDSHAKE = (
     "vLLM's MultiConnector gives all children that of the first that has one; use FerryMultiConnector"
@@ -35,27 +37,25 @@ ONE_HANDSHAKE = (
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 
 
-class VLLMScheduler:
-    """Adapter between vLLM's scheduler and kvferry's scheduler half, which does not depend on the engine.
+class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
+    """Base class of `KVFerryConnector` with the hooks that vLLM calls on the scheduler's instance.
 
-    The scheduler half decides what is loaded and stored. This class passes vLLM's calls on to it, and turns
-    the events of the scheduler half into metrics, traces and logs.
+    Attributes:
+        half: the scheduler half, which decides what is loaded and stored. Workers' instances have none.
     """
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
-        """Create the scheduler half, and the listeners that turn its events into metrics, traces and logs.
+    half: SchedulerHalf
 
-        Args:
-            vllm_config, kv_cache_config: vLLM's configurations of the engine and of its KV cache.
-            config: the connector's settings.
+    def _open_scheduler(self, config: ConnectorConfig) -> None:
+        """Create the scheduler half, and the listeners that turn its events into metrics, traces and logs.
 
         Raises:
             ConfigError: a setting is invalid, or kvferry cannot move one of the engine's KV cache groups.
         """
-        self._config, self._vllm_config, self._kv_cache_config = config, vllm_config, kv_cache_config
-        engine = engine_info(vllm_config, kv_cache_config)
-        self._engine, self._engine_id = engine, engine.engine_id
-        self._requests = VLLMRequests(vllm_config, kv_cache_config)
+        vllm_config = self._vllm_config
+        engine = engine_info(vllm_config, self._kv_cache_config)
+        self._config, self._engine = config, engine
+        self._wrap = request_wrapper(vllm_config, self._kv_cache_config)
         self._identifiers = Identifiers()
         adapters = Adapters(lora_settings(vllm_config))
         hook_adapter_loads(adapters)
@@ -63,7 +63,7 @@ class VLLMScheduler:
         events = EventStream(self._fold)
         self._block_events: BlockEventPublisher | None = None
         if publishes_block_events(vllm_config):
-            self._block_events = BlockEventPublisher(kv_cache_config)
+            self._block_events = BlockEventPublisher(self._kv_cache_config)
             events.subscribe(self._block_events)
         if is_traced(vllm_config):
             events.subscribe(tracing())
@@ -72,172 +72,150 @@ class VLLMScheduler:
             config.explain_requests,
             engine_id=engine.engine_id,
             model=str(vllm_config.model_config.model),
+            # The role is read here, because `defer_frees` changes it later.
             role=_ROLES.get(vllm_config.kv_transfer_config.kv_role, "both"),
             connector=config.name,
         )
         self._log: TransferLog | None = None
         self._recorder: RequestRecorder | None = None
         self.half = SchedulerHalf(engine, config, adapters, events)
+        # The waker is looked for on the call stack, so only while vLLM creates the engine.
         self._wake = find_waker()
-        self._meta = SchedulerMeta(self._engine_id)
+        self._meta = SchedulerMeta(engine.engine_id)
         self._pool: Any = None
         self._prefix_cache: VLLMPrefixCache | None = None
+        self._started = False
 
-    def bind_manager(self, manager: Any) -> None:
-        """Store the engine's block pool and prefix cache, which `start` passes to the scheduler half.
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._pool, self._prefix_cache = kv_cache_manager.block_pool, VLLMPrefixCache.of(kv_cache_manager)
 
-        Args:
-            manager: vLLM's KVCacheManager.
-        """
-        self._pool, self._prefix_cache = manager.block_pool, VLLMPrefixCache.of(manager)
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        # vLLM calls it once at the start, and again after each wake-up.
+        if not self._started:
+            self._start(sorted_cards(metadata))
+            self._started = True
+        elif metadata:
+            self.half.wake([card.info for card in sorted_cards(metadata)])
 
-    @property
-    def completes_prefixes(self) -> bool:
-        """True if loads bring the recurrent state that vLLM lacks after a prefix of its own cache."""
-        return self._prefix_cache is not None
-
-    def start(self, cards: tuple[WorkerCard, ...]) -> None:
+    def _start(self, cards: tuple[WorkerCard, ...]) -> None:
         """Start the scheduler half, after all workers of the engine have started.
-
-        Args:
-            cards: handshakes of all workers, sorted by (pp_rank, tp_rank).
 
         Raises:
             ConfigError: a worker's settings differ from this connector's, the transfer log cannot be opened,
                 or the scheduler half cannot start (see `SchedulerHalf.start`).
         """
-        if any(card.info.settings != self._config.without_host for card in cards):
+        config, vllm_config = self._config, self._vllm_config
+        if any(card.info.settings != config.without_host for card in cards):
             raise ConfigError(f"the workers' handshake is that of another KVFerryConnector: {ONE_HANDSHAKE}")
-        agree = must_agree(
-            self._vllm_config, self._kv_cache_config, built_by_all(card.built for card in cards)
-        )
+        # Pipeline stages have built different parts of the model.
+        built = reduce(Built.with_other, (card.built for card in cards), Built())
+        agree = must_agree(vllm_config, self._kv_cache_config, built)
         workers = [card.info for card in cards]
-        if self._config.transfers and self._config.transfer_log is not None:
-            self._log = TransferLog(self._config.transfer_log, [worker.geometry for worker in workers])
+        if config.transfers and config.transfer_log is not None:
+            self._log = TransferLog(config.transfer_log, [worker.geometry for worker in workers])
             self.half.events.subscribe(self._log)
         self.half.start(
             workers,
             self._pool,
-            facts=facts_of(self._vllm_config, agree, self.half.incarnation),
-            namespace=lambda canonical: namespace_of(self._vllm_config, agree, canonical),
+            facts=facts_of(vllm_config, agree, self.half.incarnation),
+            namespace=lambda canonical: namespace_of(vllm_config, agree, canonical),
             prefix_cache=self._prefix_cache,
             wake=self._wake,
             describe_blocks=None if self._block_events is None else self._block_events.describe,
         )
-        if self._config.record is not None:
-            self._record(self._config.record, workers[0].geometry.labels)
+        if config.record is not None:
+            # The header has the chunk sizes, which the scheduler half knows only after its start.
+            header = recording_header(
+                self._engine,
+                labels=workers[0].geometry.labels,
+                chunking=self.half.chunking,
+                model=str(vllm_config.model_config.model),
+            )
+            self._recorder = start_recording(
+                config.record, header, self.half.adapters, self._engine.port_offset
+            )
+            if self._recorder is not None:
+                self.half.events.subscribe(self._recorder)
         self._explaining.start()
 
-    def wake(self, cards: tuple[WorkerCard, ...]) -> None:
-        """Let peers read again, after the engine has slept.
-
-        Args:
-            cards: handshakes of all workers, sorted by (pp_rank, tp_rank).
-        """
-        self.half.wake([card.info for card in cards])
-
-    def _record(self, path: str, labels: Sequence[str]) -> None:
-        """Start to record requests in a file.
-
-        Args:
-            path: path of the file.
-            labels: label of each KV cache group.
-        """
-        engine, model = self._engine, str(self._vllm_config.model_config.model)
-        header = recording_header(engine, labels=labels, chunking=self.half.chunking, model=model)
-        self._recorder = start_recording(path, header, self.half.adapters, engine.port_offset)
-        if self._recorder is not None:
-            self.half.events.subscribe(self._recorder)
-
     def on_new_request(self, request: Any) -> None:
-        """Pass a new request of vLLM's scheduler on to the scheduler half.
-
-        Also records the identifiers of the request's images and other items, to detect identifiers that are
-        reused for other content.
-        """
+        # Before the half looks at the request: names of its images depend on it.
         self._identifiers.note(request)
-        self.half.on_new_request(self._requests.wrap(request))
+        self.half.on_new_request(self._wrap(request))
 
-    def matched(self, request: Any, local_tokens: int) -> int | None:
-        """Return the number of tokens to load for a request; None if vLLM must ask again later.
-
-        Args:
-            request: vLLM's request.
-            local_tokens: number of prompt tokens that the engine's own prefix cache has. The loaded tokens
-                follow these tokens.
-        """
-        wrapped = self._requests.wrap(request)
-        tokens = self.half.admission.matched(wrapped, local_tokens)
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        wrapped = self._wrap(request)
+        tokens = self.half.admission.matched(wrapped, num_computed_tokens)
         if tokens is not None:
-            self.half.place_snapshots(wrapped, local_tokens + tokens)
-        return tokens
+            self.half.place_snapshots(wrapped, num_computed_tokens + tokens)
+        return tokens, bool(tokens)
 
-    def allocated(self, request: Any, blocks: Any, load_tokens: int) -> None:
-        """Start the load of a request's KV into its new blocks.
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        return tuple(self._kv_cache_config.transfer_group_ids)
 
-        Args:
-            request: vLLM's request.
-            blocks: vLLM's KVCacheBlocks of the request.
-            load_tokens: number of tokens to load; 0 to load nothing.
-        """
-        self.half.admission.allocated(self._requests.wrap(request), blocks, load_tokens)
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self.half.admission.allocated(self._wrap(request), blocks, num_external_tokens)
 
-    def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
-        """Handle the end of a request, and decide whether vLLM may free its blocks.
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Label, int]:
+        if not num_external_tokens:
+            return {}
+        found = Counter[Label]()
+        for place, tokens in self.half.admission.origins(request.request_id).items():
+            found[hit_source(medium_of(place))] += tokens
+        return found
 
-        Args:
-            request: vLLM's request.
-            block_ids: block ids of the request, for each KV cache group.
+    def has_pending_push_work(self) -> bool:
+        return self.half.busy
 
-        Returns:
-            True if vLLM must keep the request's blocks until kvferry releases them, and the
-            ``kv_transfer_params`` of the response (None if the response has none).
-        """
-        wrapped = self._requests.wrap(request)
+    def has_pending_block_frees(self) -> bool:
+        return self.half.holds_blocks
+
+    def on_pause(self, paused: bool) -> None:
+        """Tell the scheduler half that the engine was paused or resumed (`tell_of_pauses`)."""
+        self.half.on_pause(paused=paused)
+
+    def on_sleep(self) -> None:
+        """Tell the scheduler half that the engine is about to sleep (`tell_of_sleep`)."""
+        self.half.on_sleep()
+
+    def on_asleep(self, failed: bool) -> None:
+        """Tell the scheduler half that the engine sleeps, or could not fall asleep (`tell_of_sleep`)."""
+        self.half.on_asleep(failed=failed)
+
+    def reset_cache(self) -> bool | None:
+        self.half.reset()
+        return True
+
+    def build_connector_meta(self, scheduler_output: Any) -> SchedulerMeta:
+        orders = self.half.orders(VLLMStep(scheduler_output))
+        # Quiet steps have the same orders, and so the same message.
+        if orders is not self._meta.orders:
+            self._meta = SchedulerMeta(self._meta.engine_id, orders)
+        return self._meta
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        if isinstance(connector_output.kv_connector_worker_meta, WorkerMeta):
+            self.half.take_reports(connector_output.kv_connector_worker_meta.reports)
+        if connector_output.finished_sending:
+            self.half.sent(connector_output.finished_sending)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        wrapped = self._wrap(request)
+        # First, because the half's event of the end makes the recorder forget the request.
         if self._recorder is not None:
             self._recorder.finished(wrapped)
         return self.half.finished(wrapped, block_ids)
 
-    def build_meta(self, scheduler_output: Any) -> SchedulerMeta:
-        """Return the message that tells the workers which loads, stores and other work the coming step needs.
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
 
-        Args:
-            scheduler_output: vLLM's SchedulerOutput of the step.
-        """
-        orders = self.half.orders(VLLMStep(scheduler_output))
-        if orders is not self._meta.orders:
-            self._meta = SchedulerMeta(self._engine_id, orders)
-        return self._meta  # in quiet steps, that of the step before
-
-    def take_output(self, output: Any) -> None:
-        """Pass the workers' reports about a step to the scheduler half.
-
-        Args:
-            output: vLLM's KVConnectorOutput of the step.
-        """
-        if isinstance(output.kv_connector_worker_meta, WorkerMeta):
-            self.half.take_reports(output.kv_connector_worker_meta.reports)
-        if output.finished_sending:
-            self.half.sent(output.finished_sending)
-
-    def take_stats(self) -> FerryStats | None:
-        """Mark the end of a step, and return the metric counts since the last call; None if there are none.
-
-        vLLM calls this exactly once at the end of each step, so this method also tells the scheduler half
-        that the step is done.
-        """
-        self.half.step_done()
-        return FerryStats.of(self._fold.take()) if self._fold.changed else None
-
-    def take_block_events(self) -> list[Any]:
-        """Return vLLM's KV events about blocks in tiers since the last call, and clear them.
-
-        There are none unless vLLM publishes KV events.
-        """
+    def take_events(self) -> list[Any]:
         return [] if self._block_events is None else self._block_events.take()
 
-    def shutdown(self) -> None:
-        """Stop the scheduler half and its threads, and close the logs."""
+    def _close_scheduler(self) -> None:
         self._explaining.close()
         self.half.shutdown()
         if self._log is not None:
@@ -248,9 +226,6 @@ class VLLMScheduler:
 
 def sorted_cards(metadata: dict[tuple[int, int], Any]) -> tuple[WorkerCard, ...]:
     """Return the workers' handshakes, sorted by (pp_rank, tp_rank).
-
-    Args:
-        metadata: handshake of each worker, by (pp_rank, tp_rank).
 
     Raises:
         ConfigError: a handshake is not a `WorkerCard`, because another connector class created it.

@@ -2,9 +2,9 @@
 
 A page holds the states of one layer, one after the other (`MambaBase.bind_kv_cache`): the last inputs of a
 convolution, then the recurrent state. The channels of the convolution come from several projections. The
-channels of each projection (a segment, see `state_format`) become a field of their own. With these fields,
-state can move between different numbers of ranks. It can also move between the two orders in which vLLM keeps
-the inputs of a convolution (``SD``: window first, ``DS``: channels first).
+channels of each projection (`state_format.Segment`) become a field of their own. With these fields, state can
+move between different numbers of ranks, and between the two orders in which vLLM keeps the inputs of a
+convolution (``SD``: window first, ``DS``: channels first).
 
 With speculative decoding, vLLM adds one column per draft token to the window (the last inputs that the
 convolution needs). A step that computes prompt tokens leaves the window in the *first* ``kernel - 1`` columns
@@ -12,10 +12,9 @@ convolution needs). A step that computes prompt tokens leaves the window in the 
 token). The other columns are scratch and belong to no field. Only between two steps of speculative decoding
 is the window in later columns, and kvferry never moves such a state.
 
-In two cases, kvferry moves a state as opaque bytes, and only between ranks of the same index in engines with
-the same number of ranks: the layer's dimensions do not account for every element, or vLLM's weight loaders do
-not confirm the fields (`state_proof`). If vLLM replicates the state on all ranks, it also moves as opaque
-bytes, between any ranks.
+Other states move as opaque bytes, and only between ranks of the same index in engines with the same number of
+ranks: if the layer's dimensions do not account for every element, or vLLM's weight loaders do not confirm the
+fields (`state_proof`).
 """
 
 from __future__ import annotations
@@ -34,12 +33,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Tensor-parallel rank that holds recurrent state, and the order of the axes of its convolution states.
+    """Tensor-parallel rank that holds recurrent state.
 
     Attributes:
-        rank: index of the rank.
-        ranks: number of ranks.
-        channels_first: True if the engine stores convolution states in vLLM's ``DS`` order (channels,
+        channels_first: order of the axes of convolution states: True for vLLM's ``DS`` order (channels,
             window), False for ``SD`` (window, channels).
     """
 
@@ -49,11 +46,7 @@ class Rank:
 
 
 def page_of_state(layer: Any, name: str, spec: Any, device: str, rank: Rank) -> PageFormat:
-    """Describe the pages of a recurrent layer (a page holds the layer's state at one position).
-
-    The pages are described as fields if the state is sharded over the ranks, and the layer's weight loaders
-    confirm which part of each field this rank holds. Other pages are described as opaque bytes, which can
-    only be copied whole.
+    """Describe the pages of a recurrent layer: as fields if they are proved, else as opaque bytes.
 
     Args:
         layer: the engine's recurrent layer, for its dimensions and weight loaders.
@@ -64,6 +57,7 @@ def page_of_state(layer: Any, name: str, spec: Any, device: str, rank: Rank) -> 
     """
     dtypes = [str(dtype).removeprefix("torch.") for dtype in spec.dtypes]
     kind = getattr(spec.mamba_type, "name", str(spec.mamba_type))
+    # A replicated state is the same on all ranks, so it may move whole between any of them.
     if not spec.tp_replicated:
         fields, why = _fields(layer, kind, spec, rank)
         if not why:
@@ -82,18 +76,7 @@ def page_of_state(layer: Any, name: str, spec: Any, device: str, rank: Rank) -> 
 
 
 def _fields(layer: Any, kind: str, spec: Any, rank: Rank) -> tuple[tuple[Field, ...], str]:
-    """Return the fields of a page of recurrent state, checked against the layer's weight loaders.
-
-    Args:
-        layer: the engine's recurrent layer.
-        kind: name of the layer's Mamba type, such as ``MAMBA2``.
-        spec: the layer's `MambaSpec`.
-        rank: rank that holds the page.
-
-    Returns:
-        Fields of the page, and an empty string. If the fields cannot be determined or the check fails, the
-        second element is the reason, and the fields must not be used.
-    """
+    """Return the fields of a page, and why they must not be used; empty if the loaders confirm them."""
     if kind not in FORMATS:
         return (), "its mamba type is not known"
     try:
@@ -111,20 +94,9 @@ def _fields(layer: Any, kind: str, spec: Any, rank: Rank) -> tuple[tuple[Field, 
 
 
 def _columns(state: StateFormat, spec: Any, rank: Rank) -> int | None:
-    """Return the number of inputs per channel (columns) for which a convolution's state has space.
-
-    This is the number of inputs that the convolution needs, or more if vLLM adds columns as scratch space for
-    speculative decoding.
-
-    Args:
-        state: format of the layer's state over all ranks.
-        spec: the layer's `MambaSpec`.
-        rank: rank that holds the state.
-
-    Returns:
-        Number of columns; None if the shapes in `spec` do not fit the format.
-    """
+    """Return the inputs per channel for which the convolution has space; None if the shapes do not fit."""
     declared = tuple(tuple(shape) for shape in spec.shapes)
+    # More than the convolution needs is scratch space of speculative decoding.
     for columns in (state.window, state.window + int(spec.num_speculative_blocks)):
         if declared == state.shapes(rank.ranks, columns, rank.channels_first):
             return columns
@@ -137,8 +109,8 @@ def fields_of(state: StateFormat, columns: int, item_bytes: list[int], rank: Ran
     Args:
         state: format of the layer's state over all ranks.
         columns: number of inputs per channel for which the convolution's state has space.
-        item_bytes: bytes per element of the convolution's state and of the recurrent state, in this order. A
-            layer that has only one of the two has a single entry.
+        item_bytes: bytes per element of the convolution's state and of the recurrent state; one entry if the
+            layer has only one of them.
         rank: rank that holds the page.
     """
     convolution = _convolution(state, columns, item_bytes[0], rank) if state.segments else ()
@@ -149,22 +121,15 @@ def fields_of(state: StateFormat, columns: int, item_bytes: list[int], rank: Ran
 
 
 def _convolution(state: StateFormat, columns: int, item: int, rank: Rank) -> tuple[Field, ...]:
-    """Return the fields of a convolution's state: one field for the channels of each projection.
-
-    All fields are parts of one array, of shape (channels, columns) or (columns, channels).
-
-    Args:
-        state: format of the layer's state over all ranks.
-        columns: number of inputs per channel for which the convolution's state has space.
-        item: bytes per element.
-        rank: rank that holds the state.
-    """
+    """Return the fields of a convolution's state: one for the channels of each projection."""
     channels = sum(segment.channels_per_rank(rank.ranks) for segment in state.segments)
+    # All fields are parts of one array, of shape (channels, columns) or (columns, channels).
     channel, column = (columns * item, item) if rank.channels_first else (item, channels * item)
     fields = []
     offset = 0
     for segment in state.segments:
         held = segment.channels_per_rank(rank.ranks)
+        # Every rank has a copy of a segment that cannot be split.
         start = 0 if segment.copied else rank.rank * held
         axes = (
             Axis("channel", ((held, channel),), start, segment.channels),
@@ -176,14 +141,7 @@ def _convolution(state: StateFormat, columns: int, item: int, rank: Rank) -> tup
 
 
 def _recurrent(axes: tuple[tuple[str, int], ...], offset: int, item: int, rank: Rank) -> Field:
-    """Return the field of a recurrent state: a dense array whose first axis is sharded over the ranks.
-
-    Args:
-        axes: (name, number of elements over all ranks) of each axis.
-        offset: byte offset of the array in the page.
-        item: bytes per element.
-        rank: rank that holds the page.
-    """
+    """Return the field of a dense state with (name, elements over all ranks) axes, the first sharded."""
     (name, total), *inner = axes
     held = total // rank.ranks
     counts = [count for _, count in inner]

@@ -34,25 +34,20 @@ class Segment:
 
     @property
     def channels(self) -> int:
-        """Number of the segment's channels over all ranks. Copies on several ranks count once."""
+        """Number of channels over all ranks. Copies on several ranks count once."""
         return self.units * self.width
 
     @property
     def copied(self) -> bool:
-        """True if every rank has all channels of the segment, because the segment has a single unit."""
         return self.units == 1
 
     def channels_per_rank(self, ranks: int) -> int:
-        """Return the number of the segment's channels on each rank, if there are `ranks` ranks."""
         return self.channels if self.copied else self.units // ranks * self.width
 
 
 @dataclass(frozen=True, slots=True)
 class StateFormat:
     """Format of the state that a recurrent layer keeps for a sequence, over all ranks.
-
-    The state consists of a convolution's last inputs, and of the recurrent state itself. One of them may be
-    missing.
 
     Attributes:
         window: number of past inputs per channel that the convolution needs, which is its kernel size less
@@ -73,8 +68,7 @@ class StateFormat:
         Args:
             ranks: number of tensor-parallel ranks.
             columns: number of inputs per channel for which the convolution's state has space.
-            channels_first: True if a convolution's state is in vLLM's ``DS`` order (channels, window), False
-                for ``SD`` (window, channels).
+            channels_first: order of the convolution's axes, as in `state.Rank`.
         """
         shapes: list[tuple[int, ...]] = []
         if self.segments:
@@ -86,30 +80,26 @@ class StateFormat:
         return tuple(shapes)
 
     def indivisible_fields(self, ranks: int) -> list[str]:
-        """Return the names of the fields that cannot be divided evenly among `ranks` ranks."""
+        """Return the names of the fields that cannot be divided evenly among the ranks."""
         shared = [(s.name, s.units) for s in self.segments if not s.copied]
         shared += [("ssm", count) for _, count in self.recurrent[:1]]
         return [name for name, count in shared if count % ranks]
 
 
 def mamba1(layer: Any) -> StateFormat:
-    """Return the state format of a Mamba 1 layer (`MambaMixer`).
-
-    Each inner channel has one channel of the convolution and one row of recurrent state.
-    """
+    """Return the state format of a Mamba 1 layer (`MambaMixer`)."""
+    # Each inner channel has one channel of the convolution and one row of recurrent state.
     channels = layer.intermediate_size
     recurrent = (("channel", channels), ("state", layer.ssm_state_size))
     return StateFormat(layer.conv_kernel_size - 1, (Segment("conv.x", channels),), recurrent)
 
 
 def mamba2(layer: Any) -> StateFormat:
-    """Return the state format of a Mamba 2 layer (`MambaMixer2`).
-
-    The channels of x are sharded by heads, and those of B and C by groups. If there is a single group, every
-    rank has a copy of it. `layer.n_groups` then counts all copies (vLLM's `extra_groups_for_head_shards`), so
-    this function reads `layer.norm.n_groups`, which counts the group once.
-    """
+    """Return the state format of a Mamba 2 layer (`MambaMixer2`)."""
     segments = (
+        # The channels of x are sharded by heads, and those of B and C by groups. Every rank has a copy of a
+        # single group, and `layer.n_groups` counts all copies (`extra_groups_for_head_shards`), but
+        # `layer.norm.n_groups` counts the group once.
         Segment("conv.x", layer.num_heads, layer.head_dim),
         Segment("conv.b", layer.norm.n_groups, layer.ssm_state_size),
         Segment("conv.c", layer.norm.n_groups, layer.ssm_state_size),
@@ -119,16 +109,14 @@ def mamba2(layer: Any) -> StateFormat:
 
 
 def gated_delta(layer: Any) -> StateFormat:
-    """Return the state format of a gated delta net layer or a Kimi delta attention layer.
-
-    In a gated delta net, the channels of q and k are sharded by key heads, and those of v by value heads. In
-    Kimi delta attention, q, k and v have the same number of heads.
-    """
+    """Return the state format of a gated delta net layer or a Kimi delta attention layer."""
+    # In Kimi delta attention, q, k and v have the same number of heads.
     if not hasattr(layer, "num_k_heads"):
         heads, width = layer.num_heads, layer.head_dim
         segments = tuple(Segment(name, heads, width) for name in ("conv.q", "conv.k", "conv.v"))
         return StateFormat(layer.conv_size - 1, segments, (("head", heads), ("value", width), ("key", width)))
     segments = (
+        # The channels of q and k are sharded by key heads, and those of v by value heads.
         Segment("conv.q", layer.num_k_heads, layer.head_k_dim),
         Segment("conv.k", layer.num_k_heads, layer.head_k_dim),
         Segment("conv.v", layer.num_v_heads, layer.head_v_dim),

@@ -22,15 +22,7 @@ from kvferry.geometry import Field
 def find_mismatch(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
     """Check that `fields` describes exactly the channels and heads whose state this rank holds.
 
-    A rank holds the state of exactly those channels and heads whose weights it loads. So the check gives the
-    layer's weight loaders artificial weights, whose elements are the indices of their channels or rows. Each
-    loader keeps this rank's part of the weight. The indices in that part must agree with the fields.
-
-    Args:
-        layer: the engine's recurrent layer; not changed.
-        state: format of the layer's state over all ranks.
-        fields: fields of this rank's page (memory of one layer in one block). Each field states which
-            channels or heads it contains.
+    The layer is not changed.
 
     Returns:
         Reason why the fields are wrong, or why the check could not be made; empty if the fields are right.
@@ -46,22 +38,11 @@ def find_mismatch(layer: Any, state: StateFormat, fields: Sequence[Field]) -> st
 
 
 def _channel_mismatch(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
-    """Check that this rank has the convolution channels that the fields describe.
-
-    The check calls the convolution's weight loader with a weight in which every element is the index of its
-    channel. The loader keeps only the channels of this rank. Their indices must be those in the fields.
-
-    Args:
-        layer: the engine's recurrent layer.
-        state: format of the layer's state over all ranks.
-        fields: fields of this rank's page.
-
-    Returns:
-        Reason why the fields are wrong; empty if they are right.
-    """
+    """Check the convolution's channels, with its weight loader."""
     module = getattr(layer, "conv1d", None)
     weight = (layer.conv if module is None else module).weight
     held = [(field, field.axes[0]) for field in fields if field.name != "ssm"]
+    # Not the shape of the weight: vLLM packs weights on some CPUs.
     scratch = _scratch(weight, (sum(axis.count for _, axis in held), 1, state.window + 1))
     expected, whole = [], []
     before = 0
@@ -83,21 +64,9 @@ def _channel_mismatch(layer: Any, state: StateFormat, fields: Sequence[Field]) -
 
 
 def _head_mismatch(layer: Any, field: Field) -> str:
-    """Check that this rank has the heads that the field of the recurrent state describes.
-
-    The check calls the loader of a weight that has a fixed number of elements per head. It passes a weight in
-    which every element is its own index. The loader keeps only the elements of this rank's heads, and their
-    indices must match the field. Lightning attention has no such weight, so the check compares the slopes
-    (one decay rate per head) instead.
-
-    Args:
-        layer: the engine's recurrent layer.
-        field: field of the recurrent state.
-
-    Returns:
-        Reason why the field is wrong; empty if it is right.
-    """
+    """Check the heads of the recurrent state, with the loader of a weight that has elements for each head."""
     axis = field.axes[0]
+    # Lightning attention has no such weight, but a decay rate per head.
     if hasattr(layer, "tp_slope"):
         if torch.equal(layer.tp_slope, layer.slope_rate[axis.start : axis.stop]):
             return ""
@@ -114,19 +83,8 @@ def _head_mismatch(layer: Any, field: Field) -> str:
 
 
 def _scratch(weight: Any, shape: tuple[int, ...]) -> Any:
-    """Return a new parameter for a weight loader to fill, in place of a parameter of the layer.
-
-    The new parameter has the class and attributes of `weight`. Each element is -1, which is not a valid
-    index, until the loader fills the element.
-
-    Args:
-        weight: parameter of the layer; not changed.
-        shape: shape of the new parameter. It may differ from the shape of `weight`, because vLLM packs
-            weights on some CPUs.
-
-    Returns:
-        Parameter of dtype float32, which holds every index below 16,777,216 exactly.
-    """
+    """Return a float32 parameter with class and attributes of `weight`, for a weight loader to fill."""
+    # -1 is no index, so it shows what the loader leaves out. float32 holds every index below 16,777,216.
     data = torch.full(shape, -1.0, dtype=torch.float32)
     scratch = torch.Tensor._make_subclass(type(weight), data, False)  # noqa: FBT003 - positional in torch
     scratch.__dict__.update(weight.__dict__)
@@ -134,22 +92,12 @@ def _scratch(weight: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _weight_of(indices: torch.Tensor, like: Any) -> torch.Tensor:
-    """Return a convolution's weight in which every element is the index of its channel.
-
-    Args:
-        indices: index of each channel.
-        like: convolution weight; the result gets the same kernel size.
-
-    Returns:
-        float32 of shape (channels, 1, kernel).
-    """
+    """Return a convolution's weight, (channels, 1, kernel): each element is the index of its channel."""
     return indices.to(torch.float32).view(-1, 1, 1).expand(-1, *like.shape[1:])
 
 
 def _loads_in_parts(loader: Any) -> bool:
-    """Return True if a weight loader loads the channels of one projection per call.
-
-    Such a loader requires the index of the projection as its argument `loaded_shard_id`.
-    """
+    """Return True if a weight loader loads the channels of one projection per call."""
+    # Such a loader requires the index of the projection.
     part = inspect.signature(loader).parameters.get("loaded_shard_id")
     return part is not None and part.default is inspect.Parameter.empty

@@ -19,11 +19,7 @@ from kvferry.observe.metrics_delta import MetricsDelta
 
 
 class FerryStats(KVConnectorStats):
-    """Metric counts of the connector since its last report, as vLLM sends them to its API server.
-
-    Attributes:
-        data: counts as plain values, as `MetricsDelta.plain` returns them.
-    """
+    """Metric counts of the connector since its last report, as plain values (`MetricsDelta.plain`)."""
 
     data: dict[str, Any]
 
@@ -32,22 +28,19 @@ class FerryStats(KVConnectorStats):
 
     @classmethod
     def of(cls, counted: MetricsDelta) -> FerryStats:
-        """Create the stats that vLLM sends, from the counts that the connector has collected."""
         return cls(counted.plain())
 
     def reset(self) -> None:
-        """Clear all counts."""
         self.data = MetricsDelta().plain()
 
     def aggregate(self, other: KVConnectorStats) -> FerryStats:
-        """Add the counts of a later report to this object, and return this object."""
         both = MetricsDelta.read(self.data)
         both.add(MetricsDelta.read(other.data))
         self.data = both.plain()
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return a summary of the counts for the engine's log: a mapping from name to number."""
+        """Return a summary of the counts for the engine's log."""
         counted = MetricsDelta.read(self.data)
         said: dict[str, int | float] = {}
         for (name, labels), n in counted.counters.items():
@@ -66,7 +59,6 @@ class FerryStats(KVConnectorStats):
         }
 
     def is_empty(self) -> bool:
-        """Return True if there are no counts to report."""
         return not any(self.data.values())
 
 
@@ -87,12 +79,7 @@ class FerryMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add an engine's counts to the Prometheus metrics.
-
-        Args:
-            transfer_stats_data: counts as plain values, as `MetricsDelta.plain` returns them.
-            engine_idx: index of the engine.
-        """
+        """Add an engine's counts, as `MetricsDelta.plain` returns them, to the Prometheus metrics."""
         counted, engine = MetricsDelta.read(transfer_stats_data), self.per_engine_labelvalues[engine_idx]
         for (name, labels), n in counted.counters.items():
             self._metrics[name].labels(*engine, *labels).inc(n)
@@ -126,10 +113,8 @@ def create_metric(metric: Metric, types: Mapping[type, Any], labels: Sequence[st
 
 
 def unregister(names: Collection[str]) -> None:
-    """Remove metrics with these names from the Prometheus registry, so that they can be registered again.
-
-    An engine that ran earlier in this process may have registered them. Names without a metric are ignored.
-    """
+    """Remove metrics with these names, if any, from the Prometheus registry."""
+    # An engine that ran earlier in this process may have registered them, and a name can be registered once.
     for collector in list(REGISTRY._collector_to_names):
         if getattr(collector, "_name", "") in names:
             REGISTRY.unregister(collector)

@@ -44,7 +44,7 @@ _SIMILAR = 0.85
 
 
 class Verdict(StrEnum):
-    """The verdict on a part of a configuration: ACCEPTED, NOTED (no effect, or not checked), or REFUSED."""
+    """The verdict on a part of a configuration. NOTED means that it has no effect, or is not checked."""
 
     ACCEPTED = "accepted"
     NOTED = "noted"
@@ -57,7 +57,7 @@ class Remark:
 
     Attributes:
         where: name of the part.
-        verdict: whether an engine takes the part.
+        verdict: accepted, noted (no effect, or not checked) or refused.
         text: sentence with what was found, and, after a semicolon, what to do.
     """
 
@@ -77,11 +77,7 @@ class TransferCheck:
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
-        """Check a configuration.
-
-        Args:
-            given: value of ``--kv-transfer-config``, or only its part ``kv_connector_extra_config``.
-        """
+        """Check a value of ``--kv-transfer-config``, or only its part ``kv_connector_extra_config``."""
         self.configs: list[ConnectorConfig] = []
         self.remarks: list[Remark] = []
         if any(key in given for key in (*TRANSFER_KEYS, *_OUTER)):
@@ -96,13 +92,7 @@ class TransferCheck:
                 raise ConfigError(remark.text)
 
     def _check(self, given: Mapping[str, Any], where: str, parent: str | None = None) -> None:
-        """Check an object that names a connector.
-
-        Args:
-            given: the object, as parsed from JSON.
-            where: name of the object.
-            parent: name of the connector that contains this one; None if it is the only one.
-        """
+        """Check an object that names a connector. `parent` is the connector that contains it, if any."""
         for outer in _OUTER:
             if isinstance(inner := given.get(outer), Mapping):
                 self._refuse(
@@ -126,12 +116,6 @@ class TransferCheck:
             self._check_ours(name, given, where, parent)
 
     def _check_ours(self, name: str, given: Mapping[str, Any], where: str, parent: str | None) -> None:
-        """Check an object whose connector is one of kvferry's.
-
-        Args:
-            name: name of the connector.
-            given, where, parent: arguments of `_check`.
-        """
         self._check_module(name, given.get("kv_connector_module_path"), where, parent)
         try:
             transfer = parse_transfer(where, given)
@@ -149,17 +133,11 @@ class TransferCheck:
         if name == _MULTI:
             self._check_multi(given, extra, where)
         else:
+            # Children of a FerryMultiConnector share its role, but another child may do the transfers.
             self._check_extra(extra, where, role if parent != _MULTI and isinstance(role, str) else None)
 
     def _check_module(self, name: str, module: object, where: str, parent: str | None) -> None:
-        """Check that vLLM finds one of kvferry's connectors at a ``kv_connector_module_path``.
-
-        Args:
-            name: name of the connector.
-            module: value of ``kv_connector_module_path``; None if it is missing.
-            where: name of the object.
-            parent: name of the connector that contains this one; None if it is the only one.
-        """
+        """Check that vLLM finds one of kvferry's connectors at a ``kv_connector_module_path``."""
         expected = CONNECTORS[name]
         # A FerryMultiConnector registers kvferry's connectors by name.
         if module == expected or (module is None and (parent == _MULTI or _is_plugin_loaded())):
@@ -178,13 +156,7 @@ class TransferCheck:
         self.remarks.append(Remark(where, Verdict.ACCEPTED, text))
 
     def _check_multi(self, given: Mapping[str, Any], extra: Mapping[str, Any], where: str) -> None:
-        """Check the settings of a `FerryMultiConnector`, and its children.
-
-        Args:
-            given: value of ``--kv-transfer-config``.
-            extra: value of its ``kv_connector_extra_config``.
-            where: name of the object.
-        """
+        """Check the settings of a `FerryMultiConnector`, and its children."""
         try:
             settings = parse_multi(extra)
         except ConfigError as error:
@@ -196,6 +168,7 @@ class TransferCheck:
         inherited = {key: given[key] for key in INHERITED if key in given}
         hand_over = []
         for number, child in enumerate(settings.children):
+            # The configs of this child are those that its check adds.
             known = len(self.configs)
             self._check(
                 {**inherited, **child.transfer}, f"connectors[{number}] ({child.name})", parent=_MULTI
@@ -210,17 +183,13 @@ class TransferCheck:
             self._refuse(where, str(error))
 
     def _check_vllms_multi(self, given: Mapping[str, Any], where: str) -> None:
-        """Check the children of vLLM's `MultiConnector` that are kvferry's.
-
-        Args:
-            given: value of ``--kv-transfer-config``.
-            where: name of the object.
-        """
+        """Check the children of vLLM's `MultiConnector` that are kvferry's."""
         extra = given.get(_EXTRA)
         listed = extra.get("connectors") if isinstance(extra, Mapping) else None
         children = [each for each in listed if isinstance(each, Mapping)] if isinstance(listed, list) else []
         self._note(where, f"kv_connector is {_VLLMS_MULTI!r}; only kvferry's connectors in it are checked")
         names = [each.get("kv_connector") for each in children]
+        # vLLM collects one handshake per worker: that of the first child that has one.
         first = next((name for name in names if name in _WITH_HANDSHAKE), None)
         checked = False
         for number, child in enumerate(children):
@@ -256,12 +225,7 @@ class TransferCheck:
 
 
 def wrong_name(name: object, module: str) -> ConfigError:
-    """Return the error for a connector class that a module of kvferry does not have.
-
-    Args:
-        name: value of ``kv_connector``.
-        module: value of ``kv_connector_module_path``.
-    """
+    """Return the error for a ``kv_connector`` that a module of kvferry does not have."""
     found = f"kv_connector is {name!r}, which is not in {module}"
     if name in _OFFLOADING:
         return ConfigError(
@@ -282,12 +246,11 @@ def summary(config: ConnectorConfig) -> str:
 
 
 def _similar(name: str) -> str | None:
-    """Return the name of kvferry's connector that is nearly `name`; None if none is."""
     return next(iter(difflib.get_close_matches(name, CONNECTORS, 1, _SIMILAR)), None)
 
 
 def _is_plugin_loaded() -> bool:
-    """Return True if vLLM loads kvferry's plugin, which lets vLLM find the connectors by name."""
+    # vLLM loads all plugins if the variable is not set.
     allowed = os.environ.get("VLLM_PLUGINS")
     ours = [one.name for one in entry_points(group=_PLUGINS) if one.module == plugin.__name__]
     return any(allowed is None or name in allowed.split(",") for name in ours)

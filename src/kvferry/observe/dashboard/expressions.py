@@ -17,12 +17,10 @@ def series(name: str, scope: Mapping[str, str] | None = None, **where: str) -> s
     """Return a PromQL selector of a metric's series, restricted by regular expressions for their labels.
 
     Args:
-        name: name of a metric in `EXPOSED` (metrics that engines expose) or `ROUTER`; for a histogram,
-            followed by one of `SUFFIXES`, such as ``_bucket``.
-        scope: regular expression by label name, for restrictions that a dashboard applies to all metrics,
-            such as the selected engines. None for no restriction.
-        where: regular expression by label name, for further restrictions. If the value begins with ``!``, the
-            rest of it is the regular expression, and the series that match it are excluded.
+        name: name of a metric in `EXPOSED` or `ROUTER`; for a histogram, followed by one of `SUFFIXES`.
+        scope: regular expression by label name, for restrictions that a dashboard applies to all metrics.
+        where: regular expression by label name. A value that begins with ``!`` excludes what the rest
+            matches.
 
     Raises:
         ValueError: the metric is unknown, or has no label of one of the given names.
@@ -32,6 +30,7 @@ def series(name: str, scope: Mapping[str, str] | None = None, **where: str) -> s
     """
     known = labels_of(name)
     patterns = {**(scope or {}), **where}
+    # Prometheus would answer such a query with nothing.
     if strange := patterns.keys() - known:
         raise ValueError(f"{name} has no label {', '.join(sorted(strange))}, only {', '.join(sorted(known))}")
     terms = [
@@ -44,13 +43,10 @@ def series(name: str, scope: Mapping[str, str] | None = None, **where: str) -> s
 def labels_of(name: str) -> frozenset[str]:
     """Return the names of all labels of a series, including labels that vLLM and Prometheus add.
 
-    Args:
-        name: name of a metric in `EXPOSED` (metrics that engines expose) or `ROUTER`; for a histogram,
-            followed by one of `SUFFIXES`, such as ``_bucket``.
-
     Raises:
         ValueError: the metric is unknown.
     """
+    # A metric may have a name that ends like a suffix, so the kind is checked below.
     base, suffix = next(
         ((name.removesuffix(each), each) for each in SUFFIXES if name.endswith(each)), (name, "")
     )
@@ -59,16 +55,13 @@ def labels_of(name: str) -> frozenset[str]:
         raise ValueError(f"{name} is no series of an engine or of the router")
     own = {*metric.labels, INSTANCE, "job"}
     if base in EXPOSED:
+        # Only kvferry's metrics can be those of one of several connectors.
         own |= {*COMMON, *([CONNECTOR] if name.startswith(PREFIX) else [])}
     return frozenset(own | {"le"} if suffix == "_bucket" else own)
 
 
 def total(what: str, *by: str) -> str:
-    """Return a PromQL expression that sums another expression.
-
-    Args:
-        what: PromQL expression to sum.
-        by: names of the labels to group by; none for one sum over all series.
+    """Return a PromQL expression that sums another one, by label or over all series.
 
     >>> total(per_second(series("kvferry_hits_total"), "5m"), "source")
     'sum by (source) (rate(kvferry_hits_total[5m]))'
@@ -77,43 +70,21 @@ def total(what: str, *by: str) -> str:
 
 
 def per_second(selector: str, over: str) -> str:
-    """Return a PromQL expression for the rate per second of a counter.
-
-    Args:
-        selector: selector of the counter's series.
-        over: time range over which the rate is averaged, such as ``5m``.
-    """
+    """Return a PromQL expression for the rate per second of a counter over a time such as ``5m``."""
     return f"rate({selector}[{over}])"
 
 
 def increase(selector: str, over: str) -> str:
-    """Return a PromQL expression for the increase of a counter.
-
-    Args:
-        selector: selector of the counter's series.
-        over: time range up to now in which the increase is measured, such as ``30m``.
-    """
+    """Return a PromQL expression for the increase of a counter in the last time such as ``30m``."""
     return f"increase({selector}[{over}])"
 
 
 def quantile(q: float, selector: str, over: str, *by: str) -> str:
-    """Return a PromQL expression for a quantile of a histogram.
-
-    Args:
-        q: quantile, from 0 to 1.
-        selector: selector of the histogram's ``_bucket`` series.
-        over: time range up to now whose observations count, such as ``5m``.
-        by: names of the labels to group by; none for one quantile over all series.
-    """
+    """Return a PromQL expression for a quantile from a histogram's ``_bucket`` series, by label."""
     return f"histogram_quantile({q:g}, {total(per_second(selector, over), *by, 'le')})"
 
 
 def minus(what: str, part: str) -> str:
-    """Return a PromQL expression that subtracts `part` from `what`, series by series.
-
-    Args:
-        what: PromQL expression to subtract from.
-        part: PromQL expression to subtract. Each of its series is subtracted from the series of `what` with
-            equal labels. A series of `what` without such a counterpart is unchanged.
-    """
+    """Return a PromQL expression that subtracts `part` from the series of `what` with equal labels."""
+    # Without the zero, Prometheus drops series of `what` that have no counterpart.
     return f"({what} - ({part} or 0 * {what}))"

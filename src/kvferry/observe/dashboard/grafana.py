@@ -27,6 +27,7 @@ def dashboard() -> dict[str, Any]:
         heading, *under = _row(each, number, y)
         number += 1 + len(under)
         if each.folded:
+            # Grafana keeps the panels of a collapsed row inside its heading.
             panels.append({**heading, "panels": under})
             y += 1
         else:
@@ -50,12 +51,10 @@ def dashboard() -> dict[str, Any]:
 
 
 def _row(row: PanelRow, number: int, y: int) -> list[dict[str, Any]]:
-    """Return the heading of a dashboard row and the row's panels, as Grafana's JSON objects.
+    """Return the heading of a row at height `y`, and its panels, as Grafana's JSON objects.
 
     Args:
-        row: row to render.
         number: panel id of the heading. The row's panels get the following ids.
-        y: vertical position of the heading, in Grafana's grid units.
     """
     places = [
         {"x": place % _COLUMNS * _WIDTH, "y": y + 1 + place // _COLUMNS * _HEIGHT}
@@ -127,10 +126,13 @@ def _variable(name: str, label: str, query: str) -> dict[str, Any]:
         "type": "query",
         "datasource": _SOURCE,
         "query": {"query": query, "refId": name},
+        # When the time range changes.
         "refresh": 2,
+        # By alphabet.
         "sort": 1,
         "multi": True,
         "includeAll": True,
+        # Not a list of all values, which could be too long for a query.
         "allValue": ".*",
         "current": {"text": ["All"], "value": ["$__all"]},
     }

@@ -9,6 +9,7 @@ from kvferry.observe.exposed_names import ROUTER_PREFIX
 
 SCOPE = {"instance": "$instance", "model_name": "$model", "engine": "$engine"}
 """Label patterns with the dashboard's variables, which restrict each query to the selected engines."""
+# Grafana's own, which is long enough for the scrape interval.
 _RATE = "$__rate_interval"
 
 
@@ -60,41 +61,26 @@ class PanelRow:
 
 
 def _scope(name: str) -> dict[str, str] | None:
-    """Return the restriction to the selected engines; None for a metric of the router, which is no engine."""
+    # The router is no engine, so it has none of these labels.
     return None if name.startswith(ROUTER_PREFIX) else SCOPE
 
 
 def level(name: str, *by: str, **where: str) -> str:
-    """Return a PromQL expression that sums a gauge over the engines selected in the dashboard.
-
-    Args:
-        name: name of the gauge in `EXPOSED` or `ROUTER`, such as ``kvferry_leases``.
-        by: names of the labels to group by; none for one sum over all series.
-        where: regular expression by label name. Only series whose labels match are included.
-    """
+    """Return a PromQL expression that sums a gauge over the engines selected in the dashboard, by label."""
     return total(series(name, _scope(name), **where), *by)
 
 
 def rate(name: str, *by: str, **where: str) -> str:
-    """Return a PromQL expression for a counter's rate per second, over the engines selected in the dashboard.
-
-    Args:
-        name: name of the counter in `EXPOSED` or `ROUTER`, such as ``kvferry_loads_total``.
-        by: names of the labels to group by; none for one rate over all series.
-        where: regular expression by label name. Only series whose labels match are included.
-    """
+    """Return a PromQL expression for a counter's rate per second over the selected engines, by label."""
     return total(per_second(series(name, _scope(name), **where), _RATE), *by)
 
 
 def quantiles(name: str, by: str = "", title: str = "") -> tuple[Query, ...]:
-    """Return two queries, for the median and the 99th percentile of a histogram.
-
-    The queries cover the engines that are selected in the dashboard.
+    """Return queries for the median and the 99th percentile of a histogram over the selected engines.
 
     Args:
         name: name of the histogram in `EXPOSED` or `ROUTER`, such as ``kvferry_load_seconds``.
-        by: name of the label to group by, so that each of its values has a line of its own; empty for one
-            line per query.
+        by: name of the label whose values have a line each; empty for one line per query.
         title: text at the start of the legends, to tell histograms in one panel apart.
     """
     labels, legend = ((by,), f"{{{{{by}}}}} ") if by else ((), f"{title} ".lstrip())

@@ -456,11 +456,7 @@ class Waits(KVFerryConnector):
 
     def __init__(self, bid: Bid) -> None:
         admission = SimpleNamespace(awaited={"a": bid, "b": None}.get)
-        self._said = SimpleNamespace(half=SimpleNamespace(admission=admission))
-
-    @property
-    def scheduler(self) -> Any:
-        return self._said
+        self.half = SimpleNamespace(admission=admission)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return None, False

@@ -15,7 +15,11 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from kvferry.connector.block_runs import BlockRun
+from kvferry.connector.engine import Request
+from kvferry.connector.events import BlocksRemoved, BlocksStored, Event
+from kvferry.engines.vllm.compat.requests import VLLMRequest
 from kvferry.tiers.names import Medium
+from kvferry.tiers.registry import medium_of
 
 _PLACES: dict[Medium, tuple[str, str]] = {
     Medium.HOST: (MEDIUM_CPU, "LOCAL"),
@@ -31,32 +35,53 @@ def publishes_block_events(vllm_config: Any) -> bool:
     return config is not None and bool(config.enable_kv_cache_events)
 
 
-def describe_blocks(
-    request: Any, group: int, tokens: range, block_tokens: int, hash_tokens: int
-) -> BlockRun | None:
-    """Return the blocks that end in a range of a request's tokens; None if vLLM has no hash of any of them.
+class BlockEventPublisher:
+    """Listener that turns events about blocks in tiers into vLLM's KV events, until vLLM takes them.
 
     Args:
-        request: vLLM's request.
-        group: index of the KV cache group.
-        tokens: range of the request's tokens.
-        block_tokens: number of tokens per block of the group.
-        hash_tokens: number of tokens that each of the request's block hashes covers.
+        kv_cache_config: vLLM's configuration of the KV cache.
     """
-    hashes = resolve_block_hashes(request.block_hashes, hash_tokens, block_tokens)
-    first, last = tokens.start // block_tokens, min(tokens.stop // block_tokens, len(hashes))
-    if first >= last:
-        return None
-    lora = request.lora_request
-    return BlockRun(
-        group,
-        tuple(hashes[first:last]),
-        hashes[first - 1] if first else None,
-        array("I", request.all_token_ids[first * block_tokens : last * block_tokens]),  # 4 bytes per token
-        block_tokens,
-        None if lora is None else (int(lora.adapter_id), str(lora.name)),
-        _extra_keys(request, range(first, last), block_tokens),
-    )
+
+    def __init__(self, kv_cache_config: Any) -> None:
+        self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        self._events: list[Any] = []
+
+    def __call__(self, event: Event) -> None:
+        """Convert an event about blocks, and ignore any other event."""
+        if isinstance(event, BlocksStored):
+            self._events.append(_stored(event, self._specs[event.blocks.group]))
+        elif isinstance(event, BlocksRemoved):
+            self._events.append(_removed(event))
+
+    def take(self) -> list[Any]:
+        """Return vLLM's events since the last call, and clear them."""
+        taken, self._events = self._events, []
+        return taken
+
+    def describe(self, request: Request, group: int, tokens: range) -> BlockRun | None:
+        """Return the engine's blocks of a group that end in a range of a request's tokens.
+
+        Return None if there is none, or if vLLM has no hashes of them, because prefix caching is off.
+        """
+        assert isinstance(request, VLLMRequest)
+        raw, hash_tokens = request.raw, request.hash_block_tokens
+        block_tokens = int(self._specs[group].block_size)
+        if not hash_tokens or block_tokens % hash_tokens:
+            return None
+        hashes = resolve_block_hashes(raw.block_hashes, hash_tokens, block_tokens)
+        first, last = tokens.start // block_tokens, min(tokens.stop // block_tokens, len(hashes))
+        if first >= last:
+            return None
+        lora = raw.lora_request
+        return BlockRun(
+            group,
+            tuple(hashes[first:last]),
+            hashes[first - 1] if first else None,
+            array("I", raw.all_token_ids[first * block_tokens : last * block_tokens]),  # 4 bytes per token
+            block_tokens,
+            None if lora is None else (int(lora.adapter_id), str(lora.name)),
+            _extra_keys(raw, range(first, last), block_tokens),
+        )
 
 
 def _extra_keys(request: Any, blocks: range, block_tokens: int) -> tuple[tuple[object, ...] | None, ...]:
@@ -68,16 +93,9 @@ def _extra_keys(request: Any, blocks: range, block_tokens: int) -> tuple[tuple[o
     return tuple(to_event_extra_keys(keys) or ()) if any(keys) else ()
 
 
-def stored_event(run: BlockRun, tier: str, medium: Medium, spec: Any) -> BlockStored:
-    """Return vLLM's event for blocks that a tier has gained.
-
-    Args:
-        run: the blocks.
-        tier: name of the tier, which becomes the event's ``ownership``.
-        medium: medium of the tier.
-        spec: vLLM's KVCacheSpec of the blocks' group.
-    """
-    name, locality = _PLACES[medium]
+def _stored(event: BlocksStored, spec: Any) -> BlockStored:
+    run = event.blocks
+    name, locality = _PLACES[medium_of(event.tier)]
     lora_id, lora_name = run.adapter or (None, None)
     return BlockStored(
         block_hashes=[maybe_convert_block_hash(one) for one in run.hashes],
@@ -92,24 +110,17 @@ def stored_event(run: BlockRun, tier: str, medium: Medium, spec: Any) -> BlockSt
         kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
         kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
         locality=locality,
-        ownership=tier,
+        # Routers tell the tiers of an engine apart by it: several may have the same medium.
+        ownership=event.tier,
     )
 
 
-def removed_event(hashes: tuple[bytes, ...], group: int, tier: str, medium: Medium) -> BlockRemoved:
-    """Return vLLM's event for blocks that a tier has lost.
-
-    Args:
-        hashes: vLLM's hash of each block.
-        group: index of the KV cache group.
-        tier: name of the tier.
-        medium: medium of the tier.
-    """
-    name, locality = _PLACES[medium]
+def _removed(event: BlocksRemoved) -> BlockRemoved:
+    name, locality = _PLACES[medium_of(event.tier)]
     return BlockRemoved(
-        block_hashes=[maybe_convert_block_hash(one) for one in hashes],
+        block_hashes=[maybe_convert_block_hash(one) for one in event.hashes],
         medium=name,
-        group_idx=group,
+        group_idx=event.group,
         locality=locality,
-        ownership=tier,
+        ownership=event.tier,
     )

@@ -8,12 +8,7 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
 
 def hash_block_tokens(vllm_config: Any, kv_cache_config: Any) -> int | None:
-    """Return the number of tokens that each block hash of a request covers; None without prefix caching.
-
-    Args:
-        vllm_config: the engine's configuration.
-        kv_cache_config: KVCacheConfig of the engine's scheduler.
-    """
+    """Return the number of tokens that each block hash of a request covers; None without prefix caching."""
     if hasattr(kv_cache_config, "hash_block_size"):
         resolved: int | None = kv_cache_config.hash_block_size
         return resolved

@@ -19,12 +19,9 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 def register_connector(name: str, module: str) -> None:
     """Register a connector class with vLLM under the name of the class; do nothing if the name is registered.
 
-    vLLM's MultiConnector finds the class that handles a child's stats by this name alone.
-
     Args:
         name: name of the class.
-        module: name of the module that defines the class. vLLM imports the module when it first needs the
-            class.
+        module: name of the module that defines the class. vLLM imports it when it first needs the class.
     """
     if name not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(name, module, name)
@@ -40,10 +37,7 @@ def connector_class(vllm_config: VllmConfig) -> Any:
 
 
 def class_of_transfer(transfer: Mapping[str, Any]) -> Any:
-    """Return the connector class named in settings of vLLM's `KVTransferConfig`.
-
-    Args:
-        transfer: settings of `KVTransferConfig`, by name. `kv_role` is not needed.
+    """Return the connector class named in settings of vLLM's `KVTransferConfig`. `kv_role` is not needed.
 
     Raises:
         ValueError, ImportError, AttributeError: there is no class of that name.
@@ -59,27 +53,17 @@ def supports_hybrid(vllm_config: VllmConfig) -> bool:
 def with_connector(vllm_config: VllmConfig, transfer: Mapping[str, Any]) -> VllmConfig:
     """Return a copy of an engine's configuration with other connector settings.
 
-    The copy shares all other parts with the original.
-
-    Args:
-        vllm_config: the engine's configuration; not changed.
-        transfer: settings of vLLM's `KVTransferConfig`, by name. They replace all connector settings.
-
     Raises:
         ValueError, TypeError: vLLM refuses the settings.
     """
+    # A shallow copy: all other parts are those of the engine.
     config = copy.copy(vllm_config)
     config.kv_transfer_config = KVTransferConfig(**transfer)
     return config
 
 
 def with_extra(vllm_config: VllmConfig, more: Mapping[str, Any]) -> VllmConfig:
-    """Return a copy of an engine's configuration with entries added to the connector's extra config.
-
-    Args:
-        vllm_config: the engine's configuration; not changed.
-        more: entries of ``kv_connector_extra_config`` to add or to replace, by key.
-    """
+    """Return a copy of an engine's configuration with entries added to the connector's extra config."""
     config = copy.copy(vllm_config)
     config.kv_transfer_config = copy.copy(config.kv_transfer_config)
     config.kv_transfer_config.kv_connector_extra_config = {
@@ -90,10 +74,8 @@ def with_extra(vllm_config: VllmConfig, more: Mapping[str, Any]) -> VllmConfig:
 
 
 def current_config() -> Any:
-    """Return the configuration that vLLM uses as the current one; None if there is none.
-
-    There is one while vLLM creates an engine, and within `as_current_config`.
-    """
+    """Return the configuration that vLLM uses as the current one; None if there is none."""
+    # There is one while vLLM creates an engine, and within `as_current_config`.
     return get_current_vllm_config_or_none()
 
 

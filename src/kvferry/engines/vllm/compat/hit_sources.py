@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, assert_never
+from typing import Any
 
 from kvferry.tiers.names import Medium
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ModuleNotFoundError:  # vLLM 0.31
+    # It never calls the hook that needs them, `get_external_cache_hit_sources`.
     CacheHitSource = None
 
 Label = Any
 """A member of vLLM's `CacheHitSource`."""
 
 
-def hit_source(medium: Medium) -> Label:
-    """Return vLLM's label for cache hits whose KV came from a medium, such as a peer or host memory.
+_NAMES = {
+    Medium.PEER: "P2P",
+    Medium.HOST: "HOST",
+    Medium.DISK: "DISK",
+    Medium.NETWORK: "EXTERNAL_UNSPECIFIED",
+}
 
-    Only `get_external_cache_hit_sources` needs it, a hook that vLLM calls since 0.32.
-    """
-    match medium:
-        case Medium.PEER:
-            return CacheHitSource.P2P
-        case Medium.HOST:
-            return CacheHitSource.HOST
-        case Medium.DISK:
-            return CacheHitSource.DISK
-        case Medium.NETWORK:
-            return CacheHitSource.EXTERNAL_UNSPECIFIED
-        case _:
-            assert_never(medium)
+
+def hit_source(medium: Medium) -> Label:
+    """Return vLLM's label for cache hits whose KV came from a medium. Not for vLLM 0.31."""
+    return CacheHitSource[_NAMES[medium]]

@@ -10,32 +10,23 @@ from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 
 
 def operators_layout() -> str | None:
-    """Return the KV cache layout set with the environment variable ``VLLM_KV_CACHE_LAYOUT``; None if not set.
-
-    If the variable is set, vLLM does not ask the connector for a layout.
-    """
+    """Return the KV cache layout set with ``VLLM_KV_CACHE_LAYOUT``; None if not set."""
     named: str | None = envs.VLLM_KV_CACHE_LAYOUT
     return named
 
 
 def supported_layouts(vllm_config: VllmConfig) -> list[str]:
-    """Return the names of the KV cache layouts that all attention backends of the model support.
-
-    A backend that declares no layouts is assumed to support all of them. If this process has no layers, as
-    in the scheduler's process, vLLM selects one backend from the model's configuration.
-    """
+    """Return the names of the KV cache layouts that all attention backends of the model support."""
+    # If this process has no layers, as in the scheduler, vLLM selects one backend from the configuration.
     backends = get_current_attn_backends(vllm_config)
     return [layout.name for layout in get_supported_kv_cache_layouts(backends)]
 
 
 def declared_layouts(vllm_config: VllmConfig) -> list[str]:
-    """Return the names of the KV cache layouts that all attention backends are certain to support.
-
-    vLLM assumes that a backend that declares no layouts supports all of them. This is wrong for some MLA
-    backends: the one for CPUs fails in its first step unless each block is contiguous. So the result is empty
-    if an MLA backend declares no layouts.
-    """
+    """Return the names of the KV cache layouts that all attention backends are certain to support."""
     for backend in get_current_attn_backends(vllm_config):
+        # vLLM assumes that a backend without a declaration supports all layouts. This is wrong for some MLA
+        # backends: the one for CPUs fails in its first step unless each block is contiguous.
         if backend.is_mla() and backend.supported_kv_cache_layouts() is None:
             return []
     return supported_layouts(vllm_config)
@@ -47,11 +38,9 @@ def attention_backends(vllm_config: VllmConfig) -> list[str]:
 
 
 def takes_whole_blocks(vllm_config: VllmConfig) -> bool:
-    """Return True if the kernels of all attention backends can use blocks of the engine's block size.
-
-    If a kernel needs smaller blocks, vLLM splits each block into several kernel blocks. This is impossible in
-    layouts whose outermost axis is the block. Such layouts must not be used if the result is False.
-    """
+    """Return True if the kernels of all attention backends can use blocks of the engine's block size."""
+    # vLLM splits a block for a kernel that needs smaller ones. It cannot in layouts whose outermost axis is
+    # the block, so such layouts must not be used then.
     block = vllm_config.cache_config.block_size
     return all(
         any(
@@ -63,11 +52,7 @@ def takes_whole_blocks(vllm_config: VllmConfig) -> bool:
 
 
 def layers_are_alike(vllm_config: VllmConfig) -> bool:
-    """Return True if all layers of the model store the same kind of KV, of the same size per token.
-
-    The result is False for models with several kinds of attention, recurrent layers, layers without
-    attention or a sparse indexer, and always with speculative decoding.
-    """
+    """Return True if all layers of the model store the same kind of KV, of the same size per token."""
     model = vllm_config.model_config
     text = model.hf_text_config
     return (

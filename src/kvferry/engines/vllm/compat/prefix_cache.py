@@ -17,44 +17,36 @@ from vllm.v1.core.kv_cache_utils import resolve_block_hashes
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from kvferry.connector.engine import Request
-from kvferry.engines.vllm.requests import VLLMRequest
+from kvferry.engines.vllm.compat.requests import VLLMRequest
 
 
 class VLLMPrefixCache:
-    """The prefix cache of vLLM's scheduler, with the interface that kvferry expects (`PrefixCache`)."""
+    """The prefix cache of vLLM's scheduler, as `connector.engine.PrefixCache` describes it.
+
+    Args:
+        coordinator: vLLM's coordinator of the prefix caches of all KV cache groups.
+    """
 
     def __init__(self, coordinator: HybridKVCacheCoordinator) -> None:
-        """Wrap the prefix cache.
-
-        Args:
-            coordinator: vLLM's coordinator of the prefix caches of all KV cache groups.
-        """
         self._coordinator = coordinator
         self._pool: Any = coordinator.block_pool
 
     @classmethod
     def of(cls, manager: Any) -> VLLMPrefixCache | None:
-        """Return vLLM's prefix cache if a connector may complete its prefixes; None if not.
-
-        A connector may do so if all groups but one have recurrent state. vLLM then reports the prefix of that
-        group. With several attention groups, vLLM reports the longest prefix of one, and a load would not
-        bring what the others lack. If prefixes may end inside a block, vLLM ignores loads that do not reach
-        beyond this block.
-
-        Args:
-            manager: vLLM's KVCacheManager.
-        """
+        """Return the prefix cache of a KVCacheManager if a connector may complete its prefixes; else None."""
         coordinator = manager.coordinator
+        # If prefixes may end inside a block, vLLM ignores loads that do not reach beyond it.
         if not isinstance(coordinator, HybridKVCacheCoordinator) or coordinator.enable_partial_hash_hits:
             return None
         specs = [group.spec for group in coordinator.attention_groups]
         attention = [spec for spec in specs if not isinstance(spec, MambaSpec)]
+        # With several attention groups, vLLM reports the longest prefix of one, and a load would not bring
+        # what the others lack.
         if len(attention) == len(specs) or len(attention) != 1:
             return None
         return cls(coordinator) if isinstance(attention[0], FullAttentionSpec) else None
 
     def resumable_tokens(self, request: Request) -> int:
-        """Return the number of a request's tokens that all KV cache groups have, recurrent state included."""
         assert isinstance(request, VLLMRequest)
         raw = request.raw
         _, tokens, _ = self._coordinator.find_longest_cache_hit(raw.block_hashes, raw.num_tokens - 1)
@@ -63,10 +55,7 @@ class VLLMPrefixCache:
     def shorten(self, request: Request, tokens: int) -> None:
         """Evict the attention block that follows the first `tokens` tokens of a request. Mutates the cache.
 
-        Several blocks may have the same content; all of them are evicted.
-
         Args:
-            request: the request.
             tokens: number of tokens, a multiple of the block size of the layers with full attention.
         """
         group_id = self._coordinator.full_attention_group_id
@@ -76,5 +65,6 @@ class VLLMPrefixCache:
         hashes = resolve_block_hashes(request.raw.block_hashes, self._pool.hash_block_size, size)
         if tokens // size >= len(hashes):
             return
+        # Several blocks may have the same content.
         while found := self._pool.get_cached_block(hashes[tokens // size], [group_id]):
             self._pool.evict_blocks({block.block_id for block in found})

@@ -11,10 +11,7 @@ def external_id(request_id: str) -> str:
 
 
 def parent_of(request_id: str) -> str | None:
-    """Return the id that all samples of one prompt share, if the client asked for several (``n`` above 1).
-
-    Return None for any other request. The id of a sample is its number, an underscore, and the shared id,
-    which ends with eight random digits.
-    """
+    """Return the id that all samples of one prompt share (``n`` above 1); None for any other request."""
+    # The number of the sample, an underscore, and the shared id, which ends with eight random digits.
     found = re.fullmatch(r"\d+_(.*-[0-9a-f]{8})", request_id, re.DOTALL)
     return None if found is None else found.group(1)

@@ -1,144 +1,245 @@
-"""A request in vLLM's scheduler: its state, the caches that it may read, and the end of its prompt."""
+"""vLLM's requests and steps, with the interface that kvferry's connector expects."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-
-def ended_normally(request: Any) -> bool:
-    """Return True if a request has stopped or reached its maximum length, and was not aborted."""
-    return request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-
-
-def waits_for_blocks(request: Any) -> bool:
-    """Return True if a request is queued and holds no blocks, because it is new or was preempted."""
-    return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+from kvferry.connector.engine import BlockIds, LoraAdapter
+from kvferry.engines.vllm import items
+from kvferry.engines.vllm.compat.block_hashes import hash_block_tokens
+from kvferry.engines.vllm.compat.models import reads_ahead
 
 
-def was_rejected(request: Any) -> bool:
-    """Return True if the API server refused a request, or its client left before the engine received it.
+@dataclass(frozen=True, slots=True)
+class VLLMItem:
+    """Image, video or audio clip in a prompt (`PromptItem`).
 
-    In these cases, the engine receives a placeholder request with one token, which ends at once.
+    Attributes:
+        feature: vLLM's MultiModalFeatureSpec of the item.
     """
-    return bool(request.abort_immediately)
+
+    feature: Any
+
+    @property
+    def offset(self) -> int:
+        return int(self.feature.mm_position.offset)
+
+    @property
+    def length(self) -> int:
+        return int(self.feature.mm_position.length)
+
+    @property
+    def is_ambiguous(self) -> bool:
+        return items.is_uncertain(self.feature)
+
+    def name(self) -> str:
+        return items.name_of(self.feature)
 
 
-def own_hit(request: Any) -> int | None:
-    """Return the number of a request's tokens that vLLM's own prefix cache had at its first admission.
+@dataclass(frozen=True, slots=True)
+class VLLMRequest:
+    """Request in vLLM's scheduler, as `connector.engine.Request` describes it.
 
-    Return None if the request has been preempted or has produced output, because vLLM does not provide the
-    number then.
+    Attributes:
+        raw: vLLM's request.
+        hash_block_tokens: number of tokens that each of vLLM's block hashes covers; None or 0 without prefix
+            caching.
+        sampled_below: number of token ids that the engine can sample; 0 without a draft model.
     """
-    stats = None if request.num_preemptions else request.prefill_stats
-    return None if stats is None else int(stats.num_local_cached_tokens)
+
+    raw: Any
+    hash_block_tokens: int | None = None
+    sampled_below: int = 0
+
+    @property
+    def request_id(self) -> str:
+        return str(self.raw.request_id)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.raw.num_tokens)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return int(self.raw.num_prompt_tokens)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return int(self.raw.num_computed_tokens)
+
+    @property
+    def num_preemptions(self) -> int:
+        return int(self.raw.num_preemptions)
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int] | None:
+        # A prompt of embeddings may have token ids too, but they are only placeholders.
+        ids: Sequence[int] | None = self.raw.prompt_token_ids
+        return ids if getattr(self.raw, "prompt_embeds", None) is None else None
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        ids: Sequence[int] = self.raw.all_token_ids
+        return ids
+
+    @property
+    def adapter(self) -> LoraAdapter | None:
+        adapter: LoraAdapter | None = self.raw.lora_request
+        return adapter
+
+    @property
+    def items(self) -> Sequence[VLLMItem]:
+        return [VLLMItem(feature) for feature in self.raw.mm_features or ()]
+
+    @property
+    def cache_salt(self) -> str | None:
+        salt: str | None = self.raw.cache_salt
+        return salt
+
+    @property
+    def arrives_in_parts(self) -> bool:
+        return bool(getattr(self.raw, "resumable", False))
+
+    @property
+    def kv_transfer_params(self) -> Any:
+        return self.raw.kv_transfer_params
+
+    @property
+    def trace_headers(self) -> Mapping[str, str]:
+        return self.raw.trace_headers or {}
+
+    @property
+    def own_hit(self) -> int | None:
+        # At an admission, vLLM sets the stats only if the request was never preempted.
+        stats = None if self.raw.num_preemptions else self.raw.prefill_stats
+        return None if stats is None else int(stats.num_local_cached_tokens)
+
+    @property
+    def cached_tokens(self) -> int | None:
+        # vLLM takes the stats away with the first output.
+        stats = self.raw.prefill_stats
+        return None if stats is None else int(stats.num_cached_tokens)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.raw.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+    @property
+    def needs_blocks(self) -> bool:
+        return self.raw.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+    @property
+    def was_rejected(self) -> bool:
+        # If the API server refuses a request, or its client leaves before the engine gets it, the engine
+        # receives a placeholder of one token, which ends at once.
+        return bool(self.raw.abort_immediately)
+
+    @property
+    def cache_refusal(self) -> str | None:
+        if not self.raw.skip_reading_prefix_cache:
+            return None
+        if self._scores_prompt:
+            return "logprobs of its prompt are asked for (prompt_logprobs, or echo with logprobs)"
+        return "it asks to read no cache (skip_reading_prefix_cache)"
+
+    @property
+    def snapshot_at(self) -> int:
+        # vLLM sets it before it asks the connector: to the position where the request departs from another
+        # prompt in its own prefix cache. In the cache mode `align`, `Scheduler._mamba_block_aligned_split`
+        # ends a step there, and `MambaManager.reachable_block_mask` has the prefix cache retain the snapshot.
+        return int(self.raw.shared_prefix_boundary)
+
+    def report_cached_tokens(self, tokens: int) -> None:
+        # From it vLLM derives the cached tokens of the answer, the tokens written to the cache (`finalize`)
+        # and `vllm:prompt_tokens_cached`. Its counts by source stay: the load did bring these tokens.
+        if self.raw.prefill_stats is not None:
+            self.raw.prefill_stats.num_cached_tokens = min(tokens, self.raw.num_prompt_tokens)
+
+    def take_snapshot_at(self, tokens: int) -> None:
+        # vLLM reads it when it schedules a step, so a step's call takes effect in the next one.
+        self.raw.shared_prefix_boundary = tokens
+
+    def trim_prompt(self) -> bool:
+        """Drop the last prompt token, and limit the answer to one token. Mutates vLLM's request.
+
+        With a draft model, also force this engine to sample the dropped token after the shortened prompt.
+
+        Returns:
+            True if the token was dropped. False if the request is unchanged, because its prompt has only one
+            token or is not made of token ids, the client wants logprobs of the prompt, or the request must
+            not use cached KV.
+        """
+        raw = self.raw
+        if raw.num_prompt_tokens < 2 or raw.prompt_token_ids is None or raw.prompt_embeds is not None:
+            return False
+        if self._scores_prompt or self.cache_refusal is not None:
+            return False
+        dropped = raw.prompt_token_ids[-1]
+        # A draft model reads the following token to compute the KV of a token. So the token sampled after the
+        # shortened prompt must be the dropped one. If there is a grammar, it decides which token is sampled.
+        # To force an id that cannot be sampled would terminate the engine.
+        if dropped < self.sampled_below and raw.sampling_params and raw.structured_output_request is None:
+            # Copy first: requests made from one list of prompts share their sampling parameters.
+            raw.sampling_params = copy.copy(raw.sampling_params)
+            raw.sampling_params.allowed_token_ids = [dropped]
+        # Make a new list: in an engine that shares its process with the API, samples of one prompt share it.
+        raw.prompt_token_ids = raw.prompt_token_ids[:-1]
+        del raw._all_token_ids[-1:]
+        raw.num_prompt_tokens -= 1
+        raw.max_tokens = 1
+        if self.hash_block_tokens:
+            # The last hashed block may no longer be full.
+            del raw.block_hashes[raw.num_prompt_tokens // self.hash_block_tokens :]
+        return True
+
+    @property
+    def _scores_prompt(self) -> bool:
+        sampling = self.raw.sampling_params
+        return sampling is not None and (
+            sampling.prompt_logprobs is not None or sampling.prompt_logprob_token_ids is not None
+        )
 
 
-def cached_tokens(request: Any) -> int | None:
-    """Return the number of prompt tokens that vLLM will report as cached; None once the answer has begun.
-
-    vLLM sets it at the first admission, to the tokens of its own prefix cache and of the connector's load.
-    """
-    stats = request.prefill_stats
-    return None if stats is None else int(stats.num_cached_tokens)
-
-
-def report_cached_tokens(request: Any, tokens: int) -> None:
-    """Have vLLM report so many prompt tokens as cached; mutates `request`. Ignored once the answer has begun.
-
-    vLLM derives from it the cached tokens of the answer, the tokens written to the cache (``finalize``) and
-    ``vllm:prompt_tokens_cached``. Its counts by source stay as they are: the load did bring these tokens.
-
-    Args:
-        request: vLLM's request, after the admission that begins to compute it.
-        tokens: number of prompt tokens; the length of the prompt at most.
-    """
-    if request.prefill_stats is not None:
-        request.prefill_stats.num_cached_tokens = min(tokens, request.num_prompt_tokens)
-
-
-def cache_refusal(request: Any) -> str | None:
-    """Return the reason why a request must not use cached KV; None if it may.
-
-    Cached KV is KV from vLLM's own prefix cache or from a connector.
-    """
-    if not request.skip_reading_prefix_cache:
-        return None
-    if _scores_prompt(request.sampling_params):
-        return "logprobs of its prompt are asked for (prompt_logprobs, or echo with logprobs)"
-    return "it asks to read no cache (skip_reading_prefix_cache)"
-
-
-def snapshot_at(request: Any) -> int:
-    """Return the position in tokens at which vLLM ends a step and keeps the recurrent state; 0 for none.
-
-    vLLM sets it before it asks the connector: to the position where the request departs from another prompt
-    in its own prefix cache. In the cache mode `align`, `Scheduler._mamba_block_aligned_split` ends a step
-    there, and `MambaManager.reachable_block_mask` has the prefix cache retain the snapshot.
-    """
-    return int(request.shared_prefix_boundary)
-
-
-def take_snapshot_at(request: Any, tokens: int) -> None:
-    """Set the position of `snapshot_at`. Mutates `request`.
-
-    vLLM reads it when it schedules a step, so a step's call takes effect in the next one.
-
-    Args:
-        request: vLLM's request.
-        tokens: position in tokens, at the end of a block.
-    """
-    request.shared_prefix_boundary = tokens
-
-
-def trim_prompt(request: Any, hash_block_tokens: int | None, sampled_below: int = 0) -> bool:
-    """Drop the last prompt token of a request that computes a prompt for another engine; mutates `request`.
-
-    The other engine (the consumer) computes the last prompt token itself, because it samples the first token
-    of the answer. The consumer cannot use a recurrent state that already includes the last prompt token.
-
-    With a draft model, this function also forces this engine to sample the dropped token after the shortened
-    prompt. The draft model reads the following token to compute the KV of a token, so the sampled token must
-    be the one that the prompt contains. Sampling is not forced if a grammar decides it (structured output),
-    or if the token's id is too high to be sampled (forcing it would terminate the engine).
-
-    The request is also limited to one generated token.
-
-    Args:
-        request: vLLM's request.
-        hash_block_tokens: number of tokens that each of the request's block hashes covers; None or 0 without
-            prefix caching. The hash of a block that is no longer full is removed.
-        sampled_below: number of token ids that the engine can sample. All sampled ids are below this number.
-            0 without a draft model.
-
-    Returns:
-        True if the token was dropped. False if the request was left unchanged, because its prompt has only
-        one token or is not made of token ids, because the client wants logprobs of the prompt, or because the
-        request must not use cached KV.
-    """
-    if request.num_prompt_tokens < 2 or request.prompt_token_ids is None or request.prompt_embeds is not None:
-        return False
-    if _scores_prompt(request.sampling_params) or cache_refusal(request) is not None:
-        return False
-    dropped = request.prompt_token_ids[-1]
-    # If there is a grammar, it decides which token is sampled.
-    if dropped < sampled_below and request.sampling_params and request.structured_output_request is None:
-        # Copy first: requests made from one list of prompts share their sampling parameters.
-        request.sampling_params = copy.copy(request.sampling_params)
-        request.sampling_params.allowed_token_ids = [dropped]
-    # Make a new list: in an engine that shares its process with the API, samples of one prompt share it.
-    request.prompt_token_ids = request.prompt_token_ids[:-1]
-    del request._all_token_ids[-1:]
-    request.num_prompt_tokens -= 1
-    request.max_tokens = 1
-    if hash_block_tokens:
-        del request.block_hashes[request.num_prompt_tokens // hash_block_tokens :]
-    return True
-
-
-def _scores_prompt(sampling: Any) -> bool:
-    return sampling is not None and (
-        sampling.prompt_logprobs is not None or sampling.prompt_logprob_token_ids is not None
+def request_wrapper(vllm_config: Any, kv_cache_config: Any) -> Callable[[Any], VLLMRequest]:
+    """Return a function that wraps the requests of one engine."""
+    return partial(
+        VLLMRequest,
+        hash_block_tokens=hash_block_tokens(vllm_config, kv_cache_config),
+        sampled_below=int(vllm_config.model_config.get_vocab_size()) if reads_ahead(vllm_config) else 0,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class VLLMStep:
+    """Step that vLLM has scheduled, as `connector.engine.Step` describes it.
+
+    Attributes:
+        output: vLLM's SchedulerOutput of the step.
+    """
+
+    output: Any
+
+    @property
+    def tokens(self) -> Mapping[str, int]:
+        tokens: Mapping[str, int] = self.output.num_scheduled_tokens
+        return tokens
+
+    @property
+    def num_tokens(self) -> int:
+        tokens: int = self.output.total_num_scheduled_tokens
+        return tokens
+
+    @property
+    def snapshots(self) -> Mapping[str, Iterable[tuple[int, int, int]]]:
+        state = self.output.kv_connector_block_state
+        return state.boundary_state_offloads if state else {}
+
+    def block_ids(self, request_id: str) -> BlockIds:
+        ids: BlockIds = self.output.kv_connector_block_state.resolve_block_ids(request_id)
+        return ids

@@ -17,9 +17,8 @@ _SHARES_CARDS = "_set_kv_connector_handshake_metadata"
 def tell_of_sleep() -> None:
     """Patch vLLM's `EngineCore` to tell its connector when the engine sleeps.
 
-    Before the engine gives up the memory of its KV cache, and resets its caches for that, it calls
-    ``on_sleep()``. When it sleeps or has failed to, it calls ``on_asleep(failed)``. After it has woken up, it
-    passes the workers' handshakes to the connector again, as vLLM does since 0.33.
+    It calls ``on_sleep()`` before the engine gives up the memory of its KV cache, and resets its caches for
+    that, and ``on_asleep(failed)`` when it sleeps or has failed to.
     """
     sleep, release, wake_up = EngineCore.sleep, EngineCore.release_kv_cache_memory, EngineCore.wake_up
     if getattr(sleep, _TELLS, False):
@@ -44,17 +43,13 @@ def tell_of_sleep() -> None:
 
     setattr(tell_and_sleep, _TELLS, True)
     EngineCore.sleep, EngineCore.release_kv_cache_memory = tell_and_sleep, tell_and_release
+    # After a wake-up, vLLM passes the handshakes to the connector again only since 0.33.
     if not hasattr(EngineCore, _SHARES_CARDS):
         EngineCore.wake_up = wake_up_and_share_cards
 
 
 def _told(core: Any, sleep: Callable[[], Any]) -> Any:
-    """Call a function that makes an engine sleep, and tell the engine's connector before and after.
-
-    Args:
-        core: vLLM's EngineCore.
-        sleep: the function. It returns a future if it waits until requests have ended.
-    """
+    """Make an engine sleep, and tell its connector before and after. The function may return a future."""
     connector = core.scheduler.get_kv_connector()
     if not hasattr(connector, "on_sleep"):
         return sleep()
@@ -64,6 +59,7 @@ def _told(core: Any, sleep: Callable[[], Any]) -> Any:
     except BaseException:
         connector.on_asleep(failed=True)
         raise
+    # vLLM first waits until requests have ended.
     if isinstance(found, Future):
         found.add_done_callback(lambda done: connector.on_asleep(failed=done.exception() is not None))
     else:

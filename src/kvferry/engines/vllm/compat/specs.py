@@ -21,6 +21,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.config import VllmConfig
+from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
+from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
@@ -40,7 +43,6 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvferry.engines.vllm.compat.kpool import refused_kpool
 from kvferry.errors import ConfigError
 from kvferry.geometry import GroupKind
 
@@ -76,45 +78,35 @@ REFUSED: dict[type[KVCacheSpec], str] = {
     ),
     HiSparseHotSpec: _HISPARSE,
     HiSparseResidentSpec: _HISPARSE,
-    **refused_kpool(),
 }
 """KV cache specs that kvferry cannot move, with the reason and what the user can do."""
+# Only vLLM 0.31 has this spec.
+if (_KPOOL := getattr(kv_cache_interface, "KpoolTailSpec", None)) is not None:
+    REFUSED[_KPOOL] = (
+        "it is a ring of one block, which vLLM 0.31 describes as a sliding window; "
+        "install vLLM 0.32 or newer, or serve this model without a KV connector"
+    )
 
 
 def layer_specs(spec: KVCacheSpec) -> dict[str, Any]:
-    """Return the KV cache spec of each layer in a KV cache group, by layer name.
-
-    If all layers have the same spec, the result has a single entry with the key ``""``.
-
-    Args:
-        spec: spec of the group.
-    """
+    """Return the spec of each layer in a KV cache group, by name; only ``""`` if all are equal."""
     return dict(spec.kv_cache_specs) if isinstance(spec, UniformTypeKVCacheSpecs) else {"": spec}
 
 
 def spec_of_layer(spec: KVCacheSpec, name: str) -> Any:
-    """Return the KV cache spec of one layer in a KV cache group.
-
-    Args:
-        spec: spec of the group. It applies to all layers, or contains one spec per layer.
-        name: name of the layer.
-    """
+    """Return the spec of one layer in a KV cache group."""
     found = layer_specs(spec)
     return found.get("", None) or found[name]
 
 
 def kind_of(spec: KVCacheSpec) -> GroupKind:
-    """Return the kind of a KV cache group, such as full attention, sliding window or recurrent state.
-
-    The kind determines which earlier tokens are needed to compute the next token.
-
-    Args:
-        spec: spec of the group.
+    """Return the kind of a KV cache group, from its spec.
 
     Raises:
         ConfigError: kvferry cannot move the group. The message says why and what to do.
     """
     kinds = {_kind_of_layer(one) for one in layer_specs(spec).values()}
+    # Both need every token.
     if kinds == {GroupKind.FULL, GroupKind.MLA}:
         return GroupKind.FULL
     if len(kinds) > 1 or len({_attention_span_of_layer(one) for one in layer_specs(spec).values()}) > 1:
@@ -143,19 +135,13 @@ def _kind_of_layer(spec: KVCacheSpec) -> GroupKind:
 
 
 def attention_span_of(spec: KVCacheSpec) -> int:
-    """Return the length of a group's attention window or attention chunk, in tokens; 0 without one.
-
-    If the layers of the group have different lengths, the result is the maximum. vLLM may retain some tokens
-    before a window (`extra_retained_tokens`); they are added to the window's length.
-
-    Args:
-        spec: spec of the group.
-    """
+    """Return the length of a group's attention window or attention chunk, in tokens; 0 without one."""
     return max(_attention_span_of_layer(one) for one in layer_specs(spec).values())
 
 
 def _attention_span_of_layer(spec: Any) -> int:
     if isinstance(spec, SlidingWindowSpec):
+        # vLLM may retain some tokens before the window.
         return int(spec.sliding_window) + int(spec.extra_retained_tokens)
     if isinstance(spec, ChunkedLocalAttentionSpec):
         return int(spec.attention_chunk_size)
@@ -165,15 +151,12 @@ def _attention_span_of_layer(spec: Any) -> int:
 def state_block_tokens(spec: KVCacheSpec) -> int:
     """Return the number of tokens that each block of a group with recurrent layers covers.
 
-    With prefix caching, each block in a request's block table covers a fixed range of tokens, and holds the
-    recurrent state after one of these tokens. Without prefix caching, the first block always holds the
-    current state. Any other blocks are scratch space for speculative decoding.
-
-    Returns:
-        Number of tokens. 0 without prefix caching, for groups without recurrent layers, and for rings (one
-        block per request, overwritten in place).
+    The number is 0 without prefix caching, for groups without recurrent layers, and for rings.
     """
     first = next(iter(layer_specs(spec).values()))
+    # With prefix caching, each block in a block table covers a fixed range of tokens, and holds the state
+    # after one of them. Without it, the first block always holds the current state, and others are scratch
+    # space for speculative decoding.
     if not isinstance(first, MambaSpec) or first.mamba_cache_mode == "none":
         return 0
     return int(first.block_size)
@@ -182,31 +165,46 @@ def state_block_tokens(spec: KVCacheSpec) -> int:
 def snapshot_tokens(spec: KVCacheSpec) -> int | None:
     """Return the minimum number of tokens between two snapshots of a group with recurrent layers.
 
-    A snapshot is the recurrent state at one position. In the Mamba cache mode `align`, vLLM takes a snapshot
-    if a step ends at the end of a block, and tells the connector about it.
-
-    Returns:
-        Number of tokens; None for groups without recurrent layers. 0 if vLLM does not tell the connector
-        about snapshots: in other cache modes, and for rings (one block per request, overwritten in place).
+    The number is None for groups without recurrent layers, and 0 if vLLM does not tell the connector about
+    snapshots.
     """
     first = next(iter(layer_specs(spec).values()))
     if kind_of(spec) is not GroupKind.STATE:
         return None
     if isinstance(first, CircularBufferSpec):
         return 0
+    # In this mode, vLLM takes a snapshot if a step ends at the end of a block, and tells the connector.
     return int(first.block_size) if first.mamba_cache_mode == "align" else 0
 
 
 def is_recurrent(spec: KVCacheSpec) -> bool:
-    """Return True if a layer with this KV cache spec keeps recurrent state (Mamba, for example)."""
+    """Return True if a layer with this spec keeps recurrent state (Mamba, for example)."""
     return isinstance(spec, MambaSpec)
 
 
-def is_replicated(spec: Any) -> bool:
-    """Return True if all tensor-parallel ranks hold the same data of a layer with this KV cache spec.
+def cache_dtype(vllm_config: VllmConfig) -> str:
+    """Return the name of the KV cache's element type (``bfloat16``, ``fp8_e4m3``, ...); never ``auto``."""
+    model = vllm_config.model_config
+    named: str = resolve_kv_cache_dtype_string(str(vllm_config.cache_config.cache_dtype), model)
+    # Both names stand for another one, so engines that differ only in the name would not exchange KV.
+    resolved = {"auto": str(model.dtype).removeprefix("torch."), "fp8": "fp8_e4m3"}
+    return resolved.get(named, named)
 
-    This is the case for the latent vectors of MLA, and for layers whose spec sets ``max_tp_shards`` to 1.
+
+def state_dtypes(kv_cache_config: Any) -> str:
+    """Return the dtypes of the recurrent layers' states as one text; empty without recurrent layers.
+
+    The dtypes of a layer's states are separated by commas, and different kinds of layers by `` | ``.
     """
+    groups = kv_cache_config.kv_cache_groups
+    layers = [layer for group in groups for layer in layer_specs(group.kv_cache_spec).values()]
+    found = {tuple(layer.dtypes) for layer in layers if is_recurrent(layer)}
+    return " | ".join(sorted(", ".join(str(one).removeprefix("torch.") for one in each) for each in found))
+
+
+def is_replicated(spec: Any) -> bool:
+    """Return True if all tensor-parallel ranks hold the same data of a layer with this spec."""
+    # The latent vectors of MLA, and layers that say so.
     return isinstance(spec, (MLAAttentionSpec, SlidingWindowMLASpec)) or spec.max_tp_shards == 1
 
 
@@ -216,31 +214,25 @@ def is_ring(spec: KVCacheSpec) -> bool:
 
 
 def has_rings(kv_cache_config: Any) -> bool:
-    """Return True if any layer of the engine keeps a ring: one block per request, overwritten in place."""
+    """Return True if any layer of the engine keeps a ring."""
     return _any_layer(kv_cache_config, CircularBufferSpec)
 
 
 def reuses_prompts_only(kv_cache_config: Any) -> bool:
-    """Return True if only the KV of prompts may be stored and offered, not the KV of generated tokens.
-
-    This is the case if the engine has layers in which a generated token attends to fewer earlier tokens than
-    a prompt token at the same position (`RSWASpec`). The KV of the two tokens then differs.
-    """
+    """Return True if only the KV of prompts may be stored and offered, not that of generated tokens."""
+    # In such a layer, a generated token attends to fewer tokens than a prompt token at its position, so their
+    # KV differs.
     return _any_layer(kv_cache_config, RSWASpec)
 
 
 def writes_before_hooks(vllm_config: Any, kv_cache_config: Any) -> bool:
-    """Return whether a step may write to blocks before it calls the connector's `handle_preemptions`.
-
-    The second model runner first zeroes new blocks, if the cache has recurrent state or several precisions.
-    It then copies a block for each prefix hit that ends inside one, which needs blocks that are larger than
-    the unit of prefixes (``GPUModelRunner.update_requests``). The first model runner calls the hook before.
-
-    Args:
-        vllm_config, kv_cache_config: vLLM's configurations of the engine and of its KV cache.
-    """
+    """Return True if a step may write to blocks before it calls the connector's `handle_preemptions`."""
+    # The first model runner calls the hook before it writes.
     if not vllm_config.use_v2_model_runner:
         return False
+    # The second one first zeroes new blocks, if the cache has recurrent state or several precisions. It then
+    # copies a block for each prefix hit that ends inside one, which needs blocks that are larger than the
+    # unit of prefixes (`GPUModelRunner.update_requests`).
     sizes = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
     one_size = len(sizes) == 1 and vllm_config.cache_config.prefix_match_unit in (None, *sizes)
     return bool(kv_cache_config.needs_kv_cache_zeroing) or not one_size

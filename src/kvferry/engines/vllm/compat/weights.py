@@ -21,14 +21,10 @@ these, and trainers call them in a worker."""
 
 
 def hook_weight_changes(vllm_config: VllmConfig, changed: Callable[[], None]) -> None:
-    """Make a worker call a function each time before it changes the model's weights; mutates the worker.
+    """Make a worker call `changed` each time before it changes the model's weights; mutates the worker.
 
-    The function patches the worker's and the model's methods that change weights. Code that writes to the
-    model's parameters directly is not detected.
-
-    Args:
-        vllm_config: the engine's configuration.
-        changed: function to call, without arguments. It runs in the thread that runs the worker's steps.
+    The call is made in the thread that runs the worker's steps. Code that writes to the model's parameters
+    directly is not detected.
 
     Raises:
         ConfigError: the worker is not in this process.
@@ -38,6 +34,7 @@ def hook_weight_changes(vllm_config: VllmConfig, changed: Callable[[], None]) ->
     places = [(worker, _OF_WORKER), (worker.model_runner, _OF_RUNNER), *((one, _OF_MODEL) for one in models)]
     for place, names in places:
         for name in names:
+            # Not every release, and not every model, has all of them.
             if (inner := getattr(place, name, None)) is not None:
                 setattr(place, name, _calling_first(inner, changed))
 

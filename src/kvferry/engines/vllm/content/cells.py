@@ -20,21 +20,10 @@ from kvferry.geometry import Axis, Field
 
 
 def cell_field(s: Strides, shard: Shard, name: str) -> Field | None:
-    """Return a field that describes a page made of cells (contiguous bytes of one head and token).
+    """Return a field that describes a page made of cells, with single bytes as elements.
 
-    A cell holds everything that the layer caches for one head and one token: K, and also V if the layer has
-    V. A layer without V (such as MLA) caches one vector per token for all heads, so its field has no head
-    axis.
-
-    Args:
-        s: shape and strides of the layer's cache tensor.
-        shard: range of the layer's KV heads that this rank holds.
-        name: name to give to the field.
-
-    Returns:
-        Field whose elements are single bytes, with axes for heads (if the layer has V), tokens, and the bytes
-        of a cell. None if the head axis of the cache tensor does not have exactly one entry per KV head, for
-        example because K and V have entries of their own.
+    Return None if the head axis of the cache tensor does not have exactly one entry per KV head, for example
+    because K and V have entries of their own.
     """
     if s.slots != s.heads:
         return None
@@ -42,25 +31,20 @@ def cell_field(s: Strides, shard: Shard, name: str) -> Field | None:
         Axis("token", ((s.kernel_blocks, s.kernel), (s.tokens, s.token))),
         Axis("content", ((s.content * s.item, 1),)),
     ]
+    # A layer without V (such as MLA) caches one vector per token for all heads.
     if s.v:
         axes.insert(0, Axis("head", ((s.heads, s.slot),), shard.start, shard.total))
     return Field(name, 1, 0, tuple(axes))
 
 
 def find_mismatch(layer: Any, tensor: torch.Tensor, s: Strides, field: Field) -> str:
-    """Check that a layer's pages consist of cells (a cell is the contiguous bytes of a head and token).
+    """Check that a layer's pages consist of cells, with writes to scratch blocks.
 
-    The check runs the layer's cache-write operation on scratch blocks. It passes if:
+    The check passes if:
 
     - The same input vectors produce the same cells for every token of a block.
     - New input for some tokens or heads changes the cells of these tokens or heads, and no other cells.
     - Nothing is written outside of the cells.
-
-    Args:
-        layer: the engine's attention layer.
-        tensor: cache tensor of the layer; not changed.
-        s: shape and strides of the cache tensor.
-        field: field that describes the cells, as `cell_field` returns it.
 
     Returns:
         Reason why the check fails; empty if it passes.
@@ -77,49 +61,41 @@ def find_mismatch(layer: Any, tensor: torch.Tensor, s: Strides, field: Field) ->
 
 def _moves_with_its_token(layer: Any, tensor: torch.Tensor, s: Strides, field: Field) -> str:
     one = {name: value[:1].expand(value.shape) for name, value in _random(s, 0).items()}
-    cells = scratch.read(scratch.write(layer, tensor, s, scaled(layer, tensor, one)), field, s)
+    cells = _written(layer, tensor, s, field, one)
     if not torch.equal(cells, cells[:1].expand(cells.shape)):
         return "what is kept of a token depends on where in its block it stands"
     return ""
 
 
 def _keeps_to_its_cell(layer: Any, tensor: torch.Tensor, s: Strides, field: Field) -> str:
-    """Check that the content of each token and head is kept in its own cell (contiguous range of bytes).
-
-    The check writes a scratch block, then writes it again with new input for some of the tokens. The cells of
-    these tokens must change, and no others. There are two such writes for each bit of the token index: one
-    with new input for the tokens that have this bit set, and one for the tokens that have it clear. Heads are
-    checked in the same way.
-
-    Args:
-        layer: the engine's attention layer.
-        tensor: cache tensor of the layer; not changed.
-        s: shape and strides of the cache tensor.
-        field: field that describes the cells.
-
-    Returns:
-        Reason why the check fails; empty if it passes.
-    """
+    """Check that new input for some tokens or heads changes exactly their cells."""
     first, second = _random(s, 1), _random(s, 2)
-    before = scratch.read(scratch.write(layer, tensor, s, scaled(layer, tensor, first)), field, s)
+    before = _written(layer, tensor, s, field, first)
     for dim, name in enumerate(("token", "head") if s.v else ("token",)):
         extent = (s.block_tokens, s.heads)[dim]
+        # Any two tokens differ in a bit of their indices. So two writes per bit tell all of them apart: one
+        # with new input where the bit is set, one where it is clear.
         for bit in range((extent - 1).bit_length()):
             for side in (0, 1):
                 index = (torch.arange(extent) >> bit & 1) == side
                 chosen = index.view((-1, 1, 1) if dim == 0 else (1, -1, 1))
                 mixed = {key: torch.where(chosen, second[key], first[key]) for key in first}
-                after = scratch.read(scratch.write(layer, tensor, s, scaled(layer, tensor, mixed)), field, s)
+                after = _written(layer, tensor, s, field, mixed)
                 changed = (after != before).flatten(2).any(dim=2)
                 if not torch.equal(changed, chosen[..., 0].to(changed.device).expand(changed.shape)):
                     return f"what is kept of a {name} does not lie in its own bytes alone"
     return ""
 
 
+def _written(
+    layer: Any, tensor: torch.Tensor, s: Strides, field: Field, inputs: scratch.Inputs
+) -> torch.Tensor:
+    return scratch.read(scratch.write(layer, tensor, s, scaled(layer, tensor, inputs)), field, s)
+
+
 def _random(s: Strides, seed: int) -> scratch.Inputs:
     draw = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn((s.block_tokens, s.heads, width), generator=draw)
-        for name, width in (("k", s.k), ("v", s.v))
-        if width
+        for name, width in s.inputs.items()
     }

@@ -18,16 +18,13 @@ _OWN = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "nvfp4", "nvfp4_4over6")
 
 
 def scale_of(layer: Any, name: str) -> torch.Tensor:
-    """Return the scale of K or V that a layer keeps as an attribute, outside of the KV cache.
-
-    Args:
-        layer: the engine's attention layer, after its weights were loaded.
-        name: ``k`` or ``v``.
+    """Return a layer's scale of ``k`` or ``v`` outside of the cache, once its weights are loaded.
 
     Returns:
         float32 on the host, of shape (1,) or (1, heads, 1). The scale is 1 if the layer's KV cache dtype uses
         no such scale.
     """
+    # Layers have the attribute also if their cache is not quantised.
     found = getattr(layer, f"_{name}_scale", None)
     if found is None or str(getattr(layer, "kv_cache_dtype", "")) not in _OWN:
         return torch.ones(1)
@@ -36,13 +33,7 @@ def scale_of(layer: Any, name: str) -> torch.Tensor:
 
 
 def scales_of(layer: Any) -> tuple[Scale, ...]:
-    """Return the scales of K and V that a layer keeps as attributes, outside of the KV cache.
-
-    Scales that are 1 are left out.
-
-    Args:
-        layer: the engine's attention layer, after its weights were loaded.
-    """
+    """Return the scales of `scale_of` that are not 1."""
     found = (
         Scale(name, tuple(float(value) for value in scale_of(layer, name).reshape(-1))) for name in ("k", "v")
     )

@@ -18,21 +18,19 @@ shape (tokens, heads, elements per head and token)."""
 
 
 def write(layer: Any, tensor: torch.Tensor, s: Strides, values: Inputs, fill: int = 0) -> torch.Tensor:
-    """Fill one block of a new scratch cache, with a layer's own cache-write operation.
-
-    The scratch cache has two blocks, as vLLM's block tables count them. The operation fills block 1.
+    """Fill block 1 of a new scratch cache of two blocks, with a layer's own cache-write operation.
 
     Args:
         layer: the engine's attention layer.
         tensor: cache tensor of the layer; not changed. The scratch cache has the same layout and dtype.
         s: shape and strides of the cache tensor.
-        values: inputs of the operation for every token of the block, by name: ``k`` and, for layers with V,
-            ``v``.
-        fill: value of all bytes of the scratch cache before the write.
+        values: inputs of the operation for every token of the block.
+        fill: value of all bytes before the write.
 
     Returns:
-        Bytes of the scratch cache: uint8, from the first byte of block 0 on.
+        Bytes of the scratch cache, uint8.
     """
+    # Block 0 shows writes before the block that was meant.
     shape = (2 * s.kernel_blocks, *tensor.shape[1:])
     reach = sum((n - 1) * stride for n, stride in zip(shape, tensor.stride(), strict=True)) + 1
     memory = torch.full((reach * s.item,), fill, dtype=torch.uint8, device=tensor.device)
@@ -46,6 +44,7 @@ def write(layer: Any, tensor: torch.Tensor, s: Strides, values: Inputs, fill: in
     if "v" in values:
         impl.do_kv_cache_update(layer, values["k"], values["v"], cache, slots)
         return memory
+    # MLA's operation takes the latent and the rope part apart.
     latents = values["k"][:, 0]
     width = latents.shape[1] - layer.qk_rope_head_dim
     impl.do_kv_cache_update(
@@ -58,11 +57,7 @@ def write(layer: Any, tensor: torch.Tensor, s: Strides, values: Inputs, fill: in
 def offsets(field: Field, device: torch.device) -> torch.Tensor:
     """Return the byte offsets of a field's elements in a page: int64 of shape (tokens, heads, content).
 
-    If a field lacks one of these axes, the extent along this axis is 1.
-
-    Args:
-        field: field of a page.
-        device: device of the returned tensor.
+    An axis that the field lacks has extent 1.
     """
     found = torch.tensor([field.offset], device=device)
     shape = []
@@ -77,11 +72,6 @@ def offsets(field: Field, device: torch.device) -> torch.Tensor:
 def read(memory: torch.Tensor, field: Field, s: Strides) -> torch.Tensor:
     """Return the bytes of a field in block 1 of a scratch cache, which is the block that `write` fills.
 
-    Args:
-        memory: bytes of the scratch cache, uint8.
-        field: field to read.
-        s: shape and strides of the layer's cache tensor.
-
     Returns:
         uint8 of shape (tokens, heads, content, bytes per element).
     """
@@ -89,15 +79,10 @@ def read(memory: torch.Tensor, field: Field, s: Strides) -> torch.Tensor:
 
 
 def claimed(memory: torch.Tensor, fields: tuple[Field, ...], s: Strides) -> torch.Tensor:
-    """Return a mask of the bytes of a scratch cache that belong to the given fields.
-
-    Args:
-        memory: bytes of the scratch cache, uint8. The scratch cache has two blocks.
-        fields: fields of a page. Each block of the scratch cache is one page.
-        s: shape and strides of the layer's cache tensor.
+    """Return a mask of the bytes of a scratch cache that belong to fields of its two pages.
 
     Returns:
-        bool, one element per byte of `memory`: True if the byte belongs to a field.
+        bool, one element per byte of `memory`.
     """
     found = torch.zeros_like(memory, dtype=torch.bool)
     for field in fields:
@@ -112,12 +97,9 @@ def _places(memory: torch.Tensor, field: Field, s: Strides, block: int) -> torch
 
 
 def _without_cached_views(impl: Any) -> Any:
-    """Return a copy of an attention implementation to use with a scratch cache.
-
-    TRITON_ATTN creates views of the scales in the first cache that it is called with, and keeps using these
-    views. If the engine's own implementation were called with a scratch cache first, it would later write
-    the scales of the engine's cache to the scratch cache. The copy starts without views.
-    """
+    """Return a copy of an attention implementation to use with a scratch cache."""
+    # TRITON_ATTN creates views of the scales in the first cache that it is called with, and keeps using them.
+    # The engine's own implementation would later write the scales of the engine's cache to the scratch cache.
     impl = copy.copy(impl)
     for name in ("_k_scale_cache", "_v_scale_cache"):
         if hasattr(impl, name):

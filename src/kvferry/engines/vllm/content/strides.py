@@ -30,8 +30,8 @@ class Shard:
 class Strides:
     """Shape and strides of one layer's cache tensor.
 
-    A manager block is a block of vLLM's block tables. It consists of one or more kernel blocks, the blocks
-    that the attention kernel uses. A head slot is an entry of the tensor's head axis.
+    A block of vLLM's block tables consists of one or more kernel blocks. A head slot is an entry of the
+    tensor's head axis.
 
     Attributes:
         item: bytes per element.
@@ -40,7 +40,7 @@ class Strides:
             of each head, or one for K and one for V of all heads.
         tokens: number of tokens of a kernel block.
         content: number of elements per head slot and token.
-        kernel_blocks: number of kernel blocks per manager block.
+        kernel_blocks: number of kernel blocks per block.
         kernel: bytes from one kernel block to the next.
         slot: bytes from one head slot to the next.
         token: bytes from one token to the next.
@@ -66,23 +66,20 @@ class Strides:
         """Number of tokens of a block of vLLM's block tables, which may be several kernel blocks."""
         return self.kernel_blocks * self.tokens
 
+    @property
+    def inputs(self) -> dict[str, int]:
+        """Elements per head and token of each input of a cache write: ``k`` and, if any, ``v``."""
+        return {name: width for name, width in (("k", self.k), ("v", self.v)) if width}
+
 
 def strides_of(tensor: torch.Tensor, spec: Any, num_blocks: int) -> Strides:
-    """Return the shape and strides of a layer's cache tensor.
-
-    Args:
-        tensor: cache tensor of the layer, of shape (kernel blocks, head slots, tokens, content).
-        spec: KV cache spec of the layer.
-        num_blocks: number of blocks in the cache, as vLLM's block tables count them. Such a block may consist
-            of several kernel blocks.
-    """
+    """Return shape and strides of a cache tensor of (kernel blocks, head slots, tokens, content)."""
     item = tensor.element_size()
     kernel, slot, token, _ = (stride * item for stride in tensor.stride())
     blocks, slots, tokens, content = tensor.shape
-    heads, k, v = spec.num_kv_heads, spec.head_size, spec.head_size_v
     return Strides(
         item=item,
-        heads=heads,
+        heads=spec.num_kv_heads,
         slots=slots,
         tokens=tokens,
         content=content,
@@ -90,6 +87,6 @@ def strides_of(tensor: torch.Tensor, spec: Any, num_blocks: int) -> Strides:
         kernel=kernel,
         slot=slot,
         token=token,
-        k=k,
-        v=v,
+        k=spec.head_size,
+        v=spec.head_size_v,
     )

@@ -38,16 +38,13 @@ def digits(extent: int) -> int:
 
 
 def letters(shape: tuple[int, int, int], axis: str, digit: int, shift: int) -> torch.Tensor:
-    """Return a float32 tensor in which each element encodes one base-5 digit of its index along `axis`.
-
-    The five digits are encoded by the values in `LETTERS`.
+    """Return a float32 tensor in which each element is the letter of one digit of its index along `axis`.
 
     Args:
         shape: shape of the tensor: (tokens, heads, elements per head and token).
         axis: ``token``, ``head`` or ``content``.
         digit: position of the digit in the index; 0 is the lowest.
-        shift: number added to every digit, modulo 5. K and V have different shifts, so they can be
-            distinguished.
+        shift: number added to every digit, modulo 5.
     """
     dim = AXES.index(axis)
     index = (torch.arange(shape[dim]) // len(LETTERS) ** digit + shift) % len(LETTERS)
@@ -57,43 +54,29 @@ def letters(shape: tuple[int, int, int], axis: str, digit: int, shift: int) -> t
 
 
 def with_anchors(values: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor in which the first of every 16 elements is the largest letter.
-
-    Letters are the values that encode base-5 digits. With the largest letter, all groups of 16 elements have
-    the same maximum. An operation that computes scales from the maximum then gives all groups the same scale.
-    """
+    """Return a copy of a tensor in which the first of every 16 elements is the largest letter."""
+    # All groups of 16 elements then have the same maximum. So an operation that computes scales from the
+    # maximum gives all groups the same scale.
     anchored = values.clone()
     anchored[..., ::16] = LETTERS[-1]
     return anchored
 
 
 def element_types(kv_cache_dtype: str, tensor_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Return the element types that a KV cache may hold. The first is the type that the KV cache dtype names.
-
-    Several types are possible only for fp8 caches, which vLLM hands over as uint8 tensors. A backend that
-    supports only one fp8 type writes this type whatever the KV cache dtype is (TRITON_ATTN writes e4m3 for
-    ``fp8_e5m2``). Some AMD GPUs use a different e4m3 type.
-
-    Args:
-        kv_cache_dtype: name of the KV cache dtype.
-        tensor_dtype: dtype of the cache tensor.
-    """
+    """Return the element types that a cache may hold. The first is what the KV cache dtype names."""
+    # vLLM hands over fp8 caches as uint8 tensors.
     if tensor_dtype != torch.uint8 or not kv_cache_dtype.startswith("fp8"):
         return (tensor_dtype,)
+    # Some AMD GPUs use the second type. A backend that supports only one fp8 type writes it whatever the
+    # KV cache dtype is: TRITON_ATTN writes e4m3 for `fp8_e5m2`.
     e4m3 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
     return (torch.float8_e5m2, *e4m3) if kv_cache_dtype == "fp8_e5m2" else e4m3
 
 
 def decode(raw: torch.Tensor, code: Code, element: torch.dtype) -> torch.Tensor:
-    """Decode the elements of a cache page to float32.
+    """Decode elements of shape (..., count, bytes per element) to float32 of shape (..., count).
 
-    Args:
-        raw: bytes of the elements, uint8 of shape (..., count, bytes per element).
-        code: number format of the elements.
-        element: element type of the cache. Used only if `code` is `Code.ELEMENT`.
-
-    Returns:
-        float32 of shape (..., count). For e2m1, which packs two numbers into a byte, (..., 2 * count).
+    `element` is the type of `Code.ELEMENT`. e2m1 packs two numbers into a byte, so it gives (..., 2 * count).
     """
     if code is Code.FP4:
         codes = raw.squeeze(-1)
@@ -105,13 +88,9 @@ def decode(raw: torch.Tensor, code: Code, element: torch.dtype) -> torch.Tensor:
 
 
 def decode_scale(raw: torch.Tensor) -> torch.Tensor:
-    """Decode scale factors to float32. Factors of four bytes are float32, and those of one byte are e4m3.
+    """Decode scale factors of shape (..., count, bytes per factor) to float32 of shape (..., count).
 
-    Args:
-        raw: bytes of the scale factors, uint8 of shape (..., count, bytes per factor).
-
-    Returns:
-        float32 of shape (..., count).
+    Factors of four bytes are float32, and those of one byte are e4m3.
     """
     dtype = torch.float32 if raw.shape[-1] == 4 else torch.float8_e4m3fn
     return raw.contiguous().view(dtype).squeeze(-1).float()

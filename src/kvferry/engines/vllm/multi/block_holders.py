@@ -17,11 +17,7 @@ Ending: TypeAlias = tuple[bool, dict[str, Any] | None]
 
 
 class BlockHolders:
-    """Records which child connectors keep blocks of ended requests, so that the workers can be told.
-
-    A child connector is one of the connectors that a `FerryMultiConnector` runs. Only the engine's thread may
-    use this class.
-    """
+    """The children that keep blocks of ended requests. Only the engine's thread may use it."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)
@@ -29,14 +25,10 @@ class BlockHolders:
         self._warned_of: set[tuple[str, ...]] = set()
 
     def join(self, request_id: str, endings: Sequence[Ending]) -> Ending:
-        """Merge what all child connectors return when a request ends into one result for vLLM.
-
-        Also records which children keep blocks of the request.
+        """Merge what all children return when a request ends, and record which of them keep its blocks.
 
         Args:
-            request_id: id of the request.
-            endings: result of each child, in the order of the children: True if the child keeps blocks, and
-                its ``kv_transfer_params`` for the response (None if it has none).
+            endings: result of each child, in the order of the children.
 
         Returns:
             True if any child keeps blocks, and the ``kv_transfer_params`` of the first child that has some
@@ -48,27 +40,24 @@ class BlockHolders:
         return keeps, said[0][1] if said else None
 
     def record(self, request_id: str, held: Sequence[bool]) -> bool:
-        """Record which child connectors keep blocks of an ended request; return True if any of them does.
+        """Record which children keep blocks of an ended request; return True if any of them does.
 
         Args:
-            request_id: id of the request.
             held: True for each child that keeps blocks, in the order of the children.
         """
         if any(held):
             child_indices = {child_index for child_index, holds in enumerate(held) if holds}
+            # A child may tell of blocks twice: at the end of a request, and of its last, partial block.
             self._holders.setdefault(request_id, set()).update(child_indices)
         return any(held)
 
     def take_new(self) -> dict[str, frozenset[int]]:
-        """Return the block holders that were recorded since the last call of this method.
-
-        Returns:
-            Indices of the child connectors that keep blocks of an ended request, by id of the request.
-        """
+        """Return the children that keep blocks, by id of each request that has ended since the last call."""
         holders, self._holders = self._holders, {}
         return {request_id: frozenset(child_indices) for request_id, child_indices in holders.items()}
 
     def _warn_once(self, names: tuple[str, ...]) -> None:
+        # Once for each combination, because every request of a workload has the same one.
         if len(names) > 1 and names not in self._warned_of:
             self._warned_of.add(names)
             logger.warning(

@@ -29,20 +29,19 @@ from kvferry.connector.engine import PrefixCache
 from kvferry.connector.headroom import Headroom
 from kvferry.connector.local_prefix import LocalPrefix
 from kvferry.connector.request_phases import AdmitAction, RequestPhase, RequestPhases, RequestState
-from kvferry.engines.vllm.multi.counts import Counts
+from kvferry.engines.vllm.compat.requests import VLLMRequest
 from kvferry.engines.vllm.multi.late_loads import LateLoad, LateLoads
-from kvferry.engines.vllm.requests import VLLMRequest
+from kvferry.engines.vllm.multi.stats import Counts
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Possible load of a request's KV by one child connector.
+    """Possible load of a request's KV by one child.
 
     Attributes:
         child_index: index of the child.
-        bid: offer of the child, with the child's name and the number of tokens that it can load.
-        asynchronous: True if the request waits outside of the steps until the child reports the end of the
-            load. False if the child loads within the step that computes the request.
+        bid: offer of the child, under the child's name.
+        asynchronous: False if the child loads within the step that computes the request.
     """
 
     child_index: int
@@ -52,14 +51,13 @@ class _Plan:
 
 @dataclass(slots=True)
 class _Load:
-    """Load that a child connector has started for a request.
+    """Load that a child has started for a request.
 
     Attributes:
-        plan: the child, and what it loads.
         blocks: vLLM's KVCacheBlocks of the request.
-        began: time at which the load started, in seconds on the admission's clock.
-        invalid: True if the child has reported that it could not load some of the blocks.
+        began: start of the load, in seconds on the admission's clock.
         held_blocks: number of blocks that the load may write; 0 if the child ends its loads by itself.
+        invalid: True if the child has reported that it could not load some of the blocks.
         late: True once the workers are told to go on without it.
     """
 
@@ -73,14 +71,13 @@ class _Load:
 
 @dataclass(slots=True)
 class _RequestState(RequestState[_Plan]):
-    """State of one request: the child connectors' offers, and the load of its KV.
+    """State of one request.
 
     Attributes:
         answers: number of tokens that each child offered to load when it was last asked; None for a child
             that was still looking for KV.
-        load: load in flight; None without one. Child connectors do not report the end of synchronous loads.
-            Such a load stays here until the request ends, or until vLLM asks again how many of the request's
-            tokens can be loaded.
+        load: load in flight; None without one. A synchronous load stays until its request ends or is asked
+            for again.
     """
 
     answers: tuple[int | None, ...] = ()
@@ -88,19 +85,17 @@ class _RequestState(RequestState[_Plan]):
 
 
 class ChildAdmission:
-    """Chooses the child connector that loads the KV of each request.
+    """Chooses the child that loads the KV of each request. Only the engine's thread may use it.
 
-    A child connector is one of the connectors that a `FerryMultiConnector` runs. Only the engine's thread may
-    use this class.
+    `FerryMultiConnector` sets `phases.headroom`, `late.pool` and `prefix_cache` when it gets vLLM's block
+    pool.
 
     Attributes:
         counts: counts of choices and of ended loads, for each child.
-        phases: state machine that tracks the phase of each request, such as waiting for its load. Its
-            attribute `headroom` decides whether a load leaves enough free blocks for waiting requests. The
-            initial `headroom` accepts every load; `FerryMultiConnector` replaces it.
-        late: loads that children have not ended in time. `FerryMultiConnector` gives it vLLM's block pool.
+        phases: state machine of all requests.
+        late: loads that children have not ended in time.
         prefix_cache: vLLM's prefix cache, if it shares attention blocks where it lacks recurrent state; else
-            None. `FerryMultiConnector` sets it.
+            None.
     """
 
     def __init__(
@@ -114,19 +109,17 @@ class ChildAdmission:
         deadlines: Mapping[str, float] | None = None,
         workers: int = 1,
     ) -> None:
-        """Store the child connectors and the policy that chooses between them.
+        """Store the children and the policy that chooses between them.
 
         Args:
-            names: names of the child connectors.
-            children: scheduler instances of the child connectors, in the order of `names`.
+            names, children: names and scheduler instances of the children, in the same order.
             chooser: policy that chooses between the children's offers. It identifies a child by its name.
             attempts: maximum number of loads for one request.
             clock: function that returns the time in seconds.
-            awaited: function that returns what is known of the KV that a child still looks for: an offer of
-                at most so many tokens. It is called with the child and the id of a request. None if nothing
-                is known.
-            deadlines: longest time of a load in seconds, by name of the child, for those that do not end
-                their loads by themselves; None for no limits.
+            awaited: function of a child and a request id that returns an upper bound of the KV that the child
+                still looks for; None if it is unknown.
+            deadlines: longest time of a load in seconds, by name of each child that does not end its loads by
+                itself.
             workers: number of workers that report the end of each load.
         """
         self._deadlines = dict(deadlines or {})
@@ -144,11 +137,7 @@ class ChildAdmission:
         return len(self._states) + len(self._loads)
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
-        """Ask all child connectors how many tokens of a request they can load, and choose one child.
-
-        Args:
-            request: vLLM's request.
-            local_tokens: number of prompt tokens that the engine's own prefix cache has.
+        """Ask all children how many tokens of a request they can load, and choose one child.
 
         Returns:
             Number of tokens to load after the first `local_tokens`, and True if the load is asynchronous. The
@@ -157,9 +146,11 @@ class ChildAdmission:
         state = self._states.setdefault(request.request_id, _RequestState(Bidding(self._attempts)))
         answers = [child.get_num_new_matched_tokens(request, local_tokens) for child in self._children]
         for child_index, name in enumerate(self._names):
+            # Late loads of the child already hold as many blocks as it may hold.
             if not self.late.has_room(name, {}):
                 answers[child_index] = 0, False
         state.answers = tuple(tokens for tokens, _ in answers)
+        # A synchronous load has ended if vLLM asks again. Its child does not report that.
         if state.phase is RequestPhase.SERVED:
             self._settle(state)
         action = self.phases.next_action(state)
@@ -181,14 +172,6 @@ class ChildAdmission:
     def _plans(
         self, request: Any, local_tokens: int, answers: Sequence[tuple[int | None, bool]]
     ) -> list[_Plan]:
-        """Return the possible load of each child connector, in the order of the children.
-
-        Args:
-            request: vLLM's request.
-            local_tokens: number of prompt tokens that the engine's own prefix cache has.
-            answers: for each child, the number of tokens that it can load, and True if its load is
-                asynchronous. The number is None if the child is still looking for KV.
-        """
         return [
             _Plan(
                 child_index,
@@ -201,16 +184,8 @@ class ChildAdmission:
         ]
 
     def _bid_of_looking(self, child_index: int, request: Any, local_tokens: int) -> Bid:
-        """Return the offer of a child connector that is still looking for KV: an upper bound.
-
-        Without further knowledge, the child may find every missing token except the last one, which is always
-        computed.
-
-        Args:
-            child_index: index of the child.
-            request: vLLM's request.
-            local_tokens: number of prompt tokens that the engine's own prefix cache has.
-        """
+        """Return the offer of a child that is still looking for KV: an upper bound."""
+        # Without further knowledge, it may find every missing token but the last, which is always computed.
         name, most = self._names[child_index], request.num_tokens - local_tokens - 1
         known = self._awaited(self._children[child_index], request.request_id)
         if known is None:
@@ -221,16 +196,8 @@ class ChildAdmission:
         )
 
     def _has_room(self, plan: _Plan, request: Any, local_tokens: int) -> bool:
-        """Return True if a load may start without taking blocks that waiting requests need.
-
-        If the child may never end its loads, they must leave enough blocks for requests without them, too.
-        Always True for synchronous loads: the step that loads them also computes the request.
-
-        Args:
-            plan: possible load of the request's KV.
-            request: vLLM's request.
-            local_tokens: number of prompt tokens that the engine's own prefix cache has.
-        """
+        """Return True if a load may start without taking blocks that waiting requests need."""
+        # The step that loads synchronously also computes the request.
         if not plan.asynchronous:
             return True
         held = Counter[str]()
@@ -239,11 +206,12 @@ class ChildAdmission:
                 held[load.plan.bid.source] += load.held_blocks
         total = local_tokens + plan.bid.tokens
         return self.phases.headroom.fits(request.request_id, total, request.num_tokens) and (
+            # Loads that may never end must leave enough blocks for requests without them, too.
             plan.bid.source not in self._deadlines or self.late.has_room(plan.bid.source, held)
         )
 
     def chosen(self, request_id: str) -> int | None:
-        """Return the index of the child connector chosen to load a request; None if there is none."""
+        """Return the index of the child chosen to load a request; None if there is none."""
         state = self._states.get(request_id)
         if state is None:
             return None
@@ -252,39 +220,23 @@ class ChildAdmission:
         return None if state.load is None else state.load.plan.child_index
 
     def allocated(self, request: Any, blocks: Any, load_tokens: int) -> int | None:
-        """Tell all child connectors that vLLM has allocated blocks for a request, and start its load.
-
-        The chosen child is told to load `load_tokens` tokens, and the other children to load 0 tokens.
-
-        Args:
-            request: vLLM's request.
-            blocks: vLLM's KVCacheBlocks of the request.
-            load_tokens: number of tokens that the chosen child loads into the blocks; 0 to load nothing.
+        """Tell all children that vLLM has allocated blocks for a request, and start its load.
 
         Returns:
-            Index of the chosen child if it loads synchronously, in the coming step. None if the load is
-            asynchronous, or if nothing is loaded.
+            Index of the chosen child if it loads synchronously, in the coming step; else None.
         """
         state = self._states.get(request.request_id)
         loader = None
         if state is not None and state.phase is RequestPhase.OPEN:
             loader = self._admit(request, state, blocks, load_tokens)
         for child_index, child in enumerate(self._children):
+            # vLLM's MultiConnector does the same. Children that load nothing drop what they keep for the
+            # request.
             child.update_state_after_alloc(request, blocks, load_tokens if child_index == loader else 0)
         return None if state is None or state.phase is RequestPhase.LOADING else loader
 
     def _admit(self, request: Any, state: _RequestState, blocks: Any, load_tokens: int) -> int | None:
-        """Record that vLLM has admitted a request, and the start of its load if a child connector is chosen.
-
-        Args:
-            request: vLLM's request.
-            state: state of the request.
-            blocks: vLLM's KVCacheBlocks of the request.
-            load_tokens: number of tokens that the chosen child loads into the blocks; 0 to load nothing.
-
-        Returns:
-            Index of the child that loads the request; None if nothing is loaded.
-        """
+        """Record the admission of a request. Return the index of the child that loads it, if any."""
         taken = self.phases.admit(state, load_tokens)
         answers = zip(self._names, state.answers, strict=True)
         self.counts.admitted(answers, None if taken is None else taken[0].bid.source, load_tokens)
@@ -293,6 +245,7 @@ class ChildAdmission:
             return None
         plan, local_tokens = taken
         timed = plan.asynchronous and plan.bid.source in self._deadlines
+        # Block 0 is the null block, which no load writes.
         held_blocks = sum(map(bool, chain(*blocks.get_block_ids()))) if timed else 0
         state.load = _Load(plan, blocks, self._clock(), held_blocks)
         if plan.asynchronous:
@@ -303,20 +256,12 @@ class ChildAdmission:
         return plan.child_index
 
     def take_new(self) -> dict[str, int]:
-        """Return the asynchronous loads that have started since the last call of this method.
-
-        Returns:
-            Index of the child connector that runs the load, by id of the request.
-        """
+        """Return the child of each asynchronous load that has started since the last call, by request id."""
         new, self._new = self._new, {}
         return new
 
     def take_late(self) -> dict[str, LateLoad]:
-        """Give up the loads that children have not ended in time, and pin their blocks.
-
-        Returns:
-            Loads that the workers must give up, by id of the request.
-        """
+        """Give up loads that are not ended in time, and pin their blocks. Return them by request."""
         now, late = self._clock(), dict[str, LateLoad]()
         for request_id, load in self._loads.items():
             name = load.plan.bid.source
@@ -326,9 +271,7 @@ class ChildAdmission:
         return late
 
     def take_results(self, received: set[str], failed: set[str], invalid: set[int]) -> None:
-        """Record the loads that have ended, and exclude a child connector whose load has failed.
-
-        An excluded child is not chosen again for the same request.
+        """Record the loads that have ended, and exclude a child whose load has failed for the same request.
 
         Args:
             received: ids of requests whose asynchronous loads have ended.
@@ -344,6 +287,7 @@ class ChildAdmission:
             name, succeeded = load.plan.bid.source, request_id not in failed and not load.invalid
             self.counts.pending[name] -= 1
             self.counts.ended(name, succeeded=succeeded, late=load.late and not succeeded)
+            # Only a whole load tells how fast the child is.
             if succeeded:
                 self._chooser.speeds.record_load(load.plan.bid.parts, self._clock() - load.began)
             state = self._states.get(request_id)
@@ -356,15 +300,10 @@ class ChildAdmission:
                 self.phases.ended(state, request_id, failed=not succeeded)
 
     def _exclude_children_of(self, invalid: set[int]) -> None:
-        """Exclude child connectors whose loads failed from further loads of the same requests.
-
-        A load has failed if the request's blocks include a block that could not be loaded.
-
-        Args:
-            invalid: ids of blocks that could not be loaded.
-        """
+        """Exclude the children whose loads should have written these blocks."""
         for state in self._states.values():
             load = state.load
+            # Reports of synchronous loads name blocks, not requests.
             if load is None or not any(invalid.intersection(ids) for ids in load.blocks.get_block_ids()):
                 continue
             load.invalid = True
@@ -373,7 +312,7 @@ class ChildAdmission:
     def finished(self, request_id: str) -> None:
         """Forget a request that has ended, and count the end of its synchronous load, if any.
 
-        The end of an asynchronous load in flight is counted later, by `take_results`.
+        `take_results` counts the end of an asynchronous load in flight later.
         """
         self.phases.forget(request_id)
         state = self._states.pop(request_id, None)
@@ -381,14 +320,7 @@ class ChildAdmission:
             self._settle(state)
 
     def _settle(self, state: _RequestState) -> None:
-        """Clear a request's load; if it is synchronous, count its end as succeeded or failed.
-
-        Child connectors do not report the end of synchronous loads. So this is called when the request ends,
-        or when vLLM asks again how many of the request's tokens can be loaded.
-
-        Args:
-            state: state of the request. Its load is set to None.
-        """
+        """Clear a request's load. If it is synchronous, count its end as succeeded or failed."""
         load, state.load = state.load, None
         if load is not None and not load.plan.asynchronous:
             self.counts.ended(load.plan.bid.source, succeeded=not load.invalid)

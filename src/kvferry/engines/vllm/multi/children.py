@@ -27,13 +27,11 @@ from kvferry.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """Class and configuration from which a `FerryMultiConnector` creates one of its child connectors.
+    """Class and configuration from which a `FerryMultiConnector` creates one of its children.
 
     Attributes:
         name: unique name of the child in errors and metric labels.
-        load_weight: factor by which the policy ``weight`` multiplies the number of tokens that the child
-            offers, to compare the offers of children.
-        cls: class of the connector.
+        load_weight: factor for the tokens that the child offers, for the policy ``weight``.
         config: the engine's configuration, with the connector settings of this child.
     """
 
@@ -44,25 +42,18 @@ class Child:
 
     @property
     def is_kvferry(self) -> bool:
-        """True if the child connector is kvferry's own connector."""
         return isinstance(self.cls, type) and issubclass(self.cls, KVFerryConnector)
 
     @property
     def can_sleep(self) -> bool:
-        """True if the child connector can follow an engine that gives up the memory of its KV cache.
-
-        vLLM's own connectors have been asked since 0.33.
-        """
+        """True if the child can follow an engine that gives up the memory of its KV cache."""
+        # vLLM asks its own connectors since 0.33.
         asked = getattr(self.cls, "supports_sleep_mode", None)
         return self.is_kvferry or (asked is not None and bool(asked(self.config.kv_transfer_config)))
 
     @property
     def hands_over(self) -> bool:
-        """True if the child connector hands KV to other engines.
-
-        This is the case for the connectors of vLLM that `HAND_OVER` lists, and for kvferry's connector if it
-        exchanges KV with other engines (`ConnectorConfig.transfers`).
-        """
+        """True if the child hands KV to other engines."""
         if self.is_kvferry:
             return read_settings(self.config).transfers
         return self.cls.__name__ in HAND_OVER
@@ -81,11 +72,10 @@ def read_multi(vllm_config: Any) -> MultiSettings:
 
 
 def children_of(vllm_config: Any) -> tuple[Child, ...]:
-    """Return the class and the configuration of each child connector, in the order of the settings.
+    """Return the class and the configuration of each child, in the order of the settings.
 
     Raises:
         ConfigError: a setting is invalid, a class is not found, or vLLM refuses the settings of a child.
-            Also raised if vLLM is not set to recompute requests whose loads fail.
     """
     return tuple(_child(vllm_config, one) for one in read_multi(vllm_config).children)
 
@@ -106,11 +96,7 @@ def _child(vllm_config: Any, settings: ChildSettings) -> Child:
 
 
 def check(children: Sequence[Child], vllm_config: Any) -> None:
-    """Check that child connectors can run together in one engine.
-
-    Args:
-        children: class and configuration of each child.
-        vllm_config: the engine's configuration.
+    """Check that children can run together in one engine.
 
     Raises:
         ConfigError: vLLM's hybrid KV cache manager or its sleep mode is on, and a child does not support it;
@@ -135,10 +121,7 @@ def check(children: Sequence[Child], vllm_config: Any) -> None:
 
 
 def agreed_layout(children: Sequence[Child]) -> str | None:
-    """Return the memory layout that child connectors require for the KV cache; None if they accept any.
-
-    A KVFerryConnector whose layout is set to `auto` only prefers a layout. Its preference counts only if no
-    other child requires a layout.
+    """Return the memory layout that children require for the KV cache; None if they accept any.
 
     Raises:
         ConfigError: two children require different layouts.
@@ -149,6 +132,7 @@ def agreed_layout(children: Sequence[Child]) -> str | None:
         layout = child.cls.get_required_kvcache_layout(child.config)
         if layout is None:
             continue
+        # With `auto`, it only prefers a layout, which counts if no other child requires one.
         if child.is_kvferry and read_settings(child.config).layout == "auto":
             preferred = preferred or str(layout)
         else:
@@ -163,21 +147,12 @@ def agreed_layout(children: Sequence[Child]) -> str | None:
 
 
 def agreed_count(names: Sequence[str], counts: Sequence[int | None], workers: int) -> int | None:
-    """Return how many workers report the end of each transfer to vLLM's scheduler.
-
-    The scheduler waits for this number of reports, so all child connectors must state the same number.
-
-    Args:
-        names: names of the children.
-        counts: number of reporting workers that each child states; None for all workers.
-        workers: number of workers of the engine.
-
-    Returns:
-        Number of reporting workers; None for all workers.
+    """Return how many workers report the end of each transfer, from what each child states; None for all.
 
     Raises:
         ConfigError: the children state different numbers.
     """
+    # The scheduler waits for one number of reports per transfer.
     if len({workers if count is None else count for count in counts}) > 1:
         said = ", ".join(
             f"{name} has {workers if n is None else n}" for name, n in zip(names, counts, strict=True)

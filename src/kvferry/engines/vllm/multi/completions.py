@@ -16,12 +16,7 @@ from kvferry.engines.vllm.multi.late_loads import LateLoad
 
 
 class Completions:
-    """Decides when a worker reports to vLLM that the KV of a request has been received or sent.
-
-    KV counts as received when the child connector that loads the request reports it as received. It counts as
-    sent when all child connectors that keep blocks of the request have reported it as sent. vLLM gets at most
-    one report of each kind per request.
-    """
+    """Decides when a worker reports to vLLM that the KV of a request has been received or sent."""
 
     def __init__(self) -> None:
         self._loads: dict[str, int] = {}
@@ -35,21 +30,12 @@ class Completions:
         return len(self._loads) + len(self._holders)
 
     def expect(self, loads: Mapping[str, int], holders: Mapping[str, Iterable[int]]) -> None:
-        """Record the loads that start in a step, and the ended requests whose blocks child connectors keep.
-
-        Args:
-            loads: index of the child that runs the load, by id of the request.
-            holders: indices of the children that keep blocks, by id of the ended request.
-        """
+        """Record the child of each load that starts, and the children that keep blocks of ended requests."""
         self._loads.update(loads)
         self._holders.update({name: set(child_indices) for name, child_indices in holders.items()})
 
     def give_up(self, late: Mapping[str, LateLoad]) -> None:
-        """Report loads as failed that their children have not ended in time. Remember to report their end.
-
-        Args:
-            late: the load, by id of the request.
-        """
+        """Report loads that children have not ended as failed, by request id. Their end is reported later."""
         for name, load in late.items():
             child_index = self._loads.pop(name, None)
             if child_index is None:  # the child has reported the end meanwhile
@@ -69,18 +55,10 @@ class Completions:
         return dict(ended)
 
     def join(self, reports: Iterable[KVConnectorTransferResults]) -> KVConnectorTransferResults:
-        """Merge the reports of all child connectors about a step into one report for vLLM.
-
-        A child's report about a request is dropped if the child neither loads the request nor keeps its
-        blocks.
+        """Merge the reports of all children about a step into one report for vLLM.
 
         Args:
             reports: ids of sent, received and failed requests of each child, in the order of the children.
-
-        Returns:
-            Ids of sent, received and failed requests. A request is received (and failed, if its load failed)
-            when the child that loads it has reported so. A request is sent when all children that keep its
-            blocks have reported so.
         """
         sent, received, failed = set[str](), set(self._given_up), set(self._given_up)
         self._given_up.clear()
@@ -88,6 +66,7 @@ class Completions:
             for name in report.finished_recving:
                 if (load := self._late.pop((name, child_index), None)) is not None:
                     self._ended[load.key] += 1
+            # A child that neither loads the request nor keeps its blocks may report it all the same.
             ours = {name for name in report.finished_recving if self._loads.get(name) == child_index}
             received |= ours
             failed |= ours & report.failed_recving
@@ -95,6 +74,7 @@ class Completions:
                 del self._loads[name]
             for name in report.finished_sending:
                 holders = self._holders.get(name)
+                # vLLM has been told already, or does not expect it.
                 if holders is None:
                     continue
                 holders.discard(child_index)

@@ -20,15 +20,12 @@ from kvferry.connector.choosing import BidChooser
 from kvferry.connector.headroom import Headroom
 from kvferry.connector.policies import policy_named
 from kvferry.connector.speeds import Speeds, StepTimes
-from kvferry.engines.vllm.compat.arrivals import guard_arrivals
 from kvferry.engines.vllm.compat.connectors import class_of_transfer, register_connector
 from kvferry.engines.vllm.compat.contract import KVConnectorRole, SupportsHMA
-from kvferry.engines.vllm.compat.frees import defer_frees
 from kvferry.engines.vllm.compat.hit_sources import Label
-from kvferry.engines.vllm.compat.pauses import tell_of_pauses
 from kvferry.engines.vllm.compat.prefix_cache import VLLMPrefixCache
 from kvferry.engines.vllm.compat.process import share_logging
-from kvferry.engines.vllm.compat.sleep import tell_of_sleep
+from kvferry.engines.vllm.compat.scheduler import prepare_scheduler
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.info import cache_group, step_tokens
 from kvferry.engines.vllm.multi.block_holders import BlockHolders, Ending
@@ -59,18 +56,12 @@ NOT_FORWARDED = {
 
 
 class FerryMultiConnector(WorkerHooks, SupportsHMA):
-    """vLLM connector that runs several connectors as its children, and chooses which child loads a request.
-
-    The scheduler has one instance, and each worker has one instance.
-    """
+    """vLLM connector that runs several connectors as children, and chooses which child loads a request."""
 
     _clock = staticmethod(time.monotonic)
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Check that the configured child connectors fit together, and create them.
-
-        Args:
-            vllm_config, role, kv_cache_config: arguments that vLLM gives to a connector.
+        """Check that the configured children fit together, and create them.
 
         Raises:
             ConfigError: a setting is invalid, or the children cannot run together in one engine (`check`).
@@ -81,10 +72,7 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
         check(children, vllm_config)
         super().__init__(vllm_config, role, kv_cache_config, children)
         if role is KVConnectorRole.SCHEDULER:
-            defer_frees(vllm_config)
-            guard_arrivals()
-            tell_of_pauses()
-            tell_of_sleep()
+            prepare_scheduler(vllm_config)
         self._speeds = Speeds()
         self._steps = StepTimes(self._speeds)
         weights = {child.name: child.load_weight for child in children}
@@ -108,7 +96,6 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
 
     @property
     def sub_connectors(self) -> list[Any]:
-        """Child connectors, in the order of the configuration."""
         return list(self._connectors)
 
     @property
@@ -132,8 +119,6 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
             for child in parse_multi(extra_config).children
         )
 
-    # -- scheduler half -----------------------------------------------------------------------------------
-
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         groups = tuple(map(cache_group, self._kv_cache_config.kv_cache_groups))
@@ -144,10 +129,12 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
         for child in self._connectors:
             child.bind_kv_cache_manager(kv_cache_manager)
         if self.supports_divergent_local_hybrid_hits:
+            # Only if every child brings recurrent state may vLLM report prefixes without it.
             self._admission.prefix_cache = VLLMPrefixCache.of(kv_cache_manager)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         for child_index, child in enumerate(self._connectors):
+            # A child without a handshake, or one that has not slept, is not called.
             if theirs := _of_child(metadata, child_index):
                 child.set_xfer_handshake_metadata(theirs)
 
@@ -178,7 +165,7 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
         for child_index, child in enumerate(self._connectors):
             if loader not in (None, child_index) and isinstance(child, KVFerryConnector):
                 # A failed load is known only after the step, which would have stored KV computed from it.
-                child.scheduler.half.parts.distrust_all(request.request_id)
+                child.half.parts.distrust_all(request.request_id)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Label, int]:
         child_index = self._admission.chosen(request.request_id)
@@ -200,6 +187,7 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
         meta, events = connector_output.kv_connector_worker_meta, connector_output.kv_cache_events
         try:
             for child_index, child in enumerate(self._connectors):
+                # A child takes the output for its own, so each is shown its part of it.
                 connector_output.kv_connector_worker_meta = _part(meta, child_index)
                 connector_output.kv_cache_events = _part(events, child_index)
                 child.update_connector_output(connector_output)
@@ -274,8 +262,6 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
         answers = [child.reset_cache() for child in self._connectors]
         return all(answer is not False for answer in answers)
 
-    # -- both ---------------------------------------------------------------------------------------------
-
     def get_kv_connector_stats(self) -> MultiStats | None:
         self._steps.done()
         found = {
@@ -302,6 +288,7 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
         return MultiMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, children)
 
     def shutdown(self) -> None:
+        # One child's error must not leave the threads of the others running.
         failed: list[Exception] = []
         for name, child in self._children():
             try:
@@ -314,40 +301,23 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
 
 
 def _awaited(child: Any, request_id: str) -> Bid | None:
-    """Return the offer that a child connector waits for; None if the child is not kvferry's, or does not say.
-
-    Args:
-        child: the child connector.
-        request_id: id of the request.
-    """
+    """Return the offer that a child waits for; None if the child is not kvferry's, or does not say."""
     if not isinstance(child, KVFerryConnector):
         return None
-    return child.scheduler.half.admission.awaited(request_id)
+    return child.half.admission.awaited(request_id)
 
 
 def _of_child(metadata: dict[Any, Any], child_index: int) -> dict[Any, Any]:
-    """Return the handshakes that the workers have sent for one child connector, by worker.
-
-    Args:
-        metadata: handshakes for all children (`MultiHandshake`), by worker.
-        child_index: index of the child.
-    """
+    """Return the handshakes of one child, by worker, out of `MultiHandshake` objects by worker."""
     found = {worker: handshake.children[child_index] for worker, handshake in metadata.items()}
     return {worker: handshake for worker, handshake in found.items() if handshake is not None}
 
 
 def _part(whole: Any, child_index: int) -> Any:
-    """Return the part of a message that belongs to one child connector; None if the message has no such part.
-
-    Args:
-        whole: message with a field `children`, or None.
-        child_index: index of the child.
-    """
     return None if whole is None else whole.children[child_index]
 
 
 def __getattr__(name: str) -> NoReturn:
-    """Refuse a wrong ``kv_connector`` in words: vLLM looks the class up in this module."""
     if not name[:1].isupper() and "ferry" not in name:  # no class: tools look for other names
         raise AttributeError(name)
     raise wrong_name(name, __name__)

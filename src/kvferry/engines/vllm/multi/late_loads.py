@@ -45,7 +45,6 @@ class LateLoads:
         """Begin without late loads. Call `start` before the first one.
 
         Args:
-            workers: number of workers that report the end of each load.
             deadline_seconds: time after which a load is late, for the log.
         """
         self._workers, self._seconds = workers, deadline_seconds
@@ -62,13 +61,7 @@ class LateLoads:
         self._pool, self._loads = pool, TransferBook(self._workers, pool)
 
     def hold(self, child: str, request_id: str, blocks: Sequence[Sequence[Any]]) -> LateLoad:
-        """Pin the blocks of a load that is late. The request still holds them.
-
-        Args:
-            child: name of the child connector that loads.
-            request_id: id of the request.
-            blocks: vLLM's blocks of the request, for each KV cache group.
-        """
+        """Pin the blocks of a late load, for each KV cache group. The request still holds them."""
         assert self._loads is not None, "a load needs blocks"
         held = [block for group in blocks for block in group if block.block_id != _NULL_BLOCK]
         key = f"{request_id}#{next(self._numbers)}"
@@ -81,24 +74,15 @@ class LateLoads:
         return LateLoad(key, frozenset(block.block_id for block in held))
 
     def end(self, workers: Mapping[str, int]) -> None:
-        """Unpin the blocks of loads that have ended on every worker.
-
-        Args:
-            workers: number of workers on which a load has ended since the last call, by name of the load.
-        """
+        """Unpin the blocks of loads that have ended on every worker, from the number of workers by load."""
         if self._loads is not None:
             for key, count in workers.items():
                 self._loads.end(key, count)
 
     def has_room(self, child: str, in_flight: Mapping[str, int]) -> bool:
-        """Return whether a child may begin a load. All of its loads in flight may become late.
-
-        A child may hold half of the blocks that the loads of the other children leave (`transfer.may_hold`).
-
-        Args:
-            child: name of the child.
-            in_flight: number of blocks that loads in flight hold, by child, without late loads.
-        """
+        """Return True if a child may begin a load, given the blocks of loads in flight by child."""
         if self._pool is None or self._loads is None:
             return True
+        # Any load in flight may become late. A child may hold half of the blocks that the loads of the others
+        # leave.
         return may_hold(child, 1, Counter(self._loads.held) + Counter(in_flight), len(self._pool.blocks))

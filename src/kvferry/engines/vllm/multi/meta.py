@@ -23,10 +23,10 @@ class MultiMeta(KVConnectorMetadata):
     """Message from the scheduler half of a `FerryMultiConnector` to its worker halves, once per step.
 
     Attributes:
-        children: message of each child connector, in the order of the configuration.
-        loads: asynchronous loads that start; maps a request's id to the index of the child that runs its
-            load. Workers ignore the other children's reports that the load has ended.
-        holders: maps an ended request's id to the indices of the children that keep its blocks.
+        children: message of each child, in the order of the configuration.
+        loads: index of the child that runs an asynchronous load that starts, by id of the request. Workers
+            ignore the other children's reports that the load has ended.
+        holders: indices of the children that keep blocks, by id of an ended request.
         given_up: loads that were not ended in time, by id of the request.
     """
 
@@ -41,8 +41,7 @@ class MultiWorkerMeta(KVConnectorWorkerMetadata):
     """Message from a worker half of a `FerryMultiConnector` to its scheduler half, once per step.
 
     Attributes:
-        children: message of each child connector, in the order of the configuration; None for a child that
-            sends none.
+        children: message of each child, in the order of the configuration; None for a child that sends none.
         ended: number of workers on which a load that was given up has ended, by the name of the load.
     """
 
@@ -50,7 +49,6 @@ class MultiWorkerMeta(KVConnectorWorkerMetadata):
     ended: dict[str, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> MultiWorkerMeta:
-        """Return the messages of two workers, merged for each child connector."""
         assert isinstance(other, MultiWorkerMeta)
         return MultiWorkerMeta(
             tuple(
@@ -63,59 +61,43 @@ class MultiWorkerMeta(KVConnectorWorkerMetadata):
 
 @dataclass(frozen=True, slots=True)
 class MultiHandshake(KVConnectorHandshakeMetadata):
-    """Handshakes that a worker sends to the scheduler for all child connectors.
-
-    Attributes:
-        children: handshake of each child, in the order of the configuration; None for a child that sends
-            none.
-    """
+    """Handshakes that a worker sends to the scheduler for all children; None for a child without one."""
 
     children: tuple[KVConnectorHandshakeMetadata | None, ...]
 
 
 class MultiEvents(KVConnectorKVEvents):
-    """KV cache events of a worker's child connectors, which vLLM merges with those of the other workers.
-
-    For each other worker, vLLM calls `add_events` and then `increment_workers`, to count the workers whose
-    events are included. A worker may have events of only some children in a step. So the workers are counted
-    for each child separately, in `add_events`.
-    """
+    """KV cache events of a worker's children, which vLLM merges with those of the other workers."""
 
     def __init__(self, children: tuple[KVConnectorKVEvents | None, ...]) -> None:
         self.children = list(children)
 
     def get_all_events(self) -> list[Any]:
-        """Return (index of the child connector, its KVConnectorKVEvents) for every child that has events."""
+        """Return (index of the child, its KVConnectorKVEvents) for every child that has events."""
         return [(place, of) for place, of in enumerate(self.children) if of is not None]
 
     def add_events(self, events: list[Any]) -> None:
-        """Add the events of another worker.
-
-        Args:
-            events: result of `get_all_events` for the other worker: (index of the child connector, its
-                KVConnectorKVEvents).
-        """
+        """Add the result of `get_all_events` of another worker."""
         for place, theirs in events:
             mine = self.children[place]
             if mine is None:
                 self.children[place] = theirs
             else:
                 mine.add_events(theirs.get_all_events())
+                # vLLM calls `increment_workers` for each other worker. But a worker may have events of only
+                # some children in a step, so they are counted for each child.
                 mine.increment_workers(theirs.get_number_of_workers())
 
     def aggregate(self) -> MultiEvents:
-        """Return a new object with the aggregated events of each child connector."""
         return MultiEvents(tuple(of.aggregate() if of is not None else None for of in self.children))
 
     def increment_workers(self, count: int = 1) -> None:
-        """Do nothing: `add_events` increments the number of workers of each child connector."""
+        """Do nothing: `add_events` counts the workers of each child."""
 
     def get_number_of_workers(self) -> int:
-        """Return the number of workers whose events are included: the maximum over the child connectors."""
         return max((of.get_number_of_workers() for of in self.children if of is not None), default=0)
 
     def clear_events(self) -> None:
-        """Clear the events of all child connectors."""
         for of in self.children:
             if of is not None:
                 of.clear_events()

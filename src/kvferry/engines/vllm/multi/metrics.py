@@ -43,12 +43,7 @@ class MultiMetrics(KVConnectorPromMetrics):
                 self._children[child.name] = metrics
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add an engine's stats to the Prometheus metrics.
-
-        Args:
-            transfer_stats_data: stats of the engine, as `MultiStats.to_dict` returns them.
-            engine_idx: index of the engine.
-        """
+        """Add an engine's stats, as `MultiStats.to_dict` returns them, to the Prometheus metrics."""
         engine = self.per_engine_labelvalues[engine_idx]
         for metric, child, outcome, n in transfer_stats_data["more"]:
             labels = (child, outcome) if outcome else (child,)
@@ -56,27 +51,22 @@ class MultiMetrics(KVConnectorPromMetrics):
         for child, n in transfer_stats_data["pending"].items():
             self._metrics["multi_pending_loads"].labels(*engine, child).set(n)
         for child, (_, data) in transfer_stats_data["children"].items():
+            # A child may have stats without metrics.
             if child in self._children:
                 self._children[child].observe(data, engine_idx)
 
 
 class _Shared:
-    """Factory of the child connectors' Prometheus metrics, which creates one metric per name.
-
-    A name can be registered with Prometheus only once, so children that use the same name share the metric.
-    The label ``connector`` of the metric names the child.
-    """
+    """Factory of the children's Prometheus metrics, which creates one metric per name."""
 
     def __init__(self) -> None:
+        # A name can be registered only once, so children share its metric. The label `connector` tells them
+        # apart.
         self._made: dict[str, Any] = {}
 
     def metric(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the Prometheus metric with a given name; create it with `make` if it does not exist yet.
-
-        Args:
-            make: class of the metric.
-            args, kwargs: arguments of `make`. The first one, or ``name``, is the name of the metric.
-        """
+        """Return the Prometheus metric with a given name; create it with `make` if it does not exist yet."""
+        # Callers of prometheus_client pass the name by position or by keyword.
         name = str(kwargs["name"] if "name" in kwargs else args[0])
         if name not in self._made:
             self._made[name] = make(*args, **kwargs)

@@ -31,13 +31,13 @@ OWN_KEYS = ("name", "load_weight")
 
 
 class ChildSettings(msgspec.Struct, frozen=True):
-    """Settings of one child connector: an entry of the list ``connectors`` in the user's configuration.
+    """Settings of one child: an entry of the list ``connectors`` in the user's configuration.
 
     Attributes:
-        name: unique name of the child in errors and metric labels. The default is the name of its class. If
-            this name is taken, a number is appended, starting at 2.
-        load_weight: factor for the number of tokens that the child offers. Only the policy ``weight`` uses
-            it: it chooses the child with the highest product.
+        name: unique name of the child in errors and metric labels. The default is the name of its class, with
+            a number from 2 on if that is taken.
+        load_weight: factor for the number of tokens that the child offers, for the policy ``weight`` alone.
+            It chooses the child with the highest product.
         transfer: settings of vLLM's ``KVTransferConfig``, by name.
     """
 
@@ -46,12 +46,10 @@ class ChildSettings(msgspec.Struct, frozen=True):
     transfer: dict[str, Any]
 
 
-class MultiSettings(msgspec.Struct, frozen=True):
-    """Settings of a `FerryMultiConnector`, which are in ``kv_connector_extra_config``.
+class _SourceChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of the choice between children.
 
     Attributes:
-        children: settings of each child connector. If two offers are equally good, the child that is listed
-            first loads.
         source_policy: name of the policy that chooses the child that loads a request.
         patience_seconds: maximum time that a request waits for a child that is still looking for KV.
         attempts: maximum number of loads that are tried for one request. After that, the request is computed.
@@ -59,33 +57,31 @@ class MultiSettings(msgspec.Struct, frozen=True):
             kvferry's. kvferry's children have this setting of their own.
     """
 
+    source_policy: PolicyName = "weight"
+    patience_seconds: float = 10.0
+    attempts: int = 2
+    load_timeout_seconds: float = 30.0
+
+
+class MultiSettings(_SourceChoice, frozen=True, kw_only=True):
+    """Settings of a `FerryMultiConnector`, which are in ``kv_connector_extra_config``.
+
+    Attributes:
+        children: settings of each child. If two offers are equally good, the child that is listed first
+            loads.
+    """
+
     children: tuple[ChildSettings, ...]
-    source_policy: PolicyName = "weight"
-    patience_seconds: float = 10.0
-    attempts: int = 2
-    load_timeout_seconds: float = 30.0
-
-
-class _Plain(msgspec.Struct, forbid_unknown_fields=True):
-    """Settings of a `FerryMultiConnector` as the user has written them, without the list ``connectors``."""
-
-    source_policy: PolicyName = "weight"
-    patience_seconds: float = 10.0
-    attempts: int = 2
-    load_timeout_seconds: float = 30.0
 
 
 def parse_multi(extra: Mapping[str, Any]) -> MultiSettings:
-    """Parse the settings of a `FerryMultiConnector`.
-
-    Args:
-        extra: content of ``kv_connector_extra_config``.
+    """Parse the ``kv_connector_extra_config`` of a `FerryMultiConnector`.
 
     Raises:
         ConfigError: there is an unknown key (the message names the nearest known key), a wrong type, a value
             out of range, no connector, or two connectors with the same name.
     """
-    plain = parse_settings("kv_connector_extra_config", extra, _Plain, beside=("connectors",))
+    plain = parse_settings("kv_connector_extra_config", extra, _SourceChoice, beside=("connectors",))
     given = extra.get("connectors")
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise ConfigError(
@@ -98,20 +94,11 @@ def parse_multi(extra: Mapping[str, Any]) -> MultiSettings:
     if not 1 <= plain.attempts <= 16:
         raise ConfigError(f"attempts is {plain.attempts}, it must be 1 to 16")
     children = _named([_entry(number, one) for number, one in enumerate(given)])
-    return MultiSettings(
-        children, plain.source_policy, plain.patience_seconds, plain.attempts, plain.load_timeout_seconds
-    )
+    return MultiSettings(children=children, **msgspec.structs.asdict(plain))
 
 
 def check_hand_over(names: Sequence[str]) -> None:
-    """Check that at most one child hands KV to other engines.
-
-    Args:
-        names: names of the children that do.
-
-    Raises:
-        ConfigError: there are several.
-    """
+    """Raise a ConfigError if several children, by name, hand KV to other engines."""
     if len(names) > 1:
         raise ConfigError(
             f"{' and '.join(names)} would both hand KV over to other engines, and a request carries one "
@@ -127,6 +114,7 @@ def _entry(number: int, given: Any) -> dict[str, Any]:
     where += f" ({given['kv_connector']})"
     check_transfer_keys(where, given, OWN_KEYS)
     weight, name = given.get("load_weight", 1.0), given.get("name")
+    # A bool is an int in Python.
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         raise ConfigError(f"{where}: load_weight is {weight!r}, it must be a number")
     check_weight(f"{where}: load_weight", weight)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.engines.vllm.compat.contract import KVConnectorStats
-from kvferry.engines.vllm.multi.counts import Counts
 
 logger = logging.getLogger(__name__)
 
@@ -21,21 +22,63 @@ ClassPath = tuple[str, str]
 """(module, qualified name) of a connector's class."""
 
 
+Count = tuple[str, str, str]
+"""Labels of a counter: (metric, name of the child, outcome). The outcome is empty for metrics without one."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counts of how often each child is chosen, and of how its loads end.
+
+    Attributes:
+        increments: increment of each counter since the last call of `take`.
+        pending: number of asynchronous loads in flight, by name of the child; not cleared by `take`.
+    """
+
+    increments: Counter[Count] = field(default_factory=Counter)
+    pending: Counter[str] = field(default_factory=Counter)
+
+    def admitted(self, answers: Iterable[tuple[str, int | None]], loader: str | None, tokens: int) -> None:
+        """Count the admission of a request for each child, as a hit, a miss or a passed-over offer.
+
+        Args:
+            answers: (name, number of tokens offered) of each child; None if it was still looking for KV.
+            loader: name of the child that loads the request; None if no child does.
+            tokens: number of tokens that the loader loads.
+        """
+        for name, answer in answers:
+            self.increments["queries", name, ""] += 1
+            if name == loader:
+                self.increments["hits", name, ""] += 1
+                self.increments["hit_tokens", name, ""] += tokens
+            elif answer:
+                self.increments["passed_over", name, ""] += 1
+            else:
+                self.increments["misses", name, ""] += 1
+
+    def ended(self, name: str, *, succeeded: bool, late: bool = False) -> None:
+        """Count the end of a child's load. A late one is one that the request has gone on without."""
+        self.increments["loads", name, "expired" if late else "ready" if succeeded else "failed"] += 1
+
+    def take(self) -> Counter[Count]:
+        """Return the increments of all counters since the last call, and clear these increments."""
+        taken, self.increments = self.increments, Counter()
+        return taken
+
+
 def path_of(cls: type) -> ClassPath:
-    """Return the module and the qualified name of a class."""
+    """Return the path of a class."""
     return cls.__module__, cls.__qualname__
 
 
 class MultiStats(KVConnectorStats):
     """Stats of a `FerryMultiConnector` and its children, from which the engine's metrics are updated.
 
-    A worker has stats of the children only. The scheduler also counts how children are chosen.
-
     Attributes:
-        data: dictionary with three entries. ``children`` maps a child connector's name to (module and name of
-            the connector's class, stats of the child). ``more`` has a list [metric, name of the child,
-            outcome, increment] per counter. ``pending`` maps a child's name to its number of asynchronous
-            loads in flight; it is empty if ``more`` is empty.
+        data: ``children`` maps a child's name to (path of the connector's class, stats of the child).
+            ``more`` has a list [metric, name of the child, outcome, increment] per counter, on the scheduler
+            only. ``pending`` maps a child's name to its asynchronous loads in flight; empty if ``more`` is
+            empty.
     """
 
     data: dict[str, Any]
@@ -47,15 +90,12 @@ class MultiStats(KVConnectorStats):
 
     @classmethod
     def read(cls, data: Mapping[str, Any] | None) -> MultiStats:
-        """Restore stats from the plain values in which vLLM sends them between processes.
-
-        Args:
-            data: plain values, as `to_dict` returns them; None or empty for no stats.
-        """
+        """Restore stats from the result of `to_dict`; None or empty for no stats."""
         if not data:
             return cls()
         children = {}
         for name, (path, stats) in data["children"].items():
+            # Stats that have not left the process hold objects.
             whole = stats if isinstance(stats, KVConnectorStats) else _restore(tuple(path), stats)
             if whole is not None:
                 children[name] = (tuple(path), whole)
@@ -65,11 +105,11 @@ class MultiStats(KVConnectorStats):
     def of(
         cls, children: Mapping[str, tuple[ClassPath, KVConnectorStats]], counts: Counts | None
     ) -> MultiStats:
-        """Combine the stats of the child connectors with the counts of how often each child was chosen.
+        """Combine the stats of the children with the counts of choices, whose increments are cleared.
 
         Args:
-            children: maps a child's name to (module and name of the connector's class, stats of the child).
-            counts: counts of the choices, whose increments are cleared; None on a worker.
+            children: (path of the connector's class, stats of the child), by name of the child.
+            counts: counts of the choices; None on a worker.
         """
         more = counts.take() if counts is not None else {}
         pending = dict(counts.pending) if counts is not None and more else {}
@@ -78,7 +118,6 @@ class MultiStats(KVConnectorStats):
         )
 
     def reset(self) -> None:
-        """Clear all stats."""
         self.data = {"children": {}, "more": [], "pending": {}}
 
     def to_dict(self) -> dict[str, Any]:
@@ -89,7 +128,6 @@ class MultiStats(KVConnectorStats):
         return {**self.data, "children": children}
 
     def aggregate(self, other: KVConnectorStats) -> MultiStats:
-        """Add later stats to this object, and return this object."""
         ours = self.data["children"]
         for name, (path, stats) in other.data["children"].items():
             ours[name] = (path, ours[name][1].aggregate(stats) if name in ours else stats)
@@ -98,7 +136,6 @@ class MultiStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return a summary of the stats for the engine's log, as numbers by name."""
         said: dict[str, int | float] = {}
         for metric, name, outcome, n in self.data["more"]:
             key = " ".join(filter(None, (name, outcome, metric.replace("_", " "))))
@@ -109,17 +146,11 @@ class MultiStats(KVConnectorStats):
         return said
 
     def is_empty(self) -> bool:
-        """Return True if there are no stats to report."""
         return not self.data["more"] and all(stats.is_empty() for _, stats in self.data["children"].values())
 
 
 def _restore(path: ClassPath, data: Any) -> KVConnectorStats | None:
-    """Restore the stats of a child connector from plain values; None if the connector's class has no stats.
-
-    Args:
-        path: module and qualified name of the connector's class, which restores the stats.
-        data: plain values of the stats.
-    """
+    """Restore the stats of a child from plain values; None if the connector's class has none."""
     module, name = path
     found: Any = importlib.import_module(module)
     for part in name.split("."):

@@ -19,20 +19,12 @@ from kvferry.errors import ConfigError
 
 
 class WorkerHooks(KVConnectorBase_V1):
-    """Base class of `FerryMultiConnector` with the connector methods that vLLM calls on a worker.
-
-    It creates the child connectors and forwards each call to all of them.
-    """
+    """Base class of `FerryMultiConnector` with the connector methods that vLLM calls on a worker."""
 
     def __init__(
         self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any, children: Sequence[Child]
     ) -> None:
-        """Create the child connectors, in the scheduler's process and on each worker.
-
-        Args:
-            vllm_config, role, kv_cache_config: arguments that vLLM gives to a connector.
-            children: class and configuration of each child, in the order of the configuration.
-        """
+        """Create the children, in the scheduler's process and on each worker."""
         super().__init__(vllm_config, role, kv_cache_config)
         self._child_specs, self._names = tuple(children), tuple(child.name for child in children)
         self._connectors = [child.cls(child.config, role, kv_cache_config) for child in children]
@@ -50,6 +42,7 @@ class WorkerHooks(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         for connector, child in zip(self._connectors, self._child_specs, strict=True):
+            # A child reads its own settings in the current configuration.
             with as_current_config(child.config):
                 connector.register_kv_caches(kv_caches)
 
@@ -72,6 +65,7 @@ class WorkerHooks(KVConnectorBase_V1):
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         assert isinstance(connector_metadata, MultiMeta)
         super().bind_connector_metadata(connector_metadata)
+        # Before the children run: they may report a load in the step that starts it.
         self._completions.expect(connector_metadata.loads, connector_metadata.holders)
         self._completions.give_up(connector_metadata.given_up)
         for child, meta in zip(self._connectors, connector_metadata.children, strict=True):
@@ -121,6 +115,7 @@ class WorkerHooks(KVConnectorBase_V1):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         found = set[int]().union(*(child.get_block_ids_with_load_errors() for child in self._connectors))
+        # A child's errors about blocks of late loads concern no request.
         return found - self._completions.late_blocks
 
     def get_kv_connector_kv_cache_events(self) -> MultiEvents | None:
@@ -133,5 +128,4 @@ class WorkerHooks(KVConnectorBase_V1):
         return MultiWorkerMeta(metas, ended) if ended or any(meta is not None for meta in metas) else None
 
     def _children(self) -> Iterable[tuple[str, Any]]:
-        """Return the name and the connector of each child, in the order of the configuration."""
         return zip(self._names, self._connectors, strict=True)

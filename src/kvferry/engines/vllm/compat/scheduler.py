@@ -1,0 +1,91 @@
+"""Changes to vLLM's scheduler: freed blocks, requests from clients, and pauses."""
+
+from __future__ import annotations
+
+import copy
+import uuid
+from functools import wraps
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from kvferry.engines.vllm.compat.sleep import tell_of_sleep
+
+_PATCHED = "_kvferry_patched"
+"""Attribute of patched methods: a process may have several engines, and each method is patched once."""
+_FOR_CONNECTORS = ("kv_transfer_params", "ec_transfer_params")
+
+
+def prepare_scheduler(vllm_config: VllmConfig) -> None:
+    """Change what one of kvferry's connectors needs in its scheduler's process; mutates `vllm_config`."""
+    defer_frees(vllm_config)
+    guard_arrivals()
+    tell_of_pauses()
+    tell_of_sleep()
+
+
+def defer_frees(vllm_config: VllmConfig) -> None:
+    """Make vLLM free a block only after all steps that may write to it; mutates the role in `vllm_config`.
+
+    Call this while the connector is created, because vLLM reads the role right after that.
+    """
+    # With overlapping steps (asynchronous scheduling), a running step may still write to the blocks of an
+    # aborted or preempted request, and would overwrite KV that is loaded into them. vLLM waits for the step
+    # only if the role includes loads (`kv_consumer` or `kv_both`). With kvferry, prefill engines load, too:
+    # from tiers or from decode engines.
+    transfer = vllm_config.kv_transfer_config
+    if not transfer.is_kv_consumer:
+        transfer.kv_role = "kv_both"
+
+
+def guard_arrivals() -> None:
+    """Patch vLLM's `Scheduler` so that clients cannot terminate or delay the engine with certain requests."""
+    add = Scheduler.add_request
+    if getattr(add, _PATCHED, False):
+        return
+
+    @wraps(add)
+    def add_request(self: Any, request: Any) -> None:
+        # vLLM appends random digits to all ids but those of requests that the API server refuses. If such an
+        # id equals that of a running request, or of an ended one whose blocks are kept, an assertion
+        # terminates the engine.
+        if request.abort_immediately:
+            request.request_id = f"rejected-{uuid.uuid4().hex}"
+        _keep_from_workers(request)
+        add(self, request)
+
+    setattr(add_request, _PATCHED, True)
+    Scheduler.add_request = add_request
+
+
+def _keep_from_workers(request: Any) -> None:
+    """Remove the parameters for connectors from a request's sampling parameters; mutates `request`."""
+    # vLLM pickles these parameters and sends them to every worker. Large ones delay a step, and parameters
+    # nested 600 levels deep terminate the engine. Only the scheduler needs them, and it reads them from the
+    # request's attribute `kv_transfer_params`.
+    extra = getattr(request.sampling_params, "extra_args", None)
+    if extra and not extra.keys().isdisjoint(_FOR_CONNECTORS):
+        # Copy first: requests made from one list of prompts share their sampling parameters.
+        request.sampling_params = copy.copy(request.sampling_params)
+        kept = {name: value for name, value in extra.items() if name not in _FOR_CONNECTORS}
+        request.sampling_params.extra_args = kept or None
+
+
+def tell_of_pauses() -> None:
+    """Patch vLLM's `Scheduler` to call its connector's ``on_pause(paused)`` when it is paused or resumed."""
+    pause = Scheduler.set_pause_state
+    if getattr(pause, _PATCHED, False):
+        return
+
+    @wraps(pause)
+    def set_pause_state(self: Any, pause_state: PauseState) -> None:
+        pause(self, pause_state)
+        # The connector may be none of kvferry's.
+        on_pause = getattr(self.connector, "on_pause", None)
+        if on_pause is not None:
+            on_pause(pause_state is not PauseState.UNPAUSED)
+
+    setattr(set_pause_state, _PATCHED, True)
+    Scheduler.set_pause_state = set_pause_state
