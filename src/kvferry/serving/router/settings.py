@@ -54,11 +54,6 @@ class RouterSettings:
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
 
     def __post_init__(self) -> None:
-        """Check the settings, and keep the base URLs of the engines' addresses.
-
-        Raises:
-            ConfigError: there is no engine to decode, or an address is neither a URL nor host and port.
-        """
         for role, urls in (("prefill", self.prefill), ("decode", self.decode)):
             if not urls and role == "decode":
                 raise ConfigError(f"the router has no {role} engine; give at least one --{role} URL")
