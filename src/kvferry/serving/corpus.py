@@ -40,6 +40,7 @@ def passages(characters: int) -> Iterator[str]:
     start = 0
     while start + characters <= len(text):
         yield text[start : start + characters]
+        # A passage that begins within a sentence reads oddly in the demo.
         paragraph = text.find("\n\n", start + characters)
         if paragraph < 0:
             return

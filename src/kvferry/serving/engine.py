@@ -152,6 +152,7 @@ class EngineProcess:
         try:
             connection.request("GET", "/health")
             return connection.getresponse().status == 200
+        # Nothing listens yet, or the server is too busy loading to answer.
         except (OSError, http.client.HTTPException):
             return False
         finally:

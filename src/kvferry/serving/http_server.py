@@ -27,9 +27,9 @@ class BoundedHttp(HttpToolsProtocol):
     A request to change the protocol (``Upgrade``, or the method CONNECT) is answered like any other.
     """
 
-    _pending_bytes = 0
     # httptools accepts headers and trailers of any length. So the bytes are counted since it last found the
     # end of headers, a part of a body, or the end of one.
+    _pending_bytes = 0
     _in_headers = False
     _replaying = False
 
@@ -75,6 +75,7 @@ class BoundedHttp(HttpToolsProtocol):
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        # A trailer, a field after a chunked body, is dropped. uvicorn would add it to the request's headers.
         if self._in_headers:
             super().on_header(name, value)
 
@@ -97,6 +98,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._pending_bytes = 0
-        # Such a request's body is still to come, from the new parser.
+        # The parser says so too soon of a request to change the protocol: it has skipped the body, which the
+        # new parser reads.
         if not self.parser.should_upgrade():
             super().on_message_complete()

@@ -26,6 +26,7 @@ def complete_settings(config: Mapping[str, Any]) -> Iterator[str]:
         if key != "kv_connector_extra_config":
             yield _line(key, value)
     for field in msgspec.structs.fields(ConnectorConfig):
+        # The default of this setting depends on others, and this is its value here.
         value = parsed.transfers if field.name == "transfer" else getattr(parsed, field.name)
         if field.name == "tiers" and parsed.tiers:
             yield from _tiers(parsed.tiers)

@@ -87,6 +87,7 @@ def _choices(
                     continue
                 event = msgspec.json.decode(data)
                 if "error" in event:
+                    # The status was sent before the answer failed.
                     raise CompletionError(f"{url} broke off: {_error_text(data.encode())}")
                 yield from event.get("choices", ())
     except httpx.HTTPError as error:

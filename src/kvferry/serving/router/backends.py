@@ -65,7 +65,7 @@ class Backend:
 
     @property
     def up(self) -> bool:
-        """Whether the router may send requests to the engine. An engine is not up before a good probe."""
+        """True if the router may send requests to the engine. An engine is not up before a good probe."""
         return self.proven and self._fault is None
 
     @property
@@ -81,7 +81,7 @@ class Backend:
 
     @property
     def resting(self) -> bool:
-        """Whether the engine refused its last request so recently that other engines are preferred."""
+        """True if the engine refused its last request so recently that other engines are preferred."""
         return self._clock() < self._rests_until
 
     @property

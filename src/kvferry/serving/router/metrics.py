@@ -130,6 +130,7 @@ class RouterMetrics:
         self._requests.labels(outcome, reason).inc()
         self._received.inc(record.received_bytes)
         self._sent.inc(record.sent_bytes)
+        # Also of requests that failed later: the prefill engine has done its work.
         if record.prefill_seconds is not None:
             self._prefill.observe(record.prefill_seconds)
         # Failures are often quick, and would make the router look fast.

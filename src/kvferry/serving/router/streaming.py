@@ -36,6 +36,7 @@ class StreamSource:
 
     def offer(self, ticket: str) -> dict[str, Any]:
         """Return the ``kv_transfer_params`` for the decode engine, with a ticket that both engines get."""
+        # How many tokens the KV has is known only at its end.
         named = {"remote_request_id": ticket, "remote_num_tokens": None}
         known = {"remote_step_tokens": self.step_tokens, **dict(self.identity)}
         return {"do_remote_prefill": True, "do_remote_decode": False, **known, **named}
