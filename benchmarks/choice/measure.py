@@ -30,8 +30,9 @@ from benchmarks.choice.policy_engine import FAR, PolicyEngine, ReplayAnswer, Set
 from benchmarks.choice.workload import Workload
 from benchmarks.object_server import BUCKET, ObjectServer, object_server
 from benchmarks.served import side_by_side, tiered
+from kvferry.bench.movers import CallMover
 from kvferry.bench.rank_chunks import chunk_group
-from kvferry.bench.storage_chunks import LoadMover, RandomChunks, bench_namespace, open_queue, store_all
+from kvferry.bench.storage_chunks import RandomChunks, bench_namespace, load_mover, open_queue, store_all
 from kvferry.errors import TransferError
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.measuring.machine import MachineFacts, machine_facts
@@ -287,14 +288,14 @@ def _probe(
         )
         with open_queue(store, ObjectSettings.kind) as queue:
             store_all(queue, chunks, len(chunks), depth=8)
-            moved = LoadMover(queue, chunks, into, len(chunks))
+            moved = load_mover(queue, chunks, into, len(chunks))
             # Raise the limit to make up for the time per request that does not depend on its bytes.
             line.bytes_per_second *= wanted / _rate(moved).median
             far = _rate(moved)
     return SourceSpeeds(near, far, line.bytes_per_second)
 
 
-def _rate(loads: LoadMover) -> Spread:
+def _rate(loads: CallMover) -> Spread:
     """Return the speed of repeated loads in bytes per second. A load before them is not counted."""
     seconds = [loads.move() for _ in range(_PROBES + 1)][1:]
     return Spread.of([loads.bytes / one for one in seconds])

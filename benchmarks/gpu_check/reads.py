@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.gpu_check.job import GpuCheckJob
 from benchmarks.gpu_check.result import CheckResult, Figure, judged, ratio_figure
-from kvferry.bench.movers import KVFerryMover, RawNixlMover
+from kvferry.bench.movers import CallMover, KVFerryMover, raw_nixl
 from kvferry.measuring.gpus import source_and_destination
 from kvferry.measuring.producer_process import ProducerProcess
 from kvferry.measuring.raw_reads import RawReads
@@ -54,7 +54,7 @@ def _figures(
     job: GpuCheckJob, sources: list[SimulatedEngine], reader: Reader, lanes: int
 ) -> Iterator[Figure]:
     with closing(RawReads(reader)) as raw:
-        nixl = RawNixlMover("NIXL", raw, raw.equal_descriptors(reader.bytes))
+        nixl = raw_nixl("NIXL", raw, raw.equal_descriptors(reader.bytes))
         fastest = _speed(job, nixl)
     yield Figure(f"NIXL alone, one agent, {reader.bytes >> 20} MiB", f"{fastest / 1e9:.1f} GB/s")
     for number, (name, strategies) in enumerate(_STRATEGIES.items()):
@@ -66,7 +66,7 @@ def _figures(
             yield ratio_figure(f"{label}: ratio to NIXL alone", speed / fastest, None)
 
 
-def _speed(job: GpuCheckJob, mover: KVFerryMover | RawNixlMover) -> float:
+def _speed(job: GpuCheckJob, mover: KVFerryMover | CallMover) -> float:
     seconds = [mover.move() for _ in range(job.repeats + 1)][1:]
     return mover.bytes / float(np.median(seconds))
 

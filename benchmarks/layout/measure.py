@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.layout.cells import CHOSEN, METHODS, Cell, LayoutRow, LayoutTable, runs_of
 from benchmarks.overhead import planning
-from kvferry.bench.movers import KVFerryMover, Mover, RawNixlMover
+from kvferry.bench.movers import KVFerryMover, Mover, raw_nixl
 from kvferry.bench.rounds import MoverRounds
 from kvferry.errors import ConfigError, GeometryError
 from kvferry.geometry import GroupKind
@@ -103,7 +103,7 @@ def measure(job: LayoutJob, reading: ModelReading, progress: Callable[[str], Non
         largest = max(readers.values(), key=lambda reader: reader.bytes)
         raw = stack.enter_context(closing(RawReads(largest, next(iter(largest.cards)))))
         lists = raw.equal_descriptors(largest.cache.buffer.nbytes)
-        raws = [RawNixlMover("raw NIXL", raw, lists) for _ in range(-(-len(ferries) // RAW_EVERY))]
+        raws = [raw_nixl("raw NIXL", raw, lists) for _ in range(-(-len(ferries) // RAW_EVERY))]
         movers: list[Mover] = [*ferries.values(), *raws]
         times = run_rounds(
             [mover.move for mover in movers],

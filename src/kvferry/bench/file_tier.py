@@ -12,25 +12,24 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kvferry.bench.movers import Mover
 from kvferry.bench.rank_chunks import CHUNK_TOKENS
 from kvferry.bench.raw_files import (
-    FioReads,
-    FioWrites,
-    ThreadWrites,
+    fio_reads,
+    fio_writes,
     has_fio,
     random_pages,
     thread_reads,
+    thread_writes,
     write_file,
 )
 from kvferry.bench.storage_chunks import (
-    LoadMover,
     RandomChunks,
-    StoreMover,
     bench_namespace,
     chunks_per_move,
+    load_mover,
     open_queue,
     store_all,
+    store_mover,
 )
 from kvferry.bench.tier_cases import TierCase
 from kvferry.geometry.canonical import CanonicalGroup
@@ -42,16 +41,13 @@ STORE_RATIO, LOAD_RATIO = 0.7, 0.8
 
 
 def tier_cases(stack: ExitStack, group: CanonicalGroup, path: Path, depths: Sequence[int]) -> list[TierCase]:
-    """Return the benchmark cases of the file tier: storing and loading chunks, compared with raw files.
-
-    There are two cases per depth, the first for storing and the second for loading. This function also writes
-    the files that the loading cases read.
+    """Return two cases per depth, the first for storing and the second for loading.
 
     Args:
         stack: exit stack. When it is closed, it ends the threads and removes the files.
         group: format in which chunks are stored.
         path: existing folder for the files.
-        depths: depths to measure. A depth is a number of chunks in flight at a time.
+        depths: numbers of chunks in flight.
 
     Raises:
         ConfigError: memory cannot be allocated, or the folder cannot be used.
@@ -60,49 +56,38 @@ def tier_cases(stack: ExitStack, group: CanonicalGroup, path: Path, depths: Sequ
     folder = Path(stack.enter_context(TemporaryDirectory(prefix="bench-", dir=path)))
     count = chunks_per_move(max(depths))
     chunks, into = (stack.enter_context(RandomChunks(group, CHUNK_TOKENS, count)) for _ in range(2))
+    # Raw files have the size of chunk files, with header and padding.
     size = Chunk(bytes(32), chunks.keys[0], (chunks.group,)).file_bytes
     queue = stack.enter_context(
         open_queue(stack.enter_context(_empty_tier(folder, chunks)), FileSettings.kind)
     )
+    # For the loads, and not measured.
     store_all(queue, chunks, count, depth=8)
     files = _write_files(folder, count, size)
     found = []
     for depth in depths:
         pool = stack.enter_context(ThreadPoolExecutor(depth, "bench-files"))
         number = chunks_per_move(depth)
-        writes: list[Mover] = [ThreadWrites(folder, pool, number, size)]
-        reads: list[Mover] = [thread_reads(pool, files[:number])]
+        writes, reads = [thread_writes(folder, pool, number, size)], [thread_reads(pool, files[:number])]
         if has_fio():
-            writes.append(FioWrites(folder, depth, number, size))
-            reads.append(FioReads(depth, files[:number]))
-        stores = StoreMover(FileSettings.kind, lambda: _empty_tier(folder, chunks), chunks, depth)
-        loads = LoadMover(queue, chunks, into, depth)
-        found.append(_case("store", depth, STORE_RATIO, stores, writes))
-        found.append(_case("load", depth, LOAD_RATIO, loads, reads))
+            writes.append(fio_writes(folder, depth, number, size))
+            reads.append(fio_reads(depth, files[:number]))
+        stores = store_mover(FileSettings.kind, lambda: _empty_tier(folder, chunks), chunks, depth)
+        loads = load_mover(queue, chunks, into, depth)
+        found += [
+            TierCase(FileSettings.kind, "store", depth, STORE_RATIO, stores, tuple(writes)),
+            TierCase(FileSettings.kind, "load", depth, LOAD_RATIO, loads, tuple(reads)),
+        ]
     return found
-
-
-def _case(direction: str, depth: int, target: float, ours: Mover, limits: Sequence[Mover]) -> TierCase:
-    return TierCase(
-        tier=FileSettings.kind,
-        direction=direction,
-        depth=depth,
-        target=target,
-        ours=ours,
-        limits=tuple(limits),
-    )
 
 
 @contextmanager
 def _empty_tier(folder: Path, chunks: RandomChunks) -> Iterator[FileTier]:
-    """Yield an empty file tier in a new subfolder of `folder`. Remove the subfolder at the end.
-
-    Args:
-        folder: existing folder.
-        chunks: chunks to store; they determine the tier's capacity and namespace.
-    """
+    """Yield an empty file tier in a new subfolder of `folder`, which is removed at the end."""
     with TemporaryDirectory(dir=folder) as root:
+        # Nothing is evicted, so no store waits for that.
         capacity = 2 * len(chunks) * chunks.chunk_bytes
+        # Durable, because the raw files are too: both wait for the disk.
         yield FileTier(root, bench_namespace(chunks.group), capacity=capacity, durable=True)
 
 

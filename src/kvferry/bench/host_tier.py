@@ -1,9 +1,9 @@
 """Cases of the host tier: copy chunks between a rank's blocks and host memory, compared with memcpy.
 
-kvferry's mover does the same work as a worker's copying thread: it selects and checks the parts of blocks to
-copy, then copies them. The depth is the number of threads, each with its share of the chunks; a connector has
-one thread per rank. The limit is a memcpy of the same bytes by the same number of threads, each in one
-piece. The control is a copy in contiguous runs that are as short as those of the engine's layout.
+kvferry's mover does the same work as a worker's copying thread. The depth is the number of threads, each with
+its share of the chunks; a connector has one thread per rank. The limit is a memcpy of the same bytes by the
+same number of threads, each in one piece. The control is a copy in contiguous runs that are as short as those
+of the engine's layout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from operator import call
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.bench.movers import PoolMover
+from kvferry.bench.movers import pool_mover
 from kvferry.bench.rank_chunks import RankPair
 from kvferry.bench.tier_cases import TierCase
 from kvferry.connector.worker.orders import Piece, StoreOrder
@@ -29,16 +29,12 @@ _APART = 16
 
 
 def tier_cases(stack: ExitStack, ranks: RankPair, depths: Sequence[int]) -> list[TierCase]:
-    """Return the benchmark cases of the host tier: storing and loading chunks, compared with memcpy.
-
-    There are two cases per depth, the first for storing and the second for loading. A store copies KV from a
-    rank's blocks to host memory, and a load copies KV back.
+    """Return two cases per depth, the first for storing and the second for loading.
 
     Args:
         stack: exit stack. When it is closed, it ends the threads.
-        ranks: pair of ranks between which the cases copy a prompt's chunks. The prompt must have at least one
-            chunk for each thread of the largest depth.
-        depths: depths to measure. A depth is a number of threads.
+        ranks: pair of ranks with at least one chunk for each thread of the largest depth.
+        depths: numbers of threads.
     """
     found = []
     total, short = ranks.chunks * ranks.chunk_bytes, f"memcpy in runs of {format_bytes(ranks.run_bytes)}"
@@ -47,37 +43,20 @@ def tier_cases(stack: ExitStack, ranks: RankPair, depths: Sequence[int]) -> list
         shares = _shares(ranks.chunks, depth)
         for direction, orders in (("store", _store_call), ("load", _load_call)):
             ours, memcpy, control = (
-                PoolMover(name, total, pool, call, calls)
+                pool_mover(name, total, pool, call, calls)
                 for name, calls in (
                     ("kvferry", [orders(ranks, share) for share in shares]),
                     ("memcpy", [_memcpy_call(ranks, direction, share) for share in shares]),
                     (short, [_copy_runs_call(ranks, direction, share) for share in shares]),
                 )
             )
-            found.append(
-                TierCase(
-                    tier=f"host, {ranks.layout}",
-                    direction=direction,
-                    depth=depth,
-                    target=TARGET_RATIO,
-                    ours=ours,
-                    limits=(memcpy,),
-                    controls=(control,),
-                )
-            )
+            tier = f"host, {ranks.layout}"
+            found.append(TierCase(tier, direction, depth, TARGET_RATIO, ours, (memcpy,), (control,)))
     return found
 
 
 def verify_copies(cases: Sequence[TierCase], ranks: RankPair) -> None:
-    """Check that the benchmark cases of the host tier copy the right bytes.
-
-    For each depth (number of threads), clear the host memory and the loading rank's memory, store and load
-    all chunks, and compare the loaded KV with the stored KV.
-
-    Args:
-        cases: cases as returned by `tier_cases`: for each depth, a storing case and then a loading case.
-        ranks: storing rank, from which the cases copy, and loading rank, to which they copy. Host memory and
-            the loading rank's memory are mutated.
+    """Check that all cases copy the right bytes. Host memory and the loading rank's memory are mutated.
 
     Raises:
         TransferError: wrong bytes arrived.
@@ -90,7 +69,6 @@ def verify_copies(cases: Sequence[TierCase], ranks: RankPair) -> None:
 
 
 def _shares(chunks: int, threads: int) -> list[range]:
-    """Divide chunks evenly among threads, and return the range of chunk indices of each thread."""
     cuts = [chunks * n // threads for n in range(threads + 1)]
     return [range(low, high) for low, high in pairwise(cuts)]
 
@@ -112,31 +90,18 @@ def _pieces(ranks: RankPair, share: range) -> tuple[Piece, ...]:
 
 
 def _memcpy_call(ranks: RankPair, direction: str, share: range) -> Callable[[], object]:
-    """Return a function that copies one thread's share of the chunks with a single memcpy.
-
-    Args:
-        ranks: pair of ranks, and the host memory for chunks.
-        direction: ``store`` or ``load``.
-        share: indices of the chunks that the thread copies.
-    """
+    """Return a function that copies one thread's share of the chunks with a single memcpy."""
     to, of = (memory[_bytes(ranks, share)] for memory in _memories(ranks, direction))
+    # One copy per thread is the quickest that this machine's memory allows.
     return partial(np.copyto, to, of)
 
 
 def _copy_runs_call(ranks: RankPair, direction: str, share: range) -> Callable[[], object]:
-    """Return a function that copies one thread's share of the chunks in runs of `ranks.run_bytes` bytes.
-
-    A run is a contiguous range of bytes. Runs that are adjacent in the source memory are far apart in the
-    destination memory, and vice versa.
-
-    Args:
-        ranks: pair of ranks, and the host memory for chunks.
-        direction: ``store`` or ``load``.
-        share: indices of the chunks that the thread copies.
-    """
+    """Return a function that copies one thread's share of the chunks in runs of `ranks.run_bytes` bytes."""
     pairs = []
     for number in share:
         to, of = (memory[_bytes(ranks, range(number, number + 1))] for memory in _memories(ranks, direction))
+        # Runs that are adjacent in one memory are far apart in the other.
         rows = (_APART, -1, ranks.run_bytes // 8)
         words = to.view(np.int64).reshape(rows), of.view(np.int64).reshape(rows[1], rows[0], rows[2])
         pairs.append((words[0], words[1].swapaxes(0, 1)))
@@ -149,13 +114,7 @@ def _copy_runs_call(ranks: RankPair, direction: str, share: range) -> Callable[[
 
 
 def _memories(ranks: RankPair, direction: str) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Return the memory to copy to and the memory to copy from, both uint8 of shape (bytes,).
-
-    Args:
-        ranks: pair of ranks, and the host memory for chunks.
-        direction: ``store`` to copy from the rank with the prompt to host memory, ``load`` to copy from host
-            memory to the other rank.
-    """
+    """Return the memory to copy to and the memory to copy from, both uint8 of shape (bytes,)."""
     if direction == "store":
         return ranks.arena.memory, ranks.source.buffer.numpy()
     return ranks.destination.buffer.numpy(), ranks.arena.memory

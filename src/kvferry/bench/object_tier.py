@@ -14,17 +14,17 @@ from contextlib import ExitStack, contextmanager
 import obstore
 from obstore.store import from_url
 
-from kvferry.bench.movers import Mover, PoolMover
+from kvferry.bench.movers import pool_mover
 from kvferry.bench.rank_chunks import CHUNK_TOKENS
 from kvferry.bench.raw_files import random_pages
 from kvferry.bench.storage_chunks import (
-    LoadMover,
     RandomChunks,
-    StoreMover,
     bench_namespace,
     chunks_per_move,
+    load_mover,
     open_queue,
     store_all,
+    store_mover,
 )
 from kvferry.bench.tier_cases import TierCase
 from kvferry.errors import TransferError
@@ -41,16 +41,13 @@ _PIECE_BYTES = 512 << 10
 
 
 def tier_cases(stack: ExitStack, group: CanonicalGroup, url: str, depths: Sequence[int]) -> list[TierCase]:
-    """Return the benchmark cases of the object tier: storing and loading chunks, compared with obstore.
-
-    There are two cases per depth, the first for storing and the second for loading. This function also writes
-    the objects that the loading cases read.
+    """Return two cases per depth, the first for storing and the second for loading.
 
     Args:
         stack: exit stack. When it is closed, it ends the threads and removes the objects.
         group: format in which chunks are stored.
         url: URL of a path in a bucket, such as ``s3://bucket/path``.
-        depths: depths to measure. A depth is a number of chunks in flight at a time.
+        depths: numbers of chunks in flight.
 
     Raises:
         ConfigError: memory cannot be allocated, or the URL cannot be used.
@@ -58,20 +55,26 @@ def tier_cases(stack: ExitStack, group: CanonicalGroup, url: str, depths: Sequen
     """
     count = chunks_per_move(max(depths))
     chunks, into = (stack.enter_context(RandomChunks(group, CHUNK_TOKENS, count)) for _ in range(2))
+    # Other objects have the size of chunks, with the header.
     size = Chunk(bytes(32), chunks.keys[0], (chunks.group,)).file_bytes
     kept = stack.enter_context(_empty_tier(url, chunks))
     queue = stack.enter_context(open_queue(kept, ObjectSettings.kind))
+    # For the loads, and not measured.
     store_all(queue, chunks, count, depth=8)
+    # A random name: two benchmarks may run in one bucket.
     prefix = stack.enter_context(_removing(url, f"bench-{secrets.token_hex(8)}"))
     client, content = from_url(url), random_pages(size)
 
     def put(name: str) -> None:
+        # One request, as the object tier's.
         obstore.put(client, name, content, use_multipart=False)
 
     def get(name: str) -> None:
+        # The request returns with the headers, and this waits for the body.
         obstore.get(client, name).bytes()
 
     def stream(name: str) -> None:
+        # As the object tier reads, which digests pieces while others arrive.
         for _ in obstore.get(client, name).stream(_PIECE_BYTES):
             pass
 
@@ -82,38 +85,22 @@ def tier_cases(stack: ExitStack, group: CanonicalGroup, url: str, depths: Sequen
     for depth in depths:
         pool = stack.enter_context(ThreadPoolExecutor(depth, "bench-objects"))
         some = names[: chunks_per_move(depth)]
-        stores = StoreMover(ObjectSettings.kind, lambda: _empty_tier(url, chunks), chunks, depth)
-        loads = LoadMover(queue, chunks, into, depth)
+        stores = store_mover(ObjectSettings.kind, lambda: _empty_tier(url, chunks), chunks, depth)
+        loads = load_mover(queue, chunks, into, depth)
         total = len(some) * size
-        puts, gets = (PoolMover("obstore", total, pool, request, some) for request in (put, get))
-        streams = PoolMover("obstore in pieces of 512 KiB", total, pool, stream, some)
-        found.append(_case("store", depth, stores, puts))
-        found.append(_case("load", depth, loads, gets, (streams,)))
+        puts, gets = (pool_mover("obstore", total, pool, request, some) for request in (put, get))
+        streams = pool_mover("obstore in pieces of 512 KiB", total, pool, stream, some)
+        found += [
+            TierCase(ObjectSettings.kind, "store", depth, TARGET_RATIO, stores, (puts,)),
+            TierCase(ObjectSettings.kind, "load", depth, TARGET_RATIO, loads, (gets,), (streams,)),
+        ]
     return found
-
-
-def _case(
-    direction: str, depth: int, ours: Mover, limit: Mover, controls: tuple[Mover, ...] = ()
-) -> TierCase:
-    return TierCase(
-        tier=ObjectSettings.kind,
-        direction=direction,
-        depth=depth,
-        target=TARGET_RATIO,
-        ours=ours,
-        limits=(limit,),
-        controls=controls,
-    )
 
 
 @contextmanager
 def _empty_tier(url: str, chunks: RandomChunks) -> Iterator[ObjectTier]:
-    """Yield an empty object tier with a new namespace. Remove the objects of the namespace at the end.
-
-    Args:
-        url: URL of a path in a bucket.
-        chunks: chunks to store; their format is part of the namespace.
-    """
+    """Yield an empty object tier with a new namespace, whose objects are removed at the end."""
+    # A store must find none of the chunks there, so each round has a namespace of its own.
     own = bench_namespace(chunks.group, secrets.token_hex(8))
     with _removing(url, own.digest.hex()):
         yield ObjectTier(url, own, timeout_seconds=_PATIENCE_SECONDS)
@@ -121,11 +108,7 @@ def _empty_tier(url: str, chunks: RandomChunks) -> Iterator[ObjectTier]:
 
 @contextmanager
 def _removing(url: str, prefix: str) -> Iterator[str]:
-    """Yield `prefix`. At the end, remove all objects whose path begins with this prefix.
-
-    Args:
-        url: URL of a path in a bucket.
-        prefix: path below the URL.
+    """Yield `prefix`. At the end, remove all objects whose path begins with it.
 
     Raises:
         TransferError: the objects could not be removed.

@@ -1,7 +1,6 @@
 """A pair of ranks that store and load the chunks of a prompt, for a model whose layers are all alike.
 
-A chunk holds the KV of a fixed number of tokens. One rank holds the prompt in scattered blocks of an engine's
-layout, and the other loads it. Both are in host memory. The test values are those of `measuring.content`.
+One rank holds the prompt in scattered blocks of an engine's layout, and the other loads it.
 """
 
 from __future__ import annotations
@@ -20,15 +19,12 @@ from kvferry.planning.chunk_cells import TableSlice
 from kvferry.planning.template import build_templates
 from kvferry.tiers.host.arena import Arena
 
+# The default of the setting ``chunk_tokens``.
 CHUNK_TOKENS = 256
 
 
 def chunk_group(reading: ModelReading, tokens: int = CHUNK_TOKENS) -> CanonicalGroup:
     """Return the format in which chunks of a model's KV are stored.
-
-    Args:
-        reading: description of the model's KV cache.
-        tokens: number of tokens per chunk.
 
     Raises:
         ConfigError: the model has layers of several kinds, whose chunks have different formats.
@@ -44,30 +40,18 @@ def chunk_group(reading: ModelReading, tokens: int = CHUNK_TOKENS) -> CanonicalG
 
 
 class RankPair:
-    """A rank that holds the KV of a prompt, an empty rank, and host memory (the arena) for the KV's chunks.
+    """A rank that holds the KV of a prompt, an empty rank, and host memory for the KV's chunks.
 
     Attributes:
-        layout: name of the memory layout of both ranks.
-        chunks: number of chunks of the prompt.
-        chunk_bytes: size of a chunk, in bytes.
-        source: memory of the rank that holds the prompt's KV.
-        destination: memory of the rank that loads the prompt's KV.
+        source, destination: memory of the rank that holds the prompt's KV, and of the one that loads it.
         arena: host memory for the chunks; chunk n is at byte ``n * chunk_bytes``.
         span: range of tokens to load: the whole prompt.
-        store_tables: block table of the prompt for each KV cache group, in the form that `StoreOrder` takes
-            (`TableSlice`). The block ids are the same on both ranks.
-        load_tables: the same block tables in the form that `ChunkRoutes.load` takes (arrays).
+        store_tables, load_tables: block table of the prompt for each KV cache group, in the forms that
+            `StoreOrder` and `ChunkRoutes.load` take. The block ids are the same on both ranks.
     """
 
     def __init__(self, reading: ModelReading, side: EngineSide, chunks: int) -> None:
         """Allocate the KV caches of both ranks and the arena, and fill the first rank's cache.
-
-        The two caches and the arena each hold all chunks once.
-
-        Args:
-            reading: description of the model's KV cache.
-            side: layout and block size of both ranks.
-            chunks: number of chunks of the prompt.
 
         Raises:
             ConfigError: this machine has too little memory for the caches and the arena.
@@ -80,6 +64,7 @@ class RankPair:
         self.chunk_bytes = self._canonical.groups[0].chunk_bytes
         self.arena = Arena.create(chunks * self.chunk_bytes)
         if self.arena.collapsing is not None:
+            # The kernel gathers the arena into huge pages meanwhile, which would disturb the first rounds.
             self.arena.collapsing.wait()
         self.span = engine.span
         self.load_tables = engine.tables
@@ -93,30 +78,21 @@ class RankPair:
 
     @property
     def tokens(self) -> int:
-        """Return the length of the prompt, in tokens."""
         return self.chunks * CHUNK_TOKENS
 
     @property
     def run_bytes(self) -> int:
-        """Return the length, in bytes, of the runs that are contiguous both in a block and in a chunk."""
+        """Bytes of the runs that are contiguous both in a block and in a chunk."""
         pool = chunk_pool(self._canonical, 0, 0, self.chunks)
         (template,) = build_templates([self.source.geometry], pool)
         return int(template.routes[0].copies[0].run)
 
     def routes(self, *, stores: bool) -> ChunkRoutes:
-        """Return a new object that copies chunks between one rank's blocks and host memory.
-
-        Only one thread may use the object.
-
-        Args:
-            stores: True to copy from the source rank to host memory, False to copy from host memory to the
-                destination rank.
-        """
+        """Return an object for one thread that copies from the source rank, or to the destination rank."""
         rank = (self.source if stores else self.destination).geometry
         return ChunkRoutes(self._canonical, [rank], (0, 0), self.arena.memory)
 
     def clear(self) -> None:
-        """Fill the host memory for chunks and the memory of the destination rank with zeros."""
         self.arena.memory[:] = 0
         self.destination.buffer.zero_()
 

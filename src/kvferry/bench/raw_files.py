@@ -1,7 +1,7 @@
 """Movers that write and read raw files with threads or fio, to measure a directory's speed without kvferry.
 
-Each thread or fio job handles one file at a time. Writes create new files and wait until their data is on the
-disk. fio bypasses the page cache. Threads bypass it if the file system allows it.
+Writes create new files and wait until their data is on the disk. fio bypasses the page cache, and threads
+bypass it if the file system allows it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kvferry.bench.movers import PoolMover
+from kvferry.bench.movers import CallMover, pool_mover
 from kvferry.errors import TransferError
 from kvferry.tiers.files.direct_io import read_all, whole_pages, write_all
 
@@ -26,73 +26,36 @@ _PATIENCE_SECONDS = 300.0
 _THREADS = "threads, O_DIRECT"
 
 
-class FioWrites:
-    """A mover (benchmarked method of moving bytes) that writes new files with fio.
-
-    fio flushes each file to the disk when the file is complete.
-    """
-
-    name = "fio"
-
-    def __init__(self, folder: Path, depth: int, files: int, size: int) -> None:
-        """Set the number and size of the files that each move writes.
-
-        Args:
-            folder: existing folder. Each move writes to a new subfolder and removes it.
-            depth: number of fio jobs. Each writes one file at a time.
-            files: number of files.
-            size: size of each file in bytes, a multiple of the page size.
-        """
-        self._folder, self._depth, self._files, self._size = folder, depth, files, size
-        self.bytes = files * size
-
-    def move(self) -> float:
-        """Write all files once, and return the time in seconds."""
-        with TemporaryDirectory(dir=self._folder) as folder:
-            names = [str(number) for number in range(self._files)]
-            return _run_fio(Path(folder), "write", names, self._size, self._depth)
-
-
-class FioReads:
-    """A mover (benchmarked method of moving bytes) that reads files with fio.
-
-    All files are in the same folder and have the same size.
-
-    Args:
-        depth: number of fio jobs. Each reads one file at a time.
-        files: existing files.
-    """
-
-    name = "fio"
-
-    def __init__(self, depth: int, files: Sequence[Path]) -> None:
-        self._folder, self._names, self._depth = files[0].parent, [file.name for file in files], depth
-        self._size = files[0].stat().st_size
-        self.bytes = len(files) * self._size
-
-    def move(self) -> float:
-        """Read all files once, and return the time in seconds."""
-        return _run_fio(self._folder, "read", self._names, self._size, self._depth)
-
-
 def has_fio() -> bool:
     """Return whether fio is installed."""
     return shutil.which("fio") is not None
 
 
-def _run_fio(folder: Path, direction: str, names: Sequence[str], size: int, depth: int) -> float:
-    """Write or read files with fio, and return the time in seconds.
+def fio_writes(folder: Path, depth: int, files: int, size: int) -> CallMover:
+    """Return a mover that writes new files with fio, in a new subfolder that it removes.
 
     Args:
-        folder: folder of the files.
-        direction: ``write`` or ``read``, as in fio's option ``rw``.
-        names: names of the files.
-        size: size of each file, in bytes.
-        depth: number of fio jobs.
-
-    Raises:
-        TransferError: fio failed.
+        depth: number of fio jobs. Each writes one file at a time, and flushes it to the disk at its end.
+        size: size of each file in bytes, a multiple of the page size.
     """
+
+    def move() -> float:
+        with TemporaryDirectory(dir=folder) as made:
+            names = [str(number) for number in range(files)]
+            return _run_fio(Path(made), "write", names, size, depth)
+
+    return CallMover("fio", files * size, move)
+
+
+def fio_reads(depth: int, files: Sequence[Path]) -> CallMover:
+    """Return a mover that reads files of one size and folder with fio jobs, each one file at a time."""
+    size, names = files[0].stat().st_size, [file.name for file in files]
+    return CallMover("fio", len(files) * size, partial(_run_fio, files[0].parent, "read", names, size, depth))
+
+
+def _run_fio(folder: Path, direction: str, names: Sequence[str], size: int, depth: int) -> float:
+    """Write or read files with fio, and return the time in seconds. Raises TransferError if fio failed."""
+    # A mistake in the names must not overwrite the files.
     command = ["fio", "--output-format=json", *(["--readonly"] if direction == "read" else []), "-"]
     done = subprocess.run(
         command,
@@ -105,6 +68,7 @@ def _run_fio(folder: Path, direction: str, names: Sequence[str], size: int, dept
     )
     if done.returncode:
         raise TransferError(f"fio failed: {done.stderr.strip() or done.stdout.strip()}")
+    # fio may print notes before the JSON.
     (job,) = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
     # Compute the time from the bandwidth, because fio leaves out a partial piece at the end of a file.
     return size * len(names) / float(job[direction]["bw_bytes"])
@@ -121,10 +85,12 @@ def _job_file(direction: str, names: Sequence[str], size: int, depth: int) -> st
         "thread": 1,
         "group_reporting": 1,
         "file_service_type": "sequential",
+        # Like a thread of the file tier, a job handles one file at a time, from its begin to its end.
         "openfiles": 1,
         "fallocate": "none",
     }
     if direction == "write":
+        # As chunks: new files with other bytes each time, which are on the disk at the end.
         settings |= {"create_on_open": 1, "fsync_on_close": 1, "refill_buffers": 1}
     lines = ["[global]", *(f"{name}={value}" for name, value in settings.items())]
     for number in range(depth):
@@ -133,59 +99,42 @@ def _job_file(direction: str, names: Sequence[str], size: int, depth: int) -> st
     return "\n".join(lines)
 
 
-class ThreadWrites:
-    """A mover (benchmarked method of moving bytes) that writes new files with several threads.
+def thread_writes(folder: Path, pool: ThreadPoolExecutor, files: int, size: int) -> CallMover:
+    """Return a mover that writes new files with threads, in a new subfolder that it removes.
 
-    Each thread flushes its file to the disk when the file is complete.
-    """
-
-    name = _THREADS
-
-    def __init__(self, folder: Path, pool: ThreadPoolExecutor, files: int, size: int) -> None:
-        """Set the number and size of the files that each move writes, and create their content.
-
-        Args:
-            folder: existing folder. Each move writes to a new subfolder and removes it.
-            pool: pool of threads that write. Each thread writes one file at a time.
-            files: number of files.
-            size: size of each file in bytes, a multiple of the page size.
-        """
-        self._folder, self._pool, self._files, self.bytes = folder, pool, files, files * size
-        self._content = random_pages(size)
-
-    def move(self) -> float:
-        """Write all files once, and return the seconds until all their data is on the disk."""
-        with TemporaryDirectory(dir=self._folder) as folder:
-            files = [f"{folder}/{number}" for number in range(self._files)]
-            write = partial(write_file, content=self._content)
-            return PoolMover(self.name, self.bytes, self._pool, write, files).move()
-
-
-def thread_reads(pool: ThreadPoolExecutor, files: Sequence[Path]) -> PoolMover:
-    """Return a mover (benchmarked method of moving bytes) that reads files with threads.
+    Each thread writes one file at a time. The time ends when all data is on the disk.
 
     Args:
-        pool: pool of threads. Each thread reads one file at a time.
-        files: existing files.
+        size: size of each file in bytes, a multiple of the page size.
     """
+    content = random_pages(size)
+
+    def move() -> float:
+        with TemporaryDirectory(dir=folder) as made:
+            paths = [f"{made}/{number}" for number in range(files)]
+            write = partial(write_file, content=content)
+            return pool_mover(_THREADS, files * size, pool, write, paths).move()
+
+    return CallMover(_THREADS, files * size, move)
+
+
+def thread_reads(pool: ThreadPoolExecutor, files: Sequence[Path]) -> CallMover:
+    """Return a mover that reads files with threads, each one file at a time."""
     into = [(file, whole_pages(file.stat().st_size)) for file in files]
-    return PoolMover(_THREADS, sum(len(memory) for _, memory in into), pool, _read, into)
+    return pool_mover(_THREADS, sum(len(memory) for _, memory in into), pool, _read, into)
 
 
 def random_pages(size: int) -> memoryview:
-    """Return `size` bytes in page-aligned memory. They are random, so that storage cannot compress them."""
+    """Return `size` random bytes in page-aligned memory."""
     pages = whole_pages(size)
+    # Storage may compress other content, or skip zeros.
     pages[:] = os.urandom(size)
     return pages
 
 
 def write_file(path: str, content: memoryview) -> None:
-    """Create a file with the given content, and wait until its data is on the disk.
-
-    Args:
-        path: path of the file, which must not exist.
-        content: bytes to write, in page-aligned memory.
-    """
+    """Create a file of page-aligned memory, and wait until its data is on the disk."""
+    # An old file has its blocks already, and is quicker to write.
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC)
     try:
         write_all(fd, [content])

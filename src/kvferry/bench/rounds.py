@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 
-from kvferry.bench.movers import KVFerryMover, MemcpyMover, Mover, RawNixlMover
+from kvferry.bench.movers import KVFerryMover, Mover, memcpy, raw_nixl
 from kvferry.measuring.raw_reads import RawReads
 from kvferry.measuring.reader import Reader
 from kvferry.measuring.rounds import run_rounds
@@ -16,13 +16,7 @@ from kvferry.measuring.spread import Spread
 
 @dataclass(frozen=True, slots=True)
 class MoverRounds:
-    """The times of one mover (benchmarked method of moving bytes) in all counted rounds.
-
-    Attributes:
-        name: name of the mover in reports.
-        bytes: number of bytes that the mover delivers in each round.
-        seconds: time of each round, in seconds.
-    """
+    """The times of one mover in all counted rounds, in seconds, and the bytes that it delivers in each."""
 
     name: str
     bytes: int
@@ -30,15 +24,11 @@ class MoverRounds:
 
     @property
     def gigabytes_per_second(self) -> Spread:
-        """Return the speed in 10⁹ bytes per second."""
+        """Speed in 10⁹ bytes per second."""
         return Spread.of([self.bytes / s / 1e9 for s in self.seconds])
 
     def speed_ratio(self, other: MoverRounds) -> Spread:
-        """Return this mover's speed as a multiple of another mover's speed, compared round by round.
-
-        Args:
-            other: rounds of the other mover, from the same measurement.
-        """
+        """Return this mover's speed as a multiple of another's of the same measurement, round by round."""
         return Spread.of(
             [
                 (self.bytes / mine) / (other.bytes / theirs)
@@ -52,7 +42,6 @@ class TransferComparison:
     """The times of moving one request's KV with kvferry, with NIXL alone, and with memcpy.
 
     Attributes:
-        ferry: times of kvferry in all rounds.
         others: times of NIXL alone with large descriptors, of NIXL alone with the same descriptors as
             kvferry, and of memcpy, in this order.
         stages: median seconds of kvferry's planning, of its reading, of its lease check, and of the rest.
@@ -69,8 +58,6 @@ def compare(
     """Move a request's KV with kvferry, with NIXL alone, and with memcpy, and return the times.
 
     Args:
-        reader: simulated engine rank that reads.
-        source: engine to read from.
         repeats: number of counted rounds. One warm-up round before them is not counted.
         progress: function that is called with a line of text before each round.
 
@@ -81,13 +68,16 @@ def compare(
     with closing(RawReads(reader)) as raw:
         movers: list[Mover] = [
             ferry,
-            RawNixlMover("(a) raw NIXL, 2 MiB descriptors", raw, raw.equal_descriptors(ferry.bytes)),
-            RawNixlMover("(b) raw NIXL, same descriptors", raw, raw.same_descriptors(source)),
-            MemcpyMover(reader),
+            raw_nixl("(a) raw NIXL, 2 MiB descriptors", raw, raw.equal_descriptors(ferry.bytes)),
+            raw_nixl("(b) raw NIXL, same descriptors", raw, raw.same_descriptors(source)),
+            memcpy(reader),
         ]
         seconds = run_rounds([mover.move for mover in movers], repeats, progress)
     all_series = [MoverRounds(m.name, m.bytes, tuple(s)) for m, s in zip(movers, seconds, strict=True)]
+    # The first move is the warm-up round.
     planning, reading, check, rest = (
-        Spread.of(column).median for column in zip(*ferry.stages[1:], strict=True)
+        # The first round does not count, as in `run_rounds`.
+        Spread.of(column).median
+        for column in zip(*ferry.stages[1:], strict=True)
     )
     return TransferComparison(all_series[0], tuple(all_series[1:]), (planning, reading, check, rest))

@@ -22,7 +22,7 @@ class TiersJob:
     Attributes:
         reading: description of the KV cache of a model whose layers are all alike.
         sides: engines (layout and block size) for the host tier, each measured separately.
-        depths: depths to measure. A depth is a number of chunks in flight, or of threads for the host tier.
+        depths: numbers of chunks in flight, or of threads for the host tier.
         repeats: number of counted rounds. One warm-up round before them is not counted.
         path: existing folder for the file tier. The files created there are removed.
         url: URL of the object storage; None to measure no object storage.
@@ -38,14 +38,7 @@ class TiersJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredTiers:
-    """The results of `kvferry bench tiers`.
-
-    Attributes:
-        job: tiers and settings that were measured.
-        machine: properties of the machine.
-        chunk_tokens, chunk_bytes: size of one chunk of the model, in tokens and in bytes.
-        speeds: measured speeds, one entry per tier, direction and depth.
-    """
+    """The results of `kvferry bench tiers`, with one speed per tier, direction and depth."""
 
     job: TiersJob
     machine: MachineFacts
@@ -58,7 +51,6 @@ def measure(job: TiersJob, progress: Callable[[str], None]) -> MeasuredTiers:
     """Store and load chunks in every tier, and return the measured speeds.
 
     Args:
-        job: tiers and settings to measure.
         progress: function that is called with a line of text before each step.
 
     Raises:
@@ -67,6 +59,7 @@ def measure(job: TiersJob, progress: Callable[[str], None]) -> MeasuredTiers:
     """
     group = chunk_group(job.reading)
     speeds: list[TierSpeed] = []
+    # One after the other: each holds all chunks in memory three times.
     for side in job.sides:
         with RankPair(job.reading, side, max(job.depths)) as ranks, ExitStack() as stack:
             cases = host_tier.tier_cases(stack, ranks, job.depths)

@@ -26,14 +26,12 @@ SPEEDS = (
     Column("reached", rank=2, left=True),
     Column("limited by", rank=6, left=True),
 )
-"""Columns of the table of speeds."""
 
 NOTES = (
     *_CASE,
     Column("gain over the least depth", left=True),
     Column("control, share of the limit", rank=1, left=True),
 )
-"""Columns of the table of figures that help to explain the speeds."""
 
 
 def show(measured: MeasuredTiers, report: Report) -> None:
@@ -47,10 +45,7 @@ def show(measured: MeasuredTiers, report: Report) -> None:
 
 
 def as_json(measured: MeasuredTiers) -> dict[str, Any]:
-    """Return the results of `kvferry bench tiers` as values that can be written as JSON.
-
-    They contain the time of every round in seconds, the bytes of a round, the speeds and the ratios.
-    """
+    """Return the results as values for JSON: seconds and bytes of every round, speeds and ratios."""
     job = measured.job
     return {
         "geometry": job.reading.cache.name,
@@ -104,9 +99,8 @@ def _speed_row(speed: TierSpeed) -> list[str]:
 def _show_notes(speeds: Sequence[TierSpeed], report: Report) -> None:
     """Print a table of figures that help to explain the results, with one row per tier and direction.
 
-    The first column of figures shows kvferry's speed at each larger depth, as a multiple of its speed at the
-    smallest depth. The second column shows the speed of each method in `TierSpeed.controls` at the smallest
-    depth, as a share of the speed of `TierSpeed.limit`.
+    The first column shows kvferry's speed at each larger depth, as a multiple of its speed at the smallest.
+    The second shows the speed of each control at the smallest depth, as a share of the limit's.
     """
     rows = []
     for kind in dict.fromkeys((speed.tier, speed.direction) for speed in speeds):

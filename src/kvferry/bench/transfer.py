@@ -20,9 +20,8 @@ class TransferJob:
     """The request whose KV `kvferry bench transfer` moves, and the settings of the measurement.
 
     Attributes:
-        reading: description of the model's KV cache.
         side: layout and block size of both engines, which have one rank each.
-        tokens: length of the request, in tokens.
+        tokens: length of the request.
         order: order of block ids, "scattered" or "contiguous".
         repeats: number of counted rounds.
         transports: value of UCX_TLS, UCX's list of transports; None to leave it unchanged.
@@ -38,16 +37,7 @@ class TransferJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredTransfer:
-    """The results of `kvferry bench transfer`.
-
-    Attributes:
-        job: request and settings that were measured.
-        blocks: number of blocks of the request.
-        layers: number of layers of the model.
-        page_bytes: size of a page (one layer of one block), in bytes.
-        machine: properties of the machine.
-        comparison: times of kvferry and of the methods that it is compared with.
-    """
+    """The results of `kvferry bench transfer`."""
 
     job: TransferJob
     blocks: int
@@ -60,10 +50,8 @@ class MeasuredTransfer:
 def measure(job: TransferJob, progress: Callable[[str], None]) -> MeasuredTransfer:
     """Move a request's KV between two processes with kvferry, NIXL alone and memcpy, and return the times.
 
-    If `job.transports` is not None, it becomes the value of UCX_TLS in both processes.
-
     Args:
-        job: request to move, and settings.
+        job: request to move. Its `transports` become UCX_TLS in both processes, unless they are None.
         progress: function that is called with a line of text before each step.
 
     Raises:
@@ -73,6 +61,7 @@ def measure(job: TransferJob, progress: Callable[[str], None]) -> MeasuredTransf
     settings = use_transports(job.transports)
     progress("starting the producer process")
     src, dst = (
+        # Other seeds, so that block ids differ as between two engines.
         simulate_engine(name, job.reading, job.side, job.tokens, order=job.order, seed=seed)
         for seed, name in enumerate(("source", "destination"), 1)
     )

@@ -12,8 +12,8 @@ from kvferry.report import Report
 from kvferry.table import Column
 from kvferry.units import format_bytes
 
+# Index in `TransferComparison.others` of raw NIXL with the same descriptors as kvferry.
 SAME_DESCRIPTORS = 1
-"""Index in `TransferComparison.others` of raw NIXL with the same descriptors as kvferry."""
 TARGET_RATIO = 0.9
 
 COLUMNS = (
@@ -24,7 +24,6 @@ COLUMNS = (
     Column("ratio"),
     Column("range of ratio", rank=1),
 )
-"""Columns of the table that shows a comparison."""
 
 
 def show(measured: MeasuredTransfer, report: Report) -> None:
@@ -34,10 +33,7 @@ def show(measured: MeasuredTransfer, report: Report) -> None:
 
 
 def as_json(measured: MeasuredTransfer) -> dict[str, Any]:
-    """Return the results of `kvferry bench transfer` as values that can be written as JSON.
-
-    They contain the time of every round in seconds, the bytes of a round, the speeds and the ratios.
-    """
+    """Return the results as values for JSON: seconds and bytes of every round, speeds and ratios."""
     comparison, job = measured.comparison, measured.job
     whole = {
         "geometry": job.reading.cache.name,
@@ -75,6 +71,7 @@ def _show_comparison(comparison: TransferComparison, report: Report) -> None:
     report.table(COLUMNS, rows)
     report.text()
     report.note("Ratio: kvferry's speed divided by the other's, round by round.")
+    # Larger descriptors are out of kvferry's reach: the engines' pages are as long as they are.
     reached = comparison.ferry.speed_ratio(comparison.others[SAME_DESCRIPTORS]).median
     planning, reading, check, rest = comparison.stages
     good = reached >= TARGET_RATIO

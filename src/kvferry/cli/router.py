@@ -57,7 +57,7 @@ def router(options: RouterOptions) -> None:
     require("kvferry router", ROUTER)
     from kvferry.errors import ConfigError
     from kvferry.serving.ports import listen, url_of
-    from kvferry.serving.router.app import router_app
+    from kvferry.serving.router.app import RouterApp
     from kvferry.serving.router.engines_file import Engines, read_engines
     from kvferry.serving.router.keys import read_keys
     from kvferry.serving.router.settings import RouterSettings
@@ -92,7 +92,7 @@ def router(options: RouterOptions) -> None:
         print(f"kvferry: serving on {url_of(sock)}/v1", flush=True)
         with suppress(KeyboardInterrupt):  # a second signal
             run_app(
-                router_app(settings),
+                RouterApp(settings),
                 sock,
                 lambda: signals.received is None,
                 options.drain_seconds,

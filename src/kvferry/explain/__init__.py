@@ -1,5 +1,1 @@
-"""The implementation of ``kvferry explain``.
-
-It asks the engines of this machine for the traces of requests and renders them as text. A trace is the list
-of events of one request.
-"""
+"""`kvferry explain`: the traces of requests, as the engines of this machine remember them, as text."""

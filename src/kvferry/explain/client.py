@@ -17,9 +17,11 @@ from kvferry.observe import socket_directory
 from kvferry.observe.traces import RequestTrace
 from kvferry.observe.wire import DECODE_ERRORS, MAX_ANSWER_BYTES, EngineInfo, Question, decode_trace
 
+# Within this time all engines together must have answered.
 SECONDS = 5.0
-"""Seconds after which all engines together must have answered."""
+# A timeout of 0 would make the socket non-blocking.
 _SHORTEST = 0.001
+# Threads that mostly wait. One silent engine must not use up the time of the others.
 _MOST_AT_ONCE = 64
 
 
@@ -29,40 +31,26 @@ class _Refusal(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class EngineAnswer:
-    """The answer of one engine to a question about the traces of requests.
-
-    Attributes:
-        engine: description of the engine that answered.
-        traces: traces of the engine's requests, the latest request first.
-    """
+    """The traces of one engine's requests, the latest request first."""
 
     engine: EngineInfo
     traces: tuple[RequestTrace, ...]
 
     def wall(self, at: float) -> float:
-        """Convert a time of the engine's monotonic clock to seconds since 1970.
-
-        Args:
-            at: time of an event in one of `traces`, in monotonic seconds.
-        """
+        """Convert monotonic seconds of the engine to seconds since 1970."""
         return at - self.engine.monotonic + self.engine.wall
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTrace:
-    """The trace of a request, and the engine's answer that contains the trace.
-
-    Attributes:
-        answer: answer of the engine that traced the request.
-        trace: one of the traces in `answer`.
-    """
+    """The trace of a request, and the engine's answer that contains the trace."""
 
     answer: EngineAnswer
     trace: RequestTrace
 
     @property
     def arrived(self) -> float:
-        """Return the time at which the request reached its engine, in seconds since 1970."""
+        """Time at which the request reached its engine, in seconds since 1970."""
         return self.answer.wall(self.trace.events[0].at)
 
 
@@ -71,7 +59,6 @@ class AllAnswers:
     """The answers of all engines.
 
     Attributes:
-        answers: answers of the engines that answered.
         problems: error messages, one for each engine without a valid answer, and one for each directory of
             sockets that is unreadable or not private to this user.
     """
@@ -80,20 +67,13 @@ class AllAnswers:
     problems: tuple[str, ...]
 
     def traces(self) -> list[EngineTrace]:
-        """Return the traces of all engines, sorted by the arrival time of the request at its engine.
-
-        The prefill engine's trace of a request therefore precedes the decode engine's trace.
-        """
+        """Return the traces of all engines, sorted by the arrival time of the request at its engine."""
         found = [EngineTrace(answer, trace) for answer in self.answers for trace in answer.traces]
         return sorted(found, key=lambda one: one.arrived)
 
 
 def ask_engines(question: Question, seconds: float = SECONDS) -> AllAnswers:
     """Ask every engine that this user runs on this machine for traces, and return the answers.
-
-    Args:
-        question: description of the traces to find.
-        seconds: time limit for all answers. Engines that have not answered by then are reported as problems.
 
     Raises:
         ConfigError: no engine answered, and a directory that may have engines' sockets cannot be used, for
@@ -114,20 +94,15 @@ def ask_engines(question: Question, seconds: float = SECONDS) -> AllAnswers:
     results = [_read(each) if isinstance(each, list) else each for each in lines]
     answers = tuple(one for one in results if isinstance(one, EngineAnswer))
     if refused and not answers:
+        # With an answer it is only a problem: other users' directories may stand beside ours.
         raise refused[0]
     return AllAnswers(answers, (*(one for one in results if isinstance(one, str)), *map(str, refused)))
 
 
 def _ask(path: Path, question: bytes, until: float) -> list[bytes] | str | None:
-    """Send a question to an engine, and return the lines of its answer.
+    """Send a question to an engine until so many monotonic seconds, and return the lines of its answer.
 
-    Args:
-        path: path of the engine's socket.
-        question: `Question` as a line of JSON.
-        until: time by which the answer must be complete, in monotonic seconds.
-
-    Returns:
-        Lines of the answer; an error message if the engine does not answer; None if the engine has ended.
+    Return an error message if the engine does not answer, and None if it has ended.
     """
     try:
         connection = socket_directory.connect(path, until)
@@ -146,11 +121,6 @@ def _no_answer(error: Exception) -> str:
 
 
 def _read(lines: list[bytes]) -> EngineAnswer | str:
-    """Return the decoded answer of an engine, or an error message if the lines are not a valid answer.
-
-    Args:
-        lines: description of the engine, then one trace per line, as JSON.
-    """
     try:
         return _answer(*lines)
     except ProtocolError as error:
@@ -158,16 +128,13 @@ def _read(lines: list[bytes]) -> EngineAnswer | str:
 
 
 def _answer(first: bytes, *rest: bytes) -> EngineAnswer:
-    """Decode the lines of an engine's answer.
-
-    Args:
-        first: line with the description of the engine, or with the reason why it refused the question.
-        rest: lines with one trace each.
+    """Decode an engine's answer: its description, or the reason why it refused, then one trace per line.
 
     Raises:
         ProtocolError: the answer is malformed, or the engine refused the question.
     """
     try:
+        # A refusal has no other field, so its line begins with this name.
         if b'"error"' in first[:16]:
             raise ProtocolError(msgspec.json.decode(first, type=_Refusal).error)
         engine = msgspec.json.decode(first, type=EngineInfo)
@@ -182,10 +149,6 @@ def _answer(first: bytes, *rest: bytes) -> EngineAnswer:
 def _lines(connection: socket.socket, until: float) -> Iterator[bytes]:
     """Receive an engine's answer until the engine closes the connection, and yield the answer's lines.
 
-    Args:
-        connection: connection to the engine, on which the question was already sent.
-        until: time by which the answer must be complete, in monotonic seconds.
-
     Raises:
         ProtocolError: the answer is too large, takes too long, or ends within a line.
     """
@@ -198,6 +161,7 @@ def _lines(connection: socket.socket, until: float) -> Iterator[bytes]:
         received += piece
         if len(received) > MAX_ANSWER_BYTES or time.monotonic() > until:
             raise ProtocolError(f"its answer is larger than {MAX_ANSWER_BYTES} bytes, or takes too long")
+    # An engine closes the connection after a whole line, unless it dies.
     if not received.endswith(b"\n"):
         raise ProtocolError("its answer was cut short")
     yield from bytes(received).splitlines()

@@ -22,14 +22,11 @@ class Summary:
     """The key figures of a request, from its arrival until the engine first scheduled it.
 
     Attributes:
-        tokens: number of tokens of the prompt.
-        tokens_by_origin: number of prompt tokens by the origin of their KV: the name of a tier, ``peer``,
+        tokens_by_origin: prompt tokens by the origin of their KV: the name of a tier, ``peer``,
             ``prefix cache``, ``another connector`` or ``computed``; empty until the request is scheduled.
         failed: number of failed loads.
-        seconds: time from arrival to scheduling, in seconds; None if the request is not scheduled yet.
-        loading: part of `seconds` in which a load was under way, in seconds.
-        looking: part of `seconds` in which the request waited for a source that was still looking up the
-            prompt's KV, in seconds.
+        seconds: time from arrival to scheduling; None if the request is not scheduled yet.
+        loading, looking: parts of it in which a load was under way, or a source was looking up the prompt.
     """
 
     tokens: int
@@ -41,16 +38,12 @@ class Summary:
 
     @property
     def queued(self) -> float:
-        """Return the part of `seconds` that is neither `loading` nor `looking`; 0 if not scheduled yet."""
+        """The rest of `seconds`; 0 if the request is not scheduled yet."""
         return max(0.0, (self.seconds or 0.0) - self.loading - self.looking)
 
 
 def summary(trace: RequestTrace) -> Summary:
-    """Compute the key figures of a request from its trace.
-
-    Args:
-        trace: events of the request. The first event must be the arrival of the request.
-    """
+    """Compute the key figures of a request from its trace, which must begin with its arrival."""
     arrived = trace.events[0]
     assert isinstance(arrived, events.Arrived)  # noqa: S101 - by construction
     found, looks_since, loading = Summary(arrived.tokens), None, dict[str, float]()
@@ -88,23 +81,16 @@ def _places(scheduled: events.Scheduled) -> Counter[str]:
             "computed": scheduled.tokens - scheduled.cached_tokens,
         }
     )
+    # The plus drops origins of no token.
     return +tokens_by_origin
 
 
 _INDENT = 2
 _TIMES = 11
-"""Width of the time column in characters."""
 
 
 def render(traced: EngineTrace) -> str:
-    """Render the trace of a request as text.
-
-    The text has the request's id, a description of the engine, sentences about all events in the order of
-    time, and the times that the request spent loading, waiting and queued.
-
-    Args:
-        traced: trace of the request, with the answer of the engine that recorded it.
-    """
+    """Render the trace of a request as text: its engine, a sentence per event, and its times."""
     engine = traced.answer.engine
     arrived = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(traced.arrived))
     lines = [
@@ -122,8 +108,7 @@ def render_list(traced: list[EngineTrace], now: float) -> str:
     """Render a list of requests as text, with about two lines per request, or one without a terminal.
 
     Args:
-        traced: traces of the requests, in the order of the list.
-        now: current time, in seconds since 1970.
+        now: seconds since 1970.
     """
     lines: list[str] = []
     for one in traced:

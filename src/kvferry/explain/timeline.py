@@ -19,9 +19,8 @@ class TimelineEntry:
     """One sentence of the timeline that describes a request.
 
     Attributes:
-        text: text of the sentence, not wrapped into lines.
-        after: time from the request's arrival to the event, in seconds. None if the sentence continues the
-            description of an event, or gives the number of events that were not recorded.
+        after: seconds from the request's arrival to the event; None if the sentence continues the description
+            of an event, or gives the number of events that were not recorded.
     """
 
     text: str
@@ -29,20 +28,12 @@ class TimelineEntry:
 
 
 def timeline(trace: RequestTrace) -> list[TimelineEntry]:
-    """Describe the trace of a request in sentences, in the order of its events.
-
-    Args:
-        trace: events of the request. The first event must be the arrival of the request.
-    """
+    """Describe the trace of a request, which must begin with its arrival, in sentences by time."""
     return list(_Timeline(trace).lines())
 
 
 class _Timeline:
-    """Writer of the timeline of one trace.
-
-    It keeps state, because the sentence about an event can depend on earlier events. For example, if the
-    engine queries the sources of KV for a request that it scheduled before, the request was preempted.
-    """
+    """Writer of the timeline of one trace. A sentence about an event can depend on earlier events."""
 
     def __init__(self, trace: RequestTrace) -> None:
         self._trace, self._arrived_at = trace, trace.events[0].at
@@ -121,6 +112,7 @@ class _Timeline:
             ("reading", figures.transfer_seconds),
             ("checking", figures.check_seconds),
         )
+        # Between these stages the load waits for a lane, for the peer, or for an engine step.
         waiting = event.seconds - sum(seconds for _, seconds in stages)
         times = [f"{format_seconds(seconds)} {name}" for name, seconds in stages if figures.transfer_seconds]
         times += [f"{format_seconds(max(0.0, waiting))} waiting"] if times else []
@@ -129,9 +121,7 @@ class _Timeline:
             way = f", {moved.strategy}" if moved.strategy else ""
             yield f"{format_bytes(moved.size)} of {moved.group}{way}"
         if figures.pages:
-            pages = f"{format_count(figures.pages)} {plural(figures.pages, 'page')}"
-            descriptors = plural(figures.descriptors, "descriptor")
-            yield f"{pages} in {format_count(figures.descriptors)} {descriptors}"
+            yield f"{_number(figures.pages, 'page')} in {_number(figures.descriptors, 'descriptor')}"
         if figures.read_bytes_per_second:
             speed = f"READs of this peer were measured at {figures.read_bytes_per_second / 1e9:.2g} GB/s"
             lacks = f"; its host memory cannot be mapped: {figures.not_shared}" if figures.not_shared else ""
@@ -140,6 +130,7 @@ class _Timeline:
     def _refused(self, event: events.SourceRefused) -> Iterator[str]:
         if event.source == TIERS:
             return  # only the failed chunks are not asked for again, and the failure is described already
+        # The failure just before has said it.
         because = "" if event.reason == self._failure else f": {event.reason}"
         yield f"{event.source} is not asked again for this request{because}"
 
@@ -176,11 +167,8 @@ class _Timeline:
             yield "The lease has expired: its consumer sent no heartbeat."
 
     def _again(self) -> Iterator[str]:
-        """Yield a sentence saying that the request was preempted, if it was; otherwise nothing.
-
-        Called for each event that happens only before a request is scheduled. If the request was already
-        scheduled, it must have been preempted since then.
-        """
+        """Yield a sentence saying that the request was preempted, if it was."""
+        # What happens only before a request is scheduled has happened after: so it was preempted.
         if self._settled:
             self._settled = False
             yield "The request was preempted, and is admitted again."
@@ -220,9 +208,13 @@ def _words(miss: MissReason) -> str:
     return str(miss).replace("_", " ")
 
 
+def _number(count: int, noun: str) -> str:
+    return f"{format_count(count)} {plural(count, noun)}"
+
+
 def _tokens(count: int) -> str:
-    return f"{format_count(count)} token{'' if count == 1 else 's'}"
+    return _number(count, "token")
 
 
 def _heartbeats(count: int) -> str:
-    return f"{format_count(count)} heartbeat{'' if count == 1 else 's'}"
+    return _number(count, "heartbeat")

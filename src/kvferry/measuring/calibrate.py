@@ -1,9 +1,7 @@
 """Measure the costs of READs, copies and gather requests on this machine.
 
-A gather copies scattered pieces of KV into contiguous staging memory, and a scatter copies them out again.
 Each cost is measured separately, with the code that transfers use: READs between two processes by
-`transport.agent`, gathers and scatters by `memory.staging_copies`, requests over the gather channel. Every
-round measures the sizes in a new random order, so that a slow minute of the machine affects all sizes alike.
+`transport.agent`, gathers and scatters by `memory.staging_copies`, requests over the gather channel.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ from kvferry.errors import TransferError
 from kvferry.measuring.fit import Fit, fit
 from kvferry.measuring.gpus import shortest_engine_run, source_and_destination
 from kvferry.measuring.host_copies import HostCopy
-from kvferry.measuring.producer_process import ProducerProcess, use_transports
-from kvferry.measuring.raw_reads import RawReads, WaitLimit
+from kvferry.measuring.producer_process import ProducerProcess, WaitLimit, use_transports
+from kvferry.measuring.raw_reads import RawReads
 from kvferry.measuring.reader import Reader
 from kvferry.measuring.rounds import run_rounds
 from kvferry.measuring.simulated import plain_engine
@@ -40,7 +38,9 @@ from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.gather_messages import Gathered, GatherRoute
 from kvferry.transport.settings import TransferSettings
 
+# The small gather measures the request itself, the large one the copy beside a READ.
 _SMALL_RUN, _LARGE_RUN = 64, 2048
+# READs that are limited by the work per descriptor, and by bytes.
 _LANE_RUNS = 2 << 10, 1 << 20
 
 
@@ -48,21 +48,17 @@ _LANE_RUNS = 2 << 10, 1 << 20
 class CalibrationJob:
     """The sizes of READs and copies that a calibration measures, and the number of its rounds.
 
-    A cell is the part of a KV block that is copied as one unit. It consists of contiguous runs of equal
-    length. A gather copies cells into contiguous staging memory, and a scatter copies them out again.
-
     Attributes:
         repeats: number of rounds that are counted. Each round measures every size once.
         transports: value of UCX_TLS, UCX's list of transports; None to leave it unchanged.
-        read_sizes: descriptor sizes to measure, in bytes. One READ is measured per size.
+        read_sizes: descriptor sizes in bytes. One READ is measured per size.
         read_bytes: maximum number of bytes of a READ.
         read_descriptors: maximum number of descriptors of a READ. It limits READs with short descriptors.
-        runs: run lengths to measure, in bytes.
-        cells: cell sizes to measure, in bytes.
-        copy_bytes: number of bytes that one gather or scatter copies.
+        runs, cells: lengths of runs, and sizes of cells, in bytes.
+        copy_bytes: bytes that one gather or scatter copies.
         device: where the KV is: ``cpu``, ``cuda``, or ``auto`` for ``cuda`` if there is a GPU.
-        host_runs: run lengths of copies between GPU and host memory to measure, in bytes, ascending.
-        host_bytes: number of bytes of such a copy.
+        host_runs: run lengths of copies between GPU and host memory, in bytes, ascending.
+        host_bytes: bytes of such a copy.
     """
 
     repeats: int = 9
@@ -80,13 +76,10 @@ class CalibrationJob:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationResult:
-    """The result of a calibration: the costs, and the errors of the fits that they come from.
+    """The costs by which the planner chooses a transfer method, and the fits that they come from.
 
     Attributes:
-        costs: costs by which the planner chooses a transfer strategy.
-        reads: fitted costs of READs, with the errors of the fit.
-        copies: fitted costs of copies into and out of staging memory, with the errors of the fit.
-        ask: seconds from the request for a gather (a copy into staging memory) to the answer.
+        ask: seconds from the request for a gather to the answer.
     """
 
     costs: Costs
@@ -98,12 +91,10 @@ class CalibrationResult:
 def calibrate(job: CalibrationJob, progress: Callable[[str], None]) -> CalibrationResult:
     """Measure READs and copies on this machine, and fit the transfer planner's costs to the timings.
 
-    Start a second process, read from its memory, and measure how fast it answers gather requests. A gather is
-    a copy into staging memory. If `job.transports` is not None, it becomes the value of UCX_TLS in both
-    processes.
+    Start a second process, read from its memory, and measure how fast it answers gather requests.
 
     Args:
-        job: sizes to measure, and number of rounds.
+        job: sizes to measure. Its `transports` become UCX_TLS in both processes, unless they are None.
         progress: function that is called with a line of text before each step.
 
     Raises:
@@ -128,6 +119,7 @@ def calibrate(job: CalibrationJob, progress: Callable[[str], None]) -> Calibrati
             )
             progress("asking for gathers")
             with closing(_GatherChannel(reader)) as channel:
+                # The first request also connects, so it does not count.
                 ask = Spread.of([channel.time_small() for _ in range(10 * job.repeats + 1)][1:])
                 overlap = _overlap(job, channel, raw, reader.cache.buffer.nbytes // 2)
     progress("copying runs of several lengths")
@@ -165,18 +157,12 @@ def _reads(job: CalibrationJob, raw: RawReads, room: int) -> Fit:
 
 
 def _lanes_gain(job: CalibrationJob, reader: Reader, agent: RawReads, run: int, room: int) -> float:
-    """Measure how much faster the lanes (reading threads) of a worker are together than a single lane.
+    """Return how many times faster all lanes of a worker are together than a single one.
 
     Args:
-        job: calibration job. Only its `repeats` and `read_descriptors` are used.
-        reader: rank into whose KV cache the lanes read.
         agent: NIXL agent of the first lane. A new agent is created for each other lane.
         run: size of a descriptor, in bytes.
         room: maximum number of bytes that one measurement reads.
-
-    Returns:
-        The speed of all lanes together, divided by the speed of a single lane. The result is limited to the
-        range from 1 to the number of lanes.
     """
     lanes, size = TransferSettings().lanes, min(room, run * job.read_descriptors)
     with ExitStack() as stack:
@@ -193,6 +179,7 @@ def _lanes_gain(job: CalibrationJob, reader: Reader, agent: RawReads, run: int, 
             return time.perf_counter() - started
 
         one, all_of_them = np.array(run_rounds([partial(agent.read, whole), together], 3 * job.repeats))
+    # Outside of this range the ratio is noise, and would mislead the planner.
     return float(np.clip(np.median(one / all_of_them), 1, lanes))
 
 
@@ -209,26 +196,20 @@ def _copies(job: CalibrationJob, device: str) -> Fit:
 
 
 class _Copy:
-    """Copies cells between a pool of blocks and contiguous memory, and measures the time.
+    """Copies cells between a pool of blocks and contiguous memory in random order, and measures the time.
 
-    A cell is the part of a block that is copied as one unit. In the pool, each cell consists of runs
-    (contiguous ranges of bytes), and the gap between two runs is as long as a run. The cells are copied in
-    random order.
+    In the pool, each cell consists of runs, and the gap between two runs is as long as a run.
+
+    Args:
+        run, cell: bytes of a run, and of a cell, which is a multiple of it.
+        size: number of bytes to copy; rounded down to whole cells, but at least one cell.
+        side: ``src`` to copy out of the pool (gather), ``dst`` to copy into the pool (scatter).
 
     Attributes:
         work: numbers of cells, of runs and of bytes that one copy moves, in this order.
     """
 
     def __init__(self, run: int, cell: int, size: int, side: str, device: str) -> None:
-        """Allocate the pool and the contiguous memory, and prepare the copies between them.
-
-        Args:
-            run: length of a contiguous run, in bytes.
-            cell: size of a cell, in bytes; a multiple of `run`.
-            size: number of bytes to copy; rounded down to whole cells, but at least one cell.
-            side: ``src`` to copy out of the pool (gather), ``dst`` to copy into the pool (scatter).
-            device: torch device of the pool and of the contiguous memory.
-        """
         cells = max(1, size // cell)
         runs = cell // run
         pool, images = (
@@ -252,7 +233,6 @@ class _Copy:
         self.work = (cells, cells * runs, cells * cell)
 
     def run(self) -> float:
-        """Copy all cells once, and return the time in seconds."""
         copy = self._loops.gather if self._gathers else self._loops.scatter
         started = time.perf_counter()
         copy(self._blocks, self._blocks, self._slots, 0)
@@ -260,14 +240,10 @@ class _Copy:
 
 
 def _copy_engine_bytes(job: CalibrationJob, device: str) -> float:
-    """Measure the length of the shortest run that the GPU's copy engine copies faster than the kernel does.
-
-    Args:
-        job: calibration job. Only its `repeats`, `host_runs` and `host_bytes` are used.
-        device: torch device of the GPU.
-    """
+    """Measure the length of the shortest run that the GPU's copy engine copies faster than the kernel."""
     copies = [
         HostCopy(run, job.host_bytes, device, engine_bytes=limit)
+        # Never the copy engine, and always.
         for limit in (1 << 40, 1)
         for run in job.host_runs
     ]
@@ -277,10 +253,7 @@ def _copy_engine_bytes(job: CalibrationJob, device: str) -> float:
 
 
 class _GatherChannel:
-    """A connection over which the reader requests gathers from the producer, an engine with one rank.
-
-    A gather copies parts of leased blocks into contiguous memory of the producer.
-    """
+    """A connection over which the reader requests gathers from the producer, an engine with one rank."""
 
     def __init__(self, reader: Reader) -> None:
         (card,) = reader.cards[0]
@@ -311,13 +284,11 @@ class _GatherChannel:
         """Request a large gather, of runs of 2048 bytes, and return the seconds until the answer.
 
         Args:
-            meanwhile: function to call between sending the request and waiting for the answer. The returned
-                time includes this call.
+            meanwhile: called between sending the request and waiting for the answer. Its time counts.
         """
         return self._timed(1, meanwhile)
 
     def close(self) -> None:
-        """Close the connection, and release the lease of the blocks that were gathered."""
         self._client.close()
         self._context.destroy(linger=0)
         self._reader.acknowledge("asking")
@@ -338,13 +309,7 @@ class _GatherChannel:
 
 
 def _overlap(job: CalibrationJob, channel: _GatherChannel, raw: RawReads, size: int) -> float:
-    """Measure how much time is saved if a gather (copy into staging memory) and a READ run at the same time.
-
-    Args:
-        job: calibration job. Only its `repeats` is used.
-        channel: connection over which gathers are requested.
-        raw: NIXL agent that executes the READ.
-        size: number of bytes to read.
+    """Measure how much time is saved if a gather and a READ of `size` bytes run at the same time.
 
     Returns:
         The saved time as a share of the time of the shorter operation: 0 if the operations run one after the

@@ -1,8 +1,8 @@
 """Fill a request's blocks with values that identify their position, and compare memory.
 
-The value of an element depends on its layer, field, token, head and position within the head. It does not
-depend on the engine's layout or parallel sizes. It is written through the views that an engine uses.
-So the expected memory after a transfer can be computed without a transfer, and compared byte for byte.
+The value of an element depends on its layer, field, token, head and position within the head, and not on the
+engine's layout or parallel sizes. It is written through the views that an engine uses. So the expected memory
+after a transfer can be computed without a transfer, and compared byte for byte.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kvferry.memory.device_stream import finish_stream
 from kvferry.memory.owned import OwnedCache
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Large odd numbers without meaning, so that products differ in all bytes modulo 2**64.
 _HEAD, _TOKEN, _WORD, _LAYER, _FIELD, _MIX = (
     0x1B873593CC9E2D51, 0x27D4EB2F165667C5, 0x369DEA0F31A53F85, 0x2545F4914F6CDD1D, 0x41C64E6DA3BC0075,
     0x5851F42D4C957F2D,
@@ -27,14 +28,7 @@ _HEAD, _TOKEN, _WORD, _LAYER, _FIELD, _MIX = (
 
 
 def fill_blocks(memory: OwnedCache, engine: SimulatedEngine) -> None:
-    """Write test values into the blocks of an engine's request, in the memory of one rank. Mutates `memory`.
-
-    The value of an element depends on its layer, field, token, head and position within the head.
-
-    Args:
-        memory: KV cache of one rank of the engine.
-        engine: engine with the block tables of the request.
-    """
+    """Write test values into the blocks of an engine's request on one rank. Mutates `memory`."""
     pages, states = memory.views(guarded=False), memory.states(guarded=False)
     for group, table in zip(memory.geometry.groups, engine.tables, strict=True):
         for layer in group.layers:
@@ -48,10 +42,6 @@ def fill_blocks(memory: OwnedCache, engine: SimulatedEngine) -> None:
 
 def check_memory(memory: OwnedCache, expected: OwnedCache) -> None:
     """Check that a rank's memory equals the expected memory, byte for byte.
-
-    Args:
-        memory: memory of the rank.
-        expected: memory of the same size, with the expected bytes.
 
     Raises:
         TransferError: a byte differs.
@@ -67,6 +57,7 @@ def check_memory(memory: OwnedCache, expected: OwnedCache) -> None:
 
 def _fill_pages(pages: torch.Tensor, group: Group, layer: Layer, number: int, table: list[int]) -> None:
     _, heads, tokens, content = pages.shape
+    # Writing words is quicker than bytes. The largest that divides a head's bytes.
     word = gcd(8, content)
     words = pages.view(_WORDS[word])
     base = _base(_first_head(layer), (heads, tokens, content // word))
@@ -94,8 +85,6 @@ def _first_head(layer: Layer) -> int:
 def _base(first_head: int, counts: tuple[int, int, int]) -> torch.Tensor:
     """Return the part of a page's test values that is the same for every block and layer.
 
-    A page is the KV of one block in one layer. A word is an integer of 1 to 8 bytes in the page.
-
     Args:
         first_head: index, among the model's heads, of the first head in the page.
         counts: number of heads, number of tokens, and number of words per head and token.
@@ -108,11 +97,8 @@ def _base(first_head: int, counts: tuple[int, int, int]) -> torch.Tensor:
 
 
 def _mix_bits(value: torch.Tensor) -> torch.Tensor:
-    """Mix the bits of each element, so that each bit depends on many of the original bits. Return `value`.
-
-    Args:
-        value: int64 tensor of any shape. Mutated.
-    """
+    """Mix the bits of each element of an int64 tensor, which is mutated and returned."""
+    # So that each bit depends on many of the original ones: a swapped byte is then a wrong one.
     value ^= value >> 29
     value *= _MIX
     return value.__ixor__(value >> 32)

@@ -22,9 +22,6 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 class Fit:
     """The costs that were fitted to timings, and the errors of the fit.
 
-    A timing is predicted as a sum over kinds of work, such as descriptors and bytes: the number of pieces of
-    each kind, times the cost of a piece.
-
     Attributes:
         costs: seconds per piece of work of each kind, float64 of shape (kinds,).
         errors: relative error of each predicted timing, |predicted / measured - 1|, float64 of shape
@@ -36,47 +33,37 @@ class Fit:
 
     @property
     def median_error(self) -> float:
-        """Return the median of the relative errors of the predicted timings."""
         return float(np.median(self.errors))
 
     @property
     def worst_error(self) -> float:
-        """Return the largest relative error of a predicted timing."""
         return float(self.errors.max())
 
 
 def fit(work: Floats, seconds: Floats) -> Fit:
     """Fit the cost of each kind of work to timings, by least squares of the relative errors.
 
-    No cost is negative. For example, three descriptors with 300 bytes together take 6.3 µs, and one
-    descriptor with 1,000 bytes takes 3 µs. So a descriptor costs 2 µs, and a byte costs 1 ns:
+    For example, three descriptors with 300 bytes together take 6.3 µs, and one descriptor with 1,000 bytes
+    takes 3 µs. So a descriptor costs 2 µs, and a byte costs 1 ns:
 
     >>> fit(np.array([[3.0, 300.0], [1.0, 1000.0]]), np.array([6.3e-6, 3e-6])).costs.round(12).tolist()
     [2e-06, 1e-09]
 
     Args:
         work: number of pieces of work of each kind, for each timing, float64 of shape (n, kinds).
-        seconds: measured timings in seconds, float64 of shape (n,); all are positive.
+        seconds: measured timings, float64 of shape (n,); all are positive.
     """
+    # Dividing each row by its time turns the absolute error into the relative one.
     relative = work / seconds[:, None]
     costs = _not_negative(relative, np.ones(len(seconds)))
     return Fit(costs, np.abs(relative @ costs - 1))
 
 
 def _not_negative(matrix: Floats, target: Floats) -> Floats:
-    """Return the vector x without negative elements that minimizes ``|matrix @ x - target|``.
-
-    Tries every subset of the columns, with zeros for all other columns.
-
-    Args:
-        matrix: float64 matrix of shape (n, kinds), with few columns.
-        target: float64 vector of shape (n,).
-
-    Returns:
-        float64 of shape (kinds,).
-    """
+    """Return x of shape (kinds,), without negative elements, that minimizes ``|matrix @ x - target|``."""
     kinds = matrix.shape[1]
     best, least = np.zeros(kinds), float(target @ target)
+    # With few kinds, trying every subset of columns, with zeros for the others, is exact and quick.
     for chosen in chain.from_iterable(combinations(range(kinds), n) for n in range(1, kinds + 1)):
         part, *_ = np.linalg.lstsq(matrix[:, chosen], target, rcond=None)
         if (part < 0).any():

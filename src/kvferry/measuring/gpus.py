@@ -12,8 +12,6 @@ from kvferry.errors import ConfigError
 def source_and_destination(device: str) -> tuple[str, str]:
     """Return the torch devices of the KV cache to read from, and of the KV cache to read into.
 
-    With two GPUs or more, they are different GPUs, as those of two engines are.
-
     Args:
         device: ``cpu``, ``cuda``, or ``auto`` for ``cuda`` if there is a GPU.
 
@@ -27,6 +25,7 @@ def source_and_destination(device: str) -> tuple[str, str]:
         raise ConfigError(f"--device {device} is not known; choose one of auto, cpu, cuda")
     if not gpus:
         raise ConfigError("--device cuda: torch finds no GPU here; choose cpu, or install a driver")
+    # Different GPUs if there are two, as those of two engines are.
     return ("cuda:1" if gpus > 1 else "cuda:0"), "cuda:0"
 
 
@@ -43,8 +42,7 @@ def shortest_engine_run(runs: Sequence[int], kernel: Sequence[float], engine: Se
 
     Args:
         runs: run lengths in bytes, ascending.
-        kernel: seconds that the kernel takes to copy a number of bytes in runs of each length.
-        engine: seconds that the copy engine takes for the same.
+        kernel, engine: seconds that each takes to copy the same bytes in runs of each length.
     """
     found = 2 * runs[-1]
     for run, by_kernel, by_engine in sorted(zip(runs, kernel, engine, strict=True), reverse=True):

@@ -14,26 +14,25 @@ from kvferry.planning.strided_copy import StridedCopy
 
 
 class HostCopy:
-    """Blocks of one run each, in random order, and as much host memory. On a GPU, the host memory is pinned.
+    """Blocks of one run each, in random order, and as much host memory.
+
+    Args:
+        run: bytes of a block.
+        size: number of bytes to copy; rounded down to whole blocks, but at least one block.
+        device: torch device of the blocks.
+        engine_bytes: run length in bytes from which the GPU's copy engine copies instead of the kernel.
 
     Attributes:
-        pool: memory of the blocks, uint8 of shape (bytes,).
-        host: host memory, uint8 of shape (bytes,).
+        pool, host: memory of the blocks and of the host, uint8 of shape (bytes,).
         order: block of each run in `host`, int64 of shape (blocks,).
     """
 
     def __init__(self, run: int, size: int, device: str, *, engine_bytes: int) -> None:
-        """Allocate both memories, and prepare the copies between them.
-
-        Args:
-            run: bytes of a block.
-            size: number of bytes to copy; rounded down to whole blocks, but at least one block.
-            device: torch device of the blocks.
-            engine_bytes: run length in bytes from which the GPU's copy engine copies instead of the kernel.
-        """
         blocks = max(1, size // run)
         self.pool = torch.zeros(blocks * run, dtype=torch.uint8, device=device)
+        # As the host tier pins its arena: a GPU cannot copy from other memory by itself.
         self.host = torch.zeros(blocks * run, dtype=torch.uint8, pin_memory=device != "cpu")
+        # As in an engine that has run for a while, where free blocks are scattered.
         self.order = np.random.default_rng(5).permutation(blocks)
         self._offsets = np.arange(blocks) * run
         region = region_over(self.pool)
@@ -53,11 +52,9 @@ class HostCopy:
         )
 
     def store(self) -> float:
-        """Copy all blocks to host memory once, and return the seconds."""
         return self._timed(self._store)
 
     def load(self) -> float:
-        """Copy all blocks from host memory once, and return the seconds."""
         return self._timed(self._load)
 
     def _timed(self, cells: PoolCells) -> float:

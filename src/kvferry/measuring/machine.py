@@ -24,6 +24,7 @@ class MachineFacts:
 
 def machine_facts() -> MachineFacts:
     """Return the properties of this machine and process."""
+    # A container may use fewer cores than the machine has.
     return MachineFacts(len(os.sched_getaffinity(0)), _cpu_name(), os.environ.get("UCX_TLS"))
 
 

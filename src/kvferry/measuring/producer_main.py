@@ -1,9 +1,7 @@
 """The main function of the producer, the process that is read from: prefill engines without a model.
 
-Every rank of every engine has a KV cache with test values, registered for reading. Every engine has a control
-server and a lease book, which tracks its leases. A ticket is a random id that claims a lease. In a real
-system, request parameters carry the tickets. Here the reader gets them through a pipe, and claims the leases
-over the control channels.
+In a real system, request parameters carry the tickets. Here the reader gets them through a pipe, and redeems
+them over the control channels.
 """
 
 from __future__ import annotations
@@ -28,19 +26,19 @@ from kvferry.transport.transfers import Transfers
 
 LEASE_SLOTS = 1024
 LEASE_SECONDS = 60.0
+# Empty, because the reader knows the block tables and has no prompt.
 CONTENT = PromptContent("")
-"""Description of every request's prompt. It is empty, because the reader knows the block tables."""
 _HOST = "127.0.0.1"
+# Stands for an engine step. Leases end only between steps.
 _TICK_SECONDS = 0.002
 
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Message that the producer (the process to read from) sends when its engines are ready.
+    """The producer's engines are ready.
 
     Attributes:
         addresses: host and port of each engine's control channel, in the order of the engines.
-        incarnation: random number that identifies this run of the engines.
     """
 
     addresses: tuple[tuple[str, int], ...]
@@ -49,14 +47,7 @@ class Listening:
 
 @dataclass(frozen=True, slots=True)
 class AskTicket:
-    """Message that asks an engine of the producer (the process to read from) to grant a lease.
-
-    The answer is `Granted`, or `ProducerFailed` if the engine cannot grant the lease.
-
-    Attributes:
-        engine: index of the engine in the producer.
-        lease: name for the new lease.
-    """
+    """Grant a lease of this name. The answer is `Granted`, or `ProducerFailed`."""
 
     engine: int
     lease: str
@@ -64,35 +55,19 @@ class AskTicket:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """Answer of the producer (the process to read from) to `AskTicket`: the lease is granted.
-
-    Attributes:
-        ticket: random id with which the reader claims the lease.
-    """
+    """The lease is granted under this ticket."""
 
     ticket: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class AskEnded:
-    """Message that asks the producer (the process to read from) to answer when all leases have ended.
-
-    The answer is `AllEnded`.
-    """
-
-
-@dataclass(frozen=True, slots=True)
 class AllEnded:
-    """Answer of the producer (the process to read from) to `AskEnded`: all leases have ended."""
+    """Sent to the producer, which sends it back when all leases have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProducerFailed:
-    """Message that the producer (the process to read from) sends if it fails or cannot grant a lease.
-
-    Attributes:
-        reason: error message.
-    """
+    """The producer fails, or cannot grant a lease."""
 
     reason: str
 
@@ -100,15 +75,11 @@ class ProducerFailed:
 def produce(
     pipe: Connection, engines: Sequence[SimulatedEngine], settings: dict[str, str], keys: Keys
 ) -> None:
-    """Run engines without a model in this process, so that a reader in another process can read from them.
-
-    Return when the other end of `pipe` closes.
+    """Run engines without a model in this process until the other end of `pipe` closes.
 
     Args:
-        pipe: connection to the process of the reader.
-        engines: engines to run in this process.
         settings: environment variables to set, such as UCX_TLS.
-        keys: CURVE keys (ZeroMQ encryption) of all channels.
+        keys: CURVE keys of all channels.
     """
     # Ignore Ctrl-C, which reaches the whole process group. The reader ends this process by closing the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -136,32 +107,18 @@ def _serve(pipe: Connection, producers: Sequence[_ServedEngine], incarnation: in
             producer.end_released()
         if isinstance(request, AskTicket):
             pipe.send(producers[request.engine].grant(request.lease))
-        elif isinstance(request, AskEnded):
+        elif isinstance(request, AllEnded):
             while any(producer.leases for producer in producers):
                 time.sleep(_TICK_SECONDS)
                 for producer in producers:
                     producer.end_released()
-            pipe.send(AllEnded())
+            pipe.send(request)
 
 
 class _ServedEngine:
-    """An engine in the producer's process, from which another process reads.
-
-    It consists of the KV cache and the threads of each rank, a control server, and a lease book, which tracks
-    the engine's leases.
-
-    Attributes:
-        address: host and port of the engine's control channel.
-    """
+    """An engine in the producer's process: KV cache and threads of each rank, control server, lease book."""
 
     def __init__(self, engine: SimulatedEngine, incarnation: int, keys: Keys) -> None:
-        """Allocate the KV cache of all ranks and fill it with test values. Start all threads and the server.
-
-        Args:
-            engine: engine to run.
-            incarnation: random number that identifies this run of the engine.
-            keys: CURVE keys (ZeroMQ encryption) of all channels.
-        """
         self._caches = [engine.allocated(rank) for rank in range(engine.shape.ranks)]
         self._threads: list[Transfers] = []
         for number, cache in enumerate(self._caches):
@@ -177,24 +134,15 @@ class _ServedEngine:
 
     @property
     def leases(self) -> int:
-        """Return the number of this engine's leases that have not ended."""
         return len(self._book)
 
     def close(self) -> None:
-        """Close the control server, and end the threads of all ranks."""
         self._server.close()
         for thread in self._threads:
             thread.close()
 
     def grant(self, lease: str) -> Granted | ProducerFailed:
-        """Grant a lease, and publish a ticket (random id) with which a reader can claim the lease.
-
-        Args:
-            lease: name for the new lease.
-
-        Returns:
-            The ticket; or the reason why the lease cannot be granted.
-        """
+        """Grant a lease, and publish a ticket for it; or return the reason why it cannot be granted."""
         try:
             word = self._book.grant(lease)
         except KVFerryError as error:
@@ -204,10 +152,7 @@ class _ServedEngine:
         return Granted(ticket)
 
     def end_released(self) -> None:
-        """End all leases that the reader has released or that have expired, as an engine does between steps.
-
-        Also extends the leases that the reader has claimed.
-        """
+        """End all leases that were released or have expired, and extend those that were claimed."""
         ending = dict[str, int]()
         while self._server.events:
             event = self._server.events.popleft()
@@ -216,6 +161,7 @@ class _ServedEngine:
             else:
                 ending.update(self._book.end(event.leases))
         ending.update(self._book.end_expired())
+        # In the order of an engine: no reader may claim the lease from here on, and then its word changes.
         self._server.tickets.withdraw(ending)
         for thread in self._threads:
             thread.words.end(ending.values())

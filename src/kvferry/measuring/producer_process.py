@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from kvferry.errors import TransferError
 from kvferry.measuring.producer_main import (
     AllEnded,
-    AskEnded,
     AskTicket,
     Granted,
     Listening,
@@ -24,19 +24,14 @@ from kvferry.transport.security import random_keys
 START_SECONDS = 120.0
 ANSWER_SECONDS = 30.0
 _END_SECONDS = 15.0
+MOVE_SECONDS = 60.0
+_CHECK_SECONDS = 0.2
 
 AnswerT = TypeVar("AnswerT")
 
 
 def use_transports(transports: str | None) -> dict[str, str]:
-    """Set UCX_TLS in this process, and return the environment variables for a second process.
-
-    Args:
-        transports: value of UCX_TLS, UCX's list of transports; None to leave it unchanged.
-
-    Returns:
-        UCX_TLS and its value; empty if `transports` is None.
-    """
+    """Set UCX_TLS in this process, unless it is None, and return the variables for a second process."""
     settings = {} if transports is None else {"UCX_TLS": transports}
     os.environ.update(settings)
     return settings
@@ -45,24 +40,24 @@ def use_transports(transports: str | None) -> dict[str, str]:
 class ProducerProcess:
     """A handle to the producer, a process that runs the engines to read from.
 
-    The handle is a context manager. Leaving the context ends the process. If the process has died, every
-    method that needs the process raises TransferError with the reason.
+    Leaving its context ends the process. If the process has died, every method that needs it raises
+    TransferError with the reason.
 
     Attributes:
-        listening: addresses of the engines' control channels, and the number that identifies this run.
-        keys: CURVE keys (ZeroMQ encryption) of the engines' channels.
+        listening: addresses of the engines' control channels, and the incarnation.
+        keys: CURVE keys of the engines' channels.
     """
 
     def __init__(self, engines: Sequence[SimulatedEngine], settings: Mapping[str, str]) -> None:
         """Start the process, and wait until its engines can be read from.
 
         Args:
-            engines: engines to run in the process.
             settings: environment variables to set in the process, such as UCX_TLS.
 
         Raises:
             TransferError: the process cannot start.
         """
+        # A forked process would have NIXL's and ZeroMQ's sockets and locks, without their threads.
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self.keys = random_keys()
@@ -73,6 +68,7 @@ class ProducerProcess:
             daemon=True,
         )
         self._process.start()
+        # Else this process would keep the pipe of a dead producer open, and wait for its answer.
         theirs.close()
         try:
             self.listening = self._answer(Listening, START_SECONDS)
@@ -90,39 +86,29 @@ class ProducerProcess:
 
     @property
     def pid(self) -> int:
-        """Return the process id of the producer (the process to read from)."""
         return self._process.pid or 0
 
     def address(self, engine: int) -> tuple[str, int]:
-        """Return the host and port of an engine's control channel.
-
-        Args:
-            engine: index of the engine in the producer process.
-        """
+        """Return the host and port of an engine's control channel."""
         return self.listening.addresses[engine]
 
     def grant(self, engine: int, lease: str) -> bytes:
-        """Make an engine grant a lease, and return the ticket (random id) with which to claim the lease.
-
-        Args:
-            engine: index of the engine in the producer process.
-            lease: name for the new lease.
-        """
+        """Make an engine grant a lease of this name, and return the ticket."""
         self._say(AskTicket(engine, lease))
         return self._answer(Granted, ANSWER_SECONDS).ticket
 
     def wait_ended(self) -> None:
-        """Wait until all leases of all engines in the producer process have ended."""
-        self._say(AskEnded())
+        """Wait until all leases of all engines have ended."""
+        self._say(AllEnded())
         self._answer(AllEnded, ANSWER_SECONDS)
 
     def check(self) -> None:
-        """Raise TransferError if the producer process has died."""
         if not self._process.is_alive():
             raise TransferError(self._death())
 
     def close(self) -> None:
-        """Make the producer process end, and wait until it has ended. Kill it if it does not end in time."""
+        """Make the producer process end, wait until it has, and kill it if it does not in time."""
+        # The producer ends when the pipe does.
         self._pipe.close()
         self._process.join(_END_SECONDS)
         if self._process.is_alive():
@@ -137,6 +123,7 @@ class ProducerProcess:
 
     def _answer(self, kind: type[AnswerT], seconds: float) -> AnswerT:
         try:
+            # A producer that hangs is reported, and not waited for.
             if not self._pipe.poll(seconds):
                 raise TransferError(f"the producer process gave no answer within {seconds:g} s")
             answer: Any = self._pipe.recv()
@@ -153,3 +140,31 @@ class ProducerProcess:
         code = self._process.exitcode
         how = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
         return f"the producer process (pid {self.pid}) died: {how}"
+
+
+class WaitLimit:
+    """A limit of `MOVE_SECONDS` and a health check for a loop that polls another process.
+
+    Args:
+        check: function that raises TransferError if the other process has died.
+    """
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+        now = time.monotonic()
+        self._end, self._next = now + MOVE_SECONDS, now + _CHECK_SECONDS
+
+    def check(self) -> None:
+        """Check that the other process lives and that the time limit has not passed.
+
+        Raises:
+            TransferError: it does not, or it has.
+        """
+        now = time.monotonic()
+        # Cheap enough for every iteration of a loop that measures microseconds.
+        if now < self._next:
+            return
+        self._next = now + _CHECK_SECONDS
+        self._check()
+        if now > self._end:
+            raise TransferError(f"a transfer was not done after {MOVE_SECONDS:g} s")

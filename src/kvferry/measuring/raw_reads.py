@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ import zmq
 
 from kvferry.errors import TransferError
 from kvferry.geometry import Region
+from kvferry.measuring.producer_process import WaitLimit
 from kvferry.measuring.reader import Reader
 from kvferry.measuring.simulated import SimulatedEngine
 from kvferry.planning.prepared_lists import DescriptorIndices
@@ -22,18 +22,16 @@ from kvferry.transport.read_order import ReadOrder
 from kvferry.transport.settings import TransferSettings
 from kvferry.transport.staging import StagingArea
 
+# So large that the work per descriptor does not matter.
 LARGE_BYTES = 2 << 20
-MOVE_SECONDS = 60.0
 _POLL_SECONDS = 20e-6
-_CHECK_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedLists:
-    """Prepared NIXL descriptor lists for local and remote memory, and the descriptors that a READ uses.
+    """NIXL's handles of prepared descriptor lists, and the descriptors of a READ.
 
     Attributes:
-        local, remote: NIXL's handles of the lists for local and for remote memory.
         indices: indices of the descriptors to read, in the remote and in the local list.
         bytes: number of bytes to read.
     """
@@ -45,16 +43,13 @@ class PreparedLists:
 
 
 class RawReads:
-    """A NIXL agent that reads from one engine of the producer process into a reader's KV cache.
-
-    Args:
-        reader: rank whose KV cache the agent reads into.
-        peer: index of the engine in the producer process.
-    """
+    """A NIXL agent that reads from one engine of the producer process into a reader's KV cache."""
 
     def __init__(self, reader: Reader, peer: int = 0) -> None:
         self._reader, self._number = reader, peer
+        # NIXL requires that agents have different names.
         self._agent = Agent(f"bench-raw/{time.monotonic_ns():x}", progress=False)
+        # A connected peer needs a place for the lease word, though none is read here.
         landing = np.zeros(1, np.uint64)
         self._landing = landing
         region = Region(int(landing.ctypes.data), landing.nbytes)
@@ -75,11 +70,7 @@ class RawReads:
         self._extra: list[Any] = []
 
     def same_descriptors(self, source: SimulatedEngine) -> PreparedLists:
-        """Prepare a READ of the same descriptors that kvferry reads to load a request.
-
-        Args:
-            source: engine to read from, with the block tables of the request. It has one rank.
-        """
+        """Prepare a READ of the same descriptors that kvferry reads to load a request, from one rank."""
         ours = self._reader.engine
         lease = self._reader.claim_lease("same descriptors", self._number)
         plan = self._peer.plan(
@@ -102,9 +93,8 @@ class RawReads:
         """Prepare a READ of descriptors of equal length, at random places in the KV caches of both sides.
 
         Args:
-            size: total number of bytes to read. It is reduced to the size of the smaller cache, and to whole
-                descriptors.
-            length: number of bytes of a descriptor. It is reduced to `size` if it is larger.
+            size: bytes to read. Reduced to the size of the smaller cache, and to whole descriptors.
+            length: bytes of a descriptor. Reduced to `size` if it is larger.
         """
         ours = self._reader.cache.geometry.regions[0]
         theirs = self._reader.cards[self._number][0].geometry.regions[0]
@@ -122,9 +112,6 @@ class RawReads:
 
     def read(self, lists: PreparedLists) -> float:
         """Read all descriptors once, and return the seconds from creating the NIXL transfer to its end.
-
-        Args:
-            lists: descriptors to read.
 
         Raises:
             TransferError: NIXL failed, or the producer process died.
@@ -147,11 +134,7 @@ class RawReads:
         return seconds
 
     def time_creation(self, lists: PreparedLists) -> float:
-        """Create a NIXL transfer without posting it, and return the seconds that the creation takes.
-
-        Args:
-            lists: descriptors of the transfer.
-        """
+        """Create a NIXL transfer without posting it, and return the seconds that this takes."""
         started = time.perf_counter()
         handle = self._agent.read(lists.local, lists.indices.dst, lists.remote, lists.indices.src)
         seconds = time.perf_counter() - started
@@ -159,41 +142,8 @@ class RawReads:
         return seconds
 
     def close(self) -> None:
-        """Release all prepared descriptor lists, disconnect from the peer, and close the NIXL agent."""
         for handle in self._extra:
             self._agent.release_list(handle)
         self._peer.close()
         self._context.destroy(linger=0)
         self._agent.close()
-
-
-class WaitLimit:
-    """A time limit and a health check for a loop that polls another process.
-
-    The method `check` is cheap enough to be called in every iteration of the loop. The time limit is
-    `MOVE_SECONDS` from the creation of this object.
-
-    Args:
-        check: function that raises TransferError if the other process has died.
-    """
-
-    def __init__(self, check: Callable[[], None]) -> None:
-        self._check = check
-        now = time.monotonic()
-        self._end, self._next = now + MOVE_SECONDS, now + _CHECK_SECONDS
-
-    def check(self) -> None:
-        """Check that the other process lives and that the time limit has not passed.
-
-        Does nothing if the last check was less than `_CHECK_SECONDS` ago.
-
-        Raises:
-            TransferError: the other process has died, or the time limit has passed.
-        """
-        now = time.monotonic()
-        if now < self._next:
-            return
-        self._next = now + _CHECK_SECONDS
-        self._check()
-        if now > self._end:
-            raise TransferError(f"a transfer was not done after {MOVE_SECONDS:g} s")

@@ -14,7 +14,7 @@ import torch
 from kvferry.errors import TransferError
 from kvferry.measuring.content import check_memory, fill_blocks
 from kvferry.measuring.producer_main import CONTENT
-from kvferry.measuring.producer_process import ProducerProcess
+from kvferry.measuring.producer_process import ProducerProcess, WaitLimit
 from kvferry.measuring.simulated import SimulatedEngine
 from kvferry.measuring.worker_steps import LoadRequest, WorkerSteps
 from kvferry.memory.device_stream import finish_stream
@@ -24,29 +24,28 @@ from kvferry.planning.strategy import Strategy
 from kvferry.planning.template import build_templates
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.handshake import PeerInfo, Pending, Unusable
+from kvferry.transport.lane import ReadResult
 from kvferry.transport.lease import LeaseWord, LeaseWords, new_incarnation
 from kvferry.transport.messages import Facts, RankCard
 from kvferry.transport.read_plan import ReadPlan
 from kvferry.transport.settings import TransferSettings
 from kvferry.transport.transfers import Transfers
 
+# The end of a load is noticed only in an engine step.
+STEP_SECONDS = 1e-3
 _HANDSHAKE_SECONDS = 10.0
+# Nobody reads from a reader.
 _LEASE_SLOTS = 1
 
 
 class Reader:
-    """A rank that reads KV from the engines of a producer process.
-
-    The reader is a context manager. Leaving the context ends the reader's threads.
+    """A rank that reads KV from the engines of a producer process. Leaving its context ends the threads.
 
     Attributes:
-        engine: engine of this rank, with the block tables to read into.
-        producer: process to read from.
-        bytes: number of bytes of the request's KV on this rank, without padding.
+        bytes: bytes of the request's KV on this rank, without padding.
         cache: KV cache of this rank, which loads overwrite.
-        cards: descriptions of the ranks of each engine to read from, as received in the handshake, by index
-            of the engine in the producer process.
-        steps: object that begins loads and collects their results, once per engine step.
+        cards: descriptions of the ranks of each engine, by its index in the producer process.
+        steps: begins loads and collects their results, once per engine step.
     """
 
     def __init__(
@@ -60,12 +59,8 @@ class Reader:
         """Allocate the KV cache, start the threads, and shake hands with the producer's engines.
 
         Args:
-            engine: engine to read into.
-            producer: process to read from.
             peers: indices, in the producer process, of the engines to read from.
-            rank: index of this rank in `engine`.
-            settings: transfer settings; None for the defaults. The CURVE keys in the settings are replaced by
-                the producer's keys.
+            settings: transfer settings; their CURVE keys are replaced by the producer's.
 
         Raises:
             ConfigError: memory cannot be allocated or registered, or NIXL is missing or cannot start.
@@ -75,6 +70,7 @@ class Reader:
         self._leases, self._tickets = 0, dict[str, bytes]()
         with ExitStack() as stack:
             self.cache = engine.allocated(rank)
+            # Computed, not read: so it needs no transfer to be right.
             self._expected = replace(engine, device="cpu").allocated(rank)
             fill_blocks(self._expected, engine)
             words = LeaseWords(new_incarnation(), _LEASE_SLOTS)
@@ -90,6 +86,7 @@ class Reader:
             self.cards: Mapping[int, tuple[RankCard, ...]] = {peer: self._handshake(peer) for peer in peers}
             for peer, cards in self.cards.items():
                 transfers.connect(_name(peer), cards)
+            # Everything is started. Until here, an error ends what was.
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -102,10 +99,7 @@ class Reader:
 
     @property
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the memory of the KV cache, and the expected bytes after a read.
-
-        Both are uint8 of shape (bytes,).
-        """
+        """Memory of the KV cache, and the expected bytes after a read, both uint8 of shape (bytes,)."""
         return self.cache.buffer, self._expected.buffer
 
     def load_request(
@@ -119,11 +113,8 @@ class Reader:
         """Have an engine lease its blocks to this rank, and return a request to load KV under the lease.
 
         Args:
-            span: range of the prompt's tokens to load.
-            src_tables, dst_tables: block table of each KV cache group on the engine to read from and on this
-                rank, int64 of shape (blocks,).
+            src_tables, dst_tables: block tables there and on this rank, each int64 of shape (blocks,).
             peer: index of the engine in the producer process.
-            strategy: transfer strategy to use; None for the cheapest.
 
         Raises:
             TransferError: the engine refuses, or does not answer.
@@ -140,36 +131,46 @@ class Reader:
             strategy=strategy,
         )
 
-    def plan(self, source: SimulatedEngine, peer: int = 0) -> ReadPlan:
-        """Load a request's KV, and return the plan by which kvferry did it.
+    def load(
+        self,
+        source: SimulatedEngine,
+        peer: int = 0,
+        strategy: Strategy | None = None,
+        poll_seconds: float = STEP_SECONDS,
+    ) -> tuple[ReadResult, float]:
+        """Load a request's KV, and return the result and the seconds until the request may use it.
 
         Args:
-            source: engine to read from.
             peer: index of the engine in the producer process.
+            strategy: transfer strategy to use; None for the cheapest.
+            poll_seconds: time between two engine steps.
 
         Raises:
             TransferError: the load failed, or the producer process died.
         """
-        request = self.load_request(source.span, source.tables, self.engine.tables, peer)
+        # Before the time starts: a scheduler has the lease when the block ids are known.
+        request = self.load_request(source.span, source.tables, self.engine.tables, peer, strategy)
+        limit = WaitLimit(self.producer.check)
+        started = time.perf_counter()
         outcome = self.steps.step([request])
-        while request.key not in outcome.results:
-            self.producer.check()
-            time.sleep(0.001)
+        while request.key not in outcome.failures:
+            limit.check()
+            time.sleep(poll_seconds)
             outcome = self.steps.step()
         self.acknowledge(request.key, peer)
-        result = outcome.results[request.key]
-        if result.plan is None or result.failure is not None:
-            raise TransferError(f"kvferry could not read from the producer process: {result.failure}")
+        seconds = time.perf_counter() - started
+        if failure := outcome.failures[request.key]:
+            raise TransferError(f"kvferry could not read from the producer process: {failure}")
+        return outcome.results[request.key], seconds
+
+    def plan(self, source: SimulatedEngine, peer: int = 0) -> ReadPlan:
+        """Load a request's KV, and return the plan by which kvferry did it. Raises as `load`."""
+        result, _ = self.load(source, peer)
+        assert result.plan is not None  # noqa: S101 - the load has succeeded
         return result.plan
 
     def claim_lease(self, key: str, peer: int = 0) -> LeaseWord:
-        """Make an engine grant a lease, claim the lease, and return its lease word.
-
-        A lease word is an integer in the producer's registered memory. It changes when the lease ends.
-
-        Args:
-            key: name for the new lease.
-            peer: index of the engine in the producer process.
+        """Make an engine grant a lease, claim it, and return its lease word.
 
         Raises:
             TransferError: the engine refuses, or does not answer.
@@ -184,16 +185,10 @@ class Reader:
         return answer.grant.word(answer.incarnation)
 
     def acknowledge(self, key: str, peer: int = 0) -> None:
-        """Tell an engine of the producer process that a lease is no longer needed.
-
-        Args:
-            key: name of the lease.
-            peer: index of the engine in the producer process.
-        """
+        """Tell an engine of the producer process that a lease is no longer needed."""
         self._client.release(self.producer.address(peer), self._tickets.pop(key))
 
     def clear(self) -> None:
-        """Fill the KV cache of this rank with zeros."""
         if self.cache.buffer.is_cuda:
             self.cache.buffer.zero_()
             finish_stream(self.cache.buffer.device)

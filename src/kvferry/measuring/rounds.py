@@ -28,6 +28,7 @@ def run_rounds(
     progress("moving, a round that does not count")
     for move in moves:
         move()
+    # A fixed seed: two runs differ by the machine only.
     draw = np.random.default_rng(7)
     seconds: list[list[float]] = [[] for _ in moves]
     for number in range(repeats):

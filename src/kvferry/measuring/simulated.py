@@ -1,8 +1,7 @@
 """Simulate engines without a model: only KV cache memory, and the block tables of one request.
 
-Pages, KV cache groups and block sizes are those that an engine would choose (`plan.side`). Each rank has one
-allocation (`memory.owned`). The groups of the request use different blocks of one pool. A sliding-window
-group has only the blocks that the next token attends to.
+Pages, KV cache groups and block sizes are those that an engine would choose. A sliding-window group has only
+the blocks that the next token attends to.
 """
 
 from __future__ import annotations
@@ -31,12 +30,10 @@ class SimulatedEngine:
     """An engine without a model: its memory layout, and the block tables of one request.
 
     Attributes:
-        name: name of the engine, unique in its process.
-        model: KV cache of the model's layers.
-        shape: parallel sizes, block sizes and memory layout.
-        tokens: length of the request, in tokens.
-        tables: block table of each KV cache group: block ids in the order of the tokens, int64 of shape
-            (blocks,). The id is 0 (the null block) if no block is needed at this position.
+        name: unique in its process.
+        tokens: length of the request.
+        tables: block table of each KV cache group, int64 of shape (blocks,). The id is 0 (the null block) if
+            no block is needed at this position.
         device: torch device of the KV cache, such as ``cpu`` or ``cuda:0``.
     """
 
@@ -49,23 +46,15 @@ class SimulatedEngine:
 
     @property
     def span(self) -> LoadSpan:
-        """Return the range of tokens to load: the first `tokens` tokens of the prompt.
-
-        The prompt has one more token, which the engine computes.
-        """
         return span_of(self.tokens)
 
     @property
     def blocks(self) -> int:
-        """Return the number of blocks of the request, over all KV cache groups."""
+        """Number of blocks of the request, over all KV cache groups."""
         return self.shape.num_blocks - 1
 
     def rank_bytes(self, rank: int) -> int:
-        """Return the number of useful bytes (without padding) in the request's blocks on one rank.
-
-        Args:
-            rank: index of the rank.
-        """
+        """Return the number of useful bytes (without padding) in the request's blocks on one rank."""
         geometry = lay_out(self.model, self.shape)[rank]
         return sum(
             int((table > 0).sum()) * sum(layer.page.content_bytes for layer in group.layers)
@@ -74,9 +63,6 @@ class SimulatedEngine:
 
     def allocated(self, rank: int) -> OwnedCache:
         """Allocate the KV cache of one rank, filled with zeros.
-
-        Args:
-            rank: index of the rank.
 
         Raises:
             ConfigError: there is not enough memory.
@@ -91,13 +77,8 @@ class SimulatedEngine:
 
 
 def span_of(tokens: int) -> LoadSpan:
-    """Return the range of tokens to load for a prompt of ``tokens + 1`` tokens, none of which is cached.
-
-    The last token of the prompt is not loaded, because the engine must compute it.
-
-    Args:
-        tokens: number of tokens to load.
-    """
+    """Return the range of tokens to load for a prompt of ``tokens + 1`` tokens, none of which is cached."""
+    # The engine must compute the last token of a prompt.
     return LoadSpan(0, tokens, tokens + 1)
 
 
@@ -106,8 +87,7 @@ def read_geometry(name: str, changes: Mapping[str, int] | None = None, dtype: st
 
     Args:
         name: name or path of the model, in any form that `kvferry plan` accepts.
-        changes: fields of ``config.json`` to replace, with their new values; None to replace nothing.
-        dtype: element type of the KV cache, such as ``fp8``; ``auto`` for the model's own.
+        changes: fields of ``config.json`` to replace, with their new values.
 
     Raises:
         ConfigError: there is no such model, or its configuration cannot be read.
@@ -129,16 +109,9 @@ def simulate_engine(
 ) -> SimulatedEngine:
     """Return an engine without a model, whose blocks hold one request. Allocates no memory yet.
 
-    The pool of blocks has exactly the request's blocks and the null block.
-
     Args:
-        name: name of the engine, unique in its process.
-        reading: description of the model's KV cache.
-        side: parallel sizes, layout and block size of the engine.
-        tokens: length of the request, in tokens.
         order: order of block ids: "scattered", as in an engine that has run for a while, or "contiguous", as
             in a new engine.
-        seed: seed of the scattered order.
 
     Raises:
         GeometryError: the engine cannot hold this model's KV cache.
@@ -146,6 +119,7 @@ def simulate_engine(
     made = shape(reading, side, 1)
     layers = reading.cache.layers
     parts = [_positions(layers[each.layers[0]], each.block_tokens, tokens) for each in made.groups]
+    # The groups of a request share one pool, so their ids differ.
     blocks = sum(last - first for first, last in parts)
     ids = block_ids(blocks, order, seed)
     tables = []
@@ -153,52 +127,26 @@ def simulate_engine(
         tables.append(np.concatenate([np.zeros(first, np.int64), ids[: last - first]]))
         ids = ids[last - first :]
     found = SimulatedEngine(name, reading.cache, replace(made, num_blocks=blocks + 1), tokens, tuple(tables))
+    # Raises the error here, not in a process that was started for the engine.
     lay_out(found.model, found.shape)
     return found
 
 
 def plain_engine(name: str, size: int, device: str = "cpu", layout: str = "BLHNC") -> SimulatedEngine:
-    """Return an engine without a model, with one rank, whose request has about `size` bytes of KV.
-
-    All layers have full attention.
-
-    Args:
-        name: name of the engine, unique in its process.
-        size: size of the request's KV, in bytes.
-        device: torch device of the KV cache.
-        layout: memory layout of the KV cache.
-    """
+    """Return an engine without a model, with one rank, whose request has about `size` bytes of KV."""
     reading = read_geometry("Llama-3.1-8B", {"num_hidden_layers": 8})
     tokens = max(16, size // reading.cache.layers[0].whole_bytes // len(reading.cache.layers))
     return replace(simulate_engine(name, reading, EngineSide(layout=layout), tokens), device=device)
 
 
 def block_ids(blocks: int, order: str, seed: int) -> Int64s:
-    """Return the block ids 1 to `blocks` of a pool, without the null block (id 0).
-
-    Args:
-        blocks: number of block ids to return.
-        order: "scattered" for a random order, "contiguous" for the ascending order.
-        seed: seed of the random order.
-
-    Returns:
-        int64 of shape (blocks,).
-    """
+    """Return the block ids 1 to `blocks` of a pool, int64 of shape (blocks,), scattered or contiguous."""
     ids = np.arange(1, blocks + 1, dtype=np.int64)
     return np.random.default_rng(seed).permutation(ids) if order == "scattered" else ids
 
 
 def _positions(cache: LayerCache, block_tokens: int, tokens: int) -> tuple[int, int]:
-    """Return the range of positions in a group's block table at which a load needs blocks.
-
-    Args:
-        cache: KV cache of a layer of the group.
-        block_tokens: number of tokens per block.
-        tokens: length of the request, in tokens.
-
-    Returns:
-        (first position, position after the last).
-    """
+    """Return the range of positions in a group's block table at which a load needs blocks."""
     if cache.kind is GroupKind.STATE:
         return 0, 1
     low, high = needed_tokens(cache.kind, cache.attention_span, span_of(tokens))

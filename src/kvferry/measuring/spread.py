@@ -23,22 +23,14 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
-        """Return the median, the lowest and the highest of the values.
-
-        Args:
-            values: measured values, at least one.
-        """
+        """Return the median, the lowest and the highest of at least one value."""
         return Spread(float(np.median(values)), float(min(values)), float(max(values)))
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """Return a percentile: the smallest value v such that at least `q` percent of the values are at most v.
+    """Return the smallest value v such that at least `q` percent of the values are at most v.
 
     >>> percentile([1.0, 2.0, 3.0, 4.0], 99)
     4.0
-
-    Args:
-        values: measured values, at least one.
-        q: percentage, 0 to 100.
     """
     return float(np.percentile(values, q, method="inverted_cdf"))

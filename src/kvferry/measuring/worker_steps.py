@@ -1,9 +1,4 @@
-"""The calls that a worker of an engine makes in every step to load KV, without an engine.
-
-The scheduler sends block tables as lists of numbers. In every step, the worker converts them to arrays,
-starts the deadlines of the loads, submits the loads to its reading threads, and collects the loads that have
-ended or passed their deadline.
-"""
+"""The calls that a worker of an engine makes in every step to load KV, without an engine."""
 
 from __future__ import annotations
 
@@ -25,21 +20,18 @@ from kvferry.transport.lease import LeaseWord
 from kvferry.transport.read_order import ReadOrder
 from kvferry.transport.transfers import Transfers
 
+# So long that a busy machine does not end a measurement.
 LOAD_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """The scheduler's request to a worker to load a prompt's KV from a peer (another engine).
+    """The scheduler's request to a worker to load a prompt's KV from a peer.
 
     Attributes:
         key: name of the load and of its lease, unique in this engine.
         peer: name under which the worker connected to the peer.
-        span: range of the prompt's tokens to load.
-        src_tables, dst_tables: block table (list of block ids) of each KV cache group, on the peer and on
-            this rank.
-        lease: index and expected value of the peer's lease word, an integer in registered memory that changes
-            when the lease ends.
+        src_tables, dst_tables: block ids of each KV cache group, on the peer and on this rank.
         strategy: transfer strategy to use; None for the cheapest.
     """
 
@@ -57,10 +49,10 @@ class StepOutcome:
     """The loads that ended, as seen by a worker in one engine step.
 
     Attributes:
-        failures: maps the key of each load that the worker reports to the scheduler to the reason why the
-            load failed, or to None if it succeeded.
-        results: maps the key of each load that the reading threads have finished to its result. If a load
-            passed its deadline, `failures` of an earlier step already reported it as failed.
+        failures: for each load that the worker reports to the scheduler, the reason why it failed, or None
+            if it succeeded.
+        results: results of the loads that the lanes have finished. If a load passed its deadline, `failures`
+            of an earlier step already reported it as failed.
     """
 
     failures: dict[str, str | None] = field(default_factory=dict)
@@ -68,25 +60,16 @@ class StepOutcome:
 
 
 class WorkerSteps:
-    """Runs the KV loads of one rank, as a worker does in every engine step.
-
-    Args:
-        transfers: threads and connections by which the rank reads from peers.
-    """
+    """Runs the KV loads of one rank, as a worker does in every engine step."""
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
         self._loads = Loads(time.monotonic)
 
     def step(self, requests: Sequence[LoadRequest] = ()) -> StepOutcome:
-        """Begin new loads, and return the loads that have ended since the last call.
-
-        Loads that passed their deadline are among the returned loads, as failures.
-
-        Args:
-            requests: loads to begin.
-        """
+        """Begin new loads, and return those that have ended or passed their deadline since the last call."""
         for load in requests:
+            # In the step, because the block ids are known only then.
             source, tables = as_arrays(load.src_tables), as_arrays(load.dst_tables)
             self._loads.begin(
                 Load(
@@ -115,5 +98,5 @@ class WorkerSteps:
 
 
 def as_arrays(tables: Sequence[list[int]]) -> tuple[Int64s, ...]:
-    """Convert block tables from lists of block ids to int64 arrays. There is one table per KV cache group."""
+    """Convert block tables from lists of block ids to int64 arrays."""
     return tuple(np.array(table, np.int64) for table in tables)

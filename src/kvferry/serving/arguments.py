@@ -6,16 +6,13 @@ from collections.abc import Sequence
 
 
 def value_of(arguments: Sequence[str], *names: str) -> str | None:
-    """Return the value of an option; None if it is not given. Of several values, the last one counts.
+    """Return the value of an option of vLLM's API server; None if it is not given.
 
     >>> value_of(["--dtype=float32", "-pp", "2"], "--pipeline-parallel-size", "-pp")
     '2'
-
-    Args:
-        arguments: arguments of vLLM's API server.
-        names: long and short names of the option. vLLM also accepts underscores in place of the dashes.
     """
     found = None
+    # Of several values, the last one counts, and vLLM reads --some_flag as --some-flag.
     for index, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")
         if flag.replace("_", "-") in names:

@@ -16,10 +16,7 @@ from kvferry.errors import ConfigError
 
 @cache
 def corpus() -> str:
-    """Return the Python language reference as one English text of about 400,000 characters.
-
-    Its topics are sorted by name and separated by blank lines.
-    """
+    """Return the Python language reference as one English text of about 400,000 characters."""
     topics: dict[str, str] = pydoc_data.topics.topics
     return "\n\n".join(topics[name].strip() for name in sorted(topics))
 
@@ -31,12 +28,7 @@ def corpus_digest() -> str:
 
 
 def passages(characters: int) -> Iterator[str]:
-    """Yield passages of the text that `corpus` returns, in the order of the text.
-
-    The passages do not overlap, and each starts at a paragraph.
-
-    Args:
-        characters: exact length of each passage, in characters.
+    """Yield passages of the text that `corpus` returns, in order, without overlap, each from a paragraph on.
 
     Raises:
         ConfigError: `characters` is not positive, or the text is shorter than one passage.
@@ -48,6 +40,7 @@ def passages(characters: int) -> Iterator[str]:
     start = 0
     while start + characters <= len(text):
         yield text[start : start + characters]
+        # A passage that begins within a sentence reads oddly in the demo.
         paragraph = text.find("\n\n", start + characters)
         if paragraph < 0:
             return

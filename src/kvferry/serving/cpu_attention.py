@@ -29,8 +29,8 @@ REMEDY = "add --dtype float32 to the engine's arguments"
 _PROBE = (sys.executable, "-m", "kvferry.engines.vllm.compat.cpu_attention")
 _PROBE_SECONDS = 120.0
 _PROCESSOR = Path("/proc/cpuinfo")
+# Flag of processors on which the attention may fail. Others need no trial, which takes seconds.
 _DOUBTFUL = "amx_tile"
-"""Flag of processors on which the attention may fail. Other processors need no trial, which takes seconds."""
 _BFLOAT16 = (None, "auto", "bfloat16")
 
 
@@ -43,9 +43,6 @@ def signal_text(number: int) -> str:
 
 def check_attention(arguments: Sequence[str]) -> None:
     """Check that an engine that computes in bfloat16 works on this machine's CPU.
-
-    Args:
-        arguments: arguments of vLLM's API server.
 
     Raises:
         ConfigError: the arguments choose no other dtype, and vLLM's attention over bfloat16 fails here.
@@ -93,12 +90,7 @@ def _compute() -> int:
 
 
 def _remembered(key: str, run: Callable[[], int]) -> int:
-    """Return the exit code of an earlier trial, or of a new one, which is then remembered.
-
-    Args:
-        key: name of the processor, kernel and vLLM of the trial.
-        run: function that makes a trial and returns its exit code.
-    """
+    """Return the exit code of an earlier trial, or of a new one, which is then remembered."""
     try:
         path = user_cache() / "cpu_attention.json"
         kept = json.loads(path.read_text())

@@ -21,8 +21,8 @@ class Devices:
     """Devices that engines can run on.
 
     Attributes:
-        gpus: indices or UUIDs of the CUDA devices, in the form of ``CUDA_VISIBLE_DEVICES``; empty for a
-            CPU build of vLLM or a machine without GPUs.
+        gpus: indices or UUIDs, in the form of ``CUDA_VISIBLE_DEVICES``; empty for a CPU build of vLLM or a
+            machine without GPUs.
         cores: ids of the CPU cores that the engines may use.
     """
 
@@ -38,18 +38,12 @@ def visible_devices() -> Devices:
 def engine_environments(machine: Devices, ranks: Sequence[int]) -> list[dict[str, str]]:
     """Return environment variables that assign devices to each engine.
 
-    Engines share GPUs only if there are fewer GPUs than workers. Within an engine, the first device goes to
-    vLLM's first rank, and so on; vLLM numbers ranks with data-parallel outermost, tensor-parallel innermost.
+    Engines share GPUs only if there are fewer GPUs than workers. On a CPU each worker is bound to an equal
+    share of the cores. If there are more workers than cores, none is bound, and each has one thread.
 
     Args:
-        machine: devices to divide among the engines.
         ranks: number of workers of each engine, over all parallel dimensions. On GPUs, no engine may have
             more workers than there are GPUs.
-
-    Returns:
-        Environment variables of each engine, in the order of `ranks`. On GPUs they name one device per
-        worker. On a CPU they bind each worker to an equal share of the cores. If there are more workers than
-        cores, no worker is bound to cores, and each worker has one thread.
     """
     if machine.gpus:
         return [
@@ -73,12 +67,7 @@ def engine_environments(machine: Devices, ranks: Sequence[int]) -> list[dict[str
 def memory_arguments(machine: Devices, ranks: Sequence[int], given: Sequence[str]) -> tuple[str, ...]:
     """Return the vLLM arguments that limit the memory of each engine, so that engines can share a device.
 
-    Return no arguments if `given` already sets the size of the KV cache, or if every worker has its own GPU.
-
-    Args:
-        machine: devices that the engines share.
-        ranks: number of workers of each engine over all parallel dimensions.
-        given: arguments of vLLM's API server that the user gave.
+    Return none if `given` already sets the size of the KV cache, or if every worker has its own GPU.
     """
     if any(argument.split("=")[0] in _MEMORY_FLAGS for argument in given):
         return ()
@@ -89,11 +78,7 @@ def memory_arguments(machine: Devices, ranks: Sequence[int], given: Sequence[str
 
 
 def _slots(ranks: Sequence[int]) -> list[range]:
-    """Number the workers of all engines consecutively from 0, and return each engine's range of numbers.
-
-    Args:
-        ranks: number of workers of each engine.
-    """
+    # In vLLM's order of ranks: data-parallel outermost, tensor-parallel innermost.
     starts = [sum(ranks[:i]) for i in range(len(ranks))]
     return [range(start, start + count) for start, count in zip(starts, ranks, strict=True)]
 

@@ -21,6 +21,7 @@ from kvferry.serving.kv_config import kv_transfer_json
 from kvferry.serving.role import Role
 
 _HEALTH_TIMEOUT_SECONDS = 2.0
+# More than the guard takes after its own patience: it polls, and kills trackers last.
 _GUARD_MARGIN_SECONDS = 8.0
 
 
@@ -29,12 +30,9 @@ class EngineSpec:
     """The specification of an engine to start.
 
     Attributes:
-        name: name of the engine, unique in its fleet, for example ``prefill-0``. The log file has this name.
-        role: PREFILL or DECODE; BOTH for an engine that serves alone.
+        name: unique in its fleet, for example ``prefill-0``. The log file has this name.
         model: path or id that vLLM can load.
         port: TCP port of the OpenAI endpoint.
-        host: address that the engine listens on.
-        tensor_parallel: number of tensor-parallel ranks.
         kv_transfer: value of ``--kv-transfer-config``; None for an engine without KV transfer.
         arguments: further arguments of vLLM's API server.
         environment: environment variables of the engine, in addition to those of this process.
@@ -52,11 +50,9 @@ class EngineSpec:
 
     @property
     def url(self) -> str:
-        """Return the base URL of the engine's endpoint, without a trailing slash."""
         return f"http://{self.host}:{self.port}"
 
     def command(self) -> list[str]:
-        """Return the command line that starts vLLM's API server for this engine, as a list of arguments."""
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", self.model, "--host", self.host, "--port", str(self.port)]
         command += ["--tensor-parallel-size", str(self.tensor_parallel)]
@@ -74,14 +70,13 @@ class EngineState(StrEnum):
 
 
 class EngineProcess:
-    """A started engine and its guard (small process that starts the engine and ensures that it is stopped).
+    """A started engine and its guard, the process that starts the engine and ensures that it is stopped.
 
     The guard stops the engine when `begin_stop` or `kill` write to a pipe, and when the pipe closes because
     this process has ended for any reason.
 
     Attributes:
-        spec: specification of the engine.
-        log_path: path of the file with the engine's standard output and error.
+        log_path: path of the file with the engine's standard output and error; overwritten at the start.
         state: state of the engine when `poll` or `finish_stop` was last called; STARTING before that.
     """
 
@@ -92,14 +87,7 @@ class EngineProcess:
         stop_timeout_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the guard: a process that starts the engine and ensures that the engine is stopped.
-
-        Args:
-            spec: specification of the engine.
-            log_path: path of the log file; an existing file is overwritten.
-            stop_timeout_seconds: seconds that the guard waits after SIGTERM for the engine to exit, before it
-                kills the engine.
-            clock: function that returns monotonic seconds.
+        """Start the guard.
 
         Raises:
             OSError: the log file or the process cannot be created.
@@ -120,6 +108,7 @@ class EngineProcess:
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **spec.environment},
                     pass_fds=(read_end,),
+                    # A Ctrl-C in the terminal must reach the launcher only, which stops the engines in order.
                     start_new_session=True,
                 )
         except BaseException:
@@ -130,18 +119,17 @@ class EngineProcess:
 
     @property
     def seconds(self) -> float:
-        """Return the time since the engine was started, in seconds."""
         return self._clock() - self._started
 
     @property
     def exit_code(self) -> int | None:
-        """Return the exit code of the engine's main process; -n if signal n ended it, None while it runs."""
+        """Exit code of the engine's main process; -n if signal n ended it, None while it runs."""
         code = self._guard.poll()
         return code if code is None or code < 128 else 128 - code
 
     @property
     def pid(self) -> int:
-        """Return the process id of the guard. It is also the id of the engine's process group."""
+        """Process id of the guard. It is also the id of the engine's process group."""
         return self._guard.pid
 
     def poll(self) -> EngineState:
@@ -158,28 +146,23 @@ class EngineProcess:
         return self.state
 
     def healthy(self) -> bool:
-        """Query ``/health`` and return whether the engine answers with status 200."""
         connection = http.client.HTTPConnection(
             self.spec.host, self.spec.port, timeout=_HEALTH_TIMEOUT_SECONDS
         )
         try:
             connection.request("GET", "/health")
             return connection.getresponse().status == 200
+        # Nothing listens yet, or the server is too busy loading to answer.
         except (OSError, http.client.HTTPException):
             return False
         finally:
             connection.close()
 
     def begin_stop(self) -> None:
-        """Ask the engine to end, and return at once.
-
-        The guard process sends SIGTERM, and kills the engine if it is still running after the stop timeout
-        that the constructor was given.
-        """
+        """Ask the engine to end, and return at once. The guard kills it after the stop timeout."""
         self._tell_guard(STOP)
 
     def kill(self) -> None:
-        """Tell the guard process to kill all processes of this engine, and return at once."""
         self._tell_guard(KILL)
 
     def _tell_guard(self, request: bytes) -> None:
@@ -189,7 +172,7 @@ class EngineProcess:
                 os.write(self._lifeline, request)
 
     def _kill_if_unguarded(self) -> None:
-        """Kill the engine's process group if a signal ended the guard, which then left processes behind."""
+        # A signal ended the guard, which then left processes behind.
         if self._guard.returncode < 0 and self.state is not EngineState.DEAD:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._guard.pid, signal.SIGKILL)

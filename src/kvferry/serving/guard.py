@@ -34,8 +34,10 @@ from kvferry.orphans import die_with_parent
 STOP = b"s"
 KILL = b"k"
 
+# From linux/prctl.h.
 _PR_SET_CHILD_SUBREAPER = 36
 _POLITE_SECONDS = 1.0
+# Resource trackers end by themselves when those that they serve are gone, and remove their shared memory.
 _TRACKER_SECONDS = 3.0
 _POLL_SECONDS = 0.02
 
@@ -45,12 +47,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def main(arguments: list[str]) -> int:
     """Run an engine's command until the command or the launcher ends, and return the exit code.
 
-    The launcher is the process that has started this one. All processes of the engine have ended when
-    this function returns.
+    All processes of the engine have ended when this function returns.
 
     Args:
-        arguments: command-line arguments: the file descriptor of a pipe that closes when the launcher ends,
-            the time in seconds from SIGTERM to SIGKILL, and then the engine's command.
+        arguments: file descriptor of a pipe that closes when the launcher ends, seconds from SIGTERM to
+            SIGKILL, and then the engine's command.
 
     Returns:
         Exit code of the command; 128 + n if signal n ended it.
@@ -72,11 +73,6 @@ def _watch(root: subprocess.Popen[bytes], lifeline: int, stop_timeout_seconds: f
 
     At STOP, or if the pipe from the launcher closes, send SIGTERM to the main process, and wait for its end,
     KILL or the timeout. At KILL, return at once, so that the caller kills without SIGTERM.
-
-    Args:
-        root: main process of the engine.
-        lifeline: file descriptor of the pipe, which the launcher writes to. It closes if the launcher ends.
-        stop_timeout_seconds: longest time to wait after SIGTERM, in seconds.
     """
     ended = os.pidfd_open(root.pid)
     watched = select.poll()  # select.select refuses descriptors from 1024, and a busy launcher has them
@@ -121,12 +117,7 @@ def _signal_all(pids: list[int], number: int) -> None:
 
 
 def _descendants(*, trackers: bool) -> list[int]:
-    """Return the ids of all running descendants of this process.
-
-    Args:
-        trackers: True to include Python's resource trackers, False to omit them. A resource tracker is a
-            process that frees the shared memory that killed processes leave behind.
-    """
+    """Return the ids of all running descendants of this process, with or without resource trackers."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (stat := _read(entry / "stat")):

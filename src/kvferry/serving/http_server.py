@@ -24,21 +24,16 @@ class Server(uvicorn.Server):
 class BoundedHttp(HttpToolsProtocol):
     """A connection of a client. It is closed if the headers or the trailers of a request exceed 64 KiB.
 
-    The parser of httptools itself accepts both of any length. Trailers, the fields after a chunked body, are
-    dropped, because uvicorn would add them to the headers of the request.
-
-    A request to change the protocol (``Upgrade``, or the method CONNECT) is answered like any other. The
-    parser would skip its body, and read it as the next request. So the connection gets a new parser, which
-    first reads headers that only say where the body ends.
+    A request to change the protocol (``Upgrade``, or the method CONNECT) is answered like any other.
     """
 
+    # httptools accepts headers and trailers of any length. So the bytes are counted since it last found the
+    # end of headers, a part of a body, or the end of one.
     _pending_bytes = 0
-    """Number of bytes since the parser last found the end of headers, a part of a body, or the end of one."""
     _in_headers = False
     _replaying = False
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes, and close the connection if they are invalid or exceed the limit."""
         self._unset_keepalive_if_required()
         rest = memoryview(data)
         try:
@@ -49,7 +44,7 @@ class BoundedHttp(HttpToolsProtocol):
             self.send_400_response("Invalid HTTP request received.")
 
     def _parse(self, data: memoryview) -> memoryview:
-        """Parse bytes, but none after the headers of a request to change the protocol. Return those bytes."""
+        """Parse bytes up to the headers of a request to change the protocol. Return the bytes after them."""
         self._pending_bytes += len(data)
         try:
             self.parser.feed_data(data)
@@ -61,7 +56,8 @@ class BoundedHttp(HttpToolsProtocol):
         return data[:0]
 
     def _decline_upgrade(self) -> None:
-        """Replace the parser by one that expects the body of the current request."""
+        # The parser would skip the body, and read it as the next request. A new one first reads headers that
+        # only say where the body ends.
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         framing = [b"%s: %s\r\n" % header for header in self.headers if header[0] in _FRAMING]
@@ -79,7 +75,7 @@ class BoundedHttp(HttpToolsProtocol):
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Add a header to the request, unless it is a trailer."""
+        # A trailer, a field after a chunked body, is dropped. uvicorn would add it to the request's headers.
         if self._in_headers:
             super().on_header(name, value)
 
@@ -101,7 +97,8 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Tell the application that the body is complete, unless the parser has skipped it."""
         self._pending_bytes = 0
+        # The parser says so too soon of a request to change the protocol: it has skipped the body, which the
+        # new parser reads.
         if not self.parser.should_upgrade():
             super().on_message_complete()

@@ -17,7 +17,6 @@ from kvferry.user_cache import expanded
 
 _VLLM_ROLE = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
 _LONGEST_SHOWN = 200
-"""Longest text in a message, in characters."""
 
 
 def kv_transfer_config(
@@ -25,12 +24,9 @@ def kv_transfer_config(
 ) -> dict[str, Any]:
     """Check an engine's settings as the engine does at its start, and return its ``--kv-transfer-config``.
 
-    Paths in the result are absolute, because the engine may start in another folder.
-
     Args:
-        role: role of the engine.
-        settings: settings of the connector, by their names in `ConnectorConfig`; None for the default values.
-            A setting whose value is None also has its default value.
+        settings: settings of the connector, by their names in `ConnectorConfig`. A setting whose value is
+            None has its default value.
         alone: True if kvferry's connector is the engine's only connector. With the role PREFILL or DECODE, it
             must then exchange KV with other engines. So `settings` must not set ``transfer`` to false. If
             they set ``tiers``, the result sets ``transfer`` to true.
@@ -46,6 +42,7 @@ def kv_transfer_config(
         extra["transfer"] = True
     if machine:
         check_machine(config)
+    # The engine may start in another folder.
     extra = _with_absolute_paths(extra)
     result = {
         "kv_connector": "KVFerryConnector",
@@ -74,8 +71,6 @@ def _with_absolute_paths(extra: Mapping[str, Any]) -> dict[str, Any]:
 def with_other_connectors(config: Mapping[str, Any], others: Any) -> dict[str, Any]:
     """Return a ``--kv-transfer-config`` object that combines other connectors with kvferry's.
 
-    The object names `FerryMultiConnector`, which contains the other connectors, followed by kvferry's.
-
     Args:
         config: result of `kv_transfer_config`. Its ``source_policy`` and ``patience_seconds`` apply to all
             connectors.
@@ -102,23 +97,12 @@ def with_other_connectors(config: Mapping[str, Any], others: Any) -> dict[str, A
 
 
 def _checked(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a ``--kv-transfer-config`` object that an engine accepts.
-
-    Raises:
-        ConfigError: an engine refuses it.
-    """
     TransferCheck(config).raise_refusal()
     return config
 
 
 def parse_connectors(text: str) -> Any:
-    """Parse a JSON list of connectors to combine with kvferry's, as given on a command line.
-
-    Only the JSON syntax is checked here. `with_other_connectors` checks that the value is a list of
-    connectors.
-
-    Args:
-        text: value of the command-line option.
+    """Parse a JSON list of connectors to combine with kvferry's. `with_other_connectors` checks its content.
 
     Raises:
         ConfigError: the text is not JSON.
@@ -127,15 +111,7 @@ def parse_connectors(text: str) -> Any:
 
 
 def parse_tiers(text: str | None) -> Any:
-    """Parse the value of the connector's setting ``tiers``, as given on a command line.
-
-    The content of the value is not checked.
-
-    Args:
-        text: ``default``, or JSON: a list of objects with a "type"; None if the option is not given.
-
-    Returns:
-        ``default``, the parsed JSON, or None.
+    """Parse the setting ``tiers``: ``default``, or JSON, whose content is not checked.
 
     Raises:
         ConfigError: the text is neither ``default`` nor JSON.
@@ -147,12 +123,7 @@ def parse_tiers(text: str | None) -> Any:
 
 
 def parse_admin(text: str | None) -> Any:
-    """Parse the value of the connector's setting ``admin``, as given on a command line.
-
-    The content of the value is not checked.
-
-    Args:
-        text: JSON: an object with a "port"; None if the option is not given.
+    """Parse the setting ``admin``: JSON, whose content is not checked.
 
     Raises:
         ConfigError: the text is not JSON.
@@ -173,16 +144,11 @@ def _parse_json(name: str, text: str, expected: str) -> Any:
 
 
 def _shortened(text: str) -> str:
-    """Return a text in quotation marks, with the middle of a long one left out."""
     short = reprlib.Repr()
     short.maxstring = _LONGEST_SHOWN
     return short.repr(text)
 
 
 def kv_transfer_json(config: Mapping[str, Any]) -> str:
-    """Return a ``--kv-transfer-config`` object as one line of JSON.
-
-    Args:
-        config: object from `kv_transfer_config` or `with_other_connectors`.
-    """
+    """Return a ``--kv-transfer-config`` object as one line of JSON."""
     return json.dumps(config, separators=(",", ":"))

@@ -46,6 +46,12 @@ class LaunchError(KVFerryError):
 class Fleet:
     """Several engines, as a context manager that starts them on entry and stops them on exit.
 
+    Args:
+        log_dir: folder for one log per engine, ``<name>.log``; created if it does not exist.
+        startup_timeout_seconds: longest time from the start of an engine until it is ready.
+        stop_timeout_seconds: time that an engine has to end after SIGTERM, before it is killed.
+        clock: function that returns monotonic seconds, for the age of engines.
+
     Attributes:
         engines: started engines in the order of their specifications; empty before `start`.
     """
@@ -59,16 +65,6 @@ class Fleet:
         stop_timeout_seconds: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Store the specifications of the engines. `start` starts the engines.
-
-        Args:
-            specs: specifications of the engines.
-            log_dir: folder for one log per engine, ``<name>.log``; created if it does not exist.
-            startup_timeout_seconds: longest time from the start of an engine until it is ready, in seconds.
-            stop_timeout_seconds: time that an engine has to end after SIGTERM, before it is killed, in
-                seconds.
-            clock: function that returns monotonic seconds, for the age of engines.
-        """
         self._clock = clock
         self._specs = tuple(specs)
         self._log_dir = log_dir
@@ -142,17 +138,11 @@ class Fleet:
             time.sleep(_POLL_SECONDS)
 
     def is_late(self, engine: EngineProcess) -> bool:
-        """Return whether an engine should be ready by now, and is not."""
         late = engine.seconds > self._startup_timeout_seconds
         return late and engine.state is EngineState.STARTING
 
     def restart(self, engine: EngineProcess) -> None:
-        """Start an engine that has ended again, with a new log, ``<name>.restart-<number>.log``.
-
-        Replaces the engine in `engines`.
-
-        Args:
-            engine: one of `engines`, in the state DEAD.
+        """Start an engine that has ended again, with a new log. Replaces the engine in `engines`.
 
         Raises:
             LaunchError: the log file or the process cannot be created.
@@ -171,12 +161,11 @@ class Fleet:
 
     @property
     def prefill_urls(self) -> list[str]:
-        """Return the base URLs of the prefill engines."""
         return [engine.spec.url for engine in self.engines if engine.spec.role is Role.PREFILL]
 
     @property
     def decode_urls(self) -> list[str]:
-        """Return the base URLs of the engines that answer: decode engines, and engines with both roles."""
+        """Base URLs of the engines that answer: decode engines, and engines with both roles."""
         return [engine.spec.url for engine in self.engines if engine.spec.role is not Role.PREFILL]
 
     def stop(self) -> None:
@@ -195,7 +184,6 @@ class Fleet:
         self._clean()
 
     def kill(self) -> None:
-        """Kill every engine, and wait until all their processes have ended."""
         for engine in self.engines:
             engine.kill()
         for engine in self.engines:
@@ -212,7 +200,6 @@ class Fleet:
             self._temporary = None
 
     def __enter__(self) -> Self:
-        """Start all engines, and return the fleet. If a start fails, kill all engines and raise the error."""
         try:
             self.start()
         except BaseException:

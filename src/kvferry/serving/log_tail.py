@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+# A log may have gigabytes, and the cause of an end stands near its end.
 _TAIL_BYTES = 256 << 10
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 # Prefix of a log line: "(EngineCore pid=7) ERROR 09-30 12:00:00 [core.py:7] ". Each part is optional.
@@ -26,13 +27,7 @@ _MAX_CHARS = 500
 
 
 def error_line(log_path: Path) -> str | None:
-    """Return the text of the last error in an engine's log; None if the log has no error.
-
-    Errors that merely report the failure of another process are skipped, unless the log has no other error.
-
-    Args:
-        log_path: path of the log. Only its last 256 KiB are read.
-    """
+    """Return the text of the last error in an engine's log; None if the log has no error."""
     lines = [_PREFIX.sub("", _ANSI.sub("", line)).rstrip() for line in _tail(log_path)]
     echo = None
     for index in range(len(lines) - 1, -1, -1):
@@ -44,33 +39,18 @@ def error_line(log_path: Path) -> str | None:
 
 
 def process_code(log_path: Path) -> int | None:
-    """Return the exit code of the vLLM process that failed first, as another one reports it, if any does.
-
-    Args:
-        log_path: path of the log. Only its last 256 KiB are read.
-    """
+    """Return the exit code of the vLLM process that failed first, as another one reports it, if any does."""
     codes = (found for line in _tail(log_path) for found in _PROCESS_CODE.findall(line))
     return next((int(code) for code in codes if code != "0"), None)
 
 
 def last_line(log_path: Path) -> str:
-    """Return the last line of an engine's log that has text; empty if there is none.
-
-    The prefix of the line (process, level, time and source file) is removed.
-
-    Args:
-        log_path: path of the log. Only its last 256 KiB are read.
-    """
+    """Return the last line of an engine's log that has text, without its prefix; empty if there is none."""
     return next(iter(last_lines(log_path, 1)), "")
 
 
 def last_lines(log_path: Path, count: int) -> list[str]:
-    """Return the last lines of an engine's log that have text, without their prefixes, the oldest first.
-
-    Args:
-        log_path: path of the log. Only its last 256 KiB are read.
-        count: maximum number of lines, at least 1.
-    """
+    """Return the last lines of an engine's log that have text, without their prefixes, the oldest first."""
     lines = (_PREFIX.sub("", _ANSI.sub("", line)).strip() for line in _tail(log_path))
     return [line for line in lines if line][-count:]
 

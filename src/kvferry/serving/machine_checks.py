@@ -27,11 +27,8 @@ class PortInUse(ConfigError):
 def node_address(environment: Mapping[str, str] = os.environ) -> str:
     """Return the address on which an engine listens if its setting ``host`` is ``node``.
 
-    This is the value of ``VLLM_HOST_IP`` if it is set, else the address of the network interface with the
-    default route. If there is no default route, it is 127.0.0.1.
-
-    Args:
-        environment: environment variables.
+    This is ``VLLM_HOST_IP`` if it is set, else the address of the network interface with the default route,
+    else 127.0.0.1.
     """
     if given := environment.get("VLLM_HOST_IP"):
         return given
@@ -44,11 +41,7 @@ def node_address(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def check_listening(host: str, port: int) -> None:
-    """Check that an engine on this machine can listen at an address now.
-
-    Args:
-        host: value of the setting ``host``.
-        port: port number; 0 for any free port.
+    """Check that an engine on this machine can listen on a host and port now; 0 is any free port.
 
     Raises:
         PortInUse: another program listens there.
@@ -65,6 +58,7 @@ def check_listening(host: str, port: int) -> None:
         ) from error
     family, kind, number, _, place = found[0]
     with socket.socket(family, kind, number) as sock:
+        # As ZeroMQ does: a port that was just closed is free.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind(place)
@@ -90,9 +84,6 @@ def check_machine(config: ConnectorConfig) -> None:
 
     Nothing is left behind: the key of this machine and the default directory of the file tier are not made.
     Object storage is not contacted.
-
-    Args:
-        config: settings of the connector.
 
     Raises:
         ConfigError: a file, directory or address is missing or cannot be used, or the machine has too little

@@ -8,22 +8,18 @@ from kvferry.errors import ConfigError
 from kvferry.plan.hub import CONFIG_FILE, PARAMS_FILE, NotOnHub, hub_config
 from kvferry.user_cache import expanded
 
+# vLLM needs one of them: Hugging Face's or Mistral's.
 _CONFIGS = (CONFIG_FILE, PARAMS_FILE)
-"""Files of which vLLM needs one: Hugging Face's or Mistral's."""
 _REMEDY = "give a folder with a checkpoint, or the id of a model, such as Qwen/Qwen3-0.6B"
 
 
 def check_model(model: str) -> None:
     """Check that a model is a folder with a checkpoint, or a name on the Hugging Face hub or in its cache.
 
-    Models of other places, such as ``s3://...`` or ModelScope, are not checked.
-
-    Args:
-        model: path or id that vLLM is to load.
-
     Raises:
         ConfigError: vLLM would not find the model.
     """
+    # Models of other places, such as ``s3://`` or ModelScope, are not checked.
     if "://" in model or os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
         return
     check_path(model)
@@ -42,9 +38,6 @@ def check_model(model: str) -> None:
 
 def check_path(model: str) -> None:
     """Check that a model that is given as a path exists and can be read.
-
-    Args:
-        model: path or id that vLLM is to load.
 
     Raises:
         ConfigError: it does not or cannot.

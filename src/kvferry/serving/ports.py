@@ -10,6 +10,7 @@ import psutil
 
 from kvferry.errors import KVFerryError
 
+# As uvicorn's: clients that connect at once must not be refused.
 _BACKLOG = 2048
 
 
@@ -30,11 +31,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open and return a listening socket.
-
-    Args:
-        host: IPv4 or IPv6 address, or host name, to listen on.
-        port: port to listen on; 0 for any free port.
+    """Open and return a listening socket. Port 0 is any free port.
 
     Raises:
         ListenError: the process cannot listen on the address, for example because the port is in use.
@@ -57,10 +54,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def port_holder(port: int) -> str:
-    """Return a description of the process that listens on a port, such as ``nginx (process 71)``.
-
-    Return an empty text if no process listens there, or if it belongs to another user.
-    """
+    """Return the process that listens on a port, such as ``nginx (process 71)``; empty if it is not known."""
     with suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:

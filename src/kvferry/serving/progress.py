@@ -14,7 +14,6 @@ from kvferry.serving.engine import EngineProcess, EngineState
 from kvferry.serving.log_tail import last_line
 
 _REMINDER_SECONDS = 60
-"""Time between lines about an engine that is still starting."""
 _EAGER = "--enforce-eager"
 _HINT = (
     "vLLM may be compiling the model, which takes minutes on a CPU; "
@@ -28,15 +27,9 @@ _COLOURS = {EngineState.STARTING: "yellow", EngineState.READY: "green", EngineSt
 def startup_progress(console: Console) -> Iterator[Callable[[Sequence[EngineProcess]], None]]:
     """Yield a function that shows the states of engines while they start.
 
-    On a terminal, the function updates a live table, which disappears at the end of the ``with`` block.
-    Elsewhere, the function prints one line per change of state, and one per minute for an engine that is
-    still starting. An engine that takes more than a minute and may be compiling gets a hint.
-
-    Args:
-        console: console for the table or the lines.
-
-    Yields:
-        Function that takes the engines, and shows the states that they had at their last `poll`.
+    On a terminal, it updates a live table, which disappears at the end of the ``with`` block. Elsewhere, it
+    prints one line per change of state, and one per minute for an engine that is still starting. An engine
+    that takes more than a minute and may be compiling gets a hint.
     """
     if not console.is_terminal:
         yield _Lines(console)
@@ -77,7 +70,6 @@ class _Lines:
 
 
 def _hint(engines: Sequence[EngineProcess]) -> str:
-    """Return what may take so long if an engine is starting for more than a minute; else an empty text."""
     slow = (
         engine.state is EngineState.STARTING
         and engine.seconds >= _REMINDER_SECONDS

@@ -16,9 +16,6 @@ class RestartPolicy:
 
     Attributes:
         limit: largest number of restarts in a row of one engine; 0 to restart none.
-        first_seconds: wait before the first restart in a row, in seconds.
-        longest_seconds: longest wait before a restart, in seconds.
-        stable_seconds: time in seconds from an engine's start, after which its earlier restarts do not count.
     """
 
     limit: int = 5
@@ -27,11 +24,8 @@ class RestartPolicy:
     stable_seconds: float = 600.0
 
     def wait_seconds(self, restart: int) -> float:
-        """Return the wait before a restart, in seconds.
-
-        Args:
-            restart: number of the restart in its row, from 1.
-        """
+        """Return the wait before a restart in seconds, by its number in its row, from 1."""
+        # A power of 2 beyond 1023 overflows.
         return min(self.first_seconds * 2.0 ** min(restart - 1, 32), self.longest_seconds)
 
 
@@ -44,11 +38,6 @@ class Restarts:
     """
 
     def __init__(self, policy: RestartPolicy) -> None:
-        """Begin without restarts.
-
-        Args:
-            policy: limits of the restarts.
-        """
         self._policy = policy
         self.in_row = 0
         self.due: float | None = None
@@ -59,8 +48,8 @@ class Restarts:
         Return None if the engine has used up its restarts.
 
         Args:
-            now: current time in monotonic seconds.
-            ran_seconds: time in seconds from the engine's start to its end; 0 if it was never ready.
+            now: monotonic seconds.
+            ran_seconds: time from the engine's start to its end; 0 if it was never ready.
         """
         if ran_seconds >= self._policy.stable_seconds:
             self.in_row = 0
@@ -72,5 +61,4 @@ class Restarts:
         return wait
 
     def on_started(self) -> None:
-        """Record that the engine was started again."""
         self.due = None

@@ -23,10 +23,11 @@ except ImportError:  # there is no uvloop for Windows
 else:
     _new_event_loop = uvloop.new_event_loop
 
+# Number of the parameter in ``mallopt(3)``.
 _M_MMAP_THRESHOLD = -3
-"""Number of the parameter in ``mallopt(3)``."""
 _THRESHOLD_BYTES = 128 << 10
 
+# A request under way takes two or three descriptors, and the soft limit is often 1,024.
 _MOST_FILES = 1 << 16
 
 _TICK_SECONDS = 0.2
@@ -49,12 +50,11 @@ def run_app(
     """Serve `app` on a listening socket as long as `keep_on` returns True. Then drain it.
 
     Args:
-        app: router application.
         sock: listening socket; closed when the function returns.
-        keep_on: function that is called five times a second, in a thread, and returns whether to continue. If
-            it raises an exception, the server stops, and the exception is raised again.
-        drain_seconds: time that requests under way have to end when the server stops, in seconds. Requests
-            that take longer end with an error.
+        keep_on: function that is called five times a second, in a thread. If it raises an exception, the
+            server stops, and the exception is raised again.
+        drain_seconds: time that requests under way have to end when the server stops. Requests that take
+            longer end with an error.
         is_urgent: function that is called five times a second during this time. If it returns True, requests
             under way are cut.
 
@@ -117,10 +117,7 @@ async def _drain(app: RouterApp, seconds: float, is_urgent: Callable[[], bool]) 
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit of open files, if it is lower than `_MOST_FILES` and the hard limit allows more.
-
-    A request under way takes two or three descriptors, and the soft limit is often 1,024.
-    """
+    """Raise the soft limit of open files to `_MOST_FILES`, as far as the hard limit allows."""
     if not has_posix():
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -133,12 +130,13 @@ def raise_file_limit() -> None:
 def map_large_allocations() -> None:
     """Make glibc map allocations of 128 KiB or more separately, so that freed memory returns to the kernel.
 
-    By default, glibc raises the threshold of 128 KiB when it frees a larger allocation. It may then allocate
-    asyncio's read buffers (256 KiB) on the heap, and the heap cannot shrink while a small allocation above
-    them is in use. With other C libraries the function does nothing.
+    With other C libraries the function does nothing.
     """
     if not is_linux():
         return
+    # By default, glibc raises the threshold of 128 KiB when it frees a larger allocation. It may then
+    # allocate asyncio's read buffers (256 KiB) on the heap, and the heap cannot shrink while a small
+    # allocation above them is in use.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES)

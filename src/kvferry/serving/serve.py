@@ -14,7 +14,7 @@ from kvferry.serving.launch import Fleet
 from kvferry.serving.ports import url_of
 from kvferry.serving.progress import startup_progress
 from kvferry.serving.restarts import RestartPolicy
-from kvferry.serving.router.app import router_app
+from kvferry.serving.router.app import RouterApp
 from kvferry.serving.router.settings import RouterSettings
 from kvferry.serving.run import run_app
 from kvferry.serving.signals import StopRequested, StopSignals
@@ -37,15 +37,10 @@ def serve_fleet(
     An engine that ends while the router serves is started again.
 
     Args:
-        specs: specifications of the engines.
         sock: listening socket of the router.
-        log_dir: folder for the engines' logs.
-        console: console for the progress of starting engines, and for messages about engines that have ended.
-        signals: handler of stop signals. The first signal stops the engines, and a second one kills them.
-        announce: function that is called with one line about the router's endpoint when the endpoint can
-            serve requests.
-        startup_timeout_seconds: longest time from the start of an engine until it is ready, in seconds.
-        restart_policy: limits of the restarts of each engine.
+        signals: the first signal stops the engines, and a second one kills them.
+        announce: function that is called with one line when the endpoint can serve requests.
+        startup_timeout_seconds: longest time from the start of an engine until it is ready.
 
     Raises:
         LaunchError: an engine did not start.
@@ -65,7 +60,7 @@ def serve_fleet(
                 supervisor.check()
                 return signals.received is None
 
-            run_app(router_app(settings), sock, keep_on, is_urgent=lambda: signals.repeated)
+            run_app(RouterApp(settings), sock, keep_on, is_urgent=lambda: signals.repeated)
         except StopRequested:
             pass
         except KeyboardInterrupt:

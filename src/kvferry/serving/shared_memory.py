@@ -15,18 +15,15 @@ from kvferry.errors import ConfigError
 from kvferry.transport.nixl_requirements import LEAST_BYTES, SHARED_MEMORY
 from kvferry.units import format_bytes
 
+# For each worker of an engine that has several.
 WORKER_BYTES = 64 << 20
-"""Bytes to allow for each worker of an engine that has several workers."""
 
 
 def needed_bytes(workers: Sequence[int]) -> int:
-    """Return the bytes of shared memory that engines need.
+    """Return the bytes of shared memory that engines with these numbers of workers need.
 
     >>> needed_bytes([1, 1]) >> 20, needed_bytes([1, 2]) >> 20
     (2, 130)
-
-    Args:
-        workers: number of workers of each engine.
     """
     return sum(LEAST_BYTES + (count * WORKER_BYTES if count > 1 else 0) for count in workers)
 
@@ -34,11 +31,7 @@ def needed_bytes(workers: Sequence[int]) -> int:
 def check_shared_memory(
     workers: Sequence[int], stat: Callable[[str], os.statvfs_result] = os.statvfs
 ) -> None:
-    """Check that ``/dev/shm`` has room for engines.
-
-    Args:
-        workers: number of workers of each engine.
-        stat: function with the interface of `os.statvfs`, which returns the free space of a file system.
+    """Check that ``/dev/shm`` has room for engines with these numbers of workers.
 
     Raises:
         ConfigError: the file system is missing, cannot be written to, or is too small.

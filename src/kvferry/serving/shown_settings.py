@@ -18,10 +18,7 @@ def complete_settings(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield one line per setting: ``key = JSON value``, with a comment if the value is the default.
 
     The keys of a tier have a prefix such as ``tiers[0].``. A ``null`` stands for a value that the engine
-    chooses at its start; docs/settings.md says how.
-
-    Args:
-        config: result of `kv_config.kv_transfer_config`.
+    chooses at its start.
     """
     extra = config["kv_connector_extra_config"]
     parsed = parse_config(extra, config["kv_role"])
@@ -29,6 +26,7 @@ def complete_settings(config: Mapping[str, Any]) -> Iterator[str]:
         if key != "kv_connector_extra_config":
             yield _line(key, value)
     for field in msgspec.structs.fields(ConnectorConfig):
+        # The default of this setting depends on others, and this is its value here.
         value = parsed.transfers if field.name == "transfer" else getattr(parsed, field.name)
         if field.name == "tiers" and parsed.tiers:
             yield from _tiers(parsed.tiers)

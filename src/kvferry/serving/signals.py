@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Self
 
+# A terminal sends it when it is closed. Windows has none.
 _HANG_UP = getattr(signal, "SIGHUP", None)
-"""The signal that a terminal sends when it is closed; None on Windows, which has none."""
 _EXIT_CODES: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 0}
 if _HANG_UP is not None:
     _EXIT_CODES[_HANG_UP] = 129
@@ -23,12 +23,7 @@ class StopSignals:
     """Context manager that handles SIGINT, SIGTERM and SIGHUP while the ``with`` block runs.
 
     The first signal is recorded in `received`, and raises KeyboardInterrupt only inside an `interruptible`
-    block. A second signal raises KeyboardInterrupt at once. Later signals are ignored, so that they do not
-    interrupt the killing of the engines. SIGHUP stays ignored if it is ignored before, as by ``nohup``.
-
-    Attributes:
-        received: signal number of the first signal; None if no signal was received.
-        repeated: True once a second signal was received.
+    block. A second signal raises KeyboardInterrupt at once, and sets `repeated`. Later signals are ignored.
     """
 
     def __init__(self) -> None:
@@ -39,20 +34,16 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
-        """Return the exit code for a process that stops because of the signal `received`; 0 if it is None."""
+        """Exit code for a process that stops because of the signal `received`; 0 if it is None."""
         return _EXIT_CODES[self.received] if self.received is not None else 0
 
     def check(self) -> None:
-        """Raise StopRequested if a signal was received."""
         if self.received is not None:
             raise StopRequested
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
         """Let the first signal raise KeyboardInterrupt inside this ``with`` block.
-
-        If the signal arrives while Python runs a finalizer, Python drops the KeyboardInterrupt. StopRequested
-        is then raised at the end of the block.
 
         Raises:
             StopRequested: a signal was received before the block, or its KeyboardInterrupt was dropped.
@@ -66,6 +57,7 @@ class StopSignals:
         self.check()
 
     def __enter__(self) -> Self:
+        # ``nohup`` ignores SIGHUP, and so it stays.
         handled = [number for number in _EXIT_CODES if number != _HANG_UP or not _is_ignored(number)]
         self._before = {number: signal.signal(number, self._note) for number in handled}
         return self
@@ -81,6 +73,7 @@ class StopSignals:
             self.received = number
             if self._interruptible:
                 raise KeyboardInterrupt
+        # A third signal must not interrupt the killing of the engines.
         elif not self.repeated:
             self.repeated = True
             raise KeyboardInterrupt

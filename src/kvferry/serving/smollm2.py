@@ -10,7 +10,6 @@ from pathlib import Path
 from kvferry.serving.tiny import cache_directory
 
 SMOLLM2 = "smollm2"
-"""Short name of the model."""
 TITLE = "SmolLM2-135M-Instruct"
 # Raise the number if the files are written in another way.
 _NAME = "smollm2-135m-instruct-1"

@@ -31,9 +31,8 @@ class Parallel:
     4
 
     Attributes:
-        tensor, pipeline: tensor-parallel and pipeline-parallel size of one data-parallel replica.
-        context: prefill-context-parallel size of one data-parallel replica. (Decode context parallelism is
-            not listed, because it uses the tensor-parallel workers and adds none.)
+        context: prefill-context-parallel size. Decode context parallelism uses the tensor-parallel workers,
+            and adds none.
         data: number of data-parallel replicas on this machine.
     """
 
@@ -44,7 +43,7 @@ class Parallel:
 
     @property
     def workers(self) -> int:
-        """Return how many workers the engine has on this machine. Each worker needs a device."""
+        """Number of workers that the engine has on this machine. Each needs a device."""
         return self.tensor * self.pipeline * self.context * self.data
 
     def __str__(self) -> str:
@@ -55,10 +54,6 @@ class Parallel:
 
 def parallel_of(tensor: int, arguments: Sequence[str]) -> Parallel:
     """Return the parallel sizes of an engine, as read from its command-line arguments.
-
-    Args:
-        tensor: number of tensor-parallel ranks.
-        arguments: arguments of vLLM's API server.
 
     Raises:
         ConfigError: a size is not a whole number of at least 1.
@@ -73,17 +68,6 @@ def parallel_of(tensor: int, arguments: Sequence[str]) -> Parallel:
 
 
 def _size(arguments: Sequence[str], names: tuple[str, str]) -> int | None:
-    """Return the value of a flag for a parallel size, such as ``-pp``; None if the flag is not given.
-
-    If the flag is given several times, the last value is returned.
-
-    Args:
-        arguments: arguments of vLLM's API server.
-        names: long and short name of the flag.
-
-    Raises:
-        ConfigError: the value is not a whole number of at least 1.
-    """
     value = value_of(arguments, *names)
     if value is None:
         return None
@@ -104,8 +88,8 @@ _OURS = {
 }
 
 
+# A user who names addresses of engines lets them meet in another way.
 _ADDRESSES = ("host", "port", "ports", "advertise_host", "peers")
-"""Connector settings that name addresses of engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,10 +97,6 @@ class EngineGroup:
     """Engines of a fleet that are alike.
 
     Attributes:
-        role: role of the engines. The group's name in messages and engine names is the role, or ``engine``
-            for BOTH.
-        count: number of engines.
-        tensor_parallel: tensor-parallel ranks of each engine.
         settings: connector settings, by their names in `ConnectorConfig`; None for the default values.
         arguments: arguments of vLLM's API server for these engines, such as other parallel sizes.
     """
@@ -129,7 +109,6 @@ class EngineGroup:
 
     @property
     def name(self) -> str:
-        """First part of the engines' names."""
         return "engine" if self.role is Role.BOTH else self.role.value
 
     @property
@@ -157,14 +136,8 @@ def fleet_specs(
     """Return the specifications of prefill engines and decode engines on this machine, in this order.
 
     Args:
-        model: path or id that vLLM can load.
-        prefill: number of prefill engines.
-        decode: number of decode engines.
-        prefill_tensor_parallel: tensor-parallel ranks of each prefill engine.
-        decode_tensor_parallel: tensor-parallel ranks of each decode engine.
-        prefill_settings: connector settings of the prefill engines, by their names in `ConnectorConfig`; None
-            for the default values.
-        decode_settings: connector settings of the decode engines, in the form of `prefill_settings`.
+        prefill_settings, decode_settings: connector settings, by their names in `ConnectorConfig`; None for
+            the default values.
         arguments: further arguments of vLLM's API server for every engine, such as other parallel sizes.
         machine: devices that the engines share; None for the devices of this machine.
 
@@ -188,8 +161,6 @@ def group_specs(
     """Return the specifications of several engines on this machine, in the order of their groups.
 
     Args:
-        model: path or id that vLLM can load.
-        groups: engines of the fleet.
         machine: devices that the engines share; None for the devices of this machine.
 
     Raises:
@@ -214,6 +185,7 @@ def group_specs(
         for group in groups:
             check_attention(group.arguments)
     environments = engine_environments(machine, workers)
+    # At once, so that no port is chosen twice.
     every = free_ports(2 * len(numbered))
     ports, control_ports = every[::2], every[1::2]
     settings = _meeting(groups, list(zip((group for group, _ in numbered), control_ports, strict=True)))
@@ -242,14 +214,13 @@ def _meeting(
 ) -> list[dict[str, Any]]:
     """Return each engine's connector settings, with which decode engines meet prefill engines at start.
 
-    The settings stay as they are if they name addresses, or if an engine has several control channels.
-
     Args:
         groups: engines of the fleet.
         engines: (group, free port for the control channel) of each engine.
     """
     given = [dict(group.settings or {}) for group, _ in engines]
     named = any(one.get(name) is not None for one in given for name in _ADDRESSES)
+    # Each data-parallel replica has a control channel, so one port does not name them all.
     if named or any(group.parallel.data > 1 for group in groups):
         return given
     met = [f"127.0.0.1:{port}" for group, port in engines if group.role is Role.PREFILL]
@@ -263,10 +234,6 @@ def _meeting(
 
 def split_arguments(option: str, text: str) -> list[str]:
     """Split the value of an option that holds several arguments, as a shell does.
-
-    Args:
-        option: name of the option, for the message.
-        text: value of the option.
 
     Raises:
         ConfigError: a quotation mark is not closed.
@@ -295,14 +262,10 @@ def _check_arguments(arguments: Sequence[str]) -> None:
 
 
 def flag(option: str, value: object) -> str:
-    """Return the argument of vLLM's API server that sets an option of an engine.
+    """Return the argument of vLLM's API server that sets an option of `vllm.LLM`.
 
     >>> flag("enable_prefix_caching", False)
     '--no-enable-prefix-caching'
-
-    Args:
-        option: name of the option, as a keyword argument of `vllm.LLM`.
-        value: value of the option.
 
     Raises:
         KVFerryError: the value is not a string, a number or a truth value.

@@ -18,7 +18,7 @@ class FleetLost(KVFerryError):
 
 
 class Supervisor:
-    """Restarts engines that have ended, with a growing wait, and says so.
+    """Restarts engines that have ended, with a growing wait, and says so in one line each.
 
     An engine: RUNNING → ENDED, waiting for its restart → STARTING → RUNNING, or ENDED → GIVEN UP if it has no
     restarts left. An engine that is not ready in time after a restart is killed, and counts as ended.
@@ -31,14 +31,7 @@ class Supervisor:
         policy: RestartPolicy,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Watch the engines of a fleet, all of which are ready.
-
-        Args:
-            fleet: engines to watch.
-            say: function that is called with one line about each engine that ends or is ready again.
-            policy: limits of the restarts of each engine.
-            clock: function that returns the current time in monotonic seconds.
-        """
+        """Watch the engines of a fleet, all of which are ready."""
         self._fleet, self._say, self._policy, self._clock = fleet, say, policy, clock
         self._restarts = {engine.spec.name: Restarts(policy) for engine in fleet.engines}
         self._starting: set[str] = set()
@@ -71,11 +64,6 @@ class Supervisor:
                 engine.kill()
 
     def _restart(self, engine: EngineProcess, restarts: Restarts) -> None:
-        """Start an engine that has ended again. A failure to do so counts as an end of the engine.
-
-        Raises:
-            FleetLost: no engine that decodes is left.
-        """
         try:
             self._fleet.restart(engine)
         except LaunchError as error:  # a full disk or too many open files; the other engines still serve
@@ -85,13 +73,6 @@ class Supervisor:
 
     def _on_ended(self, engine: EngineProcess, restarts: Restarts, notice: str, ran_seconds: float) -> None:
         """Say that an engine has ended, and plan its restart, or give it up.
-
-        Args:
-            engine: engine that has ended.
-            restarts: its restarts.
-            notice: message about its end.
-            ran_seconds: time in seconds from its start to its end; 0 if it could not be started or was never
-                ready after its restart.
 
         Raises:
             FleetLost: no engine that decodes is left.
@@ -115,11 +96,6 @@ class Supervisor:
         )
 
     def _give_up(self, engine: EngineProcess, notice: str) -> None:
-        """Say that an engine is not started again.
-
-        Raises:
-            FleetLost: no engine that decodes is left.
-        """
         self._given_up.add(engine.spec.name)
         decoding = [one for one in self._fleet.engines if one.spec.role is not Role.PREFILL]
         if all(one.spec.name in self._given_up for one in decoding):

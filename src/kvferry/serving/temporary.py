@@ -10,17 +10,14 @@ from pathlib import Path
 
 from kvferry.errors import ConfigError
 
+# Longest path of a Unix socket, in bytes: 108 in sockaddr_un, with a zero at the end.
 _LONGEST_SOCKET = 107
-"""Longest path of a Unix socket, in bytes."""
+# vLLM names sockets in the temporary folder by random UUIDs.
 _SOCKET = "/00000000-0000-4000-8000-000000000000"
-"""Example of a socket's name, with slash: vLLM names sockets in the temporary folder by random UUIDs."""
 
 
 def temporary_folder(prefix: str) -> Path:
     """Create a temporary folder that only this user can enter.
-
-    Args:
-        prefix: start of the folder's name.
 
     Raises:
         ConfigError: the folder cannot be created.

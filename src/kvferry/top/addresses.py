@@ -34,14 +34,12 @@ class PolledAddress:
     """An engine or router that `kvferry top` polls, and the last two readings of its metrics.
 
     Attributes:
-        url: base URL.
         role: ``prefill`` or ``decode`` if a router lists the engine, ``router`` for a router, otherwise
             empty.
-        before: successful reading before `now`; None until two readings have succeeded. The engine may have
-            restarted between the two.
+        before: successful reading before `now`; None until two have succeeded. The engine may have restarted
+            between the two.
         now: last successful reading; None if no reading has succeeded.
-        silence: time and error of the current failures; None if the last reading succeeded, or if the address
-            was not read yet.
+        silence: None if the last reading succeeded, or if the address was not read yet.
     """
 
     url: str
@@ -52,41 +50,26 @@ class PolledAddress:
 
     @property
     def name(self) -> str:
-        """Return the address without its scheme and credentials."""
+        """Address without its scheme and credentials."""
         parts = urlsplit(self.url)
+        # A password in an address must not appear on a screen.
         return parts.netloc.rpartition("@")[2] + parts.path or self.url
 
     @property
     def answers(self) -> bool:
-        """Return whether the last reading of the metrics succeeded."""
         return self.now is not None and self.silence is None
 
     def answered(self, scrape: Scrape) -> PolledAddress:
-        """Return a copy of this address after a successful reading, which becomes `now`.
-
-        Args:
-            scrape: result of the reading.
-        """
+        """Return a copy of this address after a successful reading, which becomes `now`."""
         return replace(self, before=self.now, now=scrape, silence=None)
 
     def failed(self, at: float, why: str) -> PolledAddress:
-        """Return a copy of this address after a failed reading.
-
-        The attribute `silence` gets the new error, with the time of the first failure since the last success.
-
-        Args:
-            at: time of the failed reading, in seconds since 1970.
-            why: text of the error.
-        """
+        """Return a copy of this address after a failed reading, at so many seconds since 1970."""
+        # Of several failures the first says since when, and the last says why.
         return replace(self, silence=Unreachable(self.silence.since if self.silence else at, why))
 
     def windows(self) -> Iterator[tuple[str, Window]]:
-        """Yield the metrics of each engine at this address; nothing if the address does not answer.
-
-        Yields:
-            Value of the metrics' label ``engine``, such as ``0``, and a `Window` with that engine's current
-            metric values and their rates.
-        """
+        """Yield the label ``engine`` and the metrics of each engine at this address, if it answers."""
         if self.now is not None and self.silence is None:
             for engine in self.now.engines:
                 yield engine, window(self.before, self.now, engine)
@@ -98,17 +81,14 @@ class EngineRow:
 
     Attributes:
         name: address of the engine; if the address has several engines, followed by ``/`` and `engine`.
-        url: base URL.
         role: ``prefill`` or ``decode`` if a router lists the engine; ``router`` for a router that has stopped
             answering; otherwise empty.
-        engine: value of the label ``engine`` of the engine's metrics, such as ``0``, which tells engines at
-            one address apart; empty if the address does not answer.
+        engine: label ``engine`` of the metrics, such as ``0``; empty if the address does not answer.
         model: name of the served model; empty if unknown.
         ferry: True if the engine runs kvferry's connector.
         started: start of the engine's process, in seconds since 1970; None if unknown.
-        silence: time and error of the current failures; None if the last reading succeeded, or if the address
-            was not read yet.
-        figures: counts, rates and gauges of the engine; None if the engine does not answer.
+        silence: None if the last reading succeeded, or if the address was not read yet.
+        figures: None if the engine does not answer.
     """
 
     name: str
@@ -127,9 +107,9 @@ class FleetView:
     """The state of all engines at one time.
 
     Attributes:
-        at: time in seconds since 1970.
+        at: seconds since 1970.
         engines: rows of all engines, in the order of their addresses, whether they answer or not.
-        together: counts, rates and gauges of all engines that answer, combined; None if no engine answers.
+        together: figures of all engines that answer, combined; None if no engine answers.
     """
 
     at: float
@@ -138,19 +118,11 @@ class FleetView:
 
     @property
     def answering(self) -> int:
-        """Return the number of engines that answer."""
         return sum(engine.figures is not None for engine in self.engines)
 
 
 def fleet_view(all_seen: list[PolledAddress], at: float) -> FleetView:
-    """Combine the states of all polled addresses into the state of all engines.
-
-    A router that answers is not listed as an engine.
-
-    Args:
-        all_seen: polled addresses with their last readings.
-        at: current time in seconds since 1970.
-    """
+    """Combine the states of all polled addresses, at so many seconds since 1970."""
     engines: list[EngineRow] = []
     windows: list[Window] = []
     for seen in all_seen:
@@ -173,6 +145,7 @@ def fleet_view(all_seen: list[PolledAddress], at: float) -> FleetView:
                     figures=compute_figures([of]),
                 )
             )
+        # A router that answers is no engine.
         if not own and not (seen.role == "router" and seen.silence is None):
             engines.append(EngineRow(name=seen.name, url=seen.url, role=seen.role, silence=seen.silence))
     return FleetView(at, tuple(engines), compute_figures(windows) if windows else None)

@@ -25,11 +25,7 @@ from kvferry.top.window import Window
 
 
 def compute_figures(windows: list[Window]) -> Figures:
-    """Compute the counts, rates and gauges that `kvferry top` shows for one engine, or for several combined.
-
-    Args:
-        windows: metric values and rates of each engine.
-    """
+    """Compute the counts, rates and gauges of one engine, or of several combined, from their metrics."""
     several = Window.added(windows)
     rates = None if several.rates is None else _activity_counts(several.rates)
     return Figures(_gauges(several.now, [one.now for one in windows]), rates, _activity_counts(several.now))
@@ -39,12 +35,7 @@ _ASKED = "kvferry_multi_queries_total"
 
 
 def _activity_counts(values: Values) -> ActivityCounts:
-    """Compute the counts of requests, loads and chunks from the values of metrics.
-
-    Args:
-        values: values of counters and histograms: either all are rates per second, or all are totals since
-            the engines' start.
-    """
+    """Compute the counts of requests, loads and chunks, all per second or all since the engines' start."""
     sources = {
         source for name in ("queries", "loads") for (source,) in values.by(f"kvferry_{name}_total", "source")
     }
@@ -96,6 +87,7 @@ def _tokens(values: Values) -> dict[str, float]:
     own = {name: of[source,] for source, name in _VLLM_SOURCES.items() if (source,) in of}
     loaded = {tier: n for (tier,), n in values.by("kvferry_hit_tokens_total", "tier").items()}
     found = own | {tier: loaded[tier] for tier in _ordered(loaded)}
+    # Connectors that are not kvferry's do not count their tokens, so what vLLM has from outside is compared.
     if values.by(_ASKED, CONNECTOR).keys() - values.by("kvferry_queries_total", CONNECTOR).keys():
         external = of.get(("external_kv_transfer",), 0.0)
         found["others"] = max(0.0, external - sum(loaded.values()))
@@ -105,6 +97,7 @@ def _tokens(values: Values) -> dict[str, float]:
 def _source(values: Values, source: str) -> SourceFigures:
     queries = values.total("kvferry_queries_total", source=source)
     hits = values.total("kvferry_hits_total", source=source)
+    # If all usable tokens are in the engine's own prefix cache, no source could have hit.
     looked = queries - values.total("kvferry_misses_total", source=source, reason=MissReason.LOCAL)
     return SourceFigures(
         queries=queries,
@@ -134,13 +127,12 @@ def _connector(values: Values, name: str) -> ConnectorFigures:
 
 
 def _tiers(values: Values) -> list[str]:
-    """Return the names of all KV tiers that appear in the metrics, in the order of display (`_ordered`)."""
     told = (series for name, series in values.of.items() if name.startswith("kvferry_tier_"))
     return _ordered({dict(labels)["tier"] for series in told for labels in series})
 
 
 def _ordered(tiers: Iterable[str]) -> list[str]:
-    """Return the names of KV tiers in the order of display: by kind (as in `TIER_KINDS`), then by name."""
+    # The fastest kind first, as `TIER_KINDS` has them.
     return sorted(tiers, key=lambda name: (*(kind != tier_kind(name) for kind in TIER_KINDS), name))
 
 
@@ -165,6 +157,7 @@ def _gauges(values: Values, each: list[Values]) -> Gauges:
     return Gauges(
         running=values.total("vllm:num_requests_running"),
         waiting=values.total("vllm:num_requests_waiting"),
+        # The fullest engine is the one that needs attention.
         cache_usage=max((one.total("vllm:kv_cache_usage_perc") for one in each), default=0.0),
         pending_loads={source: n for (source,), n in pending.items()},
         pending_connectors={
@@ -178,19 +171,16 @@ def _gauges(values: Values, each: list[Values]) -> Gauges:
 
 def _fullest(tier: str, each: list[Values]) -> TierUsage:
     usages = (usage for one in each for usage in _tier_usages(one, tier))
+    # The reports are not added up: a tier may be a directory that several engines share.
     return max(usages, key=lambda usage: (usage.share, usage.used is not None, usage.owed_chunks is not None))
 
 
 def _tier_usages(values: Values, tier: str) -> list[TierUsage]:
-    """Return the usage of a KV tier as one engine reports it, with an entry per connector that reports it.
-
-    Args:
-        values: values of the engine's metrics.
-        tier: name of the tier.
-    """
+    """Return the usage of a KV tier as one engine reports it, with an entry per connector."""
     used, capacity, owed = (
         values.by(f"kvferry_tier_{name}", CONNECTOR, tier=tier)
         for name in ("used_bytes", "capacity_bytes", "owed_chunks")
     )
+    # With several connectors each reports a tier of its own by this name.
     told = used.keys() | capacity.keys() | owed.keys() or {("",)}
     return [TierUsage(used.get(one), capacity.get(one), owed.get(one)) for one in sorted(told)]

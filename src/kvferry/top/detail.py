@@ -48,7 +48,6 @@ def detail(of: Figures, width: int | None, misses: int | None = None) -> Iterato
     """Yield the lines about an engine, or about all engines combined, with the most important line first.
 
     Args:
-        of: counts, rates and gauges to show.
         width: maximum width of a line, in terminal cells; None for no limit.
         misses: maximum number of lines that list the misses of sources by reason; None for no limit.
     """
@@ -81,14 +80,7 @@ def detail(of: Figures, width: int | None, misses: int | None = None) -> Iterato
 
 
 def extra(of: Figures, width: int | None) -> Iterator[TextLine]:
-    """Yield the less important lines, which are shown only if there is room on the screen.
-
-    They show the bytes loaded by KV cache group, and the dropped and missed chunks by reason.
-
-    Args:
-        of: counts, rates and gauges to show.
-        width: maximum width of a line, in terminal cells; None for no limit.
-    """
+    """Yield the less important lines, which are shown only if there is room on the screen."""
     moved = [f"{one.source} {one.group} {one.strategy} {format_bytes(one.size)}" for one in of.totals.moved]
     yield from _item_lines("moved", moved, width)
     for what in ("dropped", "missed"):
@@ -115,6 +107,7 @@ def _item_lines(
 ) -> Iterator[TextLine]:
     lines = list(wrapped(heading, items, width))
     for place, line in enumerate(lines[:at_most]):
+        # Lines are left out behind the last one, which says so.
         last = width is not None and place + 1 == at_most and len(lines) > at_most
         yield TextLine(without_end(line, width) if last and width is not None else line, look)
 
@@ -177,11 +170,8 @@ def _tier(usage: TierUsage, now: TierCounts | None, total: TierCounts) -> Iterat
 
 
 def _misses(of: Figures) -> Iterator[str]:
-    now = (
-        {}
-        if of.rates is None
-        else {(one.source, one.reason, one.group): one.count for one in of.rates.misses}
-    )
+    recent = () if of.rates is None else of.rates.misses
+    now = {(one.source, one.reason, one.group): one.count for one in recent}
     for one in of.totals.misses:
         group = f" ({one.group})" if one.group else ""
         rate = now.get((one.source, one.reason, one.group), 0.0)
@@ -191,6 +181,7 @@ def _misses(of: Figures) -> Iterator[str]:
 
 
 def _peers(totals: ActivityCounts) -> Iterator[str]:
+    # Stages of another version come last, by name.
     for stage in sorted(totals.stages, key=lambda name: (*(name != each for each in _STAGES), name)):
         seconds = totals.stages[stage]
         yield f"{stage} {_duration(seconds.median)}, p99 {_duration(seconds.p99)}"
@@ -200,6 +191,7 @@ def _peers(totals: ActivityCounts) -> Iterator[str]:
         yield f"descriptors of {format_bytes(totals.descriptor_bytes)}, {pages} {noun} each"
 
 
+# In the order of a load.
 _STAGES = ("plan", "read", "check")
 
 
@@ -221,15 +213,9 @@ def _leases(of: Figures) -> Iterator[str]:
 
 
 def _recent(of: Figures, seconds: Callable[[ActivityCounts], Latency | None]) -> Latency:
-    """Return a latency as measured between the last two readings.
-
-    If there are no samples between them, return the latency since the engine's start.
-
-    Args:
-        of: figures of an engine, or of several engines combined.
-        seconds: function that selects the latency from the counts, and returns None if they do not have it.
-    """
+    """Return a latency as measured between the last two readings, or since the engine's start."""
     now = None if of.rates is None else seconds(of.rates)
+    # Without samples between the two readings, older ones say more than a dash.
     if now is not None and now.median is not None:
         return now
     return seconds(of.totals) or Latency(None, None)

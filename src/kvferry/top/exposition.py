@@ -28,7 +28,7 @@ class Scrape:
     """The content of one reading of `/metrics` from an API server, which may have several engines.
 
     Attributes:
-        at: time of the reading, in monotonic seconds.
+        at: monotonic seconds of the reading.
         started: start of the server's process, in seconds since 1970; None if unknown.
         model: name of the served model; empty if unknown.
         ferry: True if the page has kvferry's metrics.
@@ -46,8 +46,7 @@ def parse_page(text: str, at: float) -> Scrape:
     """Parse a page of metrics, and return the metrics that `kvferry top` uses.
 
     Args:
-        text: content of the page.
-        at: time of the reading, in monotonic seconds.
+        at: monotonic seconds of the reading.
 
     Raises:
         ProtocolError: the page is not in Prometheus's format, or has no metric that `kvferry top` uses.
@@ -70,16 +69,13 @@ def parse_page(text: str, at: float) -> Scrape:
         raise ProtocolError(
             f"/metrics has nothing of {VLLM_PREFIX} or {PREFIX} (an engine started with --disable-log-stats?)"
         )
+    # A metric has its type there before it has a value.
     ferry = f"# TYPE {PREFIX}" in text
     return Scrape(at, started, model, ferry, {name: Values(of) for name, of in sorted(engines.items())})
 
 
 def _checked(name: str, labels: Mapping[str, str]) -> dict[str, str]:
-    """Check that a time series has all labels that its metric needs, and return its labels as a new dict.
-
-    Args:
-        name: name of the series, such as ``kvferry_load_seconds_bucket``.
-        labels: values of the series' labels, by name.
+    """Check that a time series has all labels that its metric needs, and return a copy of its labels.
 
     Raises:
         ValueError: a label is missing, or the label ``le`` of a bucket is not a number.

@@ -18,13 +18,7 @@ class Latency:
 
     @classmethod
     def of(cls, values: Values, name: str, **labels: str) -> Latency:
-        """Estimate the median and the 99th percentile of a histogram.
-
-        Args:
-            values: values of metrics.
-            name: name of the histogram, without the suffix ``_bucket``.
-            labels: label values that a series must have to be included, by label name.
-        """
+        """Estimate both from a histogram's series with the given labels. `name` has no suffix ``_bucket``."""
         buckets = values.buckets(name, **labels)
         return cls(quantile(0.5, buckets), quantile(0.99, buckets))
 
@@ -34,12 +28,10 @@ class SourceFigures:
     """The queries and loads of a source of KV (``peer`` or ``tiers``), in total or per second.
 
     Attributes:
-        queries: number of requests for which the source was queried.
-        hits: number of requests for which the source loaded KV.
+        queries, hits: number of requests for which the source was queried, and for which it loaded KV.
         hit_rate: hits as a share of queries, from 0 to 1; None without queries. Queries for requests whose
             usable tokens were all in the engine's own prefix cache do not count here.
         loads: number of ended loads, by outcome.
-        load_bytes: number of bytes loaded.
         load_seconds: latency of successful loads.
     """
 
@@ -56,12 +48,11 @@ class ConnectorFigures:
     """The queries and loads of one of several connectors in an engine, in total or per second.
 
     Attributes:
-        queries: number of requests for which the connector was queried: the sum of `hits`,
-            `passed_over` and `misses`.
-        hits: number of requests for which the connector was chosen to load.
-        passed_over: number of requests for which the connector had tokens but was not chosen.
-        misses: number of requests for which the connector had no tokens, or did not answer in time.
-        hit_tokens: number of tokens that the connector was chosen to load.
+        queries: requests for which the connector was queried: the sum of `hits`, `passed_over` and `misses`.
+        hits: requests for which the connector was chosen to load.
+        passed_over: requests for which the connector had tokens but was not chosen.
+        misses: requests for which the connector had no tokens, or did not answer in time.
+        hit_tokens: tokens that the connector was chosen to load.
         loads: number of ended loads, by outcome.
     """
 
@@ -74,24 +65,21 @@ class ConnectorFigures:
 
     @property
     def hit_rate(self) -> float | None:
-        """Return the hits as a share of the queries; None without queries."""
+        """Hits as a share of the queries; None without queries."""
         return self.hits / self.queries if self.queries else None
 
     @property
     def failed(self) -> float:
-        """Return the number of failed loads."""
         return self.loads.get(LoadOutcome.FAILED, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class MissCount:
-    """The number of misses of a source for one reason.
+    """The number of misses of a source for one reason, in total or per second.
 
     Attributes:
-        source: name of the source.
-        reason: reason for the misses, one of `MissReason`.
+        reason: one of `MissReason`.
         group: label of the KV cache group that lacked KV; empty if the reason does not concern a group.
-        count: number of misses, in total or per second.
     """
 
     source: str
@@ -102,12 +90,9 @@ class MissCount:
 
 @dataclass(frozen=True, slots=True)
 class LoadedBytes:
-    """The number of bytes that a source loaded for one KV cache group with one transfer strategy.
+    """The bytes that a source loaded for one KV cache group with one transfer method.
 
     Attributes:
-        source: name of the source, ``peer`` or ``tiers``.
-        group: name of the KV cache group.
-        strategy: name of the transfer strategy.
         size: number of bytes, in total or per second.
     """
 
@@ -119,14 +104,11 @@ class LoadedBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierCounts:
-    """The counts of chunks that a KV tier fetched, stored and evicted, in total or per second.
+    """The counts of chunks that a tier fetched, stored and evicted, in total or per second.
 
     Attributes:
-        fetched_chunks, stored_chunks, evicted_chunks: number of chunks.
-        stored_bytes: number of bytes stored.
-        missed_chunks: number of chunks that were requested but could not be fetched, by reason.
-        dropped_chunks: number of chunks that should have been stored but were not, by reason.
-        fetch_seconds, store_seconds: latency of fetch operations, and of store operations.
+        missed_chunks: chunks that were requested but could not be fetched, by reason.
+        dropped_chunks: chunks that should have been stored but were not, by reason.
     """
 
     fetched_chunks: float
@@ -144,22 +126,15 @@ class ActivityCounts:
     """The counts of tokens, requests, loads and leases, either per second or since the engines' start.
 
     Attributes:
-        prompt_tokens, generated_tokens: number of tokens, as counted by vLLM.
-        tokens: number of prompt tokens by origin: ``computed``, ``local`` (the engine's own prefix cache),
-            the name of a tier, or ``others`` (connectors that are not kvferry's).
-        first_token_seconds: time to first token, as measured by vLLM.
-        sources: queries and loads by source, ``peer`` or ``tiers``.
-        connectors: queries and loads by the connector's name; empty if no engine has several connectors.
-        misses: counts of misses, the most frequent first.
-        moved: numbers of loaded bytes, the largest first.
+        prompt_tokens, generated_tokens, first_token_seconds: as vLLM counts them.
+        tokens: prompt tokens by origin: ``computed``, ``local`` (the engine's own prefix cache), the name of
+            a tier, or ``others`` (connectors that are not kvferry's).
+        connectors: by the connector's name; empty if no engine has several connectors.
+        misses: the most frequent first.
+        moved: the largest first.
         stages: latency of loads from peers, by stage: ``plan``, ``read`` and ``check``.
-        pages_per_descriptor: mean number of pages that one descriptor covers, for loads from peers; None
-            without loads. A descriptor is one contiguous read.
-        descriptor_bytes: mean size of the descriptors of loads from peers, in bytes; None without loads.
-        tiers: counts by tier.
-        recomputed_tokens: number of tokens that were computed because their load failed.
-        leases_granted, leases_released, leases_expired: number of leases that were granted, that were
-            released, and that expired without release. A lease keeps KV blocks for a peer to read.
+        pages_per_descriptor, descriptor_bytes: means for loads from peers; None without loads.
+        recomputed_tokens: tokens that were computed because their load failed.
     """
 
     prompt_tokens: float
@@ -181,20 +156,14 @@ class ActivityCounts:
 
     @property
     def failed(self) -> dict[str, float]:
-        """Return the number of loads that failed, expired or were no longer needed, by outcome."""
+        """Number of loads that failed, expired or were no longer needed, by outcome."""
         ends = (LoadOutcome.FAILED, LoadOutcome.EXPIRED, LoadOutcome.DROPPED)
         return {end: sum(source.loads.get(end, 0.0) for source in self.sources.values()) for end in ends}
 
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:
-    """The usage of a KV tier.
-
-    Attributes:
-        used: number of used bytes; None if unknown.
-        capacity: capacity in bytes; None if unknown.
-        owed_chunks: number of chunks that are still to be written to the tier; None if unknown.
-    """
+    """The usage of a tier, in bytes and chunks that are still owed to it. None is unknown."""
 
     used: float | None
     capacity: float | None
@@ -202,7 +171,7 @@ class TierUsage:
 
     @property
     def share(self) -> float:
-        """Return the used share of the capacity, up to 1; 0 if the share is unknown."""
+        """Used share of the capacity, up to 1; 0 if it is unknown."""
         return self.used / self.capacity if self.used is not None and self.capacity else 0.0
 
 
@@ -211,14 +180,10 @@ class Gauges:
     """The current state of one engine, or of several together, from the metrics that are gauges.
 
     Attributes:
-        running, waiting: number of running and of waiting requests.
         cache_usage: used share of the engine's own KV cache, from 0 to 1; for several engines, the largest.
-        pending_loads: number of loads under way, by source.
-        pending_connectors: number of loads under way, by connector.
+        pending_loads, pending_connectors: number of loads under way, by source and by connector.
         late_blocks: number of blocks held by loads past their deadline.
-        leases: number of current leases. A lease keeps KV blocks for a peer to read.
-        tiers: usage by tier. For several engines, this is the report of the engine whose tier is fullest. The
-            reports are not added up, because a tier may be a directory that several engines share.
+        tiers: usage by tier; for several engines, of the engine whose tier is fullest.
     """
 
     running: float

@@ -11,12 +11,12 @@ from rich.cells import cell_len, chop_cells, set_cell_size
 
 from kvferry.terminal import printable
 
+# Width of headings, in cells.
 MARGIN = 10
-"""Width of headings, in cells."""
 _DOTS = ".."
 _INDENT = "  "
+# Spaces where an item may be broken. A number and its unit stay together.
 _BREAKS = re.compile(r"(?<!\d) | (?![^\W\d])")
-"""Pattern of the spaces where an item may be broken. A number and its unit stay together."""
 
 
 class TextStyle(StrEnum):
@@ -52,11 +52,6 @@ def wrapped(heading: str, items: Iterable[str], width: int | None) -> Iterator[s
     The first line begins with the heading, and the others are indented. An item that is longer than a line is
     split at spaces.
 
-    Args:
-        heading: heading of the first line.
-        items: texts to arrange.
-        width: maximum width of a line, in terminal cells; None for a single line.
-
     >>> list(wrapped("peers", ["plan 1.5 ms", "read 17.5 ms, p99 24.9 ms"], 33))
     ['peers     plan 1.5 ms', '          read 17.5 ms, p99', '          24.9 ms']
     """
@@ -73,13 +68,9 @@ def wrapped(heading: str, items: Iterable[str], width: int | None) -> Iterator[s
 
 
 def without_end(line: str, width: int) -> str:
-    """Replace the end of a line by dots. The line is cut between items, so that no number is cut.
-
-    Args:
-        line: line to cut.
-        width: maximum width of the result, in terminal cells.
-    """
+    """Replace the end of a line by dots, to at most `width` terminal cells."""
     dots = f" {_DOTS}"
+    # Cut between items, or else between words, so that no number is cut.
     for gap in ("  ", " "):
         kept = line.rstrip()
         while kept and cell_len(kept) > width - len(dots):
@@ -90,22 +81,17 @@ def without_end(line: str, width: int) -> str:
 
 
 def broken(text: str, width: int | None) -> list[str]:
-    """Split a text into lines of at most `width` terminal cells. All lines except the first are indented.
-
-    Args:
-        text: text to split.
-        width: maximum width of a line, in terminal cells; None for a single line.
-    """
+    """Split a text into lines of at most `width` terminal cells. All lines except the first are indented."""
     first, *others = _pieces(printable(text), None if width is None else width - len(_INDENT))
     return [first, *(f"{_INDENT}{each}" for each in others)]
 
 
 def _pieces(item: str, room: int | None) -> Iterator[str]:
-    """Split `item` into pieces of at most `room` terminal cells, at spaces if possible, and yield them."""
     if room is None:
         yield item
         return
     piece = ""
+    # A wide character takes two cells.
     for word in (part for each in _BREAKS.split(item) for part in chop_cells(each, max(room, 2)) or [each]):
         if piece and cell_len(f"{piece} {word}") > room:
             yield piece

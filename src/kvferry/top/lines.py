@@ -15,12 +15,12 @@ from kvferry.top.layout import TextLine, TextStyle, broken, fit
 from kvferry.top.units import number, percent
 from kvferry.units import format_age, format_bytes, format_seconds
 
+# The column with engines' names keeps this width, in cells, if its longest name needs it.
 _NAME = 22
-"""Width in cells that the column with engines' names keeps if its longest name needs it."""
+# So many engines keep their lines if the screen is low.
 _FEW = 3
-"""Number of engines for whose lines space is reserved on the screen."""
+# Lines about misses at most, if not all lines fit on the screen.
 _MISSES = 2
-"""Maximum number of lines about misses if not all lines fit on the screen."""
 COLUMNS = (
     Column("engine", left=True, least=_NAME),
     Column("running", rank=1, minimum=6),
@@ -42,15 +42,15 @@ def screen(fleet: FleetView, width: int, height: int, *, chosen: int | None, eve
     """Return the lines of the live view. Less important lines are left out if they do not fit on the screen.
 
     Args:
-        fleet: state of all engines.
         width, height: size of the screen, in terminal cells.
         chosen: index of the engine to show in detail; None to show all engines combined.
-        every: time between two readings of the metrics, in seconds.
+        every: seconds between two readings of the metrics.
     """
     engines = engine_list(fleet, width, chosen)
     about = fleet.together if chosen is None else fleet.engines[chosen].figures
     top = [title(fleet, width, every), about_line(fleet, chosen, width)]
     room = height - len(top) - 1
+    # With the heading.
     least = min(len(engines), _FEW + 1)
     body = [] if about is None else _body(about, width, max(0, room - least))
     room -= len(body)
@@ -69,9 +69,7 @@ def text(fleet: FleetView, width: int | None, every: float) -> str:
     """Return the state of all engines as text, for output without a live view.
 
     Args:
-        fleet: state of all engines.
         width: maximum width of a line, in terminal cells; None for one line per heading and engine.
-        every: time between two readings of the metrics, in seconds.
     """
     lines = [title(fleet, width, every), *map(TextLine, broken(_about(fleet, None), width))]
     if fleet.together is not None:
@@ -81,13 +79,7 @@ def text(fleet: FleetView, width: int | None, every: float) -> str:
 
 
 def title(fleet: FleetView, width: int | None, every: float) -> TextLine:
-    """Return the title line, with the number of engines, the time between readings and a clock.
-
-    Args:
-        fleet: state of all engines.
-        width: width of the line, in terminal cells; None for no limit.
-        every: time between two readings of the metrics, in seconds.
-    """
+    """Return the title line, with the number of engines, the time between readings and a clock."""
     answering = f"engines answering: {fleet.answering} of {len(fleet.engines)}"
     clock = time.strftime("%H:%M:%S", time.localtime(fleet.at))
     whole = f"kvferry top  {answering}, read every {every:g} s"
@@ -101,15 +93,7 @@ def title(fleet: FleetView, width: int | None, every: float) -> TextLine:
 
 
 def about_line(fleet: FleetView, chosen: int | None, width: int) -> TextLine:
-    """Return the line that says what is shown in detail: one engine and its model, or all engines.
-
-    For all engines, the line lists their models.
-
-    Args:
-        fleet: state of all engines.
-        chosen: index of the engine that is shown in detail; None for all engines together.
-        width: width of the line, in terminal cells.
-    """
+    """Return the line that says what is shown in detail: one engine, or all, and the models."""
     return TextLine(fit(_about(fleet, chosen), width), TextStyle.CHOSEN)
 
 
@@ -127,8 +111,6 @@ def engine_list(
     """Return the list of engines: a heading and one line per engine.
 
     Args:
-        fleet: state of all engines.
-        width: width of the lines, in terminal cells; None for no limit.
         chosen: index of the engine to highlight; None to highlight none.
         whole: True to show errors in full, in several lines if needed.
     """
@@ -139,6 +121,7 @@ def engine_list(
     ]
     fitted = fit_table(COLUMNS, rows, width, tall=False)
     lines = [TextLine(line, TextStyle.HEAD) for line in fitted.head]
+    # Engines that do not answer have no figures, but keep their place in the list.
     numbers = iter(fitted.rows)
     for place, engine in enumerate(fleet.engines):
         if engine.figures is None:
@@ -150,18 +133,11 @@ def engine_list(
 
 
 def _cut(lines: list[TextLine], room: int) -> list[TextLine]:
-    """Shorten the list of engines to at most `room` lines. If lines are left out, a last line counts them.
-
-    The engine that the user has chosen is always kept. Engines that answer are left out before engines that
-    do not answer. The order of the list does not change.
-
-    Args:
-        lines: lines of the list, with the heading first.
-        room: maximum number of lines, at least 2.
-    """
+    """Shorten the list of engines to `room` lines, at least 2. A last line counts those that are left out."""
     if len(lines) <= room:
         return lines
     head, *engines = lines
+    # The user's choice stays, and then engines that do not answer.
     urgent = sorted(
         engines, key=lambda line: (line.look is not TextStyle.CHOSEN, line.look is not TextStyle.BAD)
     )
@@ -176,16 +152,7 @@ def _named(engine: EngineRow) -> str:
 
 
 def _silent(engine: EngineRow, at: float, width: int | None, *, whole: bool) -> list[str]:
-    """Return the lines about an engine that does not answer: its name, time of first failure, and error.
-
-    If the engine has not been read yet, the lines say that it has not answered yet.
-
-    Args:
-        engine: row of the engine.
-        at: current time, in seconds since 1970.
-        width: width of the lines, in terminal cells.
-        whole: True for as many lines as needed; False for one line, which is shortened to fit.
-    """
+    """Return the lines about an engine that does not answer: its name, time of first failure, and error."""
     if engine.silence is None:
         status = "asked, has not answered yet"
     else:
@@ -200,8 +167,7 @@ def cached_share(tokens: dict[str, float] | None) -> float | None:
     """Return the share of prompt tokens, from 0 to 1, that were not computed; None without tokens.
 
     Args:
-        tokens: number of prompt tokens by the origin of their KV: ``computed``, or where it was found, such
-            as ``local``; None if unknown.
+        tokens: prompt tokens by the origin of their KV: ``computed``, or where it was found.
     """
     total = sum((tokens or {}).values())
     return 1 - (tokens or {}).get("computed", 0.0) / total if total else None

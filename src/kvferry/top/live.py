@@ -19,18 +19,13 @@ from kvferry.top.layout import TextLine
 from kvferry.top.lines import screen
 from kvferry.top.poller import Poller
 
+# Index of the control characters in what `termios.tcgetattr` returns.
 _CC = 6
 
 
 @contextmanager
 def raw_keys(fd: int) -> Iterator[None]:
-    """Switch a terminal to unbuffered input without echo until the ``with`` block ends.
-
-    Ctrl-Z is disabled too, because it would suspend the program without restoring the terminal.
-
-    Args:
-        fd: file descriptor of the terminal.
-    """
+    """Switch a terminal to unbuffered input without echo until the ``with`` block ends."""
     before = termios.tcgetattr(fd)
     try:
         tty.setcbreak(fd)
@@ -40,6 +35,7 @@ def raw_keys(fd: int) -> Iterator[None]:
         termios.tcsetattr(fd, termios.TCSANOW, now)
         yield
     finally:
+        # Drops keys that were not read, which the shell would get else.
         termios.tcsetattr(fd, termios.TCSAFLUSH, before)
 
 
@@ -59,17 +55,12 @@ def draw(console: Console, lines: list[TextLine]) -> None:
     console.update_screen(text)
 
 
+# Longest delay until a change of the terminal's size is drawn.
 _LOOK_SECONDS = 0.1
-"""Longest delay, in seconds, until a change of the terminal's size is drawn."""
 
 
 async def sample_fleet(urls: Sequence[str], every: float) -> FleetView:
-    """Read the metrics of all engines twice, and return their state, with rates between the two readings.
-
-    Args:
-        urls: base URLs of engines and routers.
-        every: time between the two readings, in seconds.
-    """
+    """Read the metrics of all engines twice, and return their state, with rates between the two readings."""
     async with client() as http:
         book = Poller(http, urls, lambda: None)
         await book.read_once()
@@ -91,14 +82,7 @@ class View:
         self.done = False
 
     def press(self, typed: str, engines: int) -> None:
-        """Handle typed keys: ``q`` quits, Tab selects the next engine, and Escape selects all engines.
-
-        Tab on the last engine selects all engines, too.
-
-        Args:
-            typed: characters of the typed keys.
-            engines: number of engines in the view.
-        """
+        """Handle typed keys: ``q`` quits, Tab selects the next engine, and Escape selects all engines."""
         for key in typed:
             if key in "qQ\x04":
                 self.done = True
@@ -111,13 +95,7 @@ class View:
 
 
 async def watch(urls: Sequence[str], every: float, console: Console) -> None:
-    """Show the live view of engines until the user quits or a signal arrives.
-
-    Args:
-        urls: base URLs of engines and routers.
-        every: time between two readings, in seconds.
-        console: console of the terminal.
-    """
+    """Show the live view of engines until the user quits or a signal arrives."""
     view = View()
     fd = sys.stdin.fileno()
     changed = anyio.Event()
@@ -132,6 +110,7 @@ async def watch(urls: Sequence[str], every: float, console: Console) -> None:
             while not view.done:
                 await anyio.wait_readable(fd)
                 typed = read_keys(fd)
+                # A terminal that is closed sends no more keys, and nobody watches.
                 view.press(typed or "q", len(book.fleet().engines))
                 touch()
 
@@ -151,6 +130,7 @@ async def watch(urls: Sequence[str], every: float, console: Console) -> None:
                     changed = anyio.Event()
                     shape = console.size
                     now = book.fleet()
+                    # A router may list fewer engines by now.
                     if view.chosen is not None and view.chosen >= len(now.engines):
                         view.chosen = None
                     draw(console, screen(now, *shape, chosen=view.chosen, every=every))

@@ -18,15 +18,12 @@ from kvferry.observe.http_address import server_url
 from kvferry.top.addresses import FleetView, PolledAddress, fleet_view
 from kvferry.top.exposition import Scrape, parse_page
 
+# A busy API server answers slowly.
 _SECONDS = 5.0
-"""Timeout of a reading, in seconds. A busy API server answers slowly."""
 
 
 def parse_address(text: str) -> str:
     """Return the base URL of an engine or router, without an ending such as ``/metrics``.
-
-    Args:
-        text: URL that the user gave.
 
     Raises:
         ConfigError: the text is not a URL.
@@ -41,20 +38,12 @@ def parse_address(text: str) -> str:
 async def fetch_address(http: httpx.AsyncClient, url: str) -> Scrape | Health:
     """Read `/metrics` of an engine, or `/health` of a router.
 
-    The metrics of a router begin with `ROUTER_PREFIX`. They are not shown.
-
-    Args:
-        http: HTTP client of this event loop.
-        url: base URL of the engine or router.
-
-    Returns:
-        `Scrape` of the metrics of an engine, or `Health` of a router.
-
     Raises:
         ProtocolError: the address does not answer, serves neither `/metrics` nor a router's `/health`, or
             serves a `/metrics` that `parse_page` refuses.
     """
     metrics = await fetch(http, f"{url}/metrics", _SECONDS)
+    # A router's own metrics are not shown, but the engines behind it.
     if metrics.status == 200 and ROUTER_PREFIX.encode() not in metrics.body:
         return parse_page(metrics.text, time.monotonic())
     health = await fetch(http, f"{url}/health", _SECONDS)
@@ -65,20 +54,15 @@ async def fetch_address(http: httpx.AsyncClient, url: str) -> Scrape | Health:
 
 
 class Poller:
-    """Reader of the metrics of engines, which keeps the last two readings of each.
+    """Reader of the metrics of engines, which keeps the last two readings of each, for one event loop.
 
-    If an address belongs to a router, the engines that the router lists are read too. A poller may be used in
-    one event loop only.
+    If an address belongs to a router, the engines that the router lists are read too.
+
+    Args:
+        changed: function that is called after each reading of an address, whether or not it succeeded.
     """
 
     def __init__(self, http: httpx.AsyncClient, urls: Sequence[str], changed: Callable[[], None]) -> None:
-        """Store the addresses to read.
-
-        Args:
-            http: HTTP client of this event loop.
-            urls: base URLs of engines and routers.
-            changed: function that is called after each reading of an address, whether or not it succeeded.
-        """
         self._http = http
         self._seen = {url: PolledAddress(url) for url in urls}
         self._changed = changed
@@ -90,6 +74,7 @@ class Poller:
     async def read_once(self) -> None:
         """Read the metrics of all addresses once, including engines that a router lists."""
         polled: set[str] = set()
+        # A router that is read adds engines.
         while new := self._seen.keys() - polled:
             polled |= new
             async with anyio.create_task_group() as group:
@@ -97,14 +82,7 @@ class Poller:
                     group.start_soon(self._read, url)
 
     async def keep_reading(self, every: float, group: TaskGroup) -> None:
-        """Read the metrics of all addresses periodically, until the task is cancelled.
-
-        If an address belongs to a router, the metrics of the engines that the router lists are read too.
-
-        Args:
-            every: time between two readings of an address, in seconds.
-            group: task group in which a task is started for each address.
-        """
+        """Read the metrics of all addresses every so many seconds, until the task is cancelled."""
         reading: set[str] = set()
         while True:
             for url in self._seen.keys() - reading:
@@ -114,6 +92,7 @@ class Poller:
 
     async def _read_for_ever(self, url: str, every: float) -> None:
         while True:
+            # An address that answers slowly is read less often, and delays no other.
             due = anyio.current_time() + every
             await self._read(url)
             await anyio.sleep_until(due)

@@ -17,6 +17,7 @@ def number(value: float | None) -> str:
     if value >= _EXACT:
         each, unit = next((each, unit) for each, unit in _STEPS if value >= each)
         return f"{value / each:.1f}{unit}"
+    # Rates of a few per second need a decimal, and counts have none.
     if value >= 100 or float(value).is_integer():
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 0.1 else f"{value:.2g}"

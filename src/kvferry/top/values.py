@@ -24,16 +24,17 @@ def quantile(q: float, buckets: Sequence[HistogramBucket]) -> float | None:
     observations above the last finite end count as equal to that end.
 
     Args:
-        q: quantile, above 0 and at most 1.
         buckets: cumulative buckets in order of their ends; the last end is infinite. All ends are above 0.
 
     >>> quantile(0.5, [HistogramBucket(1, 0), HistogramBucket(2, 4), HistogramBucket(math.inf, 4)])
     1.5
     """
+    # Without the last bucket the number of observations is unknown.
     if len(buckets) < 2 or not math.isinf(buckets[-1].end) or not buckets[-1].n > 0:
         return None
     rank = q * buckets[-1].n
     at = next(number for number, bucket in enumerate(buckets) if bucket.n >= rank)
+    # The last bucket has no end to estimate with.
     if at == len(buckets) - 1:
         return buckets[-2].end
     below = buckets[at - 1] if at else HistogramBucket(0.0, 0.0)
@@ -42,15 +43,11 @@ def quantile(q: float, buckets: Sequence[HistogramBucket]) -> float | None:
 
 
 Labels: TypeAlias = tuple[tuple[str, str], ...]
-"""Pairs of name and value of labels, sorted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """The values of metrics of one engine, or their sums over several engines.
-
-    Attributes:
-        of: values by metric name, then by labels (tuple of pairs of a label's name and value).
+    """The values of metrics of one engine, or their sums over several engines, by name and then by labels.
 
     >>> hits = Values({"hits": {(("source", "peer"),): 3.0, (("source", "tiers"),): 2.0}})
     >>> hits.total("hits"), hits.total("hits", source="peer"), hits.by("hits", "source")
@@ -60,25 +57,13 @@ class Values:
     of: Mapping[str, Mapping[Labels, float]] = field(default_factory=dict)
 
     def total(self, name: str, **where: str) -> float:
-        """Return the sum of a metric over all its series with the given labels; 0 without such series.
-
-        Args:
-            name: name of the metric.
-            where: label values that a series must have to be counted, by label name.
-        """
+        """Return the sum of a metric over all its series with the given labels; 0 without such series."""
         return sum(
             value for has, value in self.of.get(name, {}).items() if where.items() <= dict(has).items()
         )
 
     def by(self, name: str, *labels: str, **where: str) -> dict[tuple[str, ...], float]:
-        """Group a metric's series by the values of labels, and return the sum of each group.
-
-        Args:
-            name: name of the metric.
-            labels: names of the labels to group by. The keys of the result are tuples of their values, in
-                this order.
-            where: label values that a series must have to be counted, by label name.
-        """
+        """Group a metric's series by the values of labels, and return the sum of each group."""
         sums: defaultdict[tuple[str, ...], float] = defaultdict(float)
         for has, value in self.of.get(name, {}).items():
             own = dict(has)
@@ -87,19 +72,14 @@ class Values:
         return dict(sorted(sums.items()))
 
     def buckets(self, name: str, **where: str) -> list[HistogramBucket]:
-        """Return the cumulative buckets of a histogram, in the order of their upper ends.
-
-        Args:
-            name: name of the histogram, without the suffix ``_bucket``.
-            where: label values that a series must have to be counted, by label name.
-        """
+        """Return the cumulative buckets of a histogram, in the order of their upper ends."""
         return sorted(
             HistogramBucket(float(le), n) for (le,), n in self.by(f"{name}_bucket", "le", **where).items()
         )
 
     @classmethod
     def added(cls, several: Iterable[Values]) -> Values:
-        """Add the metric values of several engines, and return the sums by metric name and labels."""
+        """Return the sums of several engines' values, by metric name and labels."""
         sums: defaultdict[str, defaultdict[Labels, float]] = defaultdict(lambda: defaultdict(float))
         for values in several:
             for name, series in values.of.items():

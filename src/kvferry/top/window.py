@@ -9,6 +9,7 @@ from kvferry.observe.exposed_names import SUFFIXES
 from kvferry.top.exposition import Scrape
 from kvferry.top.values import Labels, Values
 
+# Counters and the parts of histograms grow, so they have rates. Gauges have none.
 _CUMULATIVE = ("_total", *SUFFIXES)
 
 
@@ -26,11 +27,7 @@ class Window:
 
     @classmethod
     def added(cls, windows: list[Window]) -> Window:
-        """Return the sums of several engines' values and rates.
-
-        An engine that was read only once has no rates, so the sum of the rates does not include it. The sum
-        of the rates is None if no engine has rates.
-        """
+        """Return the sums of several engines' values and rates. Engines without rates add none."""
         rates = [window.rates for window in windows if window.rates is not None]
         return cls(Values.added(window.now for window in windows), Values.added(rates) if rates else None)
 
@@ -38,17 +35,14 @@ class Window:
 def window(before: Scrape | None, now: Scrape, engine: str) -> Window:
     """Return the metric values of one engine, and the rates of its counters between two readings.
 
-    A counter is assumed to have started at 0 between the readings if it is new, if it has decreased, or if
-    the server's process was restarted. With only one reading, the result has no rates.
-
     Args:
         before: reading before the last one; None if there is none.
-        now: last reading.
         engine: value of the label ``engine`` of the engine's metrics, such as ``0``.
     """
     values = now.engines[engine]
     if before is None or now.at <= before.at:
         return Window(values, None)
+    # A counter starts at 0 in a new process. So it does if it is new, or has decreased.
     again = before.started is not None and now.started is not None and now.started != before.started
     base = None if again else before.engines.get(engine)
     seconds = now.at - before.at

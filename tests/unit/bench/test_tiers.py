@@ -11,7 +11,7 @@ import pytest
 from kvferry.bench import raw_files, tiers, tiers_report
 from kvferry.bench.host_tier import tier_cases, verify_copies
 from kvferry.bench.rank_chunks import CHUNK_TOKENS, RankPair, chunk_group
-from kvferry.bench.storage_chunks import LoadMover, RandomChunks, open_queue, store_all
+from kvferry.bench.storage_chunks import RandomChunks, load_mover, open_queue, store_all
 from kvferry.errors import ConfigError, TransferError
 from kvferry.measuring.simulated import read_geometry
 from kvferry.plan.side import EngineSide
@@ -71,7 +71,7 @@ def test_a_chunk_that_is_not_in_a_tier_ends_the_benchmark(tmp_path: Path) -> Non
     with RandomChunks(group, CHUNK_TOKENS, 8) as chunks, open_queue(open_store(tmp_path), "file") as queue:
         store_all(queue, chunks, 7, 2)
         with pytest.raises(TransferError, match="file tier: a chunk is absent, expected hit"):
-            LoadMover(queue, chunks, chunks, 8).move()
+            load_mover(queue, chunks, chunks, 8).move()
 
 
 def test_a_model_with_chunks_of_several_kinds_is_refused() -> None:

@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from kvferry.serving.ports import listen, url_of
 from kvferry.serving.role import Role
-from kvferry.serving.router.app import router_app
+from kvferry.serving.router.app import RouterApp
 from kvferry.serving.router.settings import RouterSettings
 from support.ports import reserved_port
 from support.scripted_engines import ENGINE, Script
@@ -253,7 +253,7 @@ def stage() -> Iterator[Callable[..., Scene]]:
                 tuple(engine if isinstance(engine, str) else engine.url for engine in engines)
                 for engines in (prefill, decode)
             ]
-            app = router_app(
+            app = RouterApp(
                 RouterSettings(prefill=urls[0], decode=urls[1], **{"probe_seconds": 0.1, **settings})
             )
             url = stack.enter_context(running(app))

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from kvferry.serving.ports import listen, url_of
-from kvferry.serving.router.app import router_app
+from kvferry.serving.router.app import RouterApp
 from kvferry.serving.router.settings import RouterSettings
 from kvferry.serving.run import run_app
 from support.command_line import KVFERRY, run_kvferry
@@ -109,7 +109,7 @@ class Running:
 
     def __init__(self, prefill: str, decode: str, drain_seconds: float) -> None:
         self.stopped, self.urgent = threading.Event(), threading.Event()
-        self._app = router_app(RouterSettings(prefill=(prefill,), decode=(decode,)))
+        self._app = RouterApp(RouterSettings(prefill=(prefill,), decode=(decode,)))
         self._sock, self._drain_seconds = listen("127.0.0.1", 0), drain_seconds
         self.url = url_of(self._sock)
         self._served = ThreadPoolExecutor(1).submit(self._serve)

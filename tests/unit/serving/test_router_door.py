@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from kvferry.serving.demo.endpoint import routed
-from kvferry.serving.router.app import router_app
+from kvferry.serving.router.app import RouterApp
 from kvferry.serving.router.settings import RouterSettings
 from kvferry.serving.run import server_config
 from support.waiting import wait_for
@@ -231,5 +231,5 @@ def test_headers_beyond_64_kib_end_the_connection(door):
 
 
 def test_connections_stay_open_for_longer_than_load_balancers_keep_them():
-    app = router_app(RouterSettings(prefill=(), decode=("http://127.0.0.1:1",)))
+    app = RouterApp(RouterSettings(prefill=(), decode=("http://127.0.0.1:1",)))
     assert server_config(app).timeout_keep_alive > 60

@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from kvferry.serving.ports import listen, url_of
-from kvferry.serving.router.app import router_app
+from kvferry.serving.router.app import RouterApp
 from kvferry.serving.router.hop import Hop
 from kvferry.serving.router.settings import RouterSettings
 
@@ -48,7 +48,7 @@ def test_router_that_is_its_own_decode_engine_reports_it(serve_app, stage, fake,
     prefill = stage([fake(hands_over=kv)], [fake()]).prefill[0]
     settings = RouterSettings(prefill=(prefill.url,), decode=(own,), probe_seconds=600.0)
     with (
-        serve_app(router_app(settings), int(own.rpartition(":")[2])),
+        serve_app(RouterApp(settings), int(own.rpartition(":")[2])),
         httpx.Client(base_url=own, timeout=60, trust_env=False) as client,
     ):
         answer = client.post("/v1/completions", json={"prompt": "x"})

@@ -25,7 +25,7 @@ HEAP = """
 import ctypes
 from kvferry.serving import run
 from kvferry.serving.ports import listen
-from kvferry.serving.router.app import router_app
+from kvferry.serving.router.app import RouterApp
 from kvferry.serving.router.settings import RouterSettings
 
 class Information(ctypes.Structure):
@@ -36,7 +36,7 @@ libc = ctypes.CDLL(None)
 libc.mallinfo2.restype = Information
 libc.malloc.restype = ctypes.c_void_p
 libc.free.argtypes = [ctypes.c_void_p]
-app = router_app(RouterSettings(prefill=(), decode=("http://127.0.0.1:1",)))
+app = RouterApp(RouterSettings(prefill=(), decode=("http://127.0.0.1:1",)))
 run.run_app(app, listen("127.0.0.1", 0), lambda: False)
 libc.free(libc.malloc(16 << 20))
 before = libc.mallinfo2().hblks

@@ -14,7 +14,9 @@ import anyio.lowlevel
 import pytest
 
 from kvferry.serving.router.backends import Backend, Pool
+from kvferry.serving.router.endpoint import Call
 from kvferry.serving.router.flow import Completion, CompletionFlow
+from kvferry.serving.router.metrics import RequestRecord
 from kvferry.serving.router.settings import RouterSettings
 from kvferry.serving.router.streaming import StreamSource
 from support.clock import Clock
@@ -245,8 +247,8 @@ def test_client_gets_one_answer_if_a_prefill_fails_just_as_the_decode_engine_ans
     for _ in range(2):
         prefill.backends[0].note_hand_over(OFFER)
     flow = CompletionFlow(settings, prefill, decode, Client())  # type: ignore[arg-type]
-    request = Completion(path="/v1/completions", headers=[], body={"prompt": LONG}, reply_headers=[])
-    anyio.run(flow.complete, request, send)
+    call = Call("POST", "/v1/completions", "", (), (), b"", RequestRecord())
+    anyio.run(flow.complete, Completion(call, {"prompt": LONG}, send))
     assert [body for body in sent if body] == [b"alone"]
 
 

@@ -1,9 +1,4 @@
-"""The demo: ask a prefill and a decode engine, and compare their answers with a single engine's.
-
-- `text`: the prompts; `client`: streaming completions; `transfers`: KV loads, from the decode engine's log.
-- `verdict`: comparison with a single engine's answer; `pair`: the whole run for one model.
-- `screen`: output during the run; `report`: the result table.
-"""
+"""The demo: ask a prefill and a decode engine, and compare their answers with a single engine's."""
 
 from __future__ import annotations
 

@@ -22,11 +22,10 @@ class StreamedAnswer:
     """A complete answer to a streamed completion request at temperature 0.
 
     Attributes:
-        prompt: token ids of the prompt.
-        tokens: token ids of the answer.
-        logprobs: one mapping per token of the answer, from the ids of the likeliest tokens to their log
-            probabilities; empty if the request does not ask for log probabilities.
-        first_token_seconds: time from sending the request to the first token, in seconds.
+        prompt, tokens: token ids of the prompt and of the answer.
+        logprobs: log probabilities of the likeliest tokens by id, per token of the answer; empty if the
+            request does not ask for them.
+        first_token_seconds: time from sending the request to the first token.
     """
 
     prompt: tuple[int, ...]
@@ -43,15 +42,12 @@ def ask(
     request_id: str,
     on_text: Callable[[str], None] = lambda _: None,
 ) -> StreamedAnswer:
-    """Send a completion request, stream the answer, and return it when it is complete.
+    """Send a completion request, and return the streamed answer when it is complete.
 
     Args:
-        client: HTTP client.
-        url: base URL of the OpenAI endpoint.
         body: JSON fields of the request, with the prompt and ``max_tokens``. Fields are added so that the
             answer is streamed, is decoded greedily and has exactly ``max_tokens`` tokens. With ``ignore_eos``
             false it may be shorter.
-        request_id: value of the ``X-Request-Id`` header.
         on_text: function that is called with each piece of text as it arrives.
 
     Raises:
@@ -79,17 +75,6 @@ def ask(
 def _choices(
     client: httpx.Client, url: str, body: Mapping[str, Any], request_id: str
 ) -> Iterator[dict[str, Any]]:
-    """Send a completion request, and yield each choice object of the streamed events as it arrives.
-
-    Args:
-        client: HTTP client.
-        url: full URL of the completions endpoint.
-        body: JSON body of the request.
-        request_id: value of the ``X-Request-Id`` header.
-
-    Raises:
-        CompletionError: the endpoint cannot be reached, or answers with an error.
-    """
     try:
         with client.stream("POST", url, json=body, headers={"X-Request-Id": request_id}) as response:
             if response.status_code != httpx.codes.OK:
@@ -102,6 +87,7 @@ def _choices(
                     continue
                 event = msgspec.json.decode(data)
                 if "error" in event:
+                    # The status was sent before the answer failed.
                     raise CompletionError(f"{url} broke off: {_error_text(data.encode())}")
                 yield from event.get("choices", ())
     except httpx.HTTPError as error:
@@ -109,17 +95,9 @@ def _choices(
 
 
 def _likeliest(choice: Mapping[str, Any]) -> Iterator[Mapping[int, float]]:
-    """Yield the log probabilities of the likeliest tokens at each position of a streamed choice.
-
-    Args:
-        choice: choice object of a streamed completion, with tokens written as their ids, such as
-            ``token_id:7``.
-
-    Yields:
-        One mapping per position, from token id to log probability. Nothing is yielded if `choice` has no log
-        probabilities.
-    """
+    """Yield the log probabilities of the likeliest tokens by id, at each position of a streamed choice."""
     for likeliest in (choice.get("logprobs") or {}).get("top_logprobs") or ():
+        # The request asks vLLM to write tokens as their ids, because a text may stand for several.
         yield {int(name.removeprefix("token_id:")): value for name, value in likeliest.items()}
 
 

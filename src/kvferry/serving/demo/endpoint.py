@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from kvferry.serving.ports import listen, url_of
-from kvferry.serving.router.app import router_app
+from kvferry.serving.router.app import RouterApp
 from kvferry.serving.router.settings import RouterSettings
 from kvferry.serving.run import run_app
 
@@ -16,14 +16,10 @@ from kvferry.serving.run import run_app
 def routed(prefill: Sequence[str], decode: Sequence[str]) -> Iterator[str]:
     """Run the prefill/decode router in a thread until the ``with`` block ends, and yield its base URL.
 
-    Args:
-        prefill: base URLs of the prefill engines.
-        decode: base URLs of the decode engines.
-
     Raises:
         ConfigError: there is no decode engine, or an address is not a URL.
     """
-    app = router_app(RouterSettings(prefill=tuple(prefill), decode=tuple(decode)))
+    app = RouterApp(RouterSettings(prefill=tuple(prefill), decode=tuple(decode)))
     sock = listen("127.0.0.1", 0)
     url = url_of(sock)
     ended = threading.Event()

@@ -28,6 +28,7 @@ from kvferry.serving.tiny import cache_directory, family, tiny_checkpoint
 _LIKELIEST = 5
 _REQUEST_SECONDS = 300.0
 _TINY_ARGUMENTS = (
+    # Compiling takes minutes, and the demo a few seconds.
     "--enforce-eager",
     "--max-model-len=2048",
     "--max-num-seqs=4",
@@ -45,10 +46,8 @@ class DemoModel:
     """A model that the demo serves.
 
     Attributes:
-        title: name that the demo displays.
         path: path or id that vLLM can load.
         arguments: additional arguments of vLLM's API server.
-        environment: environment variables of the engine processes.
         questions: questions to ask in a chat; if there are none, the model continues passages of a text.
     """
 
@@ -63,11 +62,7 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
 
 def chat_model(arguments: Sequence[str] = ()) -> DemoModel:
-    """Return SmolLM2, which has real weights and answers questions. Its checkpoint must exist.
-
-    Args:
-        arguments: additional arguments of vLLM's API server.
-    """
+    """Return SmolLM2, which has real weights and answers questions. Its checkpoint must exist."""
     # Its KV takes 46 KiB per token in float32.
     own = (f"--kv-cache-memory-bytes={256 << 20}", f"--dtype={_dtype('float32')}")
     return DemoModel(
@@ -86,12 +81,6 @@ def _dtype(on_a_cpu: str) -> str:
 
 def family_model(name: str, arguments: Sequence[str] = ()) -> DemoModel:
     """Return the tiny model of a model family. Write its checkpoint to disk if it does not exist.
-
-    The weights are random, and the model is small enough for a CPU.
-
-    Args:
-        name: name of the family, such as ``qwen3``.
-        arguments: additional arguments of vLLM's API server.
 
     Raises:
         ConfigError: the family is unknown.
@@ -113,15 +102,12 @@ def measure(
 ) -> Sequence[AnswerVerdict]:
     """Serve `model` with a prefill and a decode engine, show the answers, and return a verdict per answer.
 
-    A table shows the KV load of each request. To reach the verdicts, the prefill engine also answers each
-    prompt alone, and its answers are compared with those of the two engines. All processes of the engines
+    To reach the verdicts, the prefill engine also answers each prompt alone. All processes of the engines
     have ended when this function returns or raises an exception.
 
     Args:
-        model: model to serve.
-        folder: folder for the engines' logs and for the transfer log (file with a line per finished KV load).
-        screen: output for the user.
-        signals: handler of stop signals. A signal ends the run even while a request is being served.
+        folder: folder for the engines' logs and for the transfer log.
+        signals: a signal ends the run even while a request is being served.
         count: number of requests.
         answer_tokens: length of each answer, in tokens.
 
@@ -152,18 +138,6 @@ def _measured(
     count: int,
     answer_tokens: int,
 ) -> Sequence[RequestRow]:
-    """Start two engines and a router, send the requests, stop everything, and return a row per request.
-
-    Args:
-        specs: specifications of the prefill engine and the decode engine.
-        log: path of the decode engine's transfer log (file with a line per finished KV load). The logs of
-            both engines are written into the same folder.
-        screen: output for the user.
-        signals: handler of stop signals. A signal ends the run even while a request is being served.
-        questions: questions to ask in a chat; if there are none, passages of a text are sent.
-        count: number of requests.
-        answer_tokens: length of each answer, in tokens.
-    """
     with Fleet(specs, log.parent) as fleet:
         with screen.starting() as show:
 
@@ -194,15 +168,9 @@ class _Run:
     """The part of the demo that sends the requests, after the engines and the router were started.
 
     Attributes:
-        client: HTTP client for the router and the engines.
         url: base URL of the router.
-        single_url: base URL of the prefill engine. This engine also answers each prompt alone, for the
-            comparison.
-        questions: questions to ask in a chat; if there are none, passages of a text are sent.
-        answer_tokens: length of each answer, in tokens.
-        log: path of the decode engine's transfer log (file with a line per finished KV load).
-        screen: output for the user.
-        signals: handler of stop signals. A signal interrupts the current request.
+        single_url: base URL of the prefill engine, which also answers each prompt alone.
+        log: path of the decode engine's transfer log.
     """
 
     client: httpx.Client
@@ -215,13 +183,7 @@ class _Run:
     signals: StopSignals
 
     def rows(self, count: int) -> Sequence[RequestRow]:
-        """Send prompts through the router and to one engine alone, and return a row per prompt.
-
-        One more request is sent first. It makes the two engines connect, and has no row in the result.
-
-        Args:
-            count: number of prompts, at most.
-        """
+        """Send prompts through the router and to one engine alone, and return a row per prompt."""
         served = self.client.get(f"{self.url}/v1/models").raise_for_status().json()["data"][0]
         *passages, first = prompts(count + 1, served["max_model_len"] - self.answer_tokens)
         body = {"model": served["id"], "max_tokens": self.answer_tokens}
@@ -255,13 +217,7 @@ class _Run:
     def _judge(
         self, body: Mapping[str, Any], answer: StreamedAnswer, on_text: Callable[[str], None]
     ) -> AnswerVerdict:
-        """Let the prefill engine answer a prompt alone, and return the verdict on the two engines' `answer`.
-
-        Args:
-            body: JSON fields of the request.
-            answer: answer of the prefill and decode engines together.
-            on_text: function that is called with each piece of the single engine's text as it arrives.
-        """
+        """Let the prefill engine answer a prompt alone, and return the verdict on the pair's `answer`."""
         # A separate cache salt keeps the single engine from reusing the KV that it computed for the pair.
         alone = {**body, "logprobs": _LIKELIEST, "cache_salt": uuid.uuid4().hex}
         single = self._ask(self.single_url, alone, f"demo-{uuid.uuid4().hex}", on_text)

@@ -14,12 +14,11 @@ from kvferry.units import counted, format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True)
 class RequestRow:
-    """The result of one request of the demo: its KV load and the comparison of its answer.
+    """The result of one request of the demo.
 
     Attributes:
-        prompt_tokens: length of the prompt, in tokens.
         transfer: KV load of the request; None if nothing was loaded.
-        first_token_seconds: time to first token that the client measured, in seconds.
+        first_token_seconds: time to first token that the client measured.
         verdict: result of the comparison with a single engine.
     """
 
@@ -42,26 +41,17 @@ COLUMNS = (
     Column("planning time", rank=7),
     Column("whole load", rank=8),
 )
-"""Columns of the demo's result table, which has one row per request."""
 
 LEGEND = "A run is a byte range that is contiguous in both engines: one NIXL descriptor."
 
 
 def table_cells(rows: Sequence[RequestRow]) -> list[tuple[str, ...]]:
-    """Return the cells of the demo's result table, one tuple per request.
-
-    Args:
-        rows: results in the order of the requests.
-    """
+    """Return the cells of the demo's result table, one tuple per request."""
     return [tuple(_cells(row)) for row in rows]
 
 
 def story(rows: Sequence[RequestRow]) -> str:
-    """Tell in two sentences what the engines did, and how much KV that took.
-
-    Args:
-        rows: results of all requests, at least one.
-    """
+    """Tell in two sentences what the engines did, and how much KV that took."""
     loads = [row.transfer for row in rows if row.transfer and row.transfer.outcome == "ready"]
     moved, full = sum(load.bytes for load in loads), sum(load.full_attention_bytes for load in loads)
     tokens = sum(row.prompt_tokens for row in rows)
@@ -96,11 +86,7 @@ def _wrote(rows: Sequence[RequestRow]) -> str:
 
 
 def failures(rows: Sequence[RequestRow]) -> Iterator[str]:
-    """Yield a sentence for each request whose prompt the decode engine computed itself, with the reason.
-
-    Args:
-        rows: results in the order of the requests. A sentence names its request by its number, from 1.
-    """
+    """Yield a sentence for each request whose prompt the decode engine computed itself, with the reason."""
     for number, row in enumerate(rows, 1):
         load = row.transfer
         if load is None:
@@ -133,11 +119,7 @@ def _cells(row: RequestRow) -> Iterator[str]:
 
 
 def _kinds(load: Transfer) -> Iterator[str]:
-    """Yield a text per kind of KV cache group: the number of groups, the kind, and the bytes that moved.
-
-    Args:
-        load: KV load of a request.
-    """
+    """Yield per kind of KV cache group: the number of groups, the kind, and the bytes that moved."""
     kinds: dict[str, list[int]] = {}
     for name, moved in load.bytes_by_group.items():
         kinds.setdefault(name.partition(" ")[2], []).append(moved)

@@ -13,12 +13,9 @@ _CHARACTERS_PER_TOKEN_AT_LEAST = 2
 
 
 def prompts(count: int, max_prompt_tokens: int) -> Sequence[str]:
-    """Return prompts from different places of a text, of 240, 1100, 2600 and 6400 characters in turn.
+    """Return up to `count` prompts, of about 70, with 240, 1100, 2600 and 6400 characters in turn.
 
-    Args:
-        count: number of prompts, at most. The text (`corpus`) is long enough for about 70 prompts.
-        max_prompt_tokens: longest prompt that the engine accepts, in tokens. A prompt that may exceed this is
-            cut, on the assumption that a token has at least two characters.
+    A prompt that may have more than `max_prompt_tokens` tokens is cut.
     """
     longest = max_prompt_tokens * _CHARACTERS_PER_TOKEN_AT_LEAST
     whole = islice(passages(max(_LENGTHS)), count)

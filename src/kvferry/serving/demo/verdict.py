@@ -14,8 +14,8 @@ _SIDES = 2
 class AnswerVerdict(StrEnum):
     """The result of comparing a prefill and decode engine's answer with a single engine's answer.
 
-    YES: all tokens are equal. OWN_GAP: the tokens differ, but the single engine's numerical error can explain
-    the difference (`compare` measures this error). NO: the answers differ in another way.
+    YES: all tokens are equal. OWN_GAP: the single engine's numerical error can explain the difference. NO:
+    the answers differ in another way.
     """
 
     YES = "yes"
@@ -36,7 +36,6 @@ def compare(
     among the likeliest tokens of the single engine.
 
     Args:
-        pair: answer of the prefill and decode engines together.
         single: answer of the single engine, with the log probabilities of the likeliest tokens.
         prefill: function that prefills token ids on the single engine and returns the log probabilities of
             the next token, by token id.

@@ -47,30 +47,43 @@ class RouterApp(Starlette):
     """The router's ASGI application. It can connect to engines only while its lifespan context is active."""
 
     def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
         self._ongoing = ActiveRequests()
-        router = _Router(settings, self._ongoing)
-
-        def endpoint(handler: Callable[[Call, Send], Awaitable[None]]) -> RouterEndpoint:
-            return RouterEndpoint(handler, self._ongoing, router.hop, settings.max_body_bytes, router.metrics)
-
-        routes = [Route(path, endpoint(router.complete), methods=["POST"]) for path in COMPLETED]
-        routes += [
-            Route(path, endpoint(router.pass_through), methods=[method]) for method, path in PASSED_THROUGH
-        ]
-        routes += [
-            Route(path, endpoint(router.of_response), methods=[method]) for method, path in OF_RESPONSES
-        ]
-        routes += [Route(path, _refusal(reason), methods=_METHODS) for path, reason in REFUSED.items()]
-        routes.append(Route("/health", router.health, methods=["GET"]))
-        routes.append(Route("/load", router.load, methods=["GET"]))
-        routes.append(Route("/metrics", router.metrics_page, methods=["GET"]))
-        routes.append(Route("/ping", router.health, methods=["GET", "POST"]))
+        self._prefill = Pool("prefill", settings.prefill, settings.clock)
+        self._decode = Pool("decode", settings.decode, settings.clock)
+        self._hop = Hop()
+        self._metrics = RouterMetrics(self._engines)
+        self._client: EngineClient
+        self._flow: CompletionFlow
+        self._responses: Responses
+        self._prober: Prober
         super().__init__(
-            routes=routes,
-            middleware=_middleware(settings, router.metrics),
-            lifespan=router.lifespan,
+            routes=self._routes(),
+            middleware=_middleware(settings, self._metrics),
+            lifespan=self._lifespan,
             exception_handlers={HTTPException: _http_error, Exception: _our_fault},
         )
+
+    def _routes(self) -> list[Route]:
+        def endpoint(handler: Callable[[Call, Send], Awaitable[None]]) -> RouterEndpoint:
+            return RouterEndpoint(
+                handler, self._ongoing, self._hop, self._settings.max_body_bytes, self._metrics
+            )
+
+        relayed = [(path, self._complete, "POST") for path in COMPLETED]
+        relayed += [(path, self._pass_through, method) for method, path in PASSED_THROUGH]
+        relayed += [(path, self._of_response, method) for method, path in OF_RESPONSES]
+        return [
+            *(Route(path, endpoint(handler), methods=[method]) for path, handler, method in relayed),
+            *(Route(path, _refusal(reason), methods=_METHODS) for path, reason in REFUSED.items()),
+            Route("/health", self._health, methods=["GET"]),
+            Route("/load", self._load, methods=["GET"]),
+            Route("/metrics", self._metrics_page, methods=["GET"]),
+            Route("/ping", self._health, methods=["GET", "POST"]),
+        ]
+
+    def _engines(self) -> tuple[Backend, ...]:
+        return (*self._prefill.known, *self._decode.known)
 
     async def drain(self, seconds: float) -> None:
         """Refuse new requests, and wait until those under way have ended.
@@ -88,6 +101,113 @@ class RouterApp(Starlette):
     def end_answers(self) -> None:
         """Cancel all requests under way. The clients get an error, and the engines abort the requests."""
         self._ongoing.end()
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        settings = self._settings
+        async with EngineClient(settings, self._hop) as self._client:
+            self._flow = CompletionFlow(settings, self._prefill, self._decode, self._client)
+            self._responses = Responses(self._decode, self._client)
+            self._prober = Prober(self._client, self._engines, settings)
+            tasks = {asyncio.create_task(self._prober.run())}
+            if settings.introduce:
+                introductions = Introductions(settings, self._prefill, self._decode, self._client, self._hop)
+                tasks.add(asyncio.create_task(introductions.run()))
+            if (path := settings.engines_file) is not None:
+                pools = {"prefill": self._prefill, "decode": self._decode}
+                tasks.add(asyncio.create_task(watch_engines(path, pools, settings.probe_seconds)))
+            try:
+                yield
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+                await self._flow.close()
+
+    async def _complete(self, call: Call, send: Send) -> None:
+        """Serve a client's completion request with a prefill engine and a decode engine."""
+        try:
+            body, raw = parse_body(call.body), call.body if self._settings.trust_kv_params else None
+            if raw is None:  # the body is encoded anew, so that engines read only the checked fields
+                body = without_kv_params(body)
+            completion = Completion(call, body, send, raw, session_of(call.headers, body))
+            for pool in (self._prefill, self._decode):
+                await self._prober.until_up(pool)
+            if (previous := previous_response(call.path, body)) is not None:
+                found = await self._responses.keeper_of(previous, call.headers)
+                if isinstance(found, Reply):
+                    await completion.reply(found)
+                    return
+                completion.keeper = found
+            await self._flow.complete(completion)
+        except MalformedBody as error:
+            reply = ApiError(400, str(error), "invalid_json").reply(call.path)
+            await reply.send(send, call.reply_headers)
+
+    async def _pass_through(self, call: Call, send: Send) -> None:
+        """Forward a request to a decode engine, and send the engine's answer to the client.
+
+        If the engine is unreachable, closes the connection or is silent, another engine is tried. The
+        client gets an error if two engines accepted the request but failed, or if no engine is left to try.
+        """
+        await self._prober.until_up(self._decode)
+        failures, tried, reply = Failures(), list[Backend](), None
+        while not failures.exhausted and (backend := self._decode.next(tried, last_resort=True)):
+            tried.append(backend)
+            try:
+                async with self._client.opened(
+                    call.method, backend, call.target(call.path), call.headers, call.body
+                ) as response:
+                    reply = await read_whole(response)
+                    break
+            except NOT_CONNECTED as error:
+                note_unreachable(backend, error)
+            except BROKEN as error:
+                note_unreachable(backend, error)
+                failures.add(backend, describe_error(error))
+        if reply is None and failures:
+            reply = failures.reply(call.path, call.reply_headers)
+        await (reply or NO_DECODE_ENGINE.reply(call.path)).send(send, call.reply_headers)
+
+    async def _of_response(self, call: Call, send: Send) -> None:
+        """Forward a request about a response to the decode engine that keeps the response."""
+        await self._prober.until_up(self._decode)
+        await self._responses.relay(call, send)
+
+    async def _health(self, request: Request) -> Response:
+        """Return the states of all engines as JSON, as the last probes found them.
+
+        The status is 503 if no decode engine is up, or if the router drains. If engines were not probed yet,
+        the answer waits for that, but at most half a second.
+        """
+        # The probe of a router that has itself for an engine ends here, and finds that engine down.
+        if self._hop.has_seen(request.headers.raw):
+            return _response(LOOP, request)
+        pools = {"prefill": self._prefill.backends, "decode": self._decode.backends}
+        await self._prober.first_probes()
+        up = {role: any(one.up for one in backends) for role, backends in pools.items() if backends}
+        # Without prefill engines the decode engines compute prompts, so the router still serves.
+        status = "ok" if all(up.values()) else "degraded" if up["decode"] else "unavailable"
+        if self._ongoing.draining:
+            status = "draining"
+        engines = {
+            role: [{"url": backend.url, "up": backend.up, "reason": backend.reason} for backend in backends]
+            for role, backends in pools.items()
+        }
+        draining = [
+            {"role": backend.role, "url": backend.url, "requests": backend.outstanding}
+            for backend in self._engines()
+            if backend.draining
+        ]
+        found = {"status": status, **engines, "draining": draining}
+        return JSONResponse(found, 200 if status in ("ok", "degraded") else 503)
+
+    async def _load(self, _: Request) -> Response:
+        """Return the number of requests under way, in the form of vLLM's ``/load``."""
+        return JSONResponse({"server_load": len(self._ongoing)})
+
+    async def _metrics_page(self, _: Request) -> Response:
+        return Response(self._metrics.page(), headers={"content-type": CONTENT_TYPE})
 
 
 def _middleware(settings: RouterSettings, metrics: RouterMetrics) -> list[Middleware]:
@@ -112,169 +232,6 @@ def _middleware(settings: RouterSettings, metrics: RouterMetrics) -> list[Middle
             )
         )
     return found
-
-
-def router_app(settings: RouterSettings) -> RouterApp:
-    """Return the ASGI application of a prefill/decode router with these settings."""
-    return RouterApp(settings)
-
-
-class _Router:
-    """The request handlers of the router application, and the state that the handlers share."""
-
-    def __init__(self, settings: RouterSettings, active: ActiveRequests) -> None:
-        self._settings, self._active = settings, active
-        self._prefill = Pool("prefill", settings.prefill, settings.clock)
-        self._decode = Pool("decode", settings.decode, settings.clock)
-        self.hop = Hop()
-        self.metrics = RouterMetrics(lambda: (*self._all_backends(), *self._draining()))
-        self._client: EngineClient
-        self._flow: CompletionFlow
-        self._responses: Responses
-        self._prober: Prober
-
-    @asynccontextmanager
-    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        """Keep an HTTP client open, and keep probing the engines, while the application runs.
-
-        This is the application's lifespan context. Its argument, the application, is not used.
-        """
-        async with EngineClient(self._settings, self.hop) as self._client:
-            self._flow = CompletionFlow(self._settings, self._prefill, self._decode, self._client)
-            self._responses = Responses(self._decode, self._client)
-            self._prober = Prober(
-                self._client, lambda: (*self._all_backends(), *self._draining()), self._settings
-            )
-            tasks = {asyncio.create_task(self._prober.run())}
-            if self._settings.introduce:
-                introductions = Introductions(
-                    self._settings, self._prefill, self._decode, self._client, self.hop
-                )
-                tasks.add(asyncio.create_task(introductions.run()))
-            if (path := self._settings.engines_file) is not None:
-                pools = {"prefill": self._prefill, "decode": self._decode}
-                tasks.add(asyncio.create_task(watch_engines(path, pools, self._settings.probe_seconds)))
-            try:
-                yield
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.wait(tasks)
-                await self._flow.close()
-
-    def _all_backends(self) -> tuple[Backend, ...]:
-        return (*self._prefill.backends, *self._decode.backends)
-
-    def _draining(self) -> tuple[Backend, ...]:
-        return (*self._prefill.draining, *self._decode.draining)
-
-    async def complete(self, call: Call, send: Send) -> None:
-        """Serve a client's completion request with a prefill engine and a decode engine.
-
-        The client's ``kv_transfer_params`` are removed from the body, unless the router's settings say to
-        trust them. A body that is not a JSON object is answered with an error.
-
-        Args:
-            call: request of the client.
-            send: ASGI function that sends to the client.
-        """
-        try:
-            body, raw = parse_body(call.body), call.body if self._settings.trust_kv_params else None
-            if raw is None:  # the body is encoded anew, so that engines read only the checked fields
-                body = without_kv_params(body)
-            session = session_of(call.headers, body)
-            keeper: Backend | None = None
-            for pool in (self._prefill, self._decode):
-                await self._prober.until_up(pool)
-            if (previous := previous_response(call.path, body)) is not None:
-                found = await self._responses.keeper_of(previous, call.headers)
-                if isinstance(found, Reply):
-                    await found.send(send, call.reply_headers)
-                    return
-                keeper = found
-            completion = Completion(
-                call.path, body, call.headers, call.reply_headers, raw, session, keeper, call.record
-            )
-            await self._flow.complete(completion, send)
-        except MalformedBody as error:
-            reply = ApiError(400, str(error), "invalid_json").reply(call.path)
-            await reply.send(send, call.reply_headers)
-
-    async def pass_through(self, call: Call, send: Send) -> None:
-        """Forward a request to a decode engine, and send the engine's answer to the client.
-
-        If the engine is unreachable, closes the connection or is silent, another engine is tried. The
-        client gets an error if two engines accepted the request but failed, or if no engine is left to try.
-
-        Args:
-            call: request of the client.
-            send: ASGI function that sends to the client.
-        """
-        await self._prober.until_up(self._decode)
-        failures, tried = Failures(), list[Backend]()
-        while not failures.exhausted and (backend := self._decode.next(tried, last_resort=True)):
-            tried.append(backend)
-            try:
-                async with self._client.opened(
-                    call.method, backend, call.target(call.path), call.headers, call.body
-                ) as response:
-                    reply = await read_whole(response)
-            except NOT_CONNECTED as error:
-                note_unreachable(backend, error)
-            except BROKEN as error:
-                note_unreachable(backend, error)
-                failures.add(backend, describe_error(error))
-            else:
-                await reply.send(send, call.reply_headers)
-                return
-        if failures:
-            reply = failures.reply(call.path, call.reply_headers)
-        else:
-            reply = NO_DECODE_ENGINE.reply(call.path)
-        await reply.send(send, call.reply_headers)
-
-    async def health(self, request: Request) -> Response:
-        """Return the states of all engines as JSON, as the last probes found them.
-
-        The status is 503 if no decode engine is up, or if the router drains. If engines were not probed yet,
-        the answer waits for that, but at most half a second.
-        """
-        if self.hop.has_seen(request.headers.raw):
-            return _response(LOOP, request)
-        pools = {"prefill": self._prefill.backends, "decode": self._decode.backends}
-        await self._prober.first_probes()
-        up = {role: any(one.up for one in backends) for role, backends in pools.items() if backends}
-        status = "ok" if all(up.values()) else "degraded" if up["decode"] else "unavailable"
-        if self._active.draining:
-            status = "draining"
-        engines = {
-            role: [{"url": backend.url, "up": backend.up, "reason": backend.reason} for backend in backends]
-            for role, backends in pools.items()
-        }
-        draining = [
-            {"role": backend.role, "url": backend.url, "requests": backend.outstanding}
-            for backend in self._draining()
-        ]
-        found = {"status": status, **engines, "draining": draining}
-        return JSONResponse(found, 200 if status in ("ok", "degraded") else 503)
-
-    async def of_response(self, call: Call, send: Send) -> None:
-        """Forward a request about a response to the decode engine that keeps the response.
-
-        Args:
-            call: request of the client.
-            send: ASGI function that sends to the client.
-        """
-        await self._prober.until_up(self._decode)
-        await self._responses.relay(call, send)
-
-    async def load(self, _: Request) -> Response:
-        """Return the number of requests under way, in the form of vLLM's ``/load``."""
-        return JSONResponse({"server_load": len(self._active)})
-
-    async def metrics_page(self, _: Request) -> Response:
-        """Return the router's metrics in Prometheus' text format."""
-        return Response(self.metrics.page(), headers={"content-type": CONTENT_TYPE})
 
 
 def _refusal(reason: str) -> Callable[[Request], Awaitable[Response]]:

@@ -12,8 +12,11 @@ from kvferry.serving.router.replies import MESSAGES, RESPONSES, Headers
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+# SageMaker's endpoint, which takes the bodies of several others.
 INVOCATIONS = "/invocations"
-"""Path of SageMaker's endpoint, which takes the bodies of several others."""
+# Requests that go to a decode engine alone. A response may continue one that the decode engine keeps, and may
+# run tools, so that it takes several prompts. So do a batch of chats and a decision. The others generate no
+# tokens, apart from Cohere's chats.
 DECODE_ONLY = frozenset(
     (
         RESPONSES,
@@ -41,31 +44,25 @@ DECODE_ONLY = frozenset(
         "/v2/rerank",
     )
 )
-"""Endpoints whose requests go to a decode engine alone.
-
-A response may continue one that the decode engine keeps, and may run tools, so that it takes several prompts.
-So do a batch of chats and a decision. The others generate no tokens, apart from Cohere's chats.
-"""
 
 _DATA_PARALLEL_RANK = b"x-data-parallel-rank"
+# They name a client's request in logs and traces, so the router's own request must not have them.
 _IDS = (b"x-request-id", b"traceparent", b"tracestate")
-"""Headers that name a client's request in logs and traces."""
 
 _LIMITS = ("max_completion_tokens", "max_tokens")
+# Counts that the prefill engine gets with another value or not at all, and their valid values. vLLM accepts
+# larger ones, too. Such a request goes to a decode engine alone, as one that is invalid.
 _COUNTS = {
     "max_completion_tokens": range(1, 2**31),
     "max_tokens": range(1, 2**31),
     "min_tokens": range(2**31),
     "n": range(1, 129),
 }
-"""Counts that the prefill engine gets with another value or not at all, and their valid values.
 
-vLLM accepts larger ones, too. Such a request goes to a decode engine alone, as one that is invalid.
-"""
-
+# Value of ``max_tokens`` if a request has none, by path. Other endpoints have no fixed one.
 _DEFAULT_LIMITS = {COMPLETIONS: 16}
-"""Value of ``max_tokens`` if a request has none, by path. Other endpoints have no fixed one."""
 
+# ``kv_transfer_params`` of a prefill request: keep the KV until another engine reads it.
 ASK_FOR_KV = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -74,16 +71,13 @@ ASK_FOR_KV = {
     "remote_host": None,
     "remote_port": None,
 }
-"""``kv_transfer_params`` of a prefill request: keep the KV until another engine reads it."""
 
 
 KV_PARAMS = "kv_transfer_params"
 
+# vLLM merges this field, and no other, into the dictionary that also holds ``kv_transfer_params``. So those
+# must be removed from it too.
 _EXTRA_ARGUMENTS = "vllm_xargs"
-"""Name of a request field that vLLM merges into the dictionary that also holds ``kv_transfer_params``.
-
-It is the only such field, so ``kv_transfer_params`` must be removed from it too.
-"""
 
 
 class MalformedBody(KVFerryError):
@@ -91,10 +85,7 @@ class MalformedBody(KVFerryError):
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
-    """Parse the body of a request, which must be a JSON object.
-
-    Args:
-        raw: complete body.
+    """Parse the body of a request.
 
     Raises:
         MalformedBody: the body is not JSON, or not a JSON object.
@@ -111,29 +102,22 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 def api_of(path: str, body: dict[str, Any]) -> str:
     """Return the path of the endpoint that serves a request.
 
-    It is `path`, unless that is ``/invocations``: then vLLM chooses the endpoint by the form of the body.
-
     >>> api_of("/invocations", {"prompt": "x"}), api_of("/invocations", {"input": "x"})
     ('/v1/completions', '/invocations')
-
-    Args:
-        path: path of the request.
-        body: parsed body of the request.
     """
     if path != INVOCATIONS:
         return path
+    # vLLM, too, chooses the endpoint by the form of the body.
     return CHAT if "messages" in body else COMPLETIONS if "prompt" in body else path
 
 
 def without_kv_params(body: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a parsed request body without ``kv_transfer_params``.
-
-    Only an engine or a trusted proxy may set this field. It is also removed from ``vllm_xargs``, from which
-    vLLM would read it too.
+    """Return a copy of a request body without ``kv_transfer_params``.
 
     >>> without_kv_params({"prompt": "x", "vllm_xargs": {"kv_transfer_params": "a", "b": 1}})
     {'prompt': 'x', 'vllm_xargs': {'b': 1}}
     """
+    # Only an engine or a trusted proxy may set this field: it says from where an engine reads KV.
     kept = {key: value for key, value in body.items() if key != KV_PARAMS}
     extra = kept.get(_EXTRA_ARGUMENTS)
     if isinstance(extra, dict) and KV_PARAMS in extra:
@@ -156,14 +140,12 @@ def encoded(body: Any) -> bytes:
 def prefill_body(
     body: dict[str, Any], ticket: str | None = None, name: str | None = None, unwanted: Sequence[str] = ()
 ) -> bytes:
-    """Return the body of the request to a prefill engine.
-
-    The body makes the engine compute the prompt, generate one token and keep the KV for another engine.
+    """Return the body of a request that makes a prefill engine compute the prompt and keep the KV.
 
     vLLM checks a request before it computes anything. So a request that the decode engine would refuse costs
     no prefill if the prefill engine checks the same fields. Therefore the body has all fields of the request,
     also those that matter only to the answer, except the few that one token and a whole answer require to
-    change. `decodes_alone` checks the values of these. A null is kept, because vLLM allows it for some only.
+    change. `decodes_alone` checks the values of these.
 
     Args:
         body: parsed body of the client's request, for which `decodes_alone` is None.
@@ -173,6 +155,7 @@ def prefill_body(
         unwanted: names of KV that no decode engine will read.
     """
     removed = ("min_tokens", "n", *(["stream_options"] if body.get("stream") else []))
+    # A null is kept, because vLLM allows it for some fields only.
     kept = {key: value for key, value in body.items() if value is None or key not in removed}
     params: dict[str, Any] = dict(ASK_FOR_KV)
     if ticket is not None:
@@ -186,53 +169,29 @@ def prefill_body(
 
 
 def withdrawal_body(model: Any, unwanted: Sequence[str]) -> bytes:
-    """Return the body of a request that computes one token, and says which KV is unwanted.
-
-    Args:
-        model: name of the model; None to send none.
-        unwanted: names of KV that no decode engine will read.
-    """
+    """Return the body of a request that computes one token, and says which KV is unwanted."""
     named = {} if model is None else {"model": model}
     return encoded({**named, "prompt": [0], "max_tokens": 1, KV_PARAMS: {"remote_unwanted": list(unwanted)}})
 
 
 def withdrawal_headers(headers: Headers) -> Headers:
-    """Return the headers of the router's own request to a prefill engine, without the ids of the client's.
-
-    Args:
-        headers: headers of a client's request, with names in lower case.
-    """
+    """Return the headers of the router's own request to a prefill engine, without the ids of the client's."""
     return tuple((name, value) for name, value in prefill_headers(headers) if name not in _IDS)
 
 
 def prefill_headers(headers: Headers) -> Headers:
-    """Return the headers of the request to a prefill engine: all of `headers` except X-Data-Parallel-Rank.
-
-    The client sends that header to choose a rank of the decode engine. A prefill engine may lack that rank.
-
-    Args:
-        headers: headers of the client's request, with names in lower case.
-    """
+    """Return the headers of the request to a prefill engine: all but X-Data-Parallel-Rank."""
+    # The client chooses a rank of the decode engine, which a prefill engine may lack.
     return tuple((name, value) for name, value in headers if name != _DATA_PARALLEL_RANK)
 
 
 def decode_body(body: dict[str, Any], params: dict[str, Any] | None) -> bytes:
-    """Return the body of the request to a decode engine, as JSON.
-
-    Args:
-        body: parsed body of the client's request.
-        params: ``kv_transfer_params`` from the prefill engine's answer, which are added to the body; None if
-            the decode engine computes the prompt.
-    """
+    """Return the body of the request to a decode engine, with these ``kv_transfer_params`` if not None."""
     return encoded(body if params is None else {**body, KV_PARAMS: params})
 
 
 def kv_params_of(answer: bytes) -> dict[str, Any] | None:
-    """Return the ``kv_transfer_params`` in a prefill engine's answer; None if they are missing or empty.
-
-    Args:
-        answer: complete body of the answer, as JSON.
-    """
+    """Return the ``kv_transfer_params`` in a prefill engine's answer; None if they are missing or empty."""
     try:
         params = json.loads(answer).get(KV_PARAMS)
     except (ValueError, AttributeError, RecursionError):
@@ -241,43 +200,29 @@ def kv_params_of(answer: bytes) -> dict[str, Any] | None:
 
 
 def wants_stream(body: dict[str, Any]) -> bool:
-    """Return whether a parsed request body asks for a streamed answer (``stream``)."""
+    """Return whether a request asks for a streamed answer."""
     return bool(body.get("stream"))
 
 
 def decodes_alone(path: str, body: dict[str, Any]) -> AloneReason | None:
-    """Return the reason why a request skips the prefill engine and only goes to a decode engine.
-
-    Return None if it goes to both. A request goes to a decode engine alone if the KV that a prefill engine
-    computes would be of no use. The possible reasons are:
-
-    - The endpoint is one of `DECODE_ONLY`.
-    - The client is a trusted proxy and sends its own ``kv_transfer_params``.
-    - There are several prompts. A prefill engine's answer has ``kv_transfer_params`` for only one of them,
-      and the decode engine would use these for all prompts.
-    - The client asks for logprobs of the prompt, for which the decode engine must compute the whole prompt.
-      The fields are ``prompt_logprobs``; in a chat, ``echo``; in a completion, ``echo`` together with
-      ``logprobs`` (even 0).
-    - The client asks for beam search. The engine runs it as several internal requests, which do not get the
-      ``kv_transfer_params``.
-    - The client sends prompt embeddings, so that the request has no token ids.
-    - The request generates no token.
-    - A field that `prefill_body` changes has a value that vLLM refuses, or one that the router does not know.
-
-    Args:
-        path: path of the request, such as ``/v1/completions``.
-        body: parsed body of the request.
-    """
+    """Return why KV that a prefill engine computes would be of no use to a request; None if it is of use."""
     path, prompt = api_of(path, body), body.get("prompt")
     conditions = {
         AloneReason.ENDPOINT: path in DECODE_ONLY,
         AloneReason.KV_PARAMS: body.get(KV_PARAMS),
+        # A prefill engine answers with parameters for one prompt only, and the decode engine would use them
+        # for all.
         AloneReason.PROMPTS: isinstance(prompt, list) and len(prompt) != 1 and not _is_tokens(prompt),
+        # The decode engine must compute the whole prompt. A chat asks with ``echo`` alone, a completion with
+        # ``echo`` and ``logprobs``, even 0.
         AloneReason.PROMPT_LOGPROBS: body.get("prompt_logprobs") is not None
         or (body.get("echo") and (path == CHAT or body.get("logprobs") is not None)),
+        # vLLM runs it as several internal requests, which do not get the parameters.
         AloneReason.BEAM_SEARCH: body.get("use_beam_search"),
+        # Such a request has no token ids.
         AloneReason.PROMPT_EMBEDS: body.get("prompt_embeds"),
         AloneReason.NO_TOKENS: body.get("max_tokens") == 0 or body.get("max_completion_tokens") == 0,
+        # A field that `prefill_body` changes has a value that vLLM refuses, or one that is not known here.
         AloneReason.INVALID: not _is_plain(path, body),
     }
     return next((reason for reason, applies in conditions.items() if applies), None)

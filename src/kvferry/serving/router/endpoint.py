@@ -19,8 +19,8 @@ from kvferry.serving.router.replies import ApiError, Headers
 from kvferry.serving.router.upstream import relayed
 
 _REQUEST_ID = b"x-request-id"
+# Ids end up in logs, metrics and answers of every engine, so a client's may not hold anything else.
 _PLAIN_ID = re.compile(rb"[A-Za-z0-9._:/@=~+-]{1,128}")
-"""Pattern of request ids that the router accepts. Ids end up in logs, metrics and answers of every engine."""
 # The next request of this client may reach another router.
 _TRY_ELSEWHERE = ((b"connection", b"close"), (b"retry-after", b"1"))
 _DRAINING = ApiError(
@@ -34,13 +34,10 @@ class Call:
     """An HTTP request of a client, with its complete body.
 
     Attributes:
-        method: HTTP method.
-        path: path of the URL, without the query.
-        query: query of the URL, encoded, without the question mark; empty if there is none.
+        query: query of the URL, encoded, without the question mark.
         headers: headers of the request to the engine: those of the client, with x-request-id, and with this
             router's entry added to Via.
         reply_headers: headers to add to the answer for the client: only x-request-id.
-        body: complete body of the request.
         record: facts about the request for the metrics, which the handler adds to.
     """
 
@@ -78,7 +75,6 @@ class ActiveRequest:
             self._task.cancel()
 
     async def __aenter__(self) -> Self:
-        """Remember the current task."""
         self._task = asyncio.current_task()
         return self
 
@@ -94,7 +90,7 @@ class ActiveRequest:
 
 
 class ActiveRequests:
-    """The set of requests that are under way. When the router stops, it calls `end` to cancel them all.
+    """The set of requests that are under way.
 
     Attributes:
         draining: True once new requests are refused, because the router is about to stop.
@@ -109,16 +105,13 @@ class ActiveRequests:
         self._none.set()
 
     def __len__(self) -> int:
-        """Return the number of requests that are under way."""
         return len(self._requests)
 
     def add(self, request: ActiveRequest) -> None:
-        """Add a request to the set of requests that are under way."""
         self._requests.add(request)
         self._none.clear()
 
     def discard(self, request: ActiveRequest) -> None:
-        """Remove a request that has ended from the set of requests that are under way."""
         self._requests.discard(request)
         if not self._requests:
             self._none.set()
@@ -148,22 +141,13 @@ class RouterEndpoint:
         max_body_bytes: int,
         metrics: RouterMetrics,
     ) -> None:
-        """Store the handler, the set of requests under way, the limit for request bodies, and the metrics.
-
-        Args:
-            handler: coroutine function that answers a `Call` through an ASGI `send` function.
-            ongoing: requests under way, to which each request is added before its body is read.
-            hop: this router's entry in Via headers. A request that already has it is rejected as a loop.
-            max_body_bytes: size of the largest accepted request body, in bytes.
-            metrics: metrics that count each request.
-        """
         self._handler = handler
         self._metrics = metrics
         self._ongoing, self._hop = ongoing, hop
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one HTTP request (entry point of ASGI): read the request, and run the handler to answer it.
+        """Serve one HTTP request (entry point of ASGI).
 
         The client gets an error if the request has already passed through this router, if its body is too
         large, or if the router stops before the answer is complete.
@@ -186,6 +170,8 @@ class RouterEndpoint:
         async with ActiveRequest() as request:
             self._ongoing.add(request)
             try:
+                # Added to the active requests first, so that a router that stops need not wait for a slow
+                # upload.
                 body = await _read_body(receive, self._max_body_bytes)
                 if body is not None:
                     record.received_bytes = len(body)
@@ -202,6 +188,7 @@ class RouterEndpoint:
             await answer.cut_short(reply_headers, scope["path"])
 
     async def _handle(self, call: Call, receive: Receive, request: ActiveRequest, answer: _Answer) -> None:
+        # The server tells that a client has left only to whoever calls `receive`, and the handler never does.
         watching = asyncio.create_task(_cancel_on_disconnect(receive, request))
         try:
             await self._handler(call, answer.send)
@@ -210,13 +197,7 @@ class RouterEndpoint:
 
 
 def _request_id(scope: Scope) -> bytes:
-    """Return the client's x-request-id, or a new id.
-
-    A new id is created if the client's id is missing, too long, or has characters that are not allowed.
-
-    Args:
-        scope: ASGI scope of the request, which has its headers.
-    """
+    """Return the client's x-request-id, or a new id if it is missing, too long, or has other characters."""
     given = dict(scope["headers"]).get(_REQUEST_ID, b"")
     return given if _PLAIN_ID.fullmatch(given) else uuid.uuid4().hex.encode()
 
@@ -239,15 +220,8 @@ class _Answer:
             record.complete = not message.get("more_body", False)
 
     async def cut_short(self, reply_headers: Headers, path: str) -> None:
-        """End an answer that is not complete yet, because the router stops.
-
-        If nothing was sent, the client gets an error reply. If the answer has begun, its stream ends with an
-        error event.
-
-        Args:
-            reply_headers: headers to add to the error reply; unused for an error event.
-            path: path of the endpoint.
-        """
+        """End an answer that is not complete yet, because the router stops."""
+        # An answer that has begun has its status already. So its stream ends with an error event.
         if self._record.status is None:
             await _STOPPED.reply(path).send(self.send, reply_headers)
         elif not self._record.complete:
@@ -257,10 +231,6 @@ class _Answer:
 
 async def _read_body(receive: Receive, max_bytes: int) -> bytes | None:
     """Read and return the body of a request; None if the client disconnects before the body is complete.
-
-    Args:
-        receive: ASGI function that returns the next message from the client.
-        max_bytes: size of the largest accepted body, in bytes.
 
     Raises:
         _TooLarge: the body is larger than `max_bytes`.

@@ -63,18 +63,16 @@ def read_engines(path: Path) -> Engines:
 async def watch_engines(path: Path, pools: Mapping[str, Pool], seconds: float) -> None:
     """Give the pools the engines of a file whenever it changes, until this coroutine is cancelled.
 
-    If the file becomes invalid, the engines stay as they are, and the reason is logged once.
-
     Args:
-        path: file of engines.
         pools: pools of the router by role, ``prefill`` and ``decode``.
-        seconds: time between two looks at the file, in seconds.
+        seconds: time between two looks at the file.
     """
     said = ""
     while True:
         await asyncio.sleep(seconds)
         try:
             engines = await asyncio.to_thread(read_engines, path)
+        # Someone may be writing the file: keep the engines, and say why once.
         except ConfigError as error:
             if str(error) != said:
                 _log.warning("the router keeps its engines: %s", error)

@@ -10,6 +10,8 @@ from kvferry.serving.router.replies import ApiError, Headers
 from kvferry.serving.router.upstream import BROKEN, BrokenBeforeFirst, EngineAnswer, describe_error, relayed
 
 _ENDS = (b"\n\n", b"\r\n\r\n")
+# Lines of last events: of completions, of ``/v1/messages`` (two) and of ``/v1/responses``. JSON has no line
+# feed inside a text, so no text looks like one of these lines.
 _DONE = (
     b"\ndata: [DONE]",
     b"\nevent: message_stop",
@@ -18,13 +20,9 @@ _DONE = (
     b"\nevent: response.failed",
     b"\nevent: response.incomplete",
 )
-"""Lines of last events: of completions, of ``/v1/messages`` (two) and of ``/v1/responses``.
 
-JSON has no line feed inside a text, so no text looks like one of these lines.
-"""
-
+# An engine that never ends an event must not fill the router's memory.
 _MAX_EVENT_MIB = 16
-"""Largest event that the router holds until it is complete, in MiB."""
 
 
 def is_events(answer: EngineAnswer) -> bool:
@@ -49,16 +47,11 @@ class ReceivedEvents:
         self._tail = b""
 
     def add(self, chunk: bytes) -> bytes:
-        """Add bytes, and return those of all events that are now complete.
-
-        The work grows with the size of the chunk, not with the size of the event.
-
-        Args:
-            chunk: next bytes of the stream.
-        """
+        """Add bytes, and return those of all events that are now complete."""
         seen = self._tail + chunk  # the end of an event may begin in the three bytes before
         cut = max(at + len(end) if (at := seen.rfind(end)) >= 0 else 0 for end in _ENDS)
         if not cut:
+            # Pieces are joined only once, so the work grows with their bytes, not with the event's square.
             self._held.append(chunk)
             self._held_bytes += len(chunk)
             self._tail = seen[-3:]
@@ -72,12 +65,10 @@ class ReceivedEvents:
 
     @property
     def too_long(self) -> bool:
-        """Whether the event that is not complete yet is longer than the router may hold."""
         return self._held_bytes > _MAX_EVENT_MIB << 20
 
     @property
     def rest(self) -> bytes:
-        """Bytes of the event that is not complete yet."""
         return b"".join(self._held)
 
 
@@ -88,8 +79,6 @@ async def relay_events(answer: EngineAnswer, send: Send, extra: Headers, path: s
     event as the last event.
 
     Args:
-        answer: answer of the engine, whose body was not read yet.
-        send: ASGI function that sends to the client.
         extra: headers to add to those of the engine's answer.
         path: path of the endpoint, which decides on the form of the error event.
 
@@ -118,6 +107,7 @@ async def relay_events(answer: EngineAnswer, send: Send, extra: Headers, path: s
         elif not received.done:
             fault = "its stream ended without the last event"
     except BROKEN as error:
+        # A connection that breaks after the last event has cost the client nothing.
         fault = None if received.done else describe_error(error)
     if not begun:
         raise BrokenBeforeFirst(fault)

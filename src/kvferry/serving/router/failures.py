@@ -1,8 +1,4 @@
-"""Count the failures of engines during one request.
-
-The request itself may make engines fail, so it is retried on only one further engine. `suspects` remembers
-engines that died during it.
-"""
+"""Count the failures of engines during one request."""
 
 from __future__ import annotations
 
@@ -17,13 +13,13 @@ _log = logging.getLogger("kvferry.router")
 
 _MAX_FAILURES = 2
 _BUSY = (429, 503)
+# A message may quote the whole prompt.
 _MAX_CHARS = 300
 
 
 class Failures:
     """The failures of prefill and decode engines that were working on one request.
 
-    An engine that refuses the connection or is busy is not recorded, because it never worked on the request.
     After two failures the router does not send the request again, because the request itself may be what
     makes the engines fail.
 
@@ -32,32 +28,22 @@ class Failures:
     """
 
     def __init__(self, earlier: Sequence[str] = ()) -> None:
-        """Begin to count.
-
-        Args:
-            earlier: descriptions of engines that died lately during equal requests.
-        """
+        """Begin with descriptions of engines that died lately during equal requests."""
         self.answered = False
         self._seen = [*earlier]
         self._earlier = len(earlier)
         self._engines: list[Backend] = []
 
     def __len__(self) -> int:
-        """Return the number of times that an engine failed during the request."""
         return len(self._seen)
 
     @property
     def exhausted(self) -> bool:
-        """Return whether the request must not be sent to a further engine, because two engines failed."""
+        """True if the request must not be sent to a further engine."""
         return len(self._seen) >= _MAX_FAILURES
 
     def add(self, backend: Backend, reason: str) -> None:
-        """Record that an engine closed the connection, timed out or answered with a server error.
-
-        Args:
-            backend: engine that failed.
-            reason: description of the failure.
-        """
+        """Record that an engine closed the connection, was silent or answered with a server error."""
         self._seen.append(f"{backend.role} engine {backend.url}: {reason}")
         self._engines.append(backend)
 
@@ -69,13 +55,9 @@ class Failures:
     def reply(self, path: str, reply_headers: Headers) -> Reply:
         """Return the error reply that lists the failures, and log that the request is not tried again.
 
-        After two failures a header of the reply tells the client not to send the request again. One engine
-        may fail for other reasons than the request, such as being stopped, so the client may try again.
-
         Args:
             path: path of the request.
-            reply_headers: headers that the caller adds when it sends the reply. The method only reads the
-                first one, x-request-id, for the log.
+            reply_headers: the first is x-request-id, which is logged.
         """
         engines = "; ".join(self._seen)
         count = "one engine" if len(self._seen) == 1 else f"{len(self._seen)} engines"
@@ -88,9 +70,11 @@ class Failures:
             message = (
                 f"{count} failed while working on this request{equal}, which is not tried again ({engines})"
             )
+            # OpenAI's clients repeat a request after a 5xx status, and this one may end more engines.
             status, header = 500, NO_RETRY
         else:
             message = f"{count} failed while working on this request, and no other is left ({engines})"
+            # One engine may fail for other reasons than the request, such as being stopped.
             status, header = 503, RETRY_LATER
         return ApiError(status, message, "engine_failed", (header,)).reply(path)
 
@@ -106,7 +90,7 @@ def is_failure(status: int) -> bool:
 
 
 def failure_of(reply: Reply) -> str:
-    """Return a text about an engine's error answer: its status and, if it has one, its shortened message."""
+    """Return an engine's error answer as text: its status and, if it has one, its shortened message."""
     try:
         message = str(json.loads(reply.body)["error"]["message"])[:_MAX_CHARS]
         message = " ".join(message.split())  # on one line of the log

@@ -20,11 +20,11 @@ from kvferry.serving.router.settings import RouterSettings
 from kvferry.serving.router.streaming import new_ticket
 from kvferry.serving.router.upstream import BROKEN, EngineClient, read_whole
 
+# Many engines that start at once are not flooded with hand-overs.
 _AT_ONCE = 8
-"""Number of hand-overs under way at a time, so that many engines that start at once are not flooded."""
 
+# Every engine can answer it: token ids that each model has, and no name of a model.
 _GREETING = {"prompt": [0] * 8, "max_tokens": 1}
-"""Request that every engine can answer: token ids that each model has, and no name of a model."""
 
 
 class Introductions:
@@ -33,15 +33,6 @@ class Introductions:
     def __init__(
         self, settings: RouterSettings, prefill: Pool, decode: Pool, client: EngineClient, hop: Hop
     ) -> None:
-        """Store the engines. `run` introduces them.
-
-        Args:
-            settings: settings of the router.
-            prefill: pool of the prefill engines.
-            decode: pool of the decode engines.
-            client: HTTP client for all engines.
-            hop: this router's entry in Via headers.
-        """
         self._prefill, self._decode, self._client = prefill, decode, client
         self._seconds = settings.probe_seconds
         key = () if settings.engine_key is None else (key_header(settings.engine_key),)
@@ -56,6 +47,7 @@ class Introductions:
                 pairs = list(product(self._prefill.backends, self._decode.backends))
                 met = {pair: runs for pair, runs in met.items() if pair in pairs}
                 for pair in pairs:
+                    # An engine that was down may have started again, and then knows its peers no more.
                     runs = tuple(backend.losses for backend in pair)
                     if all(backend.up for backend in pair) and met.get(pair) != runs:
                         met[pair] = runs
@@ -76,6 +68,7 @@ class Introductions:
             reply = await self._ask(decode, decode_body(_GREETING, params))
             if reply.status == 200:
                 return
+        # No decode engine has read this KV, and none will.
         prefill.unwanted.append(name)
 
     async def _ask(self, backend: Backend, body: bytes) -> Reply:

@@ -16,18 +16,14 @@ from kvferry.serving.router.replies import ApiError
 _UNAUTHORIZED = ApiError(
     401, "the API key is missing or wrong", "invalid_api_key", ((b"www-authenticate", b"Bearer"),)
 )
+# Load balancers, Kubernetes and Prometheus ask these without a key.
 OPEN_PATHS = frozenset(("/health", "/load", "/metrics", "/ping"))
-"""Paths that need no key, because load balancers, Kubernetes and Prometheus ask them."""
 _AUTHORIZATION = b"authorization"
 _BEARER = b"bearer "
 
 
 def read_keys(path: Path | None, variable: str) -> tuple[str, ...]:
     """Return the keys in a file, one per line, or else the key in an environment variable; none if unset.
-
-    Args:
-        path: file of keys; None to read the variable.
-        variable: name of the environment variable.
 
     Raises:
         ConfigError: the file cannot be read, or has no key, or a key is not plain ASCII.
@@ -57,27 +53,20 @@ def key_header(key: str) -> tuple[bytes, bytes]:
 class KeyCheck:
     """ASGI middleware that refuses requests without a valid key, and gives engines a key of their own.
 
-    If clients must send a key, it is not relayed to engines.
+    With `keys`, clients must send one of them, and it is not relayed to engines. With `engine_key`, engines
+    get this key instead of the client's. `on_refused` is called for each answer with 401.
     """
 
     def __init__(
         self, app: ASGIApp, keys: Iterable[str], engine_key: str | None, on_refused: Callable[[], None]
     ) -> None:
-        """Store the keys as digests.
-
-        Args:
-            app: application behind the check.
-            keys: valid keys; none to let every request pass.
-            engine_key: key to send to engines; None to send none of the router's own.
-            on_refused: function that is called for each request that is answered with 401.
-        """
         self._on_refused = on_refused
         self._app = app
+        # Digests have one length, so comparing them tells nothing of a key's.
         self._digests = tuple(sha256(key.encode()).digest() for key in keys)
         self._engine = None if engine_key is None else key_header(engine_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request (entry point of ASGI), or answer it with 401."""
         if scope["type"] == "http":
             if not self._may_pass(scope):
                 self._on_refused()

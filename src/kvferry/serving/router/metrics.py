@@ -14,11 +14,11 @@ from prometheus_client.registry import Collector
 from kvferry.observe.exposed_names import ROUTER_PREFIX
 from kvferry.serving.router.backends import Backend, BackendState
 
+# Of `RouterMetrics.page`.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Media type of `RouterMetrics.page`."""
 
+# Seconds: from a router's own overhead to answers of thousands of tokens.
 _REQUEST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-"""Upper bounds of the buckets of all histograms, in seconds."""
 
 
 class Outcome(StrEnum):
@@ -54,15 +54,14 @@ class RequestRecord:
     """The facts about one request that the metrics count when the request has ended.
 
     Attributes:
-        begun: monotonic time when the request's headers had arrived, in seconds.
-        first_byte: monotonic time when the first part of the answer's body was sent; None before.
+        begun: monotonic seconds when the request's headers had arrived.
+        first_byte: monotonic seconds when the first part of the answer's body was sent; None before.
         prefill_seconds: time until a prefill engine had answered with success; None if none has.
         split: True if the decode engine was given KV of a prefill engine.
         alone: reason why the decode engine computes the prompt; None if it does not.
         status: HTTP status of the answer; None if nothing was sent.
         complete: True once the last part of the answer was sent.
         broken: True if the answer ended with an error event.
-        received_bytes, sent_bytes: size of the bodies of the request and of the answer.
     """
 
     begun: float = field(default_factory=time.monotonic)
@@ -77,11 +76,7 @@ class RequestRecord:
     sent_bytes: int = 0
 
     def note_decode(self, alone: AloneReason | None) -> None:
-        """Record how a decode engine is asked.
-
-        Args:
-            alone: reason why the engine computes the prompt; None if it gets KV of a prefill engine.
-        """
+        """Record why a decode engine computes the prompt; None if it gets KV of a prefill engine."""
         self.split, self.alone = alone is None, alone
 
     def note_ticket_lost(self) -> None:
@@ -103,14 +98,9 @@ class RequestRecord:
 
 
 class RouterMetrics:
-    """The metrics of one router."""
+    """The metrics of one router, which read the engines' states at each scrape."""
 
     def __init__(self, backends: Callable[[], Iterable[Backend]]) -> None:
-        """Create the metrics in a new registry.
-
-        Args:
-            backends: function that returns all engines of the router, whose states are read at each scrape.
-        """
         self._registry = registry = CollectorRegistry()
         self._requests = Counter(
             f"{ROUTER_PREFIX}requests", "Requests that have ended.", ("outcome", "reason"), registry=registry
@@ -132,33 +122,28 @@ class RouterMetrics:
         return Counter(f"{ROUTER_PREFIX}{name}_bytes", text, registry=self._registry)
 
     def begin(self) -> None:
-        """Count a request as under way."""
         self._active.inc()
 
     def end(self, record: RequestRecord) -> None:
-        """Count a request that has ended.
-
-        Args:
-            record: facts about the request, of which `begin` was called.
-        """
         self._active.dec()
         outcome, reason = record.result()
         self._requests.labels(outcome, reason).inc()
         self._received.inc(record.received_bytes)
         self._sent.inc(record.sent_bytes)
+        # Also of requests that failed later: the prefill engine has done its work.
         if record.prefill_seconds is not None:
             self._prefill.observe(record.prefill_seconds)
+        # Failures are often quick, and would make the router look fast.
         if outcome not in (Outcome.FAILED, Outcome.LEFT):
             self._total.observe(time.monotonic() - record.begun)
             if record.first_byte is not None:
                 self._first_byte.observe(record.first_byte - record.begun)
 
     def count_unauthorized(self) -> None:
-        """Count a request without a valid key, which was answered with 401."""
+        """Count a request without a valid key, which `RouterEndpoint` never sees."""
         self._requests.labels(Outcome.FAILED, "401").inc()
 
     def page(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 

@@ -17,14 +17,7 @@ _FIRST_PROBES_SECONDS = 0.5
 
 
 async def probe(client: EngineClient, backend: Backend) -> None:
-    """Query an engine's ``/health``, and mark the engine as up or down by the status of the answer.
-
-    An engine that does not answer is marked as down.
-
-    Args:
-        client: HTTP client for all engines.
-        backend: engine to query.
-    """
+    """Query an engine's ``/health``, and mark the engine as up or down by the answer, or by its lack."""
     try:
         async with client.opened("GET", backend, "/health") as answer:
             status = answer.status
@@ -49,19 +42,11 @@ class Prober:
     def __init__(
         self, client: EngineClient, backends: Callable[[], Iterable[Backend]], settings: RouterSettings
     ) -> None:
-        """Store what to probe. `run` starts probing.
-
-        Args:
-            client: HTTP client for all engines.
-            backends: function that returns the engines to probe, with those that are draining.
-            settings: settings of the router, with the times of probes.
-        """
         self._client, self._backends, self._settings = client, backends, settings
         self._silent_ticks = math.ceil(settings.silent_seconds / settings.probe_seconds)
         self._running: dict[Backend, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Probe every engine at once and then periodically, until this coroutine is cancelled."""
         try:
             while True:
                 self.tick()

@@ -10,28 +10,25 @@ import xxhash
 
 from kvferry.serving.router.bodies import encoded
 
+# About what tokenizers need for English text. It decides where to compute, never what.
 _BYTES_PER_TOKEN = 4
 _BESIDE_MESSAGES = ("system", "tools", "documents")
+# Fields that change the tokens of a prompt or the blocks that it may share.
 _CONTEXT = ("model", "cache_salt", "chat_template", "chat_template_kwargs", *_BESIDE_MESSAGES)
-"""Fields that change the tokens of a prompt or the blocks that it may share."""
 _TEXT_PARTS = (
     "text", "input_text", "output_text", "refusal", "thinking", "redacted_thinking", "tool_use", "tool_result"
 )  # fmt: skip
 
 
 def estimated_tokens(body: dict[str, Any]) -> int:
-    """Return the approximate number of prompt tokens of a request.
+    """Return the approximate number of prompt tokens of a request, without images and other media.
 
-    The number is exact for a prompt of token ids. A text counts as one token for every four bytes. Images
-    and other media do not count.
+    The number is exact for a prompt of token ids.
 
     >>> estimated_tokens({"prompt": [[1, 2, 3]]})
     3
     >>> estimated_tokens({"messages": [{"role": "user", "content": "What is a lease word?"}]})
     7
-
-    Args:
-        body: parsed body of the request.
 
     Raises:
         MalformedBody: the body's objects are nested too deeply.
@@ -45,11 +42,7 @@ def estimated_tokens(body: dict[str, Any]) -> int:
 
 
 def has_media(body: dict[str, Any]) -> bool:
-    """Return whether the messages have parts other than text, whose number of tokens is unknown.
-
-    Args:
-        body: parsed body of the request.
-    """
+    """Return whether the messages have parts other than text, whose number of tokens is unknown."""
     pending = [body.get("messages")]
     while pending:
         one = pending.pop()
@@ -64,7 +57,7 @@ def has_media(body: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PromptPrefix:
-    """A prompt that was sent to an engine, by its digest, to recognise prompts that begin with it.
+    """The prompt of a request by its digest, to recognise prompts that begin with it.
 
     Attributes:
         digest: XXH3 of the fields beside the prompt, and of the prompt's bytes.
@@ -78,24 +71,11 @@ class PromptPrefix:
 
     @classmethod
     def of(cls, path: str, body: dict[str, Any]) -> PromptPrefix:
-        """Return the prefix that is the whole prompt of a request.
-
-        Args:
-            path: path of the endpoint.
-            body: parsed body of the request.
-        """
         content = _content(body)
         return cls(_digest(path, body, content), len(content), estimated_tokens(body))
 
     def new_tokens(self, path: str, body: dict[str, Any]) -> int | None:
-        """Return the approximate number of tokens that a request's prompt has after this prefix.
-
-        Return None if the prompt does not begin with this prefix.
-
-        Args:
-            path: path of the endpoint.
-            body: parsed body of the request.
-        """
+        """Return about how many tokens a prompt has after this prefix; None if it does not begin with it."""
         content = _content(body)
         if len(content) < self.size or _digest(path, body, content[: self.size]) != self.digest:
             return None

@@ -17,6 +17,7 @@ import xxhash
 from kvferry.serving.router.bodies import encoded
 
 _MAX_REMEMBERED = 1000
+# The prompt, and keys that differ between requests of one kind.
 _NOT_COMPARED = frozenset(
     {
         "cache_salt",
@@ -34,7 +35,6 @@ _NOT_COMPARED = frozenset(
         "user",
     }
 )
-"""Keys of a body that are the prompt, or that differ between requests of one kind."""
 
 
 class Refusals:
@@ -44,32 +44,16 @@ class Refusals:
         self._refused: OrderedDict[bytes, None] = OrderedDict()
 
     def includes(self, path: str, body: Mapping[str, Any]) -> bool:
-        """Return whether a request with equal fields was refused, and none was accepted since.
-
-        Args:
-            path: path of the endpoint.
-            body: parsed body of the request.
-        """
+        """Return whether a request with equal fields was refused, and none was accepted since."""
+        # Digesting costs time, and nearly always nothing was refused.
         return bool(self._refused) and _digest(path, body) in self._refused
 
     def add(self, path: str, body: Mapping[str, Any]) -> None:
-        """Remember the fields of a request that a decode engine refused after a prefill.
-
-        Args:
-            path: path of the endpoint.
-            body: parsed body of the request.
-        """
         self._refused[_digest(path, body)] = None
         if len(self._refused) > _MAX_REMEMBERED:
             self._refused.popitem(last=False)
 
     def discard(self, path: str, body: Mapping[str, Any]) -> None:
-        """Forget the fields of a request that a decode engine accepted.
-
-        Args:
-            path: path of the endpoint.
-            body: parsed body of the request.
-        """
         self._refused.pop(_digest(path, body), None)
 
 

@@ -12,21 +12,20 @@ if TYPE_CHECKING:  # `kvferry doctor` builds requests as the router does, and wo
 
 Headers = tuple[tuple[bytes, bytes], ...]
 MESSAGES = "/v1/messages"
-"""Path of Anthropic's endpoint."""
 RESPONSES = "/v1/responses"
-"""Path of OpenAI's endpoint for responses."""
 JSON_TYPE = (b"content-type", b"application/json")
+# OpenAI's clients repeat a request after a 5xx status, unless this header tells them not to.
 NO_RETRY = (b"x-should-retry", b"false")
-"""Header that tells OpenAI's clients not to repeat the request, as they would do after a 5xx status."""
 
+# vLLM's names for errors, by HTTP status. Others have the status's name.
 _TYPES = {
     400: "BadRequestError",
     404: "NotFoundError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
-"""Types of vLLM's errors, by HTTP status. Others have the status's name."""
 
+# Anthropic's names, by HTTP status. Others have the type ``api_error``.
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -34,33 +33,20 @@ _ANTHROPIC_TYPES = {
     405: "invalid_request_error",
     413: "request_too_large",
 }
-"""Types of Anthropic's errors, by HTTP status. Others have the type ``api_error``."""
 
+# About the time in which an engine may have been started again, in seconds.
 RETRY_LATER = (b"retry-after", b"10")
-"""Header that asks the client to repeat the request when an engine may have been started again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A complete HTTP answer.
-
-    Attributes:
-        status: HTTP status.
-        headers: headers of the answer, without content-length, which `send` adds.
-        body: complete body.
-    """
+    """A complete HTTP answer. Its headers have no content-length, which `send` adds."""
 
     status: int
     headers: Headers
     body: bytes
 
     async def send(self, send: Send, extra: Headers = ()) -> None:
-        """Send the answer to the client.
-
-        Args:
-            send: ASGI function that sends to the client.
-            extra: headers to add to the answer.
-        """
         length = (b"content-length", str(len(self.body)).encode())
         headers = [*self.headers, *extra, length]
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
@@ -69,11 +55,9 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class ApiError:
-    """An error of the router's own. Clients get it in the form in which vLLM answers errors of the endpoint.
+    """An error of the router's own, which clients get in the form of vLLM's errors of the endpoint.
 
     Attributes:
-        status: HTTP status.
-        message: text of the error.
         reason: name of the reason, for programs. vLLM's errors have no such field.
         headers: headers of the answer besides content-type.
     """
@@ -84,27 +68,17 @@ class ApiError:
     headers: Headers = ()
 
     def reply(self, path: str) -> Reply:
-        """Return the answer to a request.
-
-        Args:
-            path: path of the request.
-        """
         return Reply(self.status, (JSON_TYPE, *self.headers), json.dumps(self._content(path)).encode())
 
     def event(self, path: str) -> bytes:
-        """Return a server-sent event, for the end of a stream that cannot be completed.
-
-        Clients of Anthropic's messages and of OpenAI's responses ignore events without a name.
-
-        Args:
-            path: path of the request.
-        """
+        """Return a server-sent event, for the end of a stream that cannot be completed."""
         name, content = b"", self._content(path)
         if path == RESPONSES:
             # Clients require a number. The router does not count events, so it gives one that no event has.
             content = {"type": "error", "code": self.reason, "message": self.message, "param": None}
             content["sequence_number"] = -1
         if path == RESPONSES or _is_anthropic(path):
+            # Clients of these two APIs ignore events without a name.
             name = b"event: error\n"
         return name + b"data: " + json.dumps(content).encode() + b"\n\n"
 

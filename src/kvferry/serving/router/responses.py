@@ -35,38 +35,21 @@ _ID = "request_id"
 
 
 def with_response_id(path: str, body: dict[str, Any], backend: Backend) -> dict[str, Any]:
-    """Return the body of a request to a decode engine, with an id for the response if it makes one.
-
-    An id that the client has chosen is kept.
-
-    Args:
-        path: path of the endpoint.
-        body: parsed body of the request.
-        backend: decode engine that gets the request.
-    """
+    """Return the body of a request to a decode engine, with an id for the response if it makes one."""
+    # An id that the client has chosen is kept.
     if path != RESPONSES or body.get(_ID) is not None:
         return body
     return {**body, _ID: f"resp_{secrets.token_hex(16)}{_mark(backend)}"}
 
 
 def previous_response(path: str, body: dict[str, Any]) -> str | None:
-    """Return the id of the response that a request continues; None if it continues none.
-
-    Args:
-        path: path of the endpoint.
-        body: parsed body of the request.
-    """
+    """Return the id of the response that a request continues; None if it continues none."""
     found = body.get(_PREVIOUS) if path == RESPONSES else None
     return found if isinstance(found, str) else None
 
 
 def not_found(response_id: str, unreachable: Sequence[Backend] = ()) -> Reply:
-    """Return the error for a response that no engine has: 404, or 503 if an engine does not answer.
-
-    Args:
-        response_id: id of the response.
-        unreachable: decode engines that may have it, but do not answer.
-    """
+    """Return the error for a response that no engine has: 404, or 503 if an engine does not answer."""
     message = f"Response with id '{response_id}' not found"
     if unreachable:
         urls = ", ".join(backend.url for backend in unreachable)
@@ -80,25 +63,15 @@ def not_found(response_id: str, unreachable: Sequence[Backend] = ()) -> Reply:
 
 
 class Responses:
-    """The responses that decode engines keep."""
+    """The responses that decode engines keep, also those that are being removed."""
 
     def __init__(self, decode: Pool, client: EngineClient) -> None:
-        """Store the engines and the HTTP client.
-
-        Args:
-            decode: pool of the decode engines. Those that are being removed may keep responses, too.
-            client: HTTP client for all engines.
-        """
         self._decode, self._client = decode, client
 
     async def keeper_of(self, response_id: str, headers: Headers) -> Backend | Reply:
         """Return the decode engine that keeps a response, or the error for the client.
 
         The engine is known if the id names it, or if there is one engine only. It need not have the response.
-
-        Args:
-            response_id: id of the response.
-            headers: headers of the client's request, for questions to engines.
         """
         backends = (*self._decode.backends, *self._decode.draining)
         named = [one for one in backends if response_id.endswith(_mark(one))] or backends
@@ -120,12 +93,7 @@ class Responses:
         return not_found(response_id, unreachable)
 
     async def relay(self, call: Call, send: Send) -> None:
-        """Send a request about a response to the engine that keeps it, and relay the answer to the client.
-
-        Args:
-            call: request of the client, whose path begins with that of the response.
-            send: ASGI function that sends to the client.
-        """
+        """Send a request about a response to the engine that keeps it, and relay the answer to the client."""
         response_id, *action = call.path.removeprefix(f"{RESPONSES}/").split("/")
         keeper = await self.keeper_of(response_id, call.headers)
         if isinstance(keeper, Reply):

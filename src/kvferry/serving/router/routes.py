@@ -39,6 +39,7 @@ _ONE_ENGINE = "it describes or changes a single engine; send it to the engine it
 _BY_TOKENS = "it would let clients choose what an engine does for another one; send it to the engine itself"
 _AUDIO = "the router relays no audio; send it to the engine itself"
 
+# Reasons by path, for all methods.
 REFUSED = {
     **dict.fromkeys(
         (
@@ -86,4 +87,3 @@ REFUSED = {
     **dict.fromkeys(("/inference/v1/abort_requests", "/inference/v1/generate"), _BY_TOKENS),
     **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime"), _AUDIO),
 }
-"""Reasons by path, for all methods."""

@@ -18,16 +18,9 @@ _SESSION_FIELDS = ("prompt_cache_key", "user")
 
 
 def session_of(headers: Headers, body: dict[str, Any]) -> int | None:
-    """Return a hash of the name of a request's session; None if it names none.
+    """Return a 64-bit hash of the name of a request's session; None if it names none.
 
     The name is the header ``x-session-id``, else the field ``prompt_cache_key``, else the field ``user``.
-
-    Args:
-        headers: headers of the request, with names in lower case.
-        body: parsed body of the request.
-
-    Returns:
-        64-bit hash of the name.
     """
     name = next((value for name, value in headers if name == _SESSION_HEADER and value), None)
     if name is None:
@@ -45,9 +38,5 @@ def score(session: int, url: str) -> int:
     >>> urls = ("http://a:1", "http://b:1")
     >>> [max(urls, key=lambda url: score(session, url)) for session in (1, 2, 3)]
     ['http://b:1', 'http://a:1', 'http://b:1']
-
-    Args:
-        session: hash of the session's name, as `session_of` returns it.
-        url: URL of the engine.
     """
     return xxhash.xxh3_64_intdigest(session.to_bytes(8, "little") + url.encode())

@@ -21,9 +21,7 @@ class RouterSettings:
         silent_seconds: time without a good probe after which an engine is silent, in seconds. It is then
             down, and each request that has got nothing from it for as long ends or is sent to another engine.
             Also the longest time to connect.
-        keep_connection_seconds: longest time that an idle connection to an engine is used again, in seconds.
-            It is shorter than the 5 seconds after which vLLM's server closes an idle connection, so that a
-            request is hardly ever sent on a connection that the engine is just closing.
+        keep_connection_seconds: longest time that an idle connection to an engine is used again.
         probe_seconds: time between two probes of an engine, in seconds.
         max_body_bytes: size of the largest accepted request body, in bytes.
         api_keys: keys of which clients must send one; none to serve everybody.
@@ -41,6 +39,7 @@ class RouterSettings:
     prefill: tuple[str, ...]
     decode: tuple[str, ...]
     silent_seconds: float = 5.0
+    # vLLM's server closes an idle connection after 5 seconds. A request that is sent just then fails.
     keep_connection_seconds: float = 2.0
     probe_seconds: float = 1.0
     max_body_bytes: int = 64 << 20
@@ -54,11 +53,6 @@ class RouterSettings:
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
 
     def __post_init__(self) -> None:
-        """Check the settings, and keep the base URLs of the engines' addresses.
-
-        Raises:
-            ConfigError: there is no engine to decode, or an address is neither a URL nor host and port.
-        """
         for role, urls in (("prefill", self.prefill), ("decode", self.decode)):
             if not urls and role == "decode":
                 raise ConfigError(f"the router has no {role} engine; give at least one --{role} URL")

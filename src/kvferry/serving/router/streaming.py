@@ -28,22 +28,15 @@ class StreamSource:
 
     @classmethod
     def of(cls, params: dict[str, Any]) -> StreamSource | None:
-        """Return the engine that made an offer; None if its KV can only be read after its last step.
-
-        Args:
-            params: ``kv_transfer_params`` of the engine's answer.
-        """
+        """Return the engine that made an offer; None if its KV can only be read after its last step."""
         step_tokens = params.get("remote_step_tokens")
         if not isinstance(step_tokens, int) or step_tokens < 1 or not params.keys() >= set(_IDENTITY):
             return None
         return cls(tuple((key, params[key]) for key in _IDENTITY), step_tokens)
 
     def offer(self, ticket: str) -> dict[str, Any]:
-        """Return the ``kv_transfer_params`` for the decode engine.
-
-        Args:
-            ticket: random id of the KV, 32 hex digits, which the prefill engine also gets.
-        """
+        """Return the ``kv_transfer_params`` for the decode engine, with a ticket that both engines get."""
+        # How many tokens the KV has is known only at its end.
         named = {"remote_request_id": ticket, "remote_num_tokens": None}
         known = {"remote_step_tokens": self.step_tokens, **dict(self.identity)}
         return {"do_remote_prefill": True, "do_remote_decode": False, **known, **named}

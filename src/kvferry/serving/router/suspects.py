@@ -17,55 +17,39 @@ from kvferry.serving.router.failures import Failures
 
 REMEMBERED_SECONDS = 600.0
 _MAX_REQUESTS = 1000
+# Keys of a body that do not change what an engine computes.
 _OF_THE_CALLER = frozenset(
     {"stream", "stream_options", "user", "metadata", "request_id", "safety_identifier", "store"}
 )
-"""Keys of a body that do not change what an engine computes."""
 
+# Time and description by (URL of the engine, how often it had been lost). Copies of a request that were under
+# way at one engine have one death in common.
 _Deaths = dict[tuple[str, int], tuple[float, str]]
-"""Time and description by (URL of the engine, how often it had been lost). Copies of a request that were
-under way at one engine have one death in common."""
 
 
 class Suspects:
     """Requests during which engines died. The least recently remembered one is dropped."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Create an empty memory.
-
-        Args:
-            clock: function that returns monotonic seconds.
-        """
         self._clock = clock
         self._deaths: OrderedDict[bytes, _Deaths] = OrderedDict()
 
     def __len__(self) -> int:
-        """Return the number of requests that are remembered."""
         return len(self._deaths)
 
     def begin(self, path: str, body: Mapping[str, Any]) -> Failures:
-        """Return the failures of a request so far: the deaths of engines during equal ones.
-
-        Args:
-            path: path of the endpoint.
-            body: parsed body of the request.
-        """
+        """Return the failures of a request so far: the deaths of engines during equal ones."""
         since = self._clock() - REMEMBERED_SECONDS
         while self._deaths and max(at for at, _ in next(iter(self._deaths.values())).values()) <= since:
             self._deaths.popitem(last=False)
+        # Digesting a long prompt costs time, and nearly always no engine has died.
         if not self._deaths:
             return Failures()
         deaths = self._deaths.get(_digest(path, body), {})
         return Failures(tuple(text for at, text in deaths.values() if at > since))
 
     def end(self, path: str, body: Mapping[str, Any], failures: Failures) -> None:
-        """Remember a request during which an engine died, and forget one that was answered.
-
-        Args:
-            path: path of the endpoint.
-            body: parsed body of the request.
-            failures: failures of engines during the request, as `begin` returned them.
-        """
+        """Remember a request during which an engine died, and forget one that was answered."""
         died = failures.deaths()
         if not died and not (failures.answered and self._deaths):
             return

@@ -14,13 +14,7 @@ _MAX_SESSIONS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """The last prompt of a session.
-
-    Attributes:
-        backend: decode engine that got the prompt.
-        losses: number of times that the engine had been down until then.
-        prompt: prompt that it got.
-    """
+    """The last prompt of a session, and how often the decode engine that got it had been down by then."""
 
     backend: Backend
     losses: int
@@ -35,30 +29,17 @@ class Turns:
         self._turns: OrderedDict[int, _Turn] = OrderedDict()
 
     def remember(self, session: int, backend: Backend, path: str, body: dict[str, Any]) -> None:
-        """Record that a decode engine has the prompt of a request.
-
-        Args:
-            session: session of the request.
-            backend: decode engine that has accepted the request.
-            path: path of the endpoint.
-            body: parsed body of the request.
-        """
+        """Record that a decode engine has the prompt of a request."""
         self._turns[session] = _Turn(backend, backend.losses, PromptPrefix.of(path, body))
         self._turns.move_to_end(session)
         if len(self._turns) > self._max_sessions:
             self._turns.popitem(last=False)
 
     def new_tokens(self, session: int, backend: Backend, path: str, body: dict[str, Any]) -> int | None:
-        """Return the approximate number of tokens that a request adds to the session's last prompt.
+        """Return about how many tokens a request adds to the session's last prompt.
 
         Return None if the engine has not got that prompt, was down since then, or if the prompt of the
         request does not begin with it.
-
-        Args:
-            session: session of the request.
-            backend: decode engine that would get the request.
-            path: path of the endpoint.
-            body: parsed body of the request.
         """
         turn = self._turns.get(session)
         if turn is None or turn.backend is not backend or turn.losses != backend.losses:

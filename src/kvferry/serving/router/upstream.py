@@ -21,11 +21,11 @@ from kvferry.serving.router.replies import Headers, Reply
 from kvferry.serving.router.settings import RouterSettings
 from kvferry.serving.router.waits import SilentEngine, Waits
 
+# The engine has not received the request, so it may be sent to another one at no risk.
 NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-"""Exceptions that mean that the engine has not received the request."""
 
+# No answer arrived, or only a part of it. Includes `NOT_CONNECTED`.
 BROKEN = (aiohttp.ClientError, SilentEngine)
-"""Exceptions that mean that no answer arrived, or only a part of it. Includes `NOT_CONNECTED`."""
 
 
 class BrokenBeforeFirst(Exception):
@@ -65,20 +65,14 @@ _NOT_RELAYED = frozenset(
     )
 )
 
+# The router answers browsers by its own --allowed-origins, whatever engines allow.
 _CORS = b"access-control-"
 
 
 def relayed(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """Return the headers that the router forwards, with their names in lower case.
-
-    These are left out: headers that apply to one connection only, among them those that Connection names (RFC
-    9110, section 7.6.1); headers that each sender sets itself, such as content-length; and headers of CORS,
-    which are the router's own.
-
-    Args:
-        headers: (name, value) pairs of a request or an answer.
-    """
+    """Return the headers that the router forwards, with their names in lower case."""
     all_headers = [(name.lower(), value) for name, value in headers]
+    # Headers that Connection names apply to one connection only (RFC 9110, section 7.6.1).
     named = b",".join(value for name, value in all_headers if name == b"connection").lower().split(b",")
     left_out = _NOT_RELAYED.union(name.strip() for name in named)
     return tuple(
@@ -87,12 +81,7 @@ def relayed(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
 
 
 class EngineAnswer(Protocol):
-    """An engine's HTTP answer, whose body is not read yet.
-
-    Attributes:
-        status: HTTP status.
-        headers: (name, value) pairs as the engine sent them.
-    """
+    """An engine's HTTP answer, whose body is not read yet. Its headers are as the engine sent them."""
 
     @property
     def status(self) -> int: ...
@@ -135,34 +124,26 @@ class _Received:
 
 
 class EngineClient:
-    """HTTP client with which the router sends requests to all engines. Use it as an async context manager.
-
-    A connection serves one request after the other, unless it was idle for too long. The number of
-    connections is unlimited, so that requests queue in the engines and not in the router. A connection breaks
-    if the engine's machine does not acknowledge anything for a minute.
-    """
+    """HTTP client with which the router sends requests to all engines. Use it as an async context manager."""
 
     def __init__(self, settings: RouterSettings, hop: Hop) -> None:
-        """Create the client. It opens nothing yet.
-
-        Args:
-            settings: settings of the router, with the timeouts.
-            hop: this router's entry in Via headers, for requests that have none.
-        """
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=settings.silent_seconds)
         self._keep_seconds = settings.keep_connection_seconds
         self._via = hop.passed_on()
         self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> Self:
-        """Open the client in the running event loop."""
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=self._keep_seconds, socket_factory=watched_socket
+                # No limit of connections: requests queue in the engines, which schedule them, not here.
+                limit=0,
+                keepalive_timeout=self._keep_seconds,
+                socket_factory=watched_socket,
             ),
             timeout=self._timeout,
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
+            # The engine gets the client's headers, and none of aiohttp's own.
             skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
             max_line_size=_MAX_HEADER_BYTES,
             max_field_size=_MAX_HEADER_BYTES,
@@ -170,7 +151,6 @@ class EngineClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Close all connections."""
         await self._session.close()
 
     @asynccontextmanager
@@ -179,15 +159,8 @@ class EngineClient:
     ) -> AsyncIterator[EngineAnswer]:
         """Send a request, and yield the answer before its body is read.
 
-        If the answer is not complete at the end of the ``with`` block, the connection is closed. The engine
-        then aborts the request.
-
         Args:
-            method: HTTP method.
-            backend: engine.
-            path: path of the endpoint.
             headers: headers of the request; those of `Hop` if there are none.
-            body: complete body of the request.
 
         Raises:
             aiohttp.ClientError: no answer arrived.
@@ -208,19 +181,15 @@ class EngineClient:
         try:
             yield _Received(response, backend.waits)
         finally:
+            # Closes the connection of an answer that is not complete, and the engine then aborts the request.
             response.close()
 
 
 def watched_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """Return a socket whose connection breaks if the machine at the other end does not acknowledge anything.
-
-    Without this, a request to a machine that has lost its power waits until the time for answers is over.
-
-    Args:
-        address: address to connect to, as `socket.getaddrinfo` returns it.
-    """
+    """Return a socket whose connection breaks if the other machine acknowledges nothing for a minute."""
     family, kind, protocol, _, _ = address
     made = socket.socket(family, kind, protocol)
+    # Else a request to a machine that has lost its power would wait for good.
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_KEEPIDLE", _SILENT_SECONDS),
@@ -244,21 +213,18 @@ async def read_whole(answer: EngineAnswer) -> Reply:
 
 
 def note_unreachable(backend: Backend, error: BaseException) -> None:
-    """Mark an engine as down after a transport error, unless the router itself lacks a descriptor or a port.
-
-    Args:
-        backend: engine that was asked.
-        error: exception of `EngineClient`.
-    """
+    """Mark an engine as down after a transport error, unless the fault is the router's own."""
+    # The engine may be well if it was the router that lacked a descriptor or a port.
     if not is_own_fault(error):
         backend.mark_down(describe_error(error))
 
 
 def is_own_fault(error: BaseException) -> bool:
-    """Return whether a transport error means that the router itself lacks a descriptor or a port."""
+    """Return whether the router itself lacks a descriptor or a port."""
     return getattr(error, "errno", None) in _OWN_FAULTS
 
 
+# Subclasses stand before their bases, because the first match counts.
 _DESCRIPTIONS: tuple[tuple[type[BaseException], str], ...] = (
     (BrokenBeforeFirst, "{error}"),
     (SilentEngine, "it answers nothing, not even /health"),
@@ -271,7 +237,6 @@ _DESCRIPTIONS: tuple[tuple[type[BaseException], str], ...] = (
     (aiohttp.ClientResponseError, "its answer is not HTTP/1.1"),
     (BaseException, "the connection to it broke: {cause}"),
 )
-"""Texts about exceptions, those of subclasses first."""
 
 
 def describe_error(error: BaseException) -> str:

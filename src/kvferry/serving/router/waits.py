@@ -26,15 +26,10 @@ class Waits:
         self._begun: dict[asyncio.Timeout, int] = {}
 
     def note_alive(self) -> None:
-        """Record that the engine is not silent."""
         self._heard = self._now
 
     def tick(self, limit: int) -> None:
-        """Advance the time, and end the waits that have lasted too long if the engine is silent.
-
-        Args:
-            limit: number of ticks without a sign of life after which the engine is silent.
-        """
+        """Advance the time, and end waits of `limit` ticks or more if the engine was silent for as long."""
         self._now += 1
         if self._now - self._heard < limit:
             return

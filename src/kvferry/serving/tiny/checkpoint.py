@@ -27,7 +27,7 @@ _AS_THE_ARCHITECTURE_DRAWS_THEM = ("A_log", "conv")
 
 
 def cache_directory() -> Path:
-    """Return the folder for tiny checkpoints and their tokenizer: `kvferry/tiny` in the user's cache folder.
+    """Return the folder for tiny checkpoints and their tokenizer, in the user's cache folder.
 
     Raises:
         ConfigError: the user has no cache folder.
@@ -36,22 +36,16 @@ def cache_directory() -> Path:
 
 
 def tiny_checkpoint(name: str, directory: Path) -> Path:
-    """Return the folder with the tiny checkpoint of a model family.
+    """Return the folder with the tiny checkpoint of a model family. It is written if it does not exist.
 
-    If the checkpoint does not exist, it is written, which takes seconds.
-
-    The folder's name contains a digest of everything that determines its content: the family's settings, the
-    version of transformers and the tokenizer. Several callers may call this at the same time.
-
-    Args:
-        name: name of one of `FAMILIES`.
-        directory: parent folder; created if it does not exist.
+    Several callers may call this at the same time.
 
     Raises:
         ConfigError: the family is unknown.
     """
     chosen = family(name)
     tokenizer = trained_tokenizer(directory)
+    # Everything that determines the content is in the folder's name, so an old one is never taken for a new.
     weights = (chosen.config, chosen.settings, chosen.engine_reads, chosen.scale, chosen.embedding_scale)
     recipe = digest(weights, _SHARED, _SEED, tokenizer.resolve().name, version("transformers"))
     return publish(directory, f"{name}-{recipe}", lambda folder: _write(chosen, tokenizer, folder))

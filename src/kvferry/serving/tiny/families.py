@@ -31,21 +31,17 @@ _NO_PREFIX_CACHE = {"enable_prefix_caching": False}
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model architecture and the settings of its tiny checkpoint (small model with random weights).
+    """A model architecture and the settings of its tiny checkpoint.
 
     Attributes:
-        name: name of the family, such as ``qwen3``, as users write it on the command line.
         groups: description of the KV cache groups that an engine creates for this architecture.
         config: name of the configuration class in transformers.
-        settings: arguments of the configuration class, in addition to those that all families share.
+        settings: arguments of this class, in addition to those that all families share.
         engine_reads: fields to add to the checkpoint's config.json, because the engine needs them and
             transformers does not write them.
         scale: standard deviation of the random weight matrices, except for the embedding.
-        embedding_scale: standard deviation of the embedding's random weights. If it is too large, the output
-            depends only on the last token and not on the KV cache. If it is too small, the last token has no
-            effect. In both cases the generated tokens repeat.
-        dtype: dtype in which an engine computes: ``float32``, or ``bfloat16`` for an architecture without
-            float32 kernels on a CPU.
+        embedding_scale: standard deviation of the embedding's random weights.
+        dtype: dtype in which an engine computes.
         engine: keyword arguments of `vllm.LLM` that the family needs, in addition to ``dtype``.
     """
 
@@ -55,6 +51,8 @@ class Family:
     settings: Mapping[str, Any]
     engine_reads: Mapping[str, Any] = field(default_factory=dict)
     scale: float = 0.08
+    # If it is too large, the output depends only on the last token and not on the KV cache. If it is too
+    # small, the last token has no effect. In both cases the generated tokens repeat.
     embedding_scale: float = 0.08
     dtype: str = "float32"
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -182,6 +180,7 @@ _ALL = (
             **_ATTENTION,
             "head_dim": 64,
             "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            # Its kernels for a CPU have no float32, so it computes in bfloat16.
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
             "linear_key_head_dim": 64,
@@ -251,10 +250,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({each.name: each for each in _
 
 
 def family(name: str) -> Family:
-    """Return the model family called `name`.
+    """Return the model family of this name.
 
     Raises:
-        ConfigError: the family is unknown. The message lists the known families.
+        ConfigError: the family is unknown.
     """
     try:
         return FAMILIES[name]

@@ -12,21 +12,12 @@ from kvferry.errors import ConfigError
 
 
 def digest(*parts: object) -> str:
-    """Return a digest of `parts`: the first ten hex digits of the SHA-256 of ``repr(parts)``."""
+    """Return the first ten hex digits of the SHA-256 of ``repr(parts)``."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:10]
 
 
 def publish(directory: Path, name: str, fill: Callable[[Path], None]) -> Path:
     """Return the path of the folder `directory/name`. If the folder does not exist, create it with `fill`.
-
-    `fill` writes into a temporary folder, which is then renamed, so that no caller sees an incomplete folder.
-    If several callers create the folder at the same time, the folder that is renamed first is kept, and the
-    others are removed.
-
-    Args:
-        directory: parent folder; created if it does not exist.
-        name: name of the folder.
-        fill: function that writes the content into the given folder.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -41,22 +32,12 @@ def publish(directory: Path, name: str, fill: Callable[[Path], None]) -> Path:
 
 
 def _published(directory: Path, name: str, fill: Callable[[Path], None]) -> Path:
-    """Return the path of `directory/name`, and create it with `fill` if it does not exist.
-
-    This is `publish` without the conversion of OSError to ConfigError.
-
-    Args:
-        directory: parent folder; created if it does not exist.
-        name: name of the folder.
-        fill: function that writes the content into the given folder.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Do the work of `publish`, and raise an OSError as it is."""
     final = directory / name
     if final.is_dir():
         return final
     directory.mkdir(parents=True, exist_ok=True)
+    # Renamed when it is complete. Of several callers, the first to rename wins.
     private = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=directory))
     try:
         fill(private)

@@ -21,12 +21,9 @@ _CHAT_TEMPLATE = (
 
 
 def trained_tokenizer(directory: Path) -> Path:
-    """Return the folder of the tiny models' tokenizer. If it does not exist, train the tokenizer (about 1 s).
+    """Return the folder of the tiny models' tokenizer. If it does not exist, train it (about 1 s).
 
     Several processes may call this at the same time. Each sees either no folder or a complete folder.
-
-    Args:
-        directory: parent folder; created if it does not exist.
     """
     name = "tokenizer-" + digest(corpus_digest(), VOCABULARY, BOS, EOS, PAD, _CHAT_TEMPLATE)
     return publish(directory, name, _train)
