@@ -58,12 +58,13 @@ def router(options: RouterOptions) -> None:
     from kvferry.errors import ConfigError
     from kvferry.serving.ports import listen, url_of
     from kvferry.serving.router.app import RouterApp
-    from kvferry.serving.router.engines_file import Engines, read_engines
+    from kvferry.serving.router.engines_file import read_engines
     from kvferry.serving.router.keys import read_keys
     from kvferry.serving.router.settings import RouterSettings
     from kvferry.serving.run import run_app
     from kvferry.serving.signals import StopSignals
 
+<<<<<<< ours
     if options.engines_file is not None:
         if options.prefill or options.decode:
             raise ConfigError("--engines-file is given with --prefill or --decode; give either")
@@ -71,9 +72,18 @@ def router(options: RouterOptions) -> None:
     elif options.prefill:
         engines = Engines(tuple(options.prefill), tuple(options.decode or ()))
     else:
+=======
+    if engines_file is not None and (prefill or decode):
+        raise ConfigError("--engines-file is given with --prefill or --decode; give either")
+    engines = {"prefill": tuple(prefill or ()), "decode": tuple(decode or ())}
+    if engines_file is not None:
+        engines = read_engines(engines_file)
+    elif not prefill:
+>>>>>>> theirs
         raise ConfigError("the router has no prefill engine; give at least one --prefill URL")
     engine_keys = read_keys(options.engine_api_key_file, "KVFERRY_ENGINE_API_KEY")
     settings = RouterSettings(
+<<<<<<< ours
         prefill=engines.prefill,
         decode=engines.decode,
         engines_file=options.engines_file,
@@ -83,6 +93,17 @@ def router(options: RouterOptions) -> None:
         engine_key=next(iter(engine_keys), None),
         allowed_origins=tuple(options.allow_origin or ()),
         min_prefill_tokens=options.min_prefill_tokens,
+=======
+        prefill=engines["prefill"],
+        decode=engines["decode"],
+        engines_file=engines_file,
+        silent_seconds=silent_seconds,
+        max_body_bytes=max_body_mib * _MIB,
+        api_keys=read_keys(api_key_file, "KVFERRY_ROUTER_API_KEY"),
+        engine_key=next(iter(read_keys(engine_api_key_file, "KVFERRY_ENGINE_API_KEY")), None),
+        allowed_origins=tuple(allow_origin or ()),
+        min_prefill_tokens=min_prefill_tokens,
+>>>>>>> theirs
         introduce=True,
         trust_kv_params=options.trust_kv_transfer_params,
     )

@@ -134,7 +134,10 @@ class Fleet:
                     refused = engine.exit_code == _REFUSED_ARGUMENTS
                     raise (ConfigError if refused else LaunchError)(death_notice(engine))
                 if self.is_late(engine):
-                    raise LaunchError(self._late_notice(engine))
+                    raise LaunchError(
+                        f"{engine.spec.name} is not ready after {self._startup_timeout_seconds:g} s; raise "
+                        f"the startup timeout, or see {engine.log_path}"
+                    )
             time.sleep(_POLL_SECONDS)
 
     def is_late(self, engine: EngineProcess) -> bool:
@@ -211,12 +214,6 @@ class Fleet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-
-    def _late_notice(self, engine: EngineProcess) -> str:
-        return (
-            f"{engine.spec.name} is not ready after {self._startup_timeout_seconds:g} s; raise "
-            f"the startup timeout, or see {engine.log_path}"
-        )
 
 
 def make_log_dir(path: Path) -> None:

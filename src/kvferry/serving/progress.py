@@ -11,7 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.serving.engine import EngineProcess, EngineState
+from kvferry.serving.launch import Fleet
 from kvferry.serving.log_tail import last_line
+from kvferry.serving.signals import StopSignals
 
 _REMINDER_SECONDS = 60
 _EAGER = "--enforce-eager"
@@ -51,22 +53,36 @@ class _Lines:
             name, state = engine.spec.name, engine.state
             starting = state is EngineState.STARTING
             minutes = int(engine.seconds // _REMINDER_SECONDS) if starting else 0
+            # In a log file, a line five times a second would bury the others.
             if self._shown.get(name) == (state, minutes):
                 continue
             self._shown[name] = state, minutes
             if minutes:
-                self._print(f"{name} still starting ({engine.seconds:.0f} s): {last_line(engine.log_path)}")
+                text = f"{name} still starting ({engine.seconds:.0f} s): {last_line(engine.log_path)}"
+            elif starting:
+                text = f"{name} {state} (log: {engine.log_path})"
             else:
-                self._print(
-                    f"{name} {state} ({f'log: {engine.log_path}' if starting else f'{engine.seconds:.0f} s'})"
-                )
+                text = f"{name} {state} ({engine.seconds:.0f} s)"
+            show_notice(self._console, text)
         if not self._hinted and (hint := _hint(engines)):
             self._hinted = True
-            self._print(hint)
+            show_notice(self._console, hint)
 
-    def _print(self, text: str) -> None:
-        with suppress(OSError):
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+def show_notice(console: Console, text: str) -> None:
+    """Print a message. Ignore write errors."""
+    with suppress(OSError):  # a message that cannot be printed must not stop the server
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def wait_ready(fleet: Fleet, show: Callable[[Sequence[EngineProcess]], None], signals: StopSignals) -> None:
+    """Show the states of engines until all are ready, or a signal has asked the process to stop."""
+
+    def on_progress(engines: Sequence[EngineProcess]) -> None:
+        signals.check()
+        show(engines)
+
+    fleet.wait_ready(on_progress)
 
 
 def _hint(engines: Sequence[EngineProcess]) -> str:
@@ -88,6 +104,7 @@ def _table(engines: Sequence[EngineProcess]) -> Table:
     table = Table.grid(padding=(0, 1), expand=True)
     for _ in range(3):
         table.add_column(no_wrap=True)
+    # A log line is longer than a terminal is wide.
     table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     for engine in engines:
         starting = engine.state is EngineState.STARTING

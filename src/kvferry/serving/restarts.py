@@ -35,12 +35,16 @@ class Restarts:
     Attributes:
         in_row: number of restarts since the engine last ran for the policy's `stable_seconds`.
         due: monotonic seconds of the next start; None if the engine runs, or is not started again.
+        starting: True from a restart until the engine is ready.
+        given_up: True if the engine has used up its restarts.
     """
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
         self.in_row = 0
         self.due: float | None = None
+        self.starting = False
+        self.given_up = False
 
     def on_ended(self, now: float, ran_seconds: float) -> float | None:
         """Plan the next start of an engine that has ended, and return the wait before it in seconds.
@@ -53,7 +57,9 @@ class Restarts:
         """
         if ran_seconds >= self._policy.stable_seconds:
             self.in_row = 0
+        self.starting = False
         if self.in_row >= self._policy.limit:
+            self.given_up = True
             return None
         self.in_row += 1
         wait = self._policy.wait_seconds(self.in_row)
@@ -61,4 +67,4 @@ class Restarts:
         return wait
 
     def on_started(self) -> None:
-        self.due = None
+        self.due, self.starting = None, True

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
 
-from kvferry.serving.engine import EngineProcess, EngineSpec
+from kvferry.serving.engine import EngineSpec
 from kvferry.serving.launch import Fleet
 from kvferry.serving.ports import url_of
-from kvferry.serving.progress import startup_progress
+from kvferry.serving.progress import show_notice, startup_progress, wait_ready
 from kvferry.serving.restarts import RestartPolicy
 from kvferry.serving.router.app import RouterApp
 from kvferry.serving.router.settings import RouterSettings
@@ -49,7 +48,8 @@ def serve_fleet(
     """
     with Fleet(specs, log_dir, startup_timeout_seconds=startup_timeout_seconds) as fleet:
         try:
-            _wait_ready(fleet, console, signals)
+            with startup_progress(console) as show:
+                wait_ready(fleet, show, signals)
             settings = RouterSettings(prefill=tuple(fleet.prefill_urls), decode=tuple(fleet.decode_urls))
             announce(f"kvferry: serving on {url_of(sock)}/v1")
             supervisor = Supervisor(
@@ -67,19 +67,3 @@ def serve_fleet(
             fleet.kill()
             raise
         show_notice(console, "kvferry: stopping the engines; interrupt again to kill them")
-
-
-def _wait_ready(fleet: Fleet, console: Console, signals: StopSignals) -> None:
-    with startup_progress(console) as show:
-
-        def on_progress(engines: Sequence[EngineProcess]) -> None:
-            signals.check()
-            show(engines)
-
-        fleet.wait_ready(on_progress)
-
-
-def show_notice(console: Console, text: str) -> None:
-    """Print a message. Ignore write errors."""
-    with suppress(OSError):  # a message that cannot be printed must not stop the server
-        console.print(text, markup=False, highlight=False, soft_wrap=True)

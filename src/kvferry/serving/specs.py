@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,6 @@ from kvferry.serving.kv_config import kv_transfer_config
 from kvferry.serving.model_name import check_path
 from kvferry.serving.ports import free_ports
 from kvferry.serving.role import Role
-
-_PIPELINE = ("--pipeline-parallel-size", "-pp")
-_CONTEXT = ("--prefill-context-parallel-size", "-pcp")
-_DATA = ("--data-parallel-size", "-dp")
-_DATA_LOCAL = ("--data-parallel-size-local", "-dpl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +53,15 @@ def parallel_of(tensor: int, arguments: Sequence[str]) -> Parallel:
     Raises:
         ConfigError: a size is not a whole number of at least 1.
     """
-    data = _size(arguments, _DATA)
-    return Parallel(
-        tensor,
-        _size(arguments, _PIPELINE) or 1,
-        _size(arguments, _CONTEXT) or 1,
-        _size(arguments, _DATA_LOCAL) or data or 1,
-    )
+    pipeline = _size(arguments, "--pipeline-parallel-size", "-pp")
+    context = _size(arguments, "--prefill-context-parallel-size", "-pcp")
+    data = _size(arguments, "--data-parallel-size", "-dp")
+    # Of several machines, this one runs only some of the replicas.
+    local = _size(arguments, "--data-parallel-size-local", "-dpl")
+    return Parallel(tensor, pipeline or 1, context or 1, local or data or 1)
 
 
-def _size(arguments: Sequence[str], names: tuple[str, str]) -> int | None:
+def _size(arguments: Sequence[str], *names: str) -> int | None:
     value = value_of(arguments, *names)
     if value is None:
         return None
@@ -92,7 +86,7 @@ _OURS = {
 _ADDRESSES = ("host", "port", "ports", "advertise_host", "peers")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class EngineGroup:
     """Engines of a fleet that are alike.
 
@@ -148,11 +142,7 @@ def fleet_specs(
         (Role.PREFILL, prefill, prefill_tensor_parallel, prefill_settings),
         (Role.DECODE, decode, decode_tensor_parallel, decode_settings),
     )
-    groups = [
-        EngineGroup(role=role, count=count, tensor_parallel=ranks, settings=settings, arguments=arguments)
-        for role, count, ranks, settings in sides
-    ]
-    return group_specs(model, groups, machine)
+    return group_specs(model, [EngineGroup(*side, arguments) for side in sides], machine)
 
 
 def group_specs(
@@ -188,10 +178,7 @@ def group_specs(
     # At once, so that no port is chosen twice.
     every = free_ports(2 * len(numbered))
     ports, control_ports = every[::2], every[1::2]
-    settings = _meeting(groups, list(zip((group for group, _ in numbered), control_ports, strict=True)))
-    configs = [
-        kv_transfer_config(group.role, one) for (group, _), one in zip(numbered, settings, strict=True)
-    ]
+    settings = _meeting([group for group, _ in numbered], control_ports)
     return tuple(
         EngineSpec(
             name=f"{group.name}-{number}",
@@ -199,37 +186,36 @@ def group_specs(
             model=model,
             port=port,
             tensor_parallel=group.tensor_parallel,
-            kv_transfer=config,
+            kv_transfer=kv_transfer_config(group.role, own),
             arguments=(*memory_arguments(machine, workers, group.arguments), *group.arguments),
             environment=environment,
         )
-        for (group, number), port, environment, config in zip(
-            numbered, ports, environments, configs, strict=True
+        for (group, number), port, own, environment in zip(
+            numbered, ports, settings, environments, strict=True
         )
     )
 
 
-def _meeting(
-    groups: Sequence[EngineGroup], engines: Sequence[tuple[EngineGroup, int]]
-) -> list[dict[str, Any]]:
+def _meeting(engines: Sequence[EngineGroup], ports: Sequence[int]) -> list[dict[str, Any]]:
     """Return each engine's connector settings, with which decode engines meet prefill engines at start.
 
     Args:
-        groups: engines of the fleet.
-        engines: (group, free port for the control channel) of each engine.
+        engines: group of each engine.
+        ports: free port for the control channel of each engine.
     """
-    given = [dict(group.settings or {}) for group, _ in engines]
-    named = any(one.get(name) is not None for one in given for name in _ADDRESSES)
+    settings = [dict(group.settings or {}) for group in engines]
+    named = any(own.get(name) is not None for own in settings for name in _ADDRESSES)
     # Each data-parallel replica has a control channel, so one port does not name them all.
-    if named or any(group.parallel.data > 1 for group in groups):
-        return given
-    met = [f"127.0.0.1:{port}" for group, port in engines if group.role is Role.PREFILL]
-    added: dict[Role, Callable[[int], dict[str, Any]]] = {
-        Role.PREFILL: lambda port: {"port": port},
-        Role.DECODE: lambda _: {"peers": ["localhost", *met]},
-        Role.BOTH: lambda _: {},
-    }
-    return [{**one, **added[group.role](port)} for one, (group, port) in zip(given, engines, strict=True)]
+    if named or any(group.parallel.data > 1 for group in engines):
+        return settings
+    pairs = list(zip(engines, ports, strict=True))
+    met = [f"127.0.0.1:{port}" for group, port in pairs if group.role is Role.PREFILL]
+    for own, (group, port) in zip(settings, pairs, strict=True):
+        if group.role is Role.PREFILL:
+            own["port"] = port
+        elif group.role is Role.DECODE:
+            own["peers"] = ["localhost", *met]
+    return settings
 
 
 def split_arguments(option: str, text: str) -> list[str]:

@@ -34,8 +34,6 @@ class Supervisor:
         """Watch the engines of a fleet, all of which are ready."""
         self._fleet, self._say, self._policy, self._clock = fleet, say, policy, clock
         self._restarts = {engine.spec.name: Restarts(policy) for engine in fleet.engines}
-        self._starting: set[str] = set()
-        self._given_up: set[str] = set()
 
     def check(self) -> None:
         """Look at every engine once. Report engines that have ended or are ready again, and start those due.
@@ -44,32 +42,30 @@ class Supervisor:
             FleetLost: no engine that decodes is left.
         """
         for engine in self._fleet.engines:
-            if engine.spec.name in self._given_up:
-                continue
             restarts = self._restarts[engine.spec.name]
+            if restarts.given_up:
+                continue
             if restarts.due is not None:
                 if self._clock() >= restarts.due:
-                    restarts.on_started()
                     self._restart(engine, restarts)
                 continue
             state = engine.poll()
             if state is EngineState.DEAD:
                 # A start that never became ready must not begin a new row, however long it took.
-                ran_seconds = 0.0 if engine.spec.name in self._starting else engine.seconds
+                ran_seconds = 0.0 if restarts.starting else engine.seconds
                 self._on_ended(engine, restarts, death_notice(engine), ran_seconds)
-            elif state is EngineState.READY and engine.spec.name in self._starting:
-                self._starting.discard(engine.spec.name)
+            elif state is EngineState.READY and restarts.starting:
+                restarts.starting = False
                 self._say(f"{engine.spec.name} is ready again after {format_seconds(engine.seconds)}")
             elif self._fleet.is_late(engine):
                 engine.kill()
 
     def _restart(self, engine: EngineProcess, restarts: Restarts) -> None:
+        restarts.on_started()
         try:
             self._fleet.restart(engine)
         except LaunchError as error:  # a full disk or too many open files; the other engines still serve
             self._on_ended(engine, restarts, str(error), 0.0)
-        else:
-            self._starting.add(engine.spec.name)
 
     def _on_ended(self, engine: EngineProcess, restarts: Restarts, notice: str, ran_seconds: float) -> None:
         """Say that an engine has ended, and plan its restart, or give it up.
@@ -77,15 +73,13 @@ class Supervisor:
         Raises:
             FleetLost: no engine that decodes is left.
         """
-        self._starting.discard(engine.spec.name)
         earlier = restarts.in_row
         wait = restarts.on_ended(self._clock(), ran_seconds)
         if wait is None:
             after = f" after {earlier} restarts in a row" if earlier else ""
             self._give_up(
-                engine,
                 f"{notice}{after}, and has no restarts left; correct the cause that its log names, or raise "
-                "--restarts",
+                "--restarts"
             )
             return
         peers = [one for one in self._fleet.engines if one.spec.role is engine.spec.role]
@@ -95,9 +89,8 @@ class Supervisor:
             f"{left} of {len(peers)} engines with this role still run"
         )
 
-    def _give_up(self, engine: EngineProcess, notice: str) -> None:
-        self._given_up.add(engine.spec.name)
+    def _give_up(self, notice: str) -> None:
         decoding = [one for one in self._fleet.engines if one.spec.role is not Role.PREFILL]
-        if all(one.spec.name in self._given_up for one in decoding):
+        if all(self._restarts[one.spec.name].given_up for one in decoding):
             raise FleetLost(notice)
         self._say(notice)

@@ -42,7 +42,7 @@ def test_router_top_and_file_of_engines_take_the_same_addresses(tmp_path, text: 
     settings = RouterSettings(prefill=(text,), decode=(text,))
     assert (settings.prefill, settings.decode) == ((url,), (url,))
     (file := tmp_path / "engines").write_text(f"prefill {text}\ndecode {text}\n")
-    assert read_engines(file).prefill == (url,)
+    assert read_engines(file)["prefill"] == (url,)
     assert parse_address(text) == url
 
 

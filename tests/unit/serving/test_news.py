@@ -11,8 +11,7 @@ import pytest
 from rich.console import Console
 
 from kvferry.serving.engine import EngineState
-from kvferry.serving.progress import startup_progress
-from kvferry.serving.serve import show_notice
+from kvferry.serving.progress import show_notice, startup_progress
 
 
 class Starting:

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.errors import ConfigError
 from kvferry.serving.router.backends import Pool
-from kvferry.serving.router.engines_file import Engines, read_engines
+from kvferry.serving.router.engines_file import read_engines
 from support.waiting import wait_for
 
 
@@ -17,7 +17,7 @@ def test_a_file_has_a_role_and_a_url_on_each_line(tmp_path):
     file.write_text(
         "# ours\n\nprefill http://a:1/\n  decode   http://b:1\ndecode http://b:1\ndecode https://c\n"
     )
-    assert read_engines(file) == Engines(("http://a:1",), ("http://b:1", "https://c"))
+    assert read_engines(file) == {"prefill": ("http://a:1",), "decode": ("http://b:1", "https://c")}
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from kvferry.serving.router.backends import Backend
-from kvferry.serving.router.prompts import PromptPrefix, estimated_tokens, has_media
-from kvferry.serving.router.turns import Turns
+from kvferry.serving.router.prompts import PromptPrefix, Turns, estimated_tokens, has_media
 from support.waiting import wait_for
 
 CHAT = "/v1/chat/completions"

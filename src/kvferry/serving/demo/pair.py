@@ -5,21 +5,22 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from kvferry.serving.corpus import passages
 from kvferry.serving.demo.client import StreamedAnswer, ask
 from kvferry.serving.demo.endpoint import routed
 from kvferry.serving.demo.report import RequestRow
 from kvferry.serving.demo.screen import Screen
-from kvferry.serving.demo.text import prompts
 from kvferry.serving.demo.transfers import read_transfer
 from kvferry.serving.demo.verdict import AnswerVerdict, compare
 from kvferry.serving.devices import visible_devices
-from kvferry.serving.engine import EngineProcess, EngineSpec
 from kvferry.serving.launch import Fleet, fleet_specs, make_log_dir
+from kvferry.serving.progress import wait_ready
 from kvferry.serving.signals import StopSignals
 from kvferry.serving.smollm2 import TITLE, smollm2_checkpoint
 from kvferry.serving.specs import flag
@@ -34,6 +35,10 @@ _TINY_ARGUMENTS = (
     "--max-num-seqs=4",
     f"--kv-cache-memory-bytes={64 << 20}",
 )
+# Lengths of prompts in characters. The shortest has about 70 tokens, and the longest takes a small engine
+# several steps.
+_LENGTHS = (240, 1100, 2600, 6400)
+_CHARACTERS_PER_TOKEN_AT_LEAST = 2
 _QUESTIONS = (
     "What is the capital of France?",
     "How many days are there in a week?",
@@ -121,49 +126,21 @@ def measure(
     specs = fleet_specs(model.path, decode_settings={"transfer_log": str(log)}, arguments=model.arguments)
     screen.model(model.title)
     specs = tuple(replace(spec, environment={**spec.environment, **model.environment}) for spec in specs)
-    rows = _measured(
-        specs, log, screen, signals, questions=model.questions, count=count, answer_tokens=answer_tokens
-    )
-    screen.results(rows)
-    return [row.verdict for row in rows]
-
-
-def _measured(
-    specs: Sequence[EngineSpec],
-    log: Path,
-    screen: Screen,
-    signals: StopSignals,
-    *,
-    questions: Sequence[str],
-    count: int,
-    answer_tokens: int,
-) -> Sequence[RequestRow]:
-    with Fleet(specs, log.parent) as fleet:
+    with Fleet(specs, folder) as fleet:
         with screen.starting() as show:
-
-            def on_progress(engines: Sequence[EngineProcess]) -> None:
-                signals.check()
-                show(engines)
-
-            fleet.wait_ready(on_progress)
-        single_url = fleet.prefill_urls[0]
+            wait_ready(fleet, show, signals)
         # Create the client first. It imports the modules that the router's thread also imports, and here
         # a signal can interrupt the import.
         with _client() as client, routed(fleet.prefill_urls, fleet.decode_urls) as url:
             run = _Run(
-                client=client,
-                url=url,
-                single_url=single_url,
-                questions=questions,
-                answer_tokens=answer_tokens,
-                log=log,
-                screen=screen,
-                signals=signals,
+                client, url, fleet.prefill_urls[0], model.questions, answer_tokens, log, screen, signals
             )
-            return run.rows(count)
+            rows = run.rows(count)
+    screen.results(rows)
+    return [row.verdict for row in rows]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Run:
     """The part of the demo that sends the requests, after the engines and the router were started.
 
@@ -185,7 +162,7 @@ class _Run:
     def rows(self, count: int) -> Sequence[RequestRow]:
         """Send prompts through the router and to one engine alone, and return a row per prompt."""
         served = self.client.get(f"{self.url}/v1/models").raise_for_status().json()["data"][0]
-        *passages, first = prompts(count + 1, served["max_model_len"] - self.answer_tokens)
+        *passages, first = _prompts(count + 1, served["max_model_len"] - self.answer_tokens)
         body = {"model": served["id"], "max_tokens": self.answer_tokens}
         # The first request includes the engines' handshake, so its time is shown but is not a result.
         handshake = self._ask(self.url, {**body, "prompt": first}, f"demo-{uuid.uuid4().hex}")
@@ -237,6 +214,13 @@ class _Run:
     ) -> StreamedAnswer:
         with self.signals.interruptible():
             return ask(self.client, url, body, request_id=request_id, on_text=on_text)
+
+
+def _prompts(count: int, max_prompt_tokens: int) -> Sequence[str]:
+    """Return up to `count` passages of a text, which has about 70, cut to `_LENGTHS` in turn."""
+    longest = max_prompt_tokens * _CHARACTERS_PER_TOKEN_AT_LEAST
+    whole = islice(passages(max(_LENGTHS)), count)
+    return [text[: min(_LENGTHS[i % len(_LENGTHS)], longest)] for i, text in enumerate(whole)]
 
 
 def _client() -> httpx.Client:

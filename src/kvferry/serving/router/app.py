@@ -127,10 +127,10 @@ class RouterApp(Starlette):
     async def _complete(self, call: Call, send: Send) -> None:
         """Serve a client's completion request with a prefill engine and a decode engine."""
         try:
-            body, raw = parse_body(call.body), call.body if self._settings.trust_kv_params else None
-            if raw is None:  # the body is encoded anew, so that engines read only the checked fields
+            body = parse_body(call.body)
+            if not self._settings.trust_kv_params:
                 body = without_kv_params(body)
-            completion = Completion(call, body, send, raw, session_of(call.headers, body))
+            completion = Completion(call, body, send, session_of(call.headers, body))
             for pool in (self._prefill, self._decode):
                 await self._prober.until_up(pool)
             if (previous := previous_response(call.path, body)) is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.errors import ConfigError
@@ -22,20 +21,8 @@ _ROLES = ("prefill", "decode")
 _EXAMPLE = "write one engine per line, such as: decode http://host:port"
 
 
-@dataclass(frozen=True, slots=True)
-class Engines:
-    """The engines in a file.
-
-    Attributes:
-        prefill, decode: base URLs, at least one per role, each once.
-    """
-
-    prefill: tuple[str, ...]
-    decode: tuple[str, ...]
-
-
-def read_engines(path: Path) -> Engines:
-    """Read a file of engines.
+def read_engines(path: Path) -> dict[str, tuple[str, ...]]:
+    """Return the base URLs in a file of engines by role, at least one per role, each once.
 
     Raises:
         ConfigError: the file cannot be read, a line is not a role and a URL, or a role has no engine.
@@ -57,7 +44,7 @@ def read_engines(path: Path) -> Engines:
     for role, urls in found.items():
         if not urls:
             raise ConfigError(f"{path} has no {role} engine; {_EXAMPLE}")
-    return Engines(tuple(found["prefill"]), tuple(found["decode"]))
+    return {role: tuple(urls) for role, urls in found.items()}
 
 
 async def watch_engines(path: Path, pools: Mapping[str, Pool], seconds: float) -> None:
@@ -79,5 +66,5 @@ async def watch_engines(path: Path, pools: Mapping[str, Pool], seconds: float) -
             said = str(error)
         else:
             said = ""
-            pools["prefill"].replace(engines.prefill)
-            pools["decode"].replace(engines.decode)
+            for role, pool in pools.items():
+                pool.replace(engines[role])

@@ -49,14 +49,13 @@ from kvferry.serving.router.failures import Failures, failure_of, is_busy, is_fa
 from kvferry.serving.router.hop import LOOP_DETECTED, LOOP_REASON
 from kvferry.serving.router.metrics import AloneReason
 from kvferry.serving.router.probe import probe
-from kvferry.serving.router.prompts import estimated_tokens, has_media
+from kvferry.serving.router.prompts import Turns, estimated_tokens, has_media
 from kvferry.serving.router.refusals import Refusals
 from kvferry.serving.router.replies import NO_DECODE_ENGINE, RESPONSES, Headers, Reply
 from kvferry.serving.router.responses import not_found, previous_response, with_response_id
 from kvferry.serving.router.settings import RouterSettings
 from kvferry.serving.router.streaming import StreamSource, new_ticket
 from kvferry.serving.router.suspects import Suspects
-from kvferry.serving.router.turns import Turns
 from kvferry.serving.router.upstream import (
     BROKEN,
     NOT_CONNECTED,
@@ -79,7 +78,6 @@ class Completion:
         call: request of the client.
         body: its body, parsed.
         send: ASGI function that sends to the client.
-        raw: body as the client sent it, for a decode engine that gets nothing beside; None to encode `body`.
         session: session of the request, as `session_of` returns it; None if it has none.
         keeper: decode engine that keeps the response which the request continues; None if any may answer.
         failures: failures of engines during this request, and deaths during equal ones.
@@ -90,7 +88,6 @@ class Completion:
     call: Call
     body: dict[str, Any]
     send: Send
-    raw: bytes | None = None
     session: int | None = None
     keeper: Backend | None = None
     failures: Failures = field(default_factory=Failures)
@@ -373,9 +370,12 @@ class CompletionFlow:
         last: Reply | None = _no_engine(completion)
         while backend := self._next_decode(tried, completion):
             tried.append(backend)
-            # The router draws the id of a response for the engine that gets the request, so it encodes those.
-            raw = completion.raw if params is None and call.path != RESPONSES else None
-            body = raw or decode_body(with_response_id(call.path, completion.body, backend), params)
+            if self._settings.trust_kv_params and params is None and call.path != RESPONSES:
+                body = call.body
+            else:
+                # Encoded anew, so that the engine reads only fields that were checked. A response also gets
+                # an id that names the engine.
+                body = decode_body(with_response_id(call.path, completion.body, backend), params)
             try:
                 with self._decode.count_request(backend):
                     async with self._client.opened(

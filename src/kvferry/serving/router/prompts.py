@@ -1,17 +1,20 @@
-"""The prompt of a request, without tokenising it: its approximate length, and its bytes."""
+"""The prompt of a request, without tokenising it: its approximate length, and what an engine has of it."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
+from kvferry.serving.router.backends import Backend
 from kvferry.serving.router.bodies import encoded
 
 # About what tokenizers need for English text. It decides where to compute, never what.
 _BYTES_PER_TOKEN = 4
+_MAX_SESSIONS = 10_000
 _BESIDE_MESSAGES = ("system", "tools", "documents")
 # Fields that change the tokens of a prompt or the blocks that it may share.
 _CONTEXT = ("model", "cache_salt", "chat_template", "chat_template_kwargs", *_BESIDE_MESSAGES)
@@ -80,6 +83,33 @@ class PromptPrefix:
         if len(content) < self.size or _digest(path, body, content[: self.size]) != self.digest:
             return None
         return estimated_tokens(body) - self.tokens
+
+
+class Turns:
+    """The last prompt of each session, as a digest. The least recently used session is dropped."""
+
+    def __init__(self, max_sessions: int = _MAX_SESSIONS) -> None:
+        self._max_sessions = max_sessions
+        # By session: the decode engine that got the prompt, how often it had been down by then, the prompt.
+        self._turns: OrderedDict[int, tuple[Backend, int, PromptPrefix]] = OrderedDict()
+
+    def remember(self, session: int, backend: Backend, path: str, body: dict[str, Any]) -> None:
+        """Record that a decode engine has the prompt of a request."""
+        self._turns[session] = backend, backend.losses, PromptPrefix.of(path, body)
+        self._turns.move_to_end(session)
+        if len(self._turns) > self._max_sessions:
+            self._turns.popitem(last=False)
+
+    def new_tokens(self, session: int, backend: Backend, path: str, body: dict[str, Any]) -> int | None:
+        """Return about how many tokens a request adds to the session's last prompt.
+
+        Return None if the engine has not got that prompt, was down since then, or if the prompt of the
+        request does not begin with it.
+        """
+        last, losses, prompt = self._turns.get(session, (None, 0, None))
+        if prompt is None or last is not backend or losses != backend.losses:
+            return None
+        return prompt.new_tokens(path, body)
 
 
 def _prompt(body: dict[str, Any]) -> Any:
