@@ -303,7 +303,7 @@ def _replay(
     from kvferry.cli.curves import curve_after
     from kvferry.cli.progress import progress
     from kvferry.replay.curve import CurvePoint
-    from kvferry.replay.report import outcome
+    from kvferry.replay.report import Outcome
     from kvferry.replay.simulation import Simulation
 
     with _request_log(requests, tells_prefixes=trace.tells_prefixes) as log:
@@ -315,14 +315,7 @@ def _replay(
             complete = True
         except KeyboardInterrupt:
             pass
-    return outcome(
-        simulation,
-        trace.name,
-        trace.unit_tokens,
-        complete=complete,
-        curve=points,
-        tells_prefixes=trace.tells_prefixes,
-    )
+    return Outcome(simulation, trace.name, complete, points, trace.tells_prefixes)
 
 
 @contextmanager

@@ -190,9 +190,7 @@ class RunningLoads:
         Args:
             span: range of prompt tokens to load.
         """
-        return sum(
-            max_writable_blocks(one.kind, one.attention_span, one.block_tokens, span) for one in self._groups
-        )
+        return sum(max_writable_blocks(one, span) for one in self._groups)
 
     def _pin(self, load: Load, blocks: Sequence[Sequence[Block]]) -> None:
         """Pin every block that a load may write: take a reference to the block in the engine's pool.
@@ -204,7 +202,7 @@ class RunningLoads:
         held = [
             block
             for group, of_group in zip(self._groups, blocks, strict=True)
-            for block in of_group[writable_blocks(group.kind, group.block_tokens, load.span)]
+            for block in of_group[writable_blocks(group, load.span)]
             if not block.is_null
         ]
         self._pool.touch(held)
