@@ -50,7 +50,7 @@ class SpoilingConnector(KVFerryConnector):
         for group, table in zip(self._geometry.groups, load.tables, strict=True):
             if group.kind not in self.kinds:
                 continue
-            ids = blocks_needed(group.kind, group.attention_span, group.block_tokens, load.span, table)
+            ids = blocks_needed(group, load.span, table)
             for tensor in (one for layer in group.layers for one in self._tensors[layer.name]):
                 # An attention kernel may split a block into several.
                 parts = tensor.shape[0] // self._geometry.num_blocks

@@ -160,7 +160,7 @@ def _bytes(reading: ModelReading, tokens: int) -> int:
     """Return the number of bytes of a request, over all ranks."""
     total = 0
     for store in reading.cache.layers:
-        low, high = needed_tokens(store.kind, store.attention_span, span_of(tokens))
+        low, high = needed_tokens(store, span_of(tokens))
         total += store.whole_bytes * (1 if store.kind is GroupKind.STATE else high - low)
     return total
 

@@ -104,7 +104,7 @@ class Tables:
             next_token: position of the next token to compute.
         """
         for group, held in zip(self._groups, self.blocks, strict=True):
-            first = max(first_attended(group.kind, group.attention_span, next_token), 0) // group.block_tokens
+            first = max(first_attended(group, next_token), 0) // group.block_tokens
             self._pool.free_blocks(held[:first])
             held[:first] = [self._pool.blocks[0]] * first
             while len(held) * group.block_tokens < tokens:

@@ -190,7 +190,7 @@ class FakeEngine:
         """Free the blocks that the token after `tokens` tokens does not attend to. They become null."""
         for group, table in zip(self.facts.groups, self.tables[request.request_id], strict=True):
             if group.attention_span:
-                first = max(first_attended(group.kind, group.attention_span, tokens), 0)
+                first = max(first_attended(group, tokens), 0)
                 self.drop(table, first // group.block_tokens)
 
     def drop(self, table: list[Block], blocks: int) -> None:

@@ -112,7 +112,7 @@ class Blocks:
         """Have blocks for these tokens, and leave those that are not needed after the computed ones."""
         null = self._pool.blocks[0]
         for group, table in zip(self._groups, self.blocks, strict=True):
-            gone = max(first_attended(group.kind, group.attention_span, computed), 0) // group.block_tokens
+            gone = max(first_attended(group, computed), 0) // group.block_tokens
             for at in range(min(gone, len(table))):
                 if not table[at].is_null:
                     self._pool.free_blocks([table[at]])

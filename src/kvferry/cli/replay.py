@@ -250,7 +250,7 @@ def with_bandwidth(tiers: list[TierSetting], texts: list[str] | None) -> list[Ti
 def _replay(trace: Trace, model: ServedModel, settings: ReplaySettings, options: ReplayOptions) -> Outcome:
     """Run a replay, and compute the curve in further passes. After Ctrl-C, return the numbers so far."""
     from kvferry.replay.curve import CurvePoint
-    from kvferry.replay.report import outcome
+    from kvferry.replay.report import Outcome
     from kvferry.replay.simulation import Simulation
 
     with _request_log(options.requests, tells_prefixes=trace.tells_prefixes) as log:
@@ -262,14 +262,7 @@ def _replay(trace: Trace, model: ServedModel, settings: ReplaySettings, options:
             complete = True
         except KeyboardInterrupt:  # a long replay says much before its end
             pass
-    return outcome(
-        simulation,
-        trace.name,
-        trace.unit_tokens,
-        complete=complete,
-        curve=points,
-        tells_prefixes=trace.tells_prefixes,
-    )
+    return Outcome(simulation, trace.name, complete, points, trace.tells_prefixes)
 
 
 @contextmanager

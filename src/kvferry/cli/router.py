@@ -64,28 +64,17 @@ def router(options: RouterOptions) -> None:
     from kvferry.serving.run import run_app
     from kvferry.serving.signals import StopSignals
 
-<<<<<<< ours
-    if options.engines_file is not None:
-        if options.prefill or options.decode:
-            raise ConfigError("--engines-file is given with --prefill or --decode; give either")
-        engines = read_engines(options.engines_file)
-    elif options.prefill:
-        engines = Engines(tuple(options.prefill), tuple(options.decode or ()))
-    else:
-=======
-    if engines_file is not None and (prefill or decode):
+    if options.engines_file is not None and (options.prefill or options.decode):
         raise ConfigError("--engines-file is given with --prefill or --decode; give either")
-    engines = {"prefill": tuple(prefill or ()), "decode": tuple(decode or ())}
-    if engines_file is not None:
-        engines = read_engines(engines_file)
-    elif not prefill:
->>>>>>> theirs
+    engines = {"prefill": tuple(options.prefill or ()), "decode": tuple(options.decode or ())}
+    if options.engines_file is not None:
+        engines = read_engines(options.engines_file)
+    elif not options.prefill:
         raise ConfigError("the router has no prefill engine; give at least one --prefill URL")
     engine_keys = read_keys(options.engine_api_key_file, "KVFERRY_ENGINE_API_KEY")
     settings = RouterSettings(
-<<<<<<< ours
-        prefill=engines.prefill,
-        decode=engines.decode,
+        prefill=engines["prefill"],
+        decode=engines["decode"],
         engines_file=options.engines_file,
         silent_seconds=options.silent_seconds,
         max_body_bytes=options.max_body_mib * _MIB,
@@ -93,17 +82,6 @@ def router(options: RouterOptions) -> None:
         engine_key=next(iter(engine_keys), None),
         allowed_origins=tuple(options.allow_origin or ()),
         min_prefill_tokens=options.min_prefill_tokens,
-=======
-        prefill=engines["prefill"],
-        decode=engines["decode"],
-        engines_file=engines_file,
-        silent_seconds=silent_seconds,
-        max_body_bytes=max_body_mib * _MIB,
-        api_keys=read_keys(api_key_file, "KVFERRY_ROUTER_API_KEY"),
-        engine_key=next(iter(read_keys(engine_api_key_file, "KVFERRY_ENGINE_API_KEY")), None),
-        allowed_origins=tuple(allow_origin or ()),
-        min_prefill_tokens=min_prefill_tokens,
->>>>>>> theirs
         introduce=True,
         trust_kv_params=options.trust_kv_transfer_params,
     )

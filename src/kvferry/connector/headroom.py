@@ -107,10 +107,7 @@ class Headroom:
         Args:
             tokens_after_load: number of the request's tokens whose KV the engine has after the load.
         """
-        seen_from = [
-            max(first_attended(group.kind, group.attention_span, tokens_after_load), 0)
-            for group in self.groups
-        ]
+        seen_from = [max(first_attended(group, tokens_after_load), 0) for group in self.groups]
         return sum(
             _additional_blocks(group, first // group.block_tokens * group.block_tokens, tokens_after_load)
             for group, first in zip(self.groups, seen_from, strict=True)

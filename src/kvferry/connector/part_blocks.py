@@ -95,8 +95,7 @@ class PartBlocks:
                 at a multiple of this number.
         """
         return self._refused and any(
-            partial_block(group.kind, group.attention_span, group.block_tokens, span, alignment_tokens)
-            is not None
+            partial_block(group, span, alignment_tokens) is not None
             for group, alignment_tokens in zip(self._groups, alignments, strict=True)
         )
 
@@ -120,9 +119,9 @@ class PartBlocks:
             zip(self._groups, tables, alignments, strict=True)
         ):
             size = group.block_tokens
-            at = partial_block(group.kind, group.attention_span, size, span, alignment_tokens)
+            at = partial_block(group, span, alignment_tokens)
             if at is not None:
-                until = first_independent(group.kind, group.attention_span, (at + 1) * size)
+                until = first_independent(group, (at + 1) * size)
                 found.append(_Part(number, at, int(ids[at]), until))
         if found:
             self._parts[request.request_id] = found

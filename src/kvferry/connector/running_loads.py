@@ -154,9 +154,7 @@ class RunningLoads:
         Args:
             span: range of prompt tokens to load.
         """
-        return sum(
-            max_writable_blocks(one.kind, one.attention_span, one.block_tokens, span) for one in self._groups
-        )
+        return sum(max_writable_blocks(one, span) for one in self._groups)
 
     def _written(self, span: LoadSpan, blocks: Sequence[Sequence[Block]]) -> list[Block]:
         """Return every block that a load may write.
@@ -168,7 +166,7 @@ class RunningLoads:
         return [
             block
             for group, of_group in zip(self._groups, blocks, strict=True)
-            for block in of_group[writable_blocks(group.kind, group.block_tokens, span)]
+            for block in of_group[writable_blocks(group, span)]
             if not block.is_null
         ]
 

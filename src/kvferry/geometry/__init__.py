@@ -5,13 +5,24 @@ All classes here are frozen dataclasses. `page` describes the bytes of one page 
 """
 
 from kvferry.geometry.page import Axis, Field, PageFormat, opaque_page
-from kvferry.geometry.rank import Group, GroupKind, Layer, RankGeometry, Region, Scale
+from kvferry.geometry.rank import (
+    Attention,
+    Group,
+    GroupKind,
+    GroupPattern,
+    Layer,
+    RankGeometry,
+    Region,
+    Scale,
+)
 
 __all__ = [
+    "Attention",
     "Axis",
     "Field",
     "Group",
     "GroupKind",
+    "GroupPattern",
     "Layer",
     "PageFormat",
     "RankGeometry",

@@ -47,7 +47,6 @@ class GroupShape:
 
     Attributes:
         layers: indices of the layers in `ModelCache.layers`.
-        block_tokens: number of tokens per block.
     """
 
     layers: tuple[int, ...]
@@ -63,12 +62,11 @@ class EngineShape:
         stages: number of entries of `ModelCache.layers` on each pipeline rank.
         block_tokens: number of tokens per block, for layers whose block size is set by neither the model nor
             `groups`.
-        layout: order of the axes in memory, one of `LAYOUTS`, e.g. ``LBHNC``.
+        layout: order of the axes in memory, one of `LAYOUTS`.
         num_blocks: number of blocks in each rank's pool, the null block included.
-        kernel_tokens: number of tokens per kernel block (block as the attention kernel addresses it) if a
-            block consists of several kernel blocks, otherwise 0.
-        groups: layers and block size of each KV cache group; all layers of a group have the same
-            `LayerCache`. If empty, all layers with the same `LayerCache` form one group.
+        kernel_tokens: number of tokens per kernel block if a block consists of several, otherwise 0.
+        groups: layers and block size of each group; all layers of a group have the same `LayerCache`. If
+            empty, all layers with the same `LayerCache` form one group.
     """
 
     tp: int
@@ -84,8 +82,8 @@ class EngineShape:
             raise GeometryError(f"layout is {self.layout!r}; it must be one of {', '.join(LAYOUTS)}")
         if self.tp < 1 or not self.stages or min(self.stages) < 1:
             raise GeometryError(
-                f"{self.tp} tensor-parallel ranks, layers {self.stages} per pipeline rank; expected 1 "
-                "or more of each"
+                f"{self.tp} tensor-parallel ranks, layers {self.stages} per pipeline rank; expected 1 or "
+                "more of each"
             )
         if self.block_tokens < 1 or self.num_blocks < 1:
             raise GeometryError(
@@ -110,25 +108,17 @@ class EngineShape:
 
     @property
     def kernels(self) -> int:
-        """Number of kernel blocks per block.
-
-        A kernel block is a block as the attention kernel addresses it. A block of the block table consists of
-        one or more kernel blocks.
-        """
         return self.block_tokens // self.kernel_tokens if self.kernel_tokens else 1
 
 
 def split_stages(layers: int, pp: int) -> tuple[int, ...]:
     """Return the number of layers on each pipeline rank, as vLLM distributes them.
 
-    If the layers cannot be divided evenly, the ranks just before the last one get one more layer each.
-
     >>> split_stages(30, 4), split_stages(5, 2)
     ((7, 8, 8, 7), (3, 2))
 
     Args:
         layers: number of layers of the model, layers without a cache included.
-        pp: number of pipeline ranks.
 
     Raises:
         GeometryError: `pp` is below 1 or above the number of layers.
@@ -138,6 +128,7 @@ def split_stages(layers: int, pp: int) -> tuple[int, ...]:
             f"{layers} layers on {pp} pipeline ranks; every rank needs a layer, so choose 1 to {layers} ranks"
         )
     stages = [layers // pp] * pp
+    # As in vLLM, the ranks just before the last one get the layers that are left.
     for i in range(layers % pp):
         stages[-2 - i] += 1
     return tuple(stages)
@@ -146,15 +137,11 @@ def split_stages(layers: int, pp: int) -> tuple[int, ...]:
 def group_layers(
     model: ModelCache, counts: Mapping[LayerCache, int] | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Divide the layers of a model into KV cache groups, and return the layer indices of each group.
-
-    All layers of a group have the same `LayerCache`.
+    """Return the layer indices of each KV cache group. All layers of a group have the same `LayerCache`.
 
     Args:
-        model: caches of all layers.
-        counts: maps each `LayerCache` to the number of groups among which its layers are divided; None for
-            one group each. Layers are assigned to the groups in turn (round robin), so that each group has
-            layers on every pipeline rank.
+        counts: number of groups among which the layers of each `LayerCache` are divided; None for one group
+            each.
     """
     alike: dict[LayerCache, list[int]] = {}
     for number, store in enumerate(model.layers):
@@ -162,15 +149,13 @@ def group_layers(
     groups = []
     for store, numbers in alike.items():
         count = counts[store] if counts else 1
+        # In turn, so that each group has layers on every pipeline rank.
         groups += [tuple(numbers[turn::count]) for turn in range(count)]
     return tuple(groups)
 
 
 def layer_name(number: int) -> str:
-    """Return the name of the layer with this index in `ModelCache.layers`, e.g. ``layers.3``.
-
-    The name does not depend on the settings of an engine.
-    """
+    """Return the name of a layer by its index in `ModelCache.layers`, whatever the settings of an engine."""
     return f"layers.{number}"
 
 
@@ -179,9 +164,8 @@ class RankLayout:
     """The layout of the KV cache memory of one rank, described in two ways.
 
     Attributes:
-        geometry: description of every field of a page by its axes and strides, for planning transfers.
-        maps: description of whole pages by address and strides, for code that uses raw pointers. There is one
-            map per KV cache group, in the order of `geometry.groups`.
+        geometry: every field of a page by its axes and strides, for planning transfers.
+        maps: whole pages of each group by address and strides, for code that uses raw pointers.
     """
 
     geometry: RankGeometry
@@ -194,8 +178,8 @@ def lay_out(
     """Return the geometry of every rank of an engine, ordered by pipeline rank and then tensor-parallel rank.
 
     Example: two layers of 4 heads, with K and V of 8 elements of 2 bytes. Two ranks hold 2 heads each, in
-    blocks of 16 tokens. In the layout LBHNC, a page (one block in one layer) has all tokens of one head side
-    by side: 2 heads of 16 tokens of 32 bytes.
+    blocks of 16 tokens. In the layout LBHNC, a page has all tokens of one head side by side: 2 heads of 16
+    tokens of 32 bytes.
 
     >>> from kvferry.geometry.rank import GroupKind
     >>> from kvferry.geometry.store import StoredField
@@ -208,15 +192,14 @@ def lay_out(
     [('k', (('head', 2, 4),), 0), ('v', (('head', 2, 4),), 16)]
 
     Args:
-        model: caches of all layers.
-        engine: settings of the engine.
         addresses: address of each rank's block pool; None for made-up addresses, if no memory is accessed.
 
     Raises:
         GeometryError: an engine with these settings cannot serve this model, or the number of addresses is
-            wrong. The message gives the reason.
+            wrong.
     """
     if addresses is None:
+        # Far apart, so that the pools of no two ranks can overlap.
         addresses = [(1 << 40) + (rank << 38) for rank in range(engine.ranks)]
     if len(addresses) != engine.ranks:
         raise GeometryError(f"{len(addresses)} addresses for {engine.ranks} ranks; expected one for each")
@@ -226,19 +209,13 @@ def lay_out(
 
 
 def lay_out_rank(model: ModelCache, engine: EngineShape, rank: int, address: int) -> RankLayout:
-    """Return the memory layout of one rank whose block pool starts at `address`.
-
-    The pool is the rank's only region (memory registered with the transport).
+    """Return the memory layout of one rank whose block pool, its only region, starts at `address`.
 
     Args:
-        model: caches of all layers.
-        engine: settings of the engine.
-        rank: index of the worker: pipeline rank times the tensor-parallel size, plus tensor-parallel rank.
-        address: address of the first byte of the pool.
+        rank: pipeline rank times the tensor-parallel size, plus tensor-parallel rank.
 
     Raises:
-        GeometryError: an engine with these settings cannot serve this model, or `rank` does not exist. The
-            message gives the reason.
+        GeometryError: an engine with these settings cannot serve this model, or `rank` does not exist.
     """
     if sum(engine.stages) != len(model.layers):
         raise GeometryError(
@@ -303,10 +280,6 @@ def _page_interior(store: LayerCache, tokens: int, engine: EngineShape, tp_rank:
 class _Pool:
     """Sizes of the block pool that all KV cache groups of a rank share.
 
-    A block is usually divided into slots. Each slot has space for the page (memory in one block) of one
-    layer. Layer ``j`` of every group uses slot ``j``: groups can share slots because a block belongs to only
-    one group at a time.
-
     Attributes:
         slots: number of slots per block: the number of layers of the largest group on this rank.
         slot_bytes: size of a slot in bytes; 0 if the pages of a block lie side by side, without slots.
@@ -319,12 +292,10 @@ class _Pool:
 
     @classmethod
     def of(cls, engine: EngineShape, groups: Sequence[tuple[PageInterior, int]]) -> Self:
-        """Return the sizes of the block pool that the given KV cache groups share.
+        """Return the sizes of the pool that groups with layers on this rank share.
 
         Args:
-            engine: settings of the engine.
-            groups: (inner structure of a page, number of layers on the pool's rank) of each group with
-                layers on that rank.
+            groups: (interior of a page, number of layers on this rank) of each.
 
         Raises:
             GeometryError: pages of these shapes cannot share memory in this layout.
@@ -335,31 +306,19 @@ class _Pool:
         if engine.layout[0] != "B" or any(interior.snapshot for interior in interiors):
             return cls(slots, slot_bytes, slots * slot_bytes)
         alignment = max(interior.alignment for interior in interiors)
+        # A block id belongs to one group at a time, so a block is as large as the largest group needs.
         widest = max(layers * interior.page_bytes for interior, layers in groups)
         return cls(slots, 0, round_up(widest, alignment))
 
     def room(self, interior: PageInterior) -> PoolRoom:
-        """Return the space that the pool reserves for the pages of one KV cache group.
-
-        In the result, `slot_bytes` is the size of a slot divided by the number of kernel blocks per block. A
-        kernel block is a block as the attention kernel addresses it.
-
-        Args:
-            interior: inner structure of a page of the group.
-        """
         if not self.slot_bytes:
             return PoolRoom(self.slots, block_stride=self.block_bytes)
+        # A page map counts kernel blocks.
         return PoolRoom(self.slots, self.slot_bytes // interior.kernels)
 
 
 def _slot_bytes(engine: EngineShape, interiors: Sequence[PageInterior]) -> int:
-    """Return the size of a slot in bytes.
-
-    A slot is the space for one layer's page, and must be large enough for the pages of all groups.
-
-    Args:
-        engine: settings of the engine.
-        interiors: inner structure of a page of each KV cache group.
+    """Return the size of a slot, which has room for a page of any group.
 
     Raises:
         GeometryError: pages of these shapes cannot share memory in this layout.

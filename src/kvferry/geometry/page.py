@@ -1,19 +1,20 @@
 """The meaning of the bytes of one page.
 
-A *page* is the memory of one block in one layer. A `PageFormat` lists the *fields* of a page (``k``, ``v``,
-``latent``, ``ssm``, ...). A `Field` is a logical tensor with named axes. An `Axis` gives the byte strides
-between its elements, and the part of the whole model's axis that this rank holds (the global range).
+A `PageFormat` lists the *fields* of a page (``k``, ``v``, ``latent``, ``ssm``, ...). A `Field` is a logical
+tensor with named axes. An `Axis` gives the byte strides between its elements, and the part of the model-wide
+axis that this rank holds.
 
 Two engines can exchange a field if both use the same field name, axis names, axis totals and element size.
 Strides, order of axes and ranges may differ: `planning.page_copy` converts between them.
 
 Only the axis called ``token`` is special. It is divided into blocks, so a field with this axis can move
-between engines with different block sizes. A field without it holds one value per block, such as a
-*snapshot* (recurrent state at one position of the sequence) or opaque bytes.
+between engines with different block sizes. A field without it holds one value per block, such as a snapshot
+or opaque bytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -24,33 +25,54 @@ from kvferry.errors import GeometryError
 
 TOKEN = "token"
 
+# A peer may send any number, and planning allocates memory for each element of an axis. This bounds it.
 MAX_ELEMENTS = 1 << 20
-"""Maximum number of elements of an axis on one rank.
 
-Planning allocates memory for each element, and a peer may send any number. The limit bounds that memory.
-"""
-
+# The axis that stores the rank number of an opaque page.
 _SHARD = "shard"
-"""Name of the axis that stores the rank number of an opaque page."""
+
+
+def loop_offsets(first: int, loops: Iterable[tuple[int, int]]) -> npt.NDArray[np.int64]:
+    """Return the offset of every iteration of nested loops of (count, stride), int64, innermost fastest."""
+    out = np.array([first], np.int64)
+    for count, stride in loops:
+        out = (out[:, None] + np.arange(count, dtype=np.int64) * stride).reshape(-1)
+    return out
+
+
+def join_loops(item_bytes: int, loops: Iterable[tuple[int, int]]) -> tuple[int, list[tuple[int, int]]]:
+    """Join the loops of (count, stride in bytes) over contiguous items.
+
+    >>> join_loops(2, [(4, 4096), (8, 32), (16, 2)])
+    (256, [(4, 4096)])
+
+    Returns:
+        Bytes per contiguous run, and the loops over the runs, in ascending order of stride.
+    """
+    run, outer = item_bytes, list[tuple[int, int]]()
+    for count, stride in sorted(loops, key=lambda loop: abs(loop[1])):
+        if not outer and stride == run:
+            run *= count
+        elif count > 1:
+            outer.append((count, stride))
+    return run, outer
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
     """One named axis of a field in a page, with the elements that one rank holds.
 
-    Nested loops enumerate the elements of the axis. Most axes have one loop. Two loops describe an axis that
-    is not evenly spaced in memory. For example, the token axis has two loops if each block of the engine's
-    block table consists of several smaller kernel blocks.
+    Most axes have one loop. Two describe an axis that is not evenly spaced in memory, such as the token axis
+    of blocks that consist of kernel blocks.
 
     >>> Axis("token", ((2, 4096), (16, 4))).offsets()[[0, 1, 15, 16]].tolist()
     [0, 4, 60, 4096]
 
     Attributes:
-        name: name of the axis, the same in every engine.
+        name: the same in every engine.
         loops: (count, stride in bytes) of each loop, outermost first; the product of the counts is `count`.
         start: index of this rank's first element, counted over all ranks.
-        total: number of elements over all ranks. If it is given as 0, it becomes `start` + `count`: this
-            rank's last element is then the last element of the axis.
+        total: number of elements over all ranks; 0 if this rank's last element is the last of the axis.
     """
 
     name: str
@@ -75,38 +97,34 @@ class Axis:
 
     @property
     def count(self) -> int:
-        """Number of elements of the axis on this rank."""
         return prod(count for count, _ in self.loops)
 
     @property
     def stop(self) -> int:
-        """Index after this rank's last element of the axis, counted over all ranks."""
+        """Index after this rank's last element, counted over all ranks."""
         return self.start + self.count
 
     def offsets(self) -> npt.NDArray[np.int64]:
         """Return the byte offset of every element on this rank, int64 of shape (count,)."""
-        out = np.zeros(1, np.int64)
-        for count, stride in self.loops:
-            out = (out[:, None] + np.arange(count, dtype=np.int64) * stride).reshape(-1)
-        return out
+        return loop_offsets(0, self.loops)
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One logical tensor inside a page (memory of one block in one layer).
+    """One logical tensor inside a page.
 
     Attributes:
-        name: name of the field, the same in every engine.
+        name: the same in every engine.
         item_bytes: bytes of one element. An element is never split.
         offset: byte offset of this rank's first element from the start of the page.
-        axes: named axes, outermost first. Two engines that transfer the field directly may order the axes
-            differently. Stored chunks depend on the order, so all engines that share a store must use the
-            same order.
+        axes: named axes, outermost first.
     """
 
     name: str
     item_bytes: int
     offset: int
+    # A transfer between engines converts the order of axes. Stored chunks depend on it, so all engines that
+    # share a store must use one order.
     axes: tuple[Axis, ...]
 
     def __post_init__(self) -> None:
@@ -123,12 +141,11 @@ class Field:
 
     @property
     def elements(self) -> int:
-        """Number of elements of the field on this rank."""
         return prod(axis.count for axis in self.axes)
 
     @property
     def held(self) -> tuple[tuple[str, int, int], ...]:
-        """Part of the field that this rank holds: (axis name, start, stop) of every sharded axis."""
+        """(axis name, start, stop) of every sharded axis, of the part that this rank holds."""
         return tuple((a.name, a.start, a.stop) for a in self.axes if a.count != a.total)
 
     def extent(self) -> tuple[int, int]:
@@ -143,16 +160,14 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class PageFormat:
-    """The format of one page (memory of one block in one layer): its fields and its size.
+    """The format of one page: its fields and its size.
 
     Attributes:
         content: id of the format of the bytes; for vLLM's attention layers, it contains the names of the
-            attention backend and of the KV dtype. Fields of the same name can be transferred between pages
-            with different ids. A page whose inner structure is unknown (opaque) can be copied only to a page
-            with the same id.
-        block_tokens: number of tokens per block; 0 for a page that is a snapshot of recurrent state.
-        page_bytes: size of the page in bytes. The stride between blocks may be larger.
-        fields: logical tensors in the page.
+            attention backend and of the KV dtype. Fields of the same name can move between pages with
+            different ids, opaque pages only to a page with the same id.
+        block_tokens: number of tokens per block; 0 for a snapshot.
+        page_bytes: size of the page. The stride between blocks may be larger.
     """
 
     content: str
@@ -179,7 +194,6 @@ class PageFormat:
 
     @property
     def content_bytes(self) -> int:
-        """Total bytes of all elements of all fields."""
         return sum(field.elements * field.item_bytes for field in self.fields)
 
     @property
@@ -196,26 +210,50 @@ def opaque_page(
     ranks: int,
     loops: tuple[tuple[int, int], ...] = (),
 ) -> PageFormat:
-    """Return the format of a page (memory of one block in one layer) whose inner structure is unknown.
-
-    Such a page can only be copied whole, to the same rank of an engine with the same number of ranks and the
-    same block size. To enforce this, the format has an axis of length `ranks`, of which this rank holds one
-    element, and it has no token axis.
-
-    The format describes a page that is contiguous in memory as one element of `run_bytes` bytes, and a page
-    in several pieces as one element per piece.
+    """Return the format of a page whose inner structure is unknown.
 
     Args:
         content: id of the format of the bytes, which must be the same in both engines.
-        block_tokens: number of tokens per block; 0 for a snapshot (recurrent state at one position).
-        run_bytes: bytes of one element, which is the whole page if the page is contiguous.
+        block_tokens: number of tokens per block; 0 for a snapshot.
+        run_bytes: bytes of one contiguous piece, which is the whole page if it has no `loops`.
         rank: index of this rank, from 0 to `ranks` - 1; 0 if all ranks hold the same bytes.
         ranks: number of ranks that hold different bytes; 1 if all ranks hold the same bytes.
-        loops: (count, stride in bytes) of each nested loop over the elements of a scattered page, outermost
-            first; empty if the page is contiguous.
+        loops: (count, stride in bytes) of each nested loop over the pieces, outermost first.
     """
+    # This axis lets such a page move only to the same rank of an engine with as many ranks. Without a token
+    # axis, it moves only between equal block sizes.
     axes = [Axis(_SHARD, ((1, 0),), rank, ranks)]
     if loops:
         axes.append(Axis("stretch", loops))
     field = Field(f"opaque {content}", run_bytes, 0, tuple(axes))
     return PageFormat(content, block_tokens, field.extent()[1], (field,))
+
+
+def whole_page(
+    content: str,
+    block_tokens: int,
+    extents: Sequence[int],
+    strides: Sequence[int],
+    *,
+    item_bytes: int,
+    rank: int,
+    ranks: int,
+) -> PageFormat:
+    """Return the format of a page that can only move whole, to a page of the same shape and strides.
+
+    >>> page = whole_page("CODES", 16, (1, 2, 16, 8), (4096, 2048, 128, 4), item_bytes=4, rank=0, ranks=1)
+    >>> page.content, page.fields[0].item_bytes
+    ('CODES (2, 16, 8) at strides of 2048, 128, 4 bytes', 32)
+
+    Args:
+        content: text that identifies the meaning of the bytes, such as backend and KV cache dtype.
+        block_tokens: number of tokens per block; 0 for a snapshot or a ring.
+        extents: number of kernel blocks per block, head slots, tokens and elements.
+        strides: bytes between neighbours along each of these axes.
+        rank, ranks: as for `opaque_page`.
+    """
+    run, loops = join_loops(item_bytes, zip(extents, strides, strict=True))
+    # The id of the content contains shape and strides, so that engines notice a difference.
+    shape, apart = tuple(extents[1:]), ", ".join(map(str, strides[1:]))
+    kind = f"{content} {shape} at strides of {apart} bytes"
+    return opaque_page(kind, block_tokens, run, rank, ranks, tuple(reversed(loops)))

@@ -1,7 +1,7 @@
 """The memory of one group's pages as five strides, for code that uses raw pointers.
 
-A `RankGeometry` describes the same memory field by field. This module describes it with the axes of attention
-kernels: L (layer), B (block), H (head), N (token in block) and C (byte of content of one head and token).
+The axes are those of attention kernels: L (layer), B (block), H (head), N (token in block) and C (byte of
+content of one head and token).
 """
 
 from __future__ import annotations
@@ -10,28 +10,22 @@ from dataclasses import dataclass
 
 from kvferry.errors import GeometryError
 
+# Orders of the axes in memory, outermost first, as in vLLM's enum. LBNHC is also called NHD, and LBHNC is
+# also called HND. Layouts with B outermost are cross-layer layouts: all layers of a block are neighbours.
 LAYOUTS = ("LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-"""Orders of the axes in memory, outermost first, as in vLLM's enum. LBNHC is also called NHD, and LBHNC is
-also called HND. Layouts with B outermost are cross-layer layouts: all layers of a block are neighbours."""
 
+# Order of the axes in `PageMap.counts` and `PageMap.strides`.
 AXES = "LBHNC"
-"""Order of the axes in `PageMap.counts` and `PageMap.strides`."""
 
 
 def is_compact(layout: str) -> bool:
-    """Return whether pages are contiguous: True if L (layer) and B (block) are the two outermost axes.
-
-    Args:
-        layout: order of the axes in memory, one of `LAYOUTS`.
-    """
+    """Return True if pages are contiguous: layer and block are the two outermost axes."""
     return set(layout[:2]) == {"L", "B"}
 
 
 @dataclass(frozen=True, slots=True)
 class PageMap:
     """The memory of one group's pages on one rank, as an address and strides.
-
-    A page is the memory of one block in one layer.
 
     Example: two layers of two heads, three blocks of four tokens, 8 bytes per head and token. Blocks are the
     outermost axis.
@@ -46,12 +40,11 @@ class PageMap:
 
     Attributes:
         address: address of the first byte of layer 0, block 0.
-        counts: number of layers, blocks, heads, tokens and content bytes. If a block consists of several
-            kernel blocks (blocks as the attention kernel addresses them), the second number counts these. A
-            group of recurrent state has one head and one token, and the content is the whole snapshot.
+        counts: number of layers, kernel blocks, heads, tokens and content bytes. A group of recurrent state
+            has one head and one token, and the content is the whole snapshot.
         strides: bytes between neighbours along each of these five axes.
-        kernels: number of kernel blocks per block. Block ``b`` consists of the kernel blocks
-            ``[b·kernels, (b+1)·kernels)``.
+        kernels: number of kernel blocks per block. Block ``b`` consists of the kernel blocks ``[b·kernels,
+            (b+1)·kernels)``.
     """
 
     address: int
@@ -61,7 +54,6 @@ class PageMap:
 
     @property
     def layer_stride(self) -> int:
-        """Bytes from a page to the page of the same block in the next layer."""
         return self.strides[0]
 
     @property
@@ -70,12 +62,7 @@ class PageMap:
         return self.strides[1] * self.kernels
 
     def page(self, layer: int, block: int) -> int:
-        """Return the address of a page (memory of one block in one layer).
-
-        Args:
-            layer: index of the layer in the group.
-            block: id of the block in the block table.
-        """
+        """Return the address of a page, by index of the layer in the group and block id."""
         return self.address + layer * self.layer_stride + block * self.block_stride
 
     def at(self, layer: int, block: int, head: int, token: int) -> int:
@@ -83,7 +70,6 @@ class PageMap:
 
         Args:
             layer: index of the layer in the group.
-            block: id of the block in the block table.
             head: index of the head on this rank.
             token: index of the token in the block.
         """
@@ -100,13 +86,13 @@ class PageMap:
 class PoolRoom:
     """The space that a block pool reserves for the pages of a group. It may exceed the size of the pages.
 
-    All KV cache groups of a rank share one pool. A *slot* is the space for one layer's page.
+    A *slot* is the space for one layer's page.
 
     Attributes:
-        slots: least number of slots per block. If the group has more layers than this, a block has as many
-            slots as the group has layers.
-        slot_bytes: bytes that a slot reserves for one kernel block (block as the attention kernel addresses
-            it); 0 if it reserves only the size of the KV. Used only for layouts with contiguous pages.
+        slots: least number of slots per block; a block has as many as the group has layers, if those are
+            more.
+        slot_bytes: bytes that a slot reserves for one kernel block; 0 if it reserves only the size of the KV.
+            Used only for layouts with contiguous pages.
         block_stride: bytes from one block to the next; 0 if the blocks lie side by side. Used only for
             layouts with blocks outermost.
     """
@@ -126,11 +112,7 @@ def page_map(
     """Return the addresses and strides of a group's pages in memory with the given layout.
 
     Args:
-        layout: order of the axes in memory, one of `LAYOUTS`.
-        address: address of the first byte of layer 0, block 0.
-        counts: number of layers, blocks, heads, tokens and content bytes. If a block consists of several
-            kernel blocks (blocks as the attention kernel addresses them), the second number counts these.
-        kernels: number of kernel blocks per block.
+        address, counts, kernels: as in `PageMap`.
         room: space that the pool reserves for the group's pages; by default exactly their size.
 
     Raises:

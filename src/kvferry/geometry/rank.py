@@ -1,9 +1,7 @@
 """The KV cache memory of one worker.
 
-A `RankGeometry` describes the KV cache of one worker: its groups, and for every layer the address of block 0,
-the stride between blocks and the `PageFormat`. The worker creates it once, when it registers its KV cache,
-and sends it to other engines in the handshake. The planner plans a transfer from the geometries of both
-sides.
+A worker creates its `RankGeometry` when it registers its KV cache, and sends it to other engines in the
+handshake. The planner plans a transfer from the geometries of both sides.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
+from typing import Protocol
 
 from kvferry.errors import GeometryError
 from kvferry.geometry.page import TOKEN, Field, PageFormat
@@ -29,13 +28,34 @@ class GroupKind(StrEnum):
     STATE = "state"
 
 
+class GroupPattern(Protocol):
+    """The attention pattern of a KV cache group. `Group`, `LayerCache` and `CanonicalGroup` have one."""
+
+    @property
+    def kind(self) -> GroupKind: ...
+
+    @property
+    def attention_span(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """How far back layers attend.
+
+    Attributes:
+        kind: kind of attention or state.
+        attention_span: window in tokens for SLIDING, attention chunk in tokens for CHUNKED, 0 otherwise.
+    """
+
+    kind: GroupKind
+    attention_span: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Region:
     """A range of memory that is registered with the transport.
 
     Attributes:
-        address: address of the first byte.
-        length: length in bytes.
         memory: kind of memory, "DRAM" or "VRAM".
         device: index of the device; 0 for host memory.
     """
@@ -50,27 +70,24 @@ class Region:
 class Scale:
     """Quantisation scales of the K or V of one layer, which are not stored in the KV cache itself.
 
-    Two engines with different scales cannot exchange quantised KV, because the same quantised value stands
-    for different numbers in each.
-
     Attributes:
         source: name of the quantised tensor, ``k`` (also for MLA latents) or ``v``.
-        factors: scale factors, one for all heads or one per head on this rank.
+        factors: one for all heads, or one per head on this rank.
     """
 
+    # Under another scale the same quantised value stands for another number, so engines compare scales first.
     source: str
     factors: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The pages of one layer on one rank. A page is the memory of one block in one layer.
+    """The pages of one layer on one rank.
 
     Attributes:
-        name: name of the layer, the same on every rank of every engine that serves the model.
+        name: the same on every rank of every engine that serves the model.
         address: address of the page of block 0.
         block_stride: bytes from the page of one block to the page of the next block.
-        page: format of a page.
         scales: quantisation scales other than 1 that are not stored in the pages.
         draft: digest of the draft model that the layer belongs to; empty for the model's own layers.
     """
@@ -96,12 +113,11 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A KV cache group: layers that share one block table.
+    """A KV cache group.
 
     Attributes:
-        kind: kind of attention or state of the layers.
         block_tokens: number of tokens per block of the engine's block table.
-        attention_span: window in tokens for SLIDING, attention chunk in tokens for CHUNKED, 0 otherwise.
+        attention_span: as in `Attention`.
         layers: layers of the group on this rank; empty on a pipeline rank without any of them.
     """
 
@@ -117,25 +133,18 @@ class Group:
             )
         if (self.kind in (GroupKind.SLIDING, GroupKind.CHUNKED)) != (self.attention_span > 0):
             raise GeometryError(
-                f"group {self.kind}: an attention span of {self.attention_span} tokens; expected 1 or "
-                "more for "
-                "sliding and chunked attention, 0 for others"
+                f"group {self.kind}: an attention span of {self.attention_span} tokens; expected 1 or more "
+                "for sliding and chunked attention, 0 for others"
             )
 
     @property
     def label(self) -> str:
-        """Name of the group for messages and metrics, e.g. ``sliding_window(64)``."""
-        return group_label(self.kind, self.attention_span)
+        return group_label(self)
 
 
-def group_label(kind: GroupKind, attention_span: int) -> str:
-    """Return the name of a KV cache group for messages and metrics, e.g. ``sliding_window(64)``.
-
-    Args:
-        kind: kind of attention or state of the group.
-        attention_span: window or attention chunk in tokens; 0 for other kinds.
-    """
-    return f"{kind}({attention_span})" if attention_span else str(kind)
+def group_label(group: GroupPattern) -> str:
+    """Return the name of a KV cache group for messages and metrics, e.g. ``sliding_window(64)``."""
+    return f"{group.kind}({group.attention_span})" if group.attention_span else str(group.kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +152,9 @@ class RankGeometry:
     """The KV cache memory of one worker.
 
     Attributes:
-        tp_rank, tp_size: tensor-parallel rank, and number of tensor-parallel ranks.
-        pp_rank, pp_size: pipeline rank, and number of pipeline ranks.
+        tp_rank, tp_size, pp_rank, pp_size: tensor-parallel and pipeline rank, and numbers of such ranks.
         num_blocks: number of blocks in the pool. Block 0 is the null block, which is never transferred.
-        groups: KV cache groups in the engine's order; all ranks of an engine have the same number of groups.
+        groups: in the engine's order; all ranks of an engine have the same number of groups.
         regions: registered memory; each page lies in one of these regions.
     """
 
@@ -160,16 +168,13 @@ class RankGeometry:
 
     @property
     def labels(self) -> list[str]:
-        """Index and label of each KV cache group as text, e.g. ``0 full_attention``, for error messages."""
+        """Index and label of each group as text, e.g. ``0 full_attention``, for error messages."""
         return [f"{number} {group.label}" for number, group in enumerate(self.groups)]
 
     def check(self) -> None:
         """Raise GeometryError if the geometry is inconsistent.
 
         Every page must lie in one registered region and must not overlap another page of its layer.
-        `tp_rank` must be below `tp_size`, and `pp_rank` below `pp_size`. Engines check their own geometry and
-        that of each peer, because a transfer with an address outside of the regions would fail or read
-        unrelated memory.
         """
         if not (0 <= self.tp_rank < self.tp_size and 0 <= self.pp_rank < self.pp_size):
             raise GeometryError(
@@ -183,6 +188,8 @@ class RankGeometry:
             raise GeometryError(
                 f"layers {twice} are described more than once; describe each layer in one group"
             )
+        # A peer's geometry is checked too: with an address outside of the regions, a transfer would fail or
+        # read unrelated memory.
         registered = _Registered(self.regions)
         for group in self.groups:
             for layer in group.layers:
@@ -230,15 +237,9 @@ class _Registered:
 def _overlaps(field: Field, blocks: int, block_stride: int) -> bool:
     """Return True if two elements of a field may share a byte, in one block or in different blocks.
 
-    The check may report an overlap where there is none, but it never misses one. It treats the blocks and the
-    axes of the field as nested loops, each with a stride. No elements overlap if each stride is at least as
-    long as the memory that the loops with smaller strides cover.
-
-    Args:
-        field: field of a page.
-        blocks: number of blocks.
-        block_stride: bytes from one block to the next.
+    The check may report an overlap where there is none, but it never misses one.
     """
+    # No elements overlap if each stride is at least as long as the memory that all shorter strides cover.
     loops = [(blocks, block_stride), *(loop for axis in field.axes for loop in axis.loops)]
     extent = field.item_bytes
     for stride, count in sorted((abs(stride), count) for count, stride in loops if count > 1):

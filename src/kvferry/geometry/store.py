@@ -1,9 +1,6 @@
 """The KV cache of a model per layer, independent of any engine.
 
-A `StoredField` describes one cached tensor: its name, element size, heads and other axes. It is the same in
-every engine that serves the model. A `LayerCache` lists the fields of one layer, and a `ModelCache` lists all
-layers. `layout` combines a `ModelCache` with the settings of an engine (parallel sizes, block size, memory
-layout) to the geometry of the engine's ranks.
+`layout` combines a `ModelCache` with the settings of an engine to the geometry of the engine's ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ class StoredField:
     """One cached tensor of a layer, over all ranks.
 
     Attributes:
-        name: name of the field in every engine: ``kv``, ``k``, ``v``, ``latent``, ``ssm``, ``conv.x``, ...
+        name: the same in every engine: ``kv``, ``k``, ``v``, ``latent``, ``ssm``, ``conv.x``, ...
         item_bytes: bytes of one element.
         heads: number of elements of the axis that tensor parallelism shards (KV heads, state heads or
             channels); 0 if every rank holds the whole field.
@@ -49,18 +46,17 @@ class LayerCache:
     """The KV cache of one layer.
 
     Attributes:
-        kind: kind of attention or state.
-        attention_span: window in tokens for SLIDING, attention chunk in tokens for CHUNKED, 0 otherwise.
-        fields: fields that are stored per token; for STATE, fields of one snapshot of recurrent state.
+        attention_span: as in `Attention`.
+        fields: fields that are stored per token; for STATE, fields of one snapshot.
         block_tokens: number of tokens per block if the model determines it; 0 if the engine does.
-        state_tokens: number of tokens that share one stored entry; 1 if every token has its own entry. If it
-            is above 1, pages are copied whole, so both engines of a transfer need the same block size.
+        state_tokens: number of tokens that share one stored entry; 1 if every token has its own entry.
     """
 
     kind: GroupKind
     attention_span: int
     fields: tuple[StoredField, ...]
     block_tokens: int = 0
+    # Pages of shared entries are copied whole, so both engines of a transfer need the same block size.
     state_tokens: int = 1
 
     def __post_init__(self) -> None:
@@ -72,18 +68,13 @@ class LayerCache:
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes of one stored entry, over all heads.
-
-        An entry stands for `state_tokens` tokens. For recurrent state, an entry is the state at one position.
-        """
+        """Bytes of one stored entry, over all heads."""
         return sum(field.head_bytes * max(field.heads, 1) for field in self.fields)
 
     def bytes_of(self, tokens: int) -> int:
-        """Return the bytes that the layer stores for `tokens` tokens, over all heads.
+        """Return the bytes that the layer stores for `tokens` tokens, over all heads, rounded up.
 
-        If several tokens share one stored entry, each of them counts for its part of the entry, and the sum
-        is rounded up to a whole byte. For recurrent state, the result is the size of one snapshot, whatever
-        `tokens` is.
+        For recurrent state, the result is the size of one snapshot, whatever `tokens` is.
         """
         if self.kind is GroupKind.STATE:
             return self.whole_bytes
@@ -96,10 +87,9 @@ class ModelCache:
 
     Attributes:
         name: display name of the model.
-        layers: caches of all layers, in the order of the model's layers. Layers without a cache are left out,
-            and a layer with several caches has several entries.
-        query_heads: number of query heads, which must be a multiple of the tensor-parallel size; 0 if
-            unknown.
+        layers: caches in the order of the model's layers. A layer without a cache has no entry, and a layer
+            with several caches has several.
+        query_heads: a multiple of the tensor-parallel size; 0 if unknown.
     """
 
     name: str

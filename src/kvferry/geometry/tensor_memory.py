@@ -1,9 +1,8 @@
 """Memory of an engine's cache tensors, compared with the memory that is registered for transfers.
 
-An engine hands over one tensor per layer. The layer's pages are read from it and registered. The layer itself
-computes in tensors that the engine has bound to it: a view of the handed tensor, or one view per recurrent
-state. `find_difference` compares these with the handed tensor, and `find_unregistered` compares the handed
-tensors with what is registered. Both return a sentence about the first difference.
+An engine hands over one tensor per layer, whose pages are registered. The layer itself computes in tensors
+that the engine has bound to it: a view of the handed tensor, or one view per recurrent state. If the two
+differ, transfers succeed and answers are wrong.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import TypeAlias
 
 from kvferry.geometry.rank import RankGeometry
 
+# (count, stride in bytes) of each axis.
 Loops: TypeAlias = tuple[tuple[int, int], ...]
-"""(count, stride in bytes) of each axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +65,16 @@ class TensorMemory:
         )
 
 
+# Memory that a layer computes in: one tensor, or a tensor for each of its recurrent states.
 Computed: TypeAlias = TensorMemory | tuple[TensorMemory, ...]
-"""Memory that a layer computes in: one tensor, or a tensor for each of its recurrent states."""
 
 
 def find_difference(handed: TensorMemory, computed: Computed) -> str:
-    """Compare the memory that a layer computes in with the tensor that its engine handed over.
+    """Return how the memory that a layer computes in differs from the tensor that its engine handed over.
 
-    A single tensor must cover the same bytes of the same blocks, along the same axes. It may split blocks
-    into kernel blocks. The tensors of several states must divide the pages among them, in order.
-
-    Args:
-        handed: memory of the tensor that the engine handed over.
-        computed: memory that the layer computes in.
-
-    Returns:
-        What was found and what was expected; empty if the memory is the same.
+    The text is empty if the memory is the same. A single tensor must cover the same bytes of the same blocks,
+    along the same axes, but may split blocks into kernel blocks. The tensors of several states must divide
+    the pages among them, in order.
     """
     if isinstance(computed, TensorMemory):
         same = computed.address == handed.address and computed.storage == handed.storage
@@ -94,14 +87,12 @@ def find_difference(handed: TensorMemory, computed: Computed) -> str:
 
 
 def find_unregistered(geometry: RankGeometry, handed: Mapping[str, TensorMemory]) -> str:
-    """Compare what is registered for transfers with the tensors that the engine handed over.
+    """Return how what is registered for transfers differs from the tensors that the engine handed over.
+
+    The text is empty if every layer is registered where it lies.
 
     Args:
-        geometry: pages and regions as they are registered.
         handed: memory of each layer's tensor, by layer name. A block may be several blocks of the tensor.
-
-    Returns:
-        Layer, what was found and what was expected; empty if every layer is registered where it lies.
     """
     regions = {(region.address, region.length) for region in geometry.regions}
     for layer in (layer for group in geometry.groups for layer in group.layers):
@@ -121,14 +112,14 @@ def _has_blocks_of(handed: TensorMemory, computed: TensorMemory) -> bool:
 
 
 def _blocks(tensor: TensorMemory) -> tuple[int, int]:
+    # The stride of a single block means nothing, and views of the same memory give different ones.
     return tensor.blocks, tensor.block_stride if tensor.blocks > 1 else 0
 
 
 def _splits_blocks_of(handed: TensorMemory, computed: TensorMemory) -> bool:
     """Return True if each block of `handed` is a whole number of consecutive blocks of `computed`.
 
-    The first loops of the two then differ in their count alone. Blocks of other layers may lie between the
-    blocks of `handed`, so `computed` may count blocks that are not this layer's.
+    The first loops of the two then differ in their count alone.
     """
     (whole, stride), *inner = handed.loops
     (part, part_stride), *inner_part = computed.loops
@@ -138,6 +129,7 @@ def _splits_blocks_of(handed: TensorMemory, computed: TensorMemory) -> bool:
         return False
     if whole % part or whole == part:
         return False
+    # Blocks of other layers may lie between those of `handed`, and `computed` may count them too.
     apart, rest = divmod(handed.block_stride, computed.block_stride)
     return not rest and computed.blocks >= (handed.blocks - 1) * apart + whole // part
 

@@ -149,5 +149,5 @@ def _positions(cache: LayerCache, block_tokens: int, tokens: int) -> tuple[int, 
     """Return the range of positions in a group's block table at which a load needs blocks."""
     if cache.kind is GroupKind.STATE:
         return 0, 1
-    low, high = needed_tokens(cache.kind, cache.attention_span, span_of(tokens))
+    low, high = needed_tokens(cache, span_of(tokens))
     return low // block_tokens, -(-high // block_tokens)

@@ -33,7 +33,6 @@ class BackendPages:
     """How the pages of an attention backend move, for one KV cache dtype and layout.
 
     Attributes:
-        backend: name of the backend.
         fields: names of the fields of a page; empty if its pages move whole.
         why_whole: reason why pages move whole; empty if they move by fields.
     """
@@ -46,9 +45,6 @@ class BackendPages:
 def pages_of(backend: str, dtype: str, layout: str) -> BackendPages:
     """Return how the pages of an attention backend move.
 
-    Without a proof, pages move whole. That is so for backends that are not in the table, and for those whose
-    proof can only be made on a machine that has them.
-
     >>> pages_of("FLASH_ATTN", "fp8", "BHLNC").fields
     ('k', 'v')
     >>> pages_of("CPU_MLA", "auto", "BLHNC").why_whole
@@ -57,11 +53,11 @@ def pages_of(backend: str, dtype: str, layout: str) -> BackendPages:
     Args:
         backend: name of the backend, as vLLM's ``--attention-backend`` takes it.
         dtype: element type of the KV cache, one of `CACHE_DTYPES`.
-        layout: name of the memory layout, such as ``BHLNC``.
 
     Raises:
         ConfigError: the backend does not support the element type or the layout.
     """
+    # Without a proof, pages move whole. Some backends can be proved only on a machine that has them.
     rows = [row for row in _table() if row.backend == backend]
     if not rows:
         return BackendPages(backend, why_whole="kvferry does not know this backend")

@@ -22,32 +22,22 @@ from kvferry.geometry import GroupKind
 from kvferry.geometry.interior import page_interior
 from kvferry.geometry.store import LayerCache
 
+# vLLM's ordinary number of tokens per block.
 BLOCK_TOKENS = 16
-"""vLLM's ordinary number of tokens per block."""
 _HYBRID_LATENT_ALIGNMENT = 128
+# Number of tokens per block in models with a sparse-attention indexer. Keys: the kind of the main cache,
+# which is MLA for DeepSeek V3.2 and FULL (K and V) for MiniMax-M3.
 _INDEXED = {GroupKind.MLA: 64, GroupKind.FULL: 128}
-"""Number of tokens per block in models with a sparse-attention indexer. Keys: the kind of the main cache,
-which is MLA for DeepSeek V3.2 and FULL (K and V) for MiniMax-M3."""
 _SIMILAR = 1.5
 
 
 def base_tokens(caches: Iterable[LayerCache], tp: int, configured: int | None) -> tuple[int, str]:
-    """Return the number of tokens per block that vLLM chooses for a model, and the reason for this number.
+    """Return the number of tokens per block that vLLM chooses for a model, and the reason as a sentence.
 
-    For models with attention and recurrent state, vLLM (`Platform._align_hybrid_block_size`) enlarges the
-    block in steps until the largest attention page (one block in one layer) is at least as large as the
-    recurrent state of any layer. A step has `configured` tokens, but at least 16, or at least 128 for models
-    with MLA latents. The result is rounded up to a multiple of 16. It depends on `tp`, because tensor
-    parallelism can reduce attention pages and recurrent state by different factors.
+    The reason is empty if the number was configured, is vLLM's usual number (16), or is fixed by the model.
 
     Args:
-        caches: KV cache of each layer.
-        tp: number of tensor-parallel ranks.
         configured: configured number of tokens per block; None for vLLM's choice.
-
-    Returns:
-        The number of tokens per block, and the reason as a sentence. The reason is empty if the number was
-        configured, is vLLM's usual number (16), or is fixed by the model.
 
     Raises:
         GeometryError: the heads cannot be distributed evenly over the ranks.
@@ -59,6 +49,8 @@ def base_tokens(caches: Iterable[LayerCache], tp: int, configured: int | None) -
     tokens = [page_bytes(s, tp, 1) for s in caches if s.kind is not GroupKind.STATE]
     if not state or not tokens:
         return _kernel_block_tokens(caches, configured)
+    # `Platform._align_hybrid_block_size` enlarges the block in steps until the largest attention page holds
+    # the state of any layer. Both depend on `tp`, by different factors.
     latent = any(cache.kind is GroupKind.MLA for cache in caches)
     step = max(configured or BLOCK_TOKENS, _HYBRID_LATENT_ALIGNMENT if latent else BLOCK_TOKENS)
     found = step * -(-max(state) // (step * max(tokens)))
@@ -72,18 +64,7 @@ def base_tokens(caches: Iterable[LayerCache], tp: int, configured: int | None) -
 
 
 def _kernel_block_tokens(caches: Iterable[LayerCache], configured: int | None) -> tuple[int, str]:
-    """Return the tokens per block of a model that does not combine attention with recurrent state.
-
-    If no size is configured, this is the block size that vLLM's attention kernels need.
-
-    Args:
-        caches: KV cache of each layer.
-        configured: configured number of tokens per block; None for vLLM's choice.
-
-    Returns:
-        The number of tokens per block, and the reason as a sentence. The reason is empty if the number was
-        configured, or is vLLM's usual number (16).
-    """
+    """Return what `base_tokens` returns for a model that does not combine attention with recurrent state."""
     if configured is not None:
         return configured, ""
     caches = list(caches)
@@ -97,22 +78,12 @@ def _kernel_block_tokens(caches: Iterable[LayerCache], configured: int | None) -
 def block_sizes(
     caches: Iterable[LayerCache], tp: int, layout: str, tokens: int
 ) -> tuple[dict[LayerCache, int], str]:
-    """Return the number of tokens per block for each kind of layer.
+    """Return the number of tokens per block for each kind of layer, and why some have more than `tokens`.
 
-    A page holds one block in one layer. If blocks are the outermost axis of the layout, pages may differ in
-    size. Otherwise vLLM (`unify_kv_cache_spec_page_size`) makes all pages equal in size. If the largest page
-    is a multiple of a smaller page, a block of the layers with the smaller page gets that many times
-    as many tokens. If it is not a multiple, vLLM pads the smaller page.
+    The reason is a sentence, empty if no block has more.
 
     Args:
-        caches: KV cache of each layer. Layers are of the same kind if their `LayerCache` is equal.
-        tp: number of tensor-parallel ranks.
-        layout: name of the memory layout, such as ``LBNHC``: the axes from the outermost to the innermost.
         tokens: number of tokens per block, from `base_tokens`.
-
-    Returns:
-        The number of tokens per block for each kind of layer, and a sentence that gives the reason why some
-        blocks have more than `tokens` tokens. The sentence is empty if no block has more.
 
     Raises:
         GeometryError: blocks are not the outermost axis of the layout, but the model fixes the block size of
@@ -127,6 +98,8 @@ def block_sizes(
             f"{layout} has layers outside of blocks, but this model's layers have blocks of different sizes; "
             "use BLHNC"
         )
+    # `unify_kv_cache_spec_page_size` makes all pages equal in size. A smaller page gets several times as many
+    # tokens if that makes it as large, and is padded otherwise.
     pages = {s: page_bytes(s, tp, size) for s, size in sizes.items() if s.kind is not GroupKind.STATE}
     largest = max(pages.values(), default=0)
     grown = {s: sizes[s] * (largest // page) for s, page in pages.items() if largest % page == 0}
@@ -145,20 +118,7 @@ def group_counts(
 ) -> dict[LayerCache, int]:
     """Return the number of KV cache groups over which vLLM distributes the layers of each kind.
 
-    There are three cases:
-
-    - All layers can share a block table: they need the same tokens of a prompt, and have the same block size.
-      The number is then 1 for every kind.
-    - Blocks are the outermost axis of the layout, and pages differ in size. `_packed_group_counts` has the
-      rule for this case (vLLM's `_get_packed_kv_cache_groups`).
-    - Otherwise every group has room for the same number of layers
-      (`_get_kv_cache_groups_uniform_page_size`): as many as the most frequent kind has, if that is less than
-      1.5 times the number of the rarest kind; else as many as the rarest kind has.
-
     Args:
-        layers: KV cache of each layer. Layers are of the same kind if their `LayerCache` is equal.
-        tp: number of tensor-parallel ranks.
-        layout: name of the memory layout, such as ``LBNHC``: the axes from the outermost to the innermost.
         sizes: number of tokens per block for each kind of layer, from `block_sizes`.
     """
     layer_counts = Counter(layers)
@@ -167,6 +127,7 @@ def group_counts(
     pages = {cache: page_bytes(cache, tp, sizes[cache]) for cache in layer_counts}
     if layout[0] == "B" and _pages_differ(pages):
         return _packed_group_counts(layer_counts, pages, sizes)
+    # Otherwise every group has room for the same number of layers (`_get_kv_cache_groups_uniform_page_size`).
     least, most = min(layer_counts.values()), max(layer_counts.values())
     size = most if most < _SIMILAR * least else least
     return {cache: -(-count // size) for cache, count in layer_counts.items()}
@@ -175,25 +136,14 @@ def group_counts(
 def _packed_group_counts(
     layer_counts: Mapping[LayerCache, int], pages: Mapping[LayerCache, int], sizes: Mapping[LayerCache, int]
 ) -> dict[LayerCache, int]:
-    """Return the number of KV cache groups for each kind of layer in a layout whose outermost axis is blocks.
+    """Return the number of KV cache groups for each kind of layer if pages differ in size.
 
-    This is vLLM's rule for models whose pages (one block in one layer) differ in size. A *bucket* contains
-    all layers that need the same tokens and have the same block size. A *mixed* bucket contains several kinds
-    of layers in equal numbers. There are two cases:
-
-    - There are mixed buckets. Each mixed bucket is one group. Each bucket with a single kind is divided into
-      groups of equal size (`_layers_per_group`). The size is at least the number of layers that any one kind
-      has in a mixed bucket.
-    - There are no mixed buckets. Only sliding-window layers are divided: each group gets as many as fit into
-      a block. The size of a block is that of the largest bucket. The size of a bucket is the sum of its
-      layers' pages, in which each sliding-window kind counts as one page.
-
-    Each other kind of layer is in one group.
+    This is the rule of vLLM's `_get_packed_kv_cache_groups`, for layouts whose outermost axis is blocks. A
+    *bucket* contains all layers that need the same tokens and have the same block size. A *mixed* bucket
+    contains several kinds of layers in equal numbers.
 
     Args:
-        layer_counts: number of layers of each kind.
-        pages: bytes of a page, for each kind of layer.
-        sizes: number of tokens per block, for each kind of layer.
+        layer_counts, pages, sizes: number of layers, bytes of a page, and tokens per block of each kind.
     """
     buckets: dict[object, list[LayerCache]] = {}
     for cache in layer_counts:
@@ -204,6 +154,8 @@ def _packed_group_counts(
         if len({layer_counts[cache] for cache in of}) == 1
     }
     pairs = [count for need, count in even.items() if len(buckets[need]) > 1]
+    # Each mixed bucket is one group. Buckets of a single kind are divided into groups of equal size, at least
+    # as many layers as any one kind has in a mixed bucket.
     if pairs:
         repeats = _layers_per_group(list(even.values()), max(pairs))
         return {
@@ -211,6 +163,8 @@ def _packed_group_counts(
             for need, of in buckets.items()
             for cache in of
         }
+    # Without mixed buckets, only sliding-window layers are divided: each group gets as many as fit into a
+    # block, which has the size of the largest bucket. There each sliding-window kind counts as one page.
     block = max(
         sum(pages[cache] * (1 if cache.kind is GroupKind.SLIDING else layer_counts[cache]) for cache in of)
         for of in buckets.values()
@@ -222,14 +176,10 @@ def _packed_group_counts(
 
 
 def _layers_per_group(counts: Sequence[int], least: int) -> int:
-    """Return the group size (layers per KV cache group) that leaves the fewest places in the groups empty.
+    """Return the group size, at least `least`, that leaves the fewest places in the groups empty.
 
-    The layers of each bucket (set of layers) are divided into groups of this size. The last group of a bucket
-    may be partly empty. If several sizes leave equally few places empty, return the largest.
-
-    Args:
-        counts: number of layers in each bucket.
-        least: minimum number of layers per group.
+    The layers of each bucket are divided into groups of this size, of which the last may be partly empty. Of
+    several such sizes, return the largest.
     """
     return min(
         range(least, max(counts) + 1), key=lambda size: (sum(-count % size for count in counts), -size)
@@ -237,38 +187,19 @@ def _layers_per_group(counts: Sequence[int], least: int) -> int:
 
 
 def _pages_differ(pages: Mapping[LayerCache, int]) -> bool:
-    """Return True if attention pages differ in size. Recurrent state is ignored, because vLLM pads it.
-
-    Args:
-        pages: bytes of a page (one block in one layer), for each kind of layer.
-    """
+    # vLLM pads recurrent state to the size of other pages.
     return len({page for cache, page in pages.items() if cache.kind is not GroupKind.STATE}) > 1
 
 
 def _share_block_table(caches: Iterable[LayerCache]) -> bool:
-    """Return True if all layers can share a block table: they need the same tokens and the same block size.
-
-    Args:
-        caches: KV cache of each layer.
-    """
     return len({(*_attention_pattern(cache), cache.block_tokens) for cache in caches}) == 1
 
 
 def _attention_pattern(cache: LayerCache) -> tuple[GroupKind, int]:
-    """Return the properties of a layer that decide which tokens of a prompt the layer needs.
-
-    Returns:
-        (kind of the layer's cache, attention span in tokens). MLA counts as full attention.
-    """
+    """Return what decides which tokens of a prompt a layer needs. MLA counts as full attention."""
     return GroupKind.FULL if cache.kind is GroupKind.MLA else cache.kind, cache.attention_span
 
 
 def page_bytes(cache: LayerCache, tp: int, tokens: int) -> int:
-    """Return the bytes of a page (one block in one layer) on one rank.
-
-    Args:
-        cache: KV cache of the layer, over all ranks.
-        tp: number of tensor-parallel ranks.
-        tokens: number of tokens per block; ignored for recurrent state, whose page has one state.
-    """
+    """Return the bytes of a page on one rank. `tokens` is ignored for recurrent state."""
     return page_interior(cache, tokens, 1, 0, tp).page_bytes

@@ -1,12 +1,11 @@
 """Forecasts of the chunks of a prompt that the tiers store, and of the prefixes that other prompts can load.
 
-A *chunk* holds a fixed number of tokens of one KV cache group, or one *snapshot* (recurrent state at one
-position). The decisions come from the code that stores and loads chunks in an engine.
+The decisions come from the code that stores and loads chunks in an engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -18,8 +17,11 @@ from kvferry.plan.snapshots import SnapshotSteps
 from kvferry.planning.coverage import Bools, ChunkedPrompt, chunks_to_load
 from kvferry.planning.retention import keeps_chunk, keeps_snapshot, last_prefix_ends
 
+# Distances in chunks between the positions at which windows are stored, for alternatives with fewer.
 _THINNED = (16, 128)
-"""Distances in chunks between the positions at which windows are stored, for alternatives with fewer."""
+
+# Lengths in tokens of the shared prefixes in the forecast.
+SHARED_TOKENS = (2048, 8192, 32_768)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +29,12 @@ class StorageChoice:
     """The storage that a prompt's KV takes in a tier under given settings.
 
     Attributes:
-        steps: settings of the engine that decide at which positions it takes snapshots (recurrent states).
-        snapshot_tokens: number of tokens between the positions at which sliding windows and snapshots are
-            stored.
+        snapshot_tokens: number of tokens between the positions at which windows and snapshots are stored.
         snapshots: number of snapshots that are stored.
-        bytes: total size of all chunk files, in bytes.
-        gap_tokens: largest distance in tokens between the ends of two successive loadable prefixes. The start
-            and the end of the prompt also count as ends. If another prompt shares a prefix with this prompt,
-            the engine recomputes at most `gap_tokens` tokens of the shared prefix.
+        bytes: total size of all chunk files.
+        gap_tokens: largest distance in tokens between the ends of two successive loadable prefixes, with the
+            start and the end of the prompt. Of a prefix shared with another prompt, the engine recomputes at
+            most this many tokens.
     """
 
     steps: SnapshotSteps
@@ -45,13 +45,28 @@ class StorageChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """The tokens that prompts load of a prefix that they share, from tiers with room for all prompts.
+
+    Attributes:
+        tokens: length of the shared prefix in tokens.
+        second: number of these tokens that the second prompt with this prefix loads.
+        third: the same for the third prompt and all later ones.
+        without: the same for every prompt, if the setting `first_snapshot_tokens` is 0.
+    """
+
+    tokens: int
+    second: int
+    third: int
+    without: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoredPrompt:
     """A prompt whose KV the tiers store, in chunks with a fixed number of tokens.
 
     Attributes:
-        canonical: format in which chunks are stored.
         file_bytes: size in bytes of a chunk's file, for each KV cache group.
-        tokens: length of the prompt in tokens.
         placed: positions in tokens at which kvferry has the engine take snapshots, for shared prefixes.
     """
 
@@ -61,38 +76,22 @@ class StoredPrompt:
     placed: tuple[int, ...] = ()
 
     @property
-    def without_placed(self) -> StoredPrompt:
-        """The same prompt with only the snapshots that the engine takes by itself."""
-        return replace(self, placed=())
-
-    @property
     def has_state(self) -> bool:
-        """True if the model has recurrent state."""
         return any(group.kind is GroupKind.STATE for group in self.canonical.groups)
 
     def loadable_prefixes(self, steps: SnapshotSteps, every: int) -> list[int]:
-        """Return the lengths, in tokens, of the prompt's loadable prefixes, ascending.
-
-        Args:
-            steps: settings of the engine that decide at which positions it takes snapshots.
-            every: number of tokens between the positions at which sliding windows and snapshots are stored.
-        """
+        """Return the lengths, in tokens, of the prompt's loadable prefixes, ascending."""
         return [*self._loadable_prefixes(self._kept_chunks(steps, every))]
 
     def choices(self, steps: SnapshotSteps, every: int) -> tuple[StorageChoice, ...]:
-        """Return the storage that the prompt takes under the given settings and under alternative settings.
+        """Return the storage that the prompt takes under the given settings, and under alternative settings.
 
-        Under the alternative settings, the engine takes more snapshots (recurrent states). If the model has
-        no recurrent state, sliding windows are stored at fewer positions instead. An alternative is left out
-        if it has the same `bytes` and `gap_tokens` as the preceding settings.
+        Under the alternatives, the engine takes more snapshots. Without recurrent state, windows are stored
+        at fewer positions instead. An alternative with the same `bytes` and `gap_tokens` as the one before is
+        left out.
 
         Args:
-            steps: settings of the engine that decide at which positions it takes snapshots.
-            every: number of tokens between the positions at which sliding windows and snapshots are stored.
-                Snapshots at other positions are not stored.
-
-        Returns:
-            The storage under the given settings, followed by the alternatives.
+            every: number of tokens between the positions at which windows and snapshots are stored.
         """
         settings = (
             [(one, every) for one in settings_with_more_snapshots(steps)]
@@ -103,17 +102,33 @@ class StoredPrompt:
         sizes = [(one.bytes, one.gap_tokens) for one in found]
         return tuple(one for n, one in enumerate(found) if n == 0 or sizes[n] != sizes[n - 1])
 
-    def _with_fewer_windows(self, steps: SnapshotSteps, every: int) -> Iterator[tuple[SnapshotSteps, int]]:
-        """Yield the given settings, then settings under which sliding windows are stored at fewer positions.
+    def shared_prefixes(
+        self, steps: SnapshotSteps, every: int, placed: Callable[[int, int, int], Iterable[int]]
+    ) -> Iterator[SharedPrefix]:
+        """Yield the tokens that prompts load of each of `SHARED_TOKENS` that is shorter than this prompt.
+
+        Nothing without recurrent state: prompts then load all whole chunks of a shared prefix.
 
         Args:
-            steps: settings of the engine that decide at which positions it takes snapshots. They are the
-                same in all settings.
-            every: number of tokens between the positions at which sliding windows are stored.
-
-        Yields:
-            (steps, every).
+            every: number of tokens between the positions at which snapshots are stored.
+            placed: `StoredForm.placed`.
         """
+        if not self.has_state:
+            return
+        alone = replace(self, placed=()).loadable_prefixes(steps, every)
+        ends = self.loadable_prefixes(steps, every)
+        for tokens in SHARED_TOKENS:
+            if tokens < self.tokens:
+                # The second prompt continues from the first one's last snapshot in the shared prefix, and
+                # leaves one for the third where it departs from the first.
+                second, without = (
+                    max((end for end in of if end <= tokens), default=0) for of in (ends, alone)
+                )
+                left = [at for at in placed(self.tokens, second, tokens) if at <= tokens]
+                yield SharedPrefix(tokens, second, max(left, default=second), without)
+
+    def _with_fewer_windows(self, steps: SnapshotSteps, every: int) -> Iterator[tuple[SnapshotSteps, int]]:
+        """Yield (steps, every) of the given settings, then of settings that store fewer windows."""
         yield steps, every
         if any(group.attention_span for group in self.canonical.groups):
             thinned = (chunks * self.canonical.chunk_tokens for chunks in _THINNED)
@@ -132,13 +147,8 @@ class StoredPrompt:
     def _kept_chunks(self, steps: SnapshotSteps, every: int) -> Bools:
         """Return a mask that is True for the prompt's stored chunks, bool of shape (groups, chunks).
 
-        An incomplete chunk at the prompt's end has no entry. In a group of recurrent state, the entry is
-        True if a snapshot at the end of the chunk is stored.
-
-        Args:
-            steps: settings of the engine that decide at which positions it takes snapshots.
-            every: number of tokens between the positions at which sliding windows and snapshots are stored.
-                Snapshots at other positions are not stored.
+        An incomplete chunk at the prompt's end has no entry. In a group of recurrent state, an entry is that
+        of the snapshot at the end of the chunk.
         """
         chunk = self.canonical.chunk_tokens
         ends = last_prefix_ends(self.tokens, chunk, steps.block_tokens if self.has_state else 0)
@@ -153,13 +163,7 @@ class StoredPrompt:
         return found
 
     def _loadable_prefixes(self, kept_chunks: Bools) -> Iterator[int]:
-        """Yield the lengths, in tokens, of the prompt's loadable prefixes, shortest first.
-
-        A prefix is loadable if the chunks that it needs are stored in every group.
-
-        Args:
-            kept_chunks: mask that is True for stored chunks, bool of shape (groups, chunks).
-        """
+        """Yield the lengths of the prefixes whose chunks are stored in every group, shortest first."""
         tokens = kept_chunks.shape[1] * self.canonical.chunk_tokens
         cut = ChunkedPrompt(tokens, self.canonical.chunk_tokens, tokens + 1)
         for end in cut.boundaries.tolist():
@@ -169,11 +173,7 @@ class StoredPrompt:
 
 
 def settings_with_more_snapshots(steps: SnapshotSteps) -> tuple[SnapshotSteps, ...]:
-    """Return the given settings, then settings under which an engine takes more snapshots (recurrent states).
-
-    Args:
-        steps: settings of the engine that decide at which positions it takes snapshots.
-    """
+    """Return the given settings, then settings under which an engine takes more snapshots."""
     dense = replace(steps, retention=None)
     quarter = max(steps.aligned_step_tokens // 4 // steps.block_tokens, 1) * steps.block_tokens
     finer = (replace(dense, step_tokens=tokens) for tokens in (quarter, steps.block_tokens))

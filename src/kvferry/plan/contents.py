@@ -16,8 +16,8 @@ from kvferry.plan.backends import BackendPages, pages_of, takes
 from kvferry.plan.side import EngineSide
 
 INDEXER = "indexer"
+# Backend of the indexers of MLA models. It belongs to no attention layer, so the table does not list it.
 LATENT_INDEXER = "DEEPSEEK_V32_INDEXER"
-"""Backend of the indexers of MLA models. It belongs to no attention layer, so the table does not list it."""
 _COMPRESSED, _BLOCK_SPARSE = "FLASHMLA_SPARSE_DSV4", "MINIMAX_M3_SPARSE"
 _LATENT, _SPARSE_LATENT = ("FLASHMLA", "FLASHINFER_MLA"), ("FLASHMLA_SPARSE", "FLASHINFER_MLA_SPARSE")
 _KV, _UNEQUAL_KV = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"), ("FLASH_ATTN_DIFFKV",)
@@ -26,11 +26,7 @@ _KV, _UNEQUAL_KV = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"), ("FLASH_ATTN_DIF
 def layer_pages(reading: ModelReading, side: EngineSide) -> tuple[BackendPages | None, ...]:
     """Return how the pages of each cache of a model move, in the order of `ModelCache.layers`.
 
-    The entry of a recurrent state is None: its fields are proved by the layer's weight loaders.
-
-    Args:
-        reading: description of the model's KV cache.
-        side: settings of the engine.
+    The entry of a recurrent state is None.
 
     Raises:
         ConfigError: the requested backend does not support the model's KV, the element type or the layout.
@@ -39,6 +35,7 @@ def layer_pages(reading: ModelReading, side: EngineSide) -> tuple[BackendPages |
     found = list[BackendPages | None]()
     for caches in per_layer(reading):
         for cache in caches:
+            # The layer's weight loaders prove the fields of recurrent state, not its backend.
             if cache.kind is GroupKind.STATE:
                 found.append(None)
             elif compressed:
@@ -67,14 +64,7 @@ def _of_compressed(cache: LayerCache) -> BackendPages:
 def _of_attention(
     cache: LayerCache, layer: tuple[LayerCache, ...], dtype: str, side: EngineSide
 ) -> BackendPages:
-    """Return how the pages of one cache of an attention layer move.
-
-    Args:
-        cache: the cache.
-        layer: all caches of its layer.
-        dtype: element type of the KV cache.
-        side: settings of the engine.
-    """
+    """Return how the pages of one cache of an attention layer move. `layer` has all caches of the layer."""
     indexed = any(_holds(one, INDEXER) for one in layer)
     latent = any(_holds(one, "latent") for one in layer)
     if indexed and not latent:
@@ -94,6 +84,7 @@ def _usual(cache: LayerCache, *, latent: bool, indexed: bool) -> tuple[str, ...]
     """Return the backends that vLLM prefers for a cache, best first."""
     if latent:
         return _SPARSE_LATENT if indexed else _LATENT
+    # One backend is made for K and V of different widths.
     widths = {field.head_bytes for field in cache.fields if field.name in ("k", "v")}
     return _UNEQUAL_KV if len(widths) > 1 else _KV
 

@@ -1,8 +1,4 @@
-"""The planner's choice of a transfer strategy for a route, and the expected seconds.
-
-A *route* is a set of layers that are copied together between two ranks. This is the only module of the
-package that uses the planner's cost model.
-"""
+"""The planner's choice of a transfer strategy for a route, and the expected seconds."""
 
 from __future__ import annotations
 
@@ -16,22 +12,19 @@ from kvferry.planning.strategy import Costs, Strategy, choose_method, segment_by
 from kvferry.planning.template import Route
 from kvferry.transport.settings import TransferSettings
 
+# Stands for the cheapest strategy.
 AUTO = "auto"
-"""Strategy name that stands for the cheapest strategy."""
 
+# Largest packed cell that workers can handle with default settings.
 ROOM_BYTES = TransferSettings().staging_bytes // 4
-"""Size in bytes of the largest packed cell that workers can handle with default settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouteEstimate:
     """The expected strategy, duration and READs of a route.
 
-    A route is a set of layers that are copied together between two ranks.
-
     Attributes:
-        strategy: transfer strategy: `Pricing.strategy` if it is possible, otherwise the cheapest strategy.
-        seconds: expected duration in seconds.
+        strategy: `Pricing.strategy` if it is possible, otherwise the cheapest strategy.
         read_descriptors, read_bytes: total number of descriptors, and of bytes, of all READs.
     """
 
@@ -46,7 +39,6 @@ class Pricing:
     """The costs of transfer work, and the transfer strategy, that a forecast assumes.
 
     Attributes:
-        costs: costs of transfer work on the machine and the network link.
         strategy: strategy to use where it is possible; None for the cheapest strategy.
         one_machine: True if the engines run on one machine, and can share host memory.
     """
@@ -57,12 +49,7 @@ class Pricing:
 
 
 def limit_bandwidth(costs: Costs, gigabytes_per_second: float | None) -> Costs:
-    """Return the costs of transfer work if a network link limits the bandwidth.
-
-    Args:
-        costs: costs of transfer work on the machine.
-        gigabytes_per_second: bandwidth of the link in 1e9 bytes per second; None to leave the costs as they
-            are.
+    """Return the costs of transfer work if a network link of some 1e9 bytes per second limits the bandwidth.
 
     Raises:
         ConfigError: the bandwidth is not a finite number above 0.
@@ -77,13 +64,7 @@ def limit_bandwidth(costs: Costs, gigabytes_per_second: float | None) -> Costs:
 
 
 def parse_strategy(name: str) -> Strategy | None:
-    """Parse the name of a transfer strategy.
-
-    Args:
-        name: name of a strategy, or `AUTO`.
-
-    Returns:
-        The strategy; None if `name` is `AUTO`. The planner then chooses the cheapest strategy.
+    """Return the strategy with this name; None for `AUTO`.
 
     Raises:
         ConfigError: no strategy has this name.
@@ -101,14 +82,9 @@ def parse_strategy(name: str) -> Strategy | None:
 def estimate_route(route: Route, cells: Cells, counts: TransferCounts, pricing: Pricing) -> RouteEstimate:
     """Forecast the transfer of one request over a route.
 
-    A route is a set of layers that are copied together between two ranks. A cell is the part of a block that
-    is copied as one unit.
-
     Args:
-        route: layers and the ranks between which they are copied.
         cells: cells of the route that the request transfers.
         counts: number of descriptors and of bytes if these cells are transferred directly.
-        pricing: costs of transfer work, and the required strategy if there is one.
     """
     costs = pricing.costs
     shared = pricing.one_machine or pricing.strategy is Strategy.SHARED

@@ -7,9 +7,9 @@ from dataclasses import replace
 from kvferry.geometry import Layer, PageFormat, RankGeometry
 from kvferry.geometry.layout import EngineShape, lay_out, lay_out_rank, layer_name
 from kvferry.geometry.models import ModelReading
+from kvferry.geometry.page import whole_page
 from kvferry.geometry.pagemap import PageMap
 from kvferry.geometry.store import LayerCache
-from kvferry.geometry.whole_page import whole_page
 from kvferry.plan.backends import BackendPages
 from kvferry.plan.contents import layer_pages
 from kvferry.plan.side import EngineSide, shape
@@ -17,11 +17,6 @@ from kvferry.plan.side import EngineSide, shape
 
 def lay_out_engine(reading: ModelReading, side: EngineSide, num_blocks: int) -> tuple[RankGeometry, ...]:
     """Return the geometry of every rank of an engine.
-
-    Args:
-        reading: description of the model's KV cache.
-        side: settings of the engine.
-        num_blocks: number of blocks in each rank's pool.
 
     Raises:
         KVFerryError: an engine cannot have these settings.

@@ -25,7 +25,6 @@ class ModelEntry:
     """A model of the built-in table.
 
     Attributes:
-        name: name of the model.
         source: origin of the configuration, as a text for users.
         also: names of other models with the same KV cache geometry.
         config: keys and values of the model's ``config.json`` that affect the KV cache.
@@ -53,21 +52,15 @@ def entries() -> tuple[ModelEntry, ...]:
 
 
 def lookup(name: str) -> ModelEntry | None:
-    """Return the model of the built-in table that has the given name; None if there is no such model.
-
-    Args:
-        name: name of the model, in upper or lower case. A leading organisation (``meta-llama/``) is ignored.
-    """
+    """Return the model of the built-in table that has the given name; None if there is no such model."""
     wanted = _plain(name)
     return next((entry for entry in entries() if wanted in map(_plain, (entry.name, *entry.also))), None)
 
 
 def nearest(name: str) -> list[str]:
-    """Return up to two model names of the built-in table that are similar to `name`, most similar first.
-
-    The first words must be similar too: models of different families often have the same size.
-    """
+    """Return up to two model names of the built-in table that are similar to `name`, most similar first."""
     known = {_plain(each): each for entry in entries() for each in (entry.name, *entry.also)}
+    # The first words must be similar too: models of different families often have the same size.
     family = [each for each in known if SequenceMatcher(None, _family(name), _family(each)).ratio() >= 0.6]
     return [known[each] for each in get_close_matches(_plain(name), family, 2, 0.5)]
 
@@ -78,9 +71,11 @@ def _family(name: str) -> str:
 
 
 def _plain(name: str) -> str:
+    # A leading organisation (``meta-llama/``) is ignored.
     return name.rpartition("/")[2].lower()
 
 
+# A path to weights must not fill the memory.
 _MAX_BYTES = 16 << 20
 _MISTRAL_WEIGHTS = "consolidated*.safetensors"
 
@@ -88,11 +83,9 @@ _MISTRAL_WEIGHTS = "consolidated*.safetensors"
 def find_config(model: str) -> tuple[str, Mapping[str, Any]]:
     """Find a model, and return its display name and the content of its ``config.json``.
 
-    Looks for an existing path first, then in the built-in table, then on the Hugging Face hub.
-
     Args:
         model: path of a ``config.json``, a ``params.json`` or their folder, name in the built-in table, or
-            name on the hub.
+            name on the hub. An existing path is taken first, then the table.
 
     Raises:
         ConfigError: the model is unknown, or its ``config.json`` cannot be read.

@@ -1,4 +1,4 @@
-"""Forecast of a handover: the transfer of one request's KV cache between two hypothetical engines."""
+"""Forecast of a handover between two hypothetical engines."""
 
 from __future__ import annotations
 
@@ -6,31 +6,27 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvferry.geometry import GroupKind, RankGeometry
+from kvferry.geometry import Attention, GroupKind, RankGeometry
 from kvferry.geometry.models import ModelReading, per_layer
 from kvferry.geometry.store import LayerCache
 from kvferry.plan.contents import layer_pages, notes_of
 from kvferry.plan.cost import Pricing
 from kvferry.plan.setting import PlannedTransfer, set_up
 from kvferry.plan.side import EngineSide, block_tokens
-from kvferry.plan.totals import TransferEstimate, TransferTotals
+from kvferry.plan.totals import TransferEstimate
 from kvferry.planning.select import needed_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerForecast:
-    """The forecast of transferring a prompt's KV for one kind of layer.
-
-    Layers are of the same kind if their `LayerCache` is equal.
+    """The forecast of transferring a prompt's KV for one kind of layer: all layers with equal `LayerCache`.
 
     Attributes:
-        cache: KV cache of a layer of this kind, over all ranks.
-        layers: number of layers.
         tables: number of block tables of these layers at the destination.
         tokens: number of tokens of the prompt that are transferred; for recurrent state, the position of the
             transferred state.
-        page_bytes, to_page_bytes: size in bytes of the largest page (one block in one layer on one rank) at
-            the source and at the destination, without padding.
+        page_bytes, to_page_bytes: size of the largest page at the source and at the destination, without
+            padding.
         whole: True if pages of these layers have unknown content and move whole.
         estimate: expected transfer of all these layers together.
     """
@@ -46,57 +42,18 @@ class LayerForecast:
 
     @property
     def is_state(self) -> bool:
-        """True if these layers cache recurrent state instead of tokens."""
         return self.cache.kind is GroupKind.STATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
-    """The forecast of a handover: the transfer of one request's KV from one engine to another.
+class Handover:
+    """The transfer of one request's KV from one engine to another.
 
     Attributes:
         model: name of the model.
         source, destination: settings of the engine that has the KV, and of the engine that reads it.
         blocks: number of tokens per block at the source, and at the destination.
         tokens: length of the prompt in tokens.
-        rows: forecast for each kind of layer.
-        whole: expected transfer of all layers together.
-        notes: assumptions of the forecast, one sentence each.
-    """
-
-    model: str
-    source: EngineSide
-    destination: EngineSide
-    blocks: tuple[int, int]
-    tokens: int
-    rows: tuple[LayerForecast, ...]
-    whole: TransferEstimate
-    notes: tuple[str, ...]
-
-    @property
-    def token_bytes(self) -> int:
-        """Number of KV cache bytes per token, over all layers. KV that several ranks hold counts once."""
-        return sum(row.layers * row.cache.bytes_of(1) for row in self.rows if not row.is_state)
-
-    @property
-    def state_bytes(self) -> int:
-        """Number of bytes of recurrent state per sequence, over all layers.
-
-        State that several ranks hold counts once.
-        """
-        return sum(row.layers * row.cache.whole_bytes for row in self.rows if row.is_state)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RefusedTransfer:
-    """A handover that kvferry's connector refuses, so that the destination computes the prompt.
-
-    Attributes:
-        model: name of the model.
-        source, destination: settings of the engine that has the KV, and of the engine that reads it.
-        blocks: number of tokens per block at the source, and at the destination.
-        tokens: length of the prompt in tokens.
-        reasons: what prevents the transfer, one sentence each.
         notes: assumptions, one sentence each.
     """
 
@@ -105,8 +62,41 @@ class RefusedTransfer:
     destination: EngineSide
     blocks: tuple[int, int]
     tokens: int
-    reasons: tuple[str, ...]
     notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast(Handover):
+    """The forecast of a handover.
+
+    Attributes:
+        rows: forecast for each kind of layer.
+        whole: expected transfer of all layers together.
+    """
+
+    rows: tuple[LayerForecast, ...]
+    whole: TransferEstimate
+
+    @property
+    def token_bytes(self) -> int:
+        """Number of KV cache bytes per token, over all layers. KV that several ranks hold counts once."""
+        return sum(row.layers * row.cache.bytes_of(1) for row in self.rows if not row.is_state)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of recurrent state per sequence, over all layers. Copies on several ranks count once."""
+        return sum(row.layers * row.cache.whole_bytes for row in self.rows if row.is_state)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedTransfer(Handover):
+    """A handover that kvferry's connector refuses, so that the destination computes the prompt.
+
+    Attributes:
+        reasons: what prevents the transfer, one sentence each.
+    """
+
+    reasons: tuple[str, ...]
 
 
 def forecast(
@@ -117,13 +107,9 @@ def forecast(
     *,
     separate: bool = False,
 ) -> Forecast:
-    """Forecast a handover: the transfer of a prompt's KV from one engine to another.
+    """Forecast the handover of a prompt's KV from the first engine to the second.
 
     Args:
-        reading: description of the model's KV cache.
-        sides: settings of the source engine and of the destination engine.
-        tokens: length of the prompt in tokens.
-        pricing: costs of transfer work, and the required strategy if there is one.
         separate: True if K and V are on separate pages in both engines, False if a page holds both.
 
     Raises:
@@ -131,20 +117,21 @@ def forecast(
         KVFerryError: an engine cannot have these settings.
     """
     setting = set_up(reading, sides, tokens, separate=separate)
-    sums = [TransferTotals() for _ in setting.kinds]
+    sums = [TransferEstimate() for _ in setting.kinds]
     for number, dst in enumerate(setting.dsts):
         for route in (route for template in setting.templates(number) for route in template.routes):
             group = dst.groups[route.dst_group]
-            cells = setting.cells(route, group.kind, group.attention_span)
-            full = setting.cells(route, _without_window(group.kind), 0)
+            cells = setting.cells(route, group)
+            # What the same layers would transfer without windows.
+            full = setting.cells(route, Attention(_without_window(group.kind)))
             sums[setting.dst_rows[route.dst_group]].add(number, route, cells, full, pricing)
     counts = Counter(reading.cache.layers)
-    full_bytes = _full_bytes(reading, setting.kinds, [each.full_bytes for each in sums], counts)
+    full_bytes = _full_bytes(reading, setting.kinds, [each.full_bytes or 0 for each in sums], counts)
+    for each, size in zip(sums, full_bytes, strict=True):
+        each.full_bytes = size
     rows = tuple(
-        _row(setting, number, counts[kind], sums[number].estimate(full_bytes[number]))
-        for number, kind in enumerate(setting.kinds)
+        _row(setting, number, counts[kind], sums[number]) for number, kind in enumerate(setting.kinds)
     )
-    whole = TransferTotals.of(sums).estimate(None if None in full_bytes else sum(filter(None, full_bytes)))
     return Forecast(
         model=reading.cache.name,
         source=sides[0],
@@ -152,7 +139,7 @@ def forecast(
         blocks=_block_tokens(reading, sides),
         tokens=tokens,
         rows=rows,
-        whole=whole,
+        whole=TransferEstimate.of(sums),
         notes=_notes(reading, sides),
     )
 
@@ -160,14 +147,7 @@ def forecast(
 def refusal(
     reading: ModelReading, sides: tuple[EngineSide, EngineSide], tokens: int, reasons: Sequence[str]
 ) -> RefusedTransfer:
-    """Return a description of a handover that kvferry's connector refuses.
-
-    Args:
-        reading: description of the model's KV cache.
-        sides: settings of the source engine and of the destination engine.
-        tokens: length of the prompt in tokens.
-        reasons: what prevents the transfer, one sentence each.
-    """
+    """Return a description of a handover that kvferry's connector refuses for these reasons."""
     return RefusedTransfer(
         model=reading.cache.name,
         source=sides[0],
@@ -192,7 +172,7 @@ def _notes(reading: ModelReading, sides: tuple[EngineSide, EngineSide]) -> tuple
 
 def _row(setting: PlannedTransfer, number: int, layers: int, estimate: TransferEstimate) -> LayerForecast:
     cache = setting.kinds[number]
-    low, high = needed_tokens(cache.kind, cache.attention_span, setting.span)
+    low, high = needed_tokens(cache, setting.span)
     here, there = (
         [n for n, row in enumerate(rows) if row == number] for rows in (setting.src_rows, setting.dst_rows)
     )
@@ -213,25 +193,12 @@ def _without_window(kind: GroupKind) -> GroupKind:
 
 
 def _page_bytes(ranks: Sequence[RankGeometry], groups: Sequence[int]) -> int:
-    """Return the size in bytes of the largest page (one block in one layer) in several groups.
-
-    Padding does not count. Return 0 if these groups have no layers.
-
-    Args:
-        ranks: memory geometry of all ranks of an engine.
-        groups: indices of the KV cache groups.
-    """
+    """Return the size of the largest page in several groups, without padding; 0 if they have no layers."""
     pages = [layer.page for rank in ranks for number in groups for layer in rank.groups[number].layers[:1]]
     return max((page.content_bytes for page in pages), default=0)
 
 
 def _moves_whole(ranks: Sequence[RankGeometry], groups: Sequence[int]) -> bool:
-    """Return True if some pages of several groups have unknown content, so that they move whole.
-
-    Args:
-        ranks: memory geometry of all ranks of an engine.
-        groups: indices of the KV cache groups.
-    """
     return any(
         layer.page.opaque for rank in ranks for number in groups for layer in rank.groups[number].layers
     )
@@ -245,23 +212,19 @@ def _full_bytes(
 ) -> list[int | None]:
     """Return the bytes that would be transferred for each kind of layer if all layers had full attention.
 
-    A layer that has only recurrent state counts as many bytes as the model's largest attention layer. If a
-    layer has both attention and recurrent state, the state counts 0 bytes.
+    None for recurrent state if the model has no attention layers.
 
     Args:
-        reading: description of the model's KV cache.
-        kinds: KV cache of each kind of layer.
         totals: bytes of each kind if its window is replaced by full attention; unused for recurrent state.
         counts: number of layers of each kind.
-
-    Returns:
-        The number of bytes for each kind; None for recurrent state if the model has no attention layers.
     """
     attention = [
         total / counts[kind]
         for kind, total in zip(kinds, totals, strict=True)
         if kind.kind is not GroupKind.STATE
     ]
+    # A layer that has only recurrent state counts as the largest attention layer. State beside attention
+    # counts nothing, because the attention would be there anyway.
     alone = Counter[LayerCache]()
     for caches in per_layer(reading):
         if all(cache.kind is GroupKind.STATE for cache in caches):

@@ -8,11 +8,11 @@ from pathlib import Path
 from kvferry.errors import ConfigError
 
 CONFIG_FILE = "config.json"
+# A model in Mistral's format has this file. Beside weights in this format, vLLM takes it for ``config.json``.
 PARAMS_FILE = "params.json"
-"""File of a model in Mistral's format. Beside weights in this format, vLLM takes it for ``config.json``."""
+# Older releases of ModelOpt keep here what vLLM takes for the ``quantization_config`` of a ``config.json``
+# without one.
 QUANTIZATION_FILE = "hf_quant_config.json"
-"""File beside ``config.json`` in which older releases of ModelOpt keep what vLLM takes for its
-``quantization_config``, if ``config.json`` has none."""
 
 
 class NotOnHub(ConfigError):
@@ -23,9 +23,6 @@ def hub_config(model: str) -> Path:
     """Return the path of a model's ``config.json`` in the local Hugging Face cache. Download it if needed.
 
     Also download the file with the quantization config, if the model has one.
-
-    Args:
-        model: name of the model on the Hugging Face hub, such as ``organisation/model``.
 
     Raises:
         NotOnHub: the model is not in the cache, and the hub does not know it or cannot be reached.

@@ -1,8 +1,4 @@
-"""Forecast of the storage in an engine's tiers: the size of chunks, and the storage that a prompt takes.
-
-A *chunk* holds a fixed number of tokens of one KV cache group, or one *snapshot* (recurrent state at one
-position). Its bytes are in the canonical form, which does not depend on the engine's settings.
-"""
+"""Forecast of the storage in an engine's tiers: the size of chunks, and the storage that a prompt takes."""
 
 from __future__ import annotations
 
@@ -14,9 +10,8 @@ from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalForm, CanonicalGroup, canonical_form_of
 from kvferry.geometry.canonical.length import check_windows, chunk_length, first_prefix, snapshot_interval
 from kvferry.geometry.models import ModelReading
-from kvferry.plan.choices import StorageChoice, StoredPrompt
+from kvferry.plan.choices import SharedPrefix, StorageChoice, StoredPrompt
 from kvferry.plan.engine_memory import lay_out_engine
-from kvferry.plan.shared_prefix import SharedPrefix, shared_prefixes
 from kvferry.plan.side import EngineSide, block_tokens, shape
 from kvferry.plan.snapshots import LAST_ONLY, STEP_TOKENS, SnapshotSteps
 from kvferry.planning.snapshots import (
@@ -28,8 +23,8 @@ from kvferry.planning.snapshots import (
 from kvferry.tiers.format.body import chunk_group
 from kvferry.tiers.format.chunk import NAMESPACE_BYTES, Chunk
 
+# Default length in tokens of the prompt whose storage is forecast.
 PROMPT_TOKENS = 128 << 10
-"""Default length in tokens of the prompt whose storage is forecast."""
 _NAME = bytes(NAMESPACE_BYTES)
 
 
@@ -39,11 +34,11 @@ class KeptSettings:
 
     Attributes:
         step_tokens: maximum number of tokens per engine step (``max_num_batched_tokens``).
-        retention: number of tokens between the snapshots (recurrent states) that the engine retains
+        retention: number of tokens between the snapshots that the engine retains
             (``prefix_cache_retention_interval``); 0 to retain only the last snapshot, None to retain all.
-        chunk_tokens: number of tokens per chunk; None for the connector's default.
-        snapshot_tokens: number of tokens between the positions at which sliding windows and snapshots are
-            stored; None to store them at the end of every chunk.
+        chunk_tokens: None for the connector's default.
+        snapshot_tokens: number of tokens between the positions at which windows and snapshots are stored;
+            None to store them at the end of every chunk.
         prompt: length in tokens of the prompt that is stored.
         first_snapshot_tokens: first position of a snapshot for shared prefixes; 0 for none, None for the
             connector's default.
@@ -70,12 +65,9 @@ class KeptSettings:
 class KeptGroup:
     """The format and the file size of a stored chunk of one KV cache group.
 
-    In a group of recurrent state, a chunk is a snapshot: the state at one position.
-
     Attributes:
-        group: format in which chunks of the group are stored.
         layers: number of layers in the group.
-        file_bytes: size in bytes of a chunk's file, with header and padding.
+        file_bytes: size of a chunk's file, with header and padding.
     """
 
     group: CanonicalGroup
@@ -84,7 +76,7 @@ class KeptGroup:
 
     @property
     def is_state(self) -> bool:
-        """True if a chunk of the group is a snapshot (recurrent state at one position)."""
+        """True if a chunk of the group is a snapshot."""
         return self.group.kind is GroupKind.STATE
 
 
@@ -92,15 +84,12 @@ class KeptGroup:
 class TierForecast:
     """A forecast of the storage that a prompt's KV takes in an engine's tiers.
 
+    Numbers are 0 and tuples are empty if this model's KV cannot be stored.
+
     Attributes:
         prompt: length of the prompt in tokens.
-        chunk_tokens: number of tokens per chunk; 0 if this model's KV cannot be stored.
-        first_tokens: length in tokens of the shortest prefix that can be loaded; 0 if this model's KV cannot
-            be stored.
-        groups: format and file size of a chunk, for each KV cache group; empty if this model's KV cannot be
-            stored.
-        choices: storage under the requested settings, followed by the storage under alternative settings;
-            empty if this model's KV cannot be stored.
+        first_tokens: length in tokens of the shortest prefix that can be loaded.
+        choices: storage under the requested settings, followed by the storage under alternative settings.
         shared: tokens that prompts load of a shared prefix, by its length; empty for a model without
             recurrent state.
         first_snapshot_tokens: first position of a snapshot for shared prefixes, in tokens; 0 for none.
@@ -123,13 +112,10 @@ class StoredForm:
     """The form in which an engine's tiers store a model's KV, and the settings that decide what they store.
 
     Attributes:
-        canonical: format in which chunks are stored.
-        groups: format and file size of a chunk, for each KV cache group.
-        steps: settings of the engine that decide at which positions it takes snapshots (recurrent states).
         snapshot_tokens: number of tokens between the positions at which windows and snapshots are stored.
         first_tokens: length in tokens of the shortest prefix that can be loaded.
-        requested_first: requested first position of a snapshot for shared prefixes, in tokens; None for the
-            connector's default.
+        requested_first: requested first position of a snapshot for shared prefixes; None for the connector's
+            default.
     """
 
     canonical: CanonicalForm
@@ -143,27 +129,23 @@ class StoredForm:
     def first_snapshot_tokens(self) -> int:
         """First position of a snapshot for shared prefixes, in tokens; 0 for none."""
         state_bytes, token_bytes = bytes_of_snapshots(self.canonical)
-        interval = snapshot_interval_of(self.steps.block_tokens, self.snapshot_tokens)
-        return first_snapshot(self.requested_first, interval, state_bytes, token_bytes) if state_bytes else 0
+        if not state_bytes:
+            return 0
+        return first_snapshot(self.requested_first, self._interval, state_bytes, token_bytes)
+
+    @property
+    def _interval(self) -> int:
+        return snapshot_interval_of(self.steps.block_tokens, self.snapshot_tokens)
 
     def placed(self, prompt: int, start: int = 0, shared: int = 0) -> tuple[int, ...]:
-        """Return the positions at which kvferry has the engine take snapshots, as `snapshot_positions` does.
-
-        Args:
-            prompt: length of the prompt in tokens.
-            start: position in tokens at which the engine begins to compute.
-            shared: length in tokens of the longest prefix whose attention KV the tiers have.
-        """
-        interval = snapshot_interval_of(self.steps.block_tokens, self.snapshot_tokens)
-        return snapshot_positions(prompt, start, shared, self.first_snapshot_tokens, interval)
+        """Return the positions at which kvferry has the engine take snapshots (`snapshot_positions`)."""
+        return snapshot_positions(prompt, start, shared, self.first_snapshot_tokens, self._interval)
 
 
 def stored_form(reading: ModelReading, side: EngineSide, settings: KeptSettings) -> StoredForm:
     """Return the form in which an engine's tiers store a model's KV.
 
     Args:
-        reading: description of the model's KV cache.
-        side: settings of the engine that decide its memory layout.
         settings: requested settings of the engine and the tiers. `KeptSettings.prompt` has no effect.
 
     Raises:
@@ -173,11 +155,13 @@ def stored_form(reading: ModelReading, side: EngineSide, settings: KeptSettings)
     kinds = {cache.kind for cache in reading.cache.layers}
     _check_retention(kinds, settings.retention)
     steps = SnapshotSteps(block_tokens(reading, side)[0], settings.step_tokens, settings.retention)
+    # vLLM uses one block size for all groups of a model with recurrent state.
     interval = snapshot_interval(*([steps.block_tokens] if GroupKind.STATE in kinds else []))
     block = steps.block_tokens if kinds & {GroupKind.SLIDING, GroupKind.CHUNKED} else 1
     chunk = chunk_length(settings.chunk_tokens, interval, block)
     check_windows(chunk, block)
     every = _snapshot_tokens(settings.snapshot_tokens, chunk)
+    # The form does not depend on the pool, so the smallest one will do.
     canonical = canonical_form_of(lay_out_engine(reading, side, num_blocks=1), chunk)
     return StoredForm(
         canonical=canonical,
@@ -191,11 +175,6 @@ def stored_form(reading: ModelReading, side: EngineSide, settings: KeptSettings)
 
 def forecast_tiers(reading: ModelReading, side: EngineSide, settings: KeptSettings) -> TierForecast:
     """Forecast the storage that a prompt's KV takes in an engine's tiers.
-
-    Args:
-        reading: description of the model's KV cache.
-        side: settings of the engine that decide its memory layout.
-        settings: requested settings of the engine and the tiers.
 
     Raises:
         ConfigError: vLLM or the connector would reject the settings.
@@ -219,16 +198,10 @@ def forecast_tiers(reading: ModelReading, side: EngineSide, settings: KeptSettin
         first_tokens=first,
         groups=form.groups,
         choices=prompt.choices(form.steps, form.snapshot_tokens),
-        shared=_shared(prompt, form),
+        shared=tuple(prompt.shared_prefixes(form.steps, form.snapshot_tokens, form.placed)),
         first_snapshot_tokens=form.first_snapshot_tokens,
         why_not=why,
     )
-
-
-def _shared(prompt: StoredPrompt, form: StoredForm) -> tuple[SharedPrefix, ...]:
-    if not prompt.has_state:
-        return ()
-    return tuple(shared_prefixes(prompt, form.steps, form.snapshot_tokens, form.placed))
 
 
 def _check_retention(kinds: Iterable[GroupKind], retention: int | None) -> None:

@@ -16,12 +16,12 @@ _NAMES = {
     "n_heads": "num_attention_heads",
     "n_kv_heads": "num_key_value_heads",
 }
+# Keys that do not affect the KV cache, or that are converted one by one.
 _OTHERS = (
     "hidden_dim", "norm_eps", "activation", "tied_embeddings", "max_seq_len", "yarn", "llama_4_scaling",
     "moe", "quantization", "multimodal", "vision_encoder", "use_biases", "causal", "ragged_attention",
     "q_lora_rank",
 )  # fmt: skip
-"""Keys that do not affect the KV cache, or that are converted one by one."""
 
 
 def from_params(params: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,7 +31,6 @@ def from_params(params: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[
     ['sliding_attention', 'full_attention']
 
     Args:
-        params: content of ``params.json``.
         defaults: content of the ``config.json`` beside it, for keys that follow from nothing in ``params``.
 
     Raises:
@@ -72,9 +71,9 @@ def _windows(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _quantization(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of a checkpoint that llm-compressor quantised; other kinds concern weights."""
     found = params.get("quantization") or {}
     method = str(found.get("quant_method", "")).lower().replace("_", "-")
+    # Only llm-compressor's checkpoints can quantise the KV cache. Other kinds concern weights.
     if method != "compressed-tensors":
         return {}
     return {"quantization_config": {**found, "quant_method": method}}

@@ -6,11 +6,10 @@ from collections import Counter
 from typing import Any
 
 from kvferry.geometry.models import read_model
-from kvferry.plan.choices import StorageChoice
+from kvferry.plan.choices import SharedPrefix, StorageChoice
 from kvferry.plan.find import entries
 from kvferry.plan.forecast import Forecast, LayerForecast, RefusedTransfer
 from kvferry.plan.kept import KeptGroup, TierForecast
-from kvferry.plan.shared_prefix import SharedPrefix
 from kvferry.plan.show import describe
 from kvferry.plan.side import EngineSide
 from kvferry.plan.totals import TransferEstimate
@@ -27,10 +26,7 @@ def models_as_json() -> list[dict[str, Any]]:
 
 
 def kept_as_json(kept: TierForecast) -> dict[str, Any]:
-    """Return the forecast of the tiers as values that can be written as JSON.
-
-    Sizes are in bytes, and lengths in tokens.
-    """
+    """Return the forecast of the tiers as values that can be written as JSON."""
     return {
         "prompt_tokens": kept.prompt,
         "chunk_tokens": kept.chunk_tokens,
@@ -75,10 +71,7 @@ def _choice(one: StorageChoice) -> dict[str, Any]:
 
 
 def as_json(forecast: Forecast) -> dict[str, Any]:
-    """Return the forecast of a handover as values that can be written as JSON.
-
-    Sizes are in bytes, lengths in tokens, and times in seconds.
-    """
+    """Return the forecast of a handover as values that can be written as JSON."""
     rows = forecast.rows
     return {
         **_handover(forecast),
@@ -99,7 +92,6 @@ def refused_as_json(refused: RefusedTransfer) -> dict[str, Any]:
 
 
 def _handover(transfer: Forecast | RefusedTransfer) -> dict[str, Any]:
-    """Return the model, the length of the prompt in tokens, and both engines."""
     sides = zip((transfer.source, transfer.destination), transfer.blocks, strict=True)
     source, destination = (_side(side, tokens) for side, tokens in sides)
     return {"model": transfer.model, "tokens": transfer.tokens, "source": source, "destination": destination}

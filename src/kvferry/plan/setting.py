@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvferry.geometry import GroupKind, RankGeometry
+from kvferry.geometry import GroupKind, GroupPattern, RankGeometry
 from kvferry.geometry.models import ModelReading, per_layer
 from kvferry.geometry.store import LayerCache
 from kvferry.plan.engine_memory import lay_out_engine
@@ -20,15 +20,10 @@ from kvferry.planning.template import Route, Template, build_templates
 def split_k_and_v(reading: ModelReading) -> tuple[ModelReading, dict[LayerCache, LayerCache]]:
     """Return a description of the model in which K and V of each layer are two separate layers.
 
-    This describes engines that store K and V on separate pages instead of side by side for each head and
-    token. Layers with other fields than K and V stay as they are.
-
-    Args:
-        reading: description of the model's KV cache.
+    This describes engines that store K and V on separate pages. Layers with other fields stay as they are.
 
     Returns:
-        (new description, origin). The origin maps each kind of layer in the new description to the kind of
-        layer in `reading` from which it was made.
+        (new description, kind of layer in `reading` by each kind made from it).
     """
     origin: dict[LayerCache, LayerCache] = {}
     parts: dict[LayerCache, tuple[LayerCache, ...]] = {}
@@ -44,18 +39,13 @@ def split_k_and_v(reading: ModelReading) -> tuple[ModelReading, dict[LayerCache,
     return replace(reading, cache=model_cache, kept=tuple(map(len, made))), origin
 
 
+# Tables use every other block of the pool, so no two blocks are adjacent.
 _STEP = 2
-"""Distance between block ids. Tables use every other block of the pool, so no two blocks are adjacent."""
 
 
 def span_of(tokens: int) -> LoadSpan:
-    """Return the range of tokens that a handover transfers: all tokens of a prompt except the last token.
-
-    The destination has no cached tokens. It computes the last token of the prompt itself.
-
-    Args:
-        tokens: length of the prompt in tokens.
-    """
+    """Return the range of tokens that a handover transfers: all tokens of a prompt except the last token."""
+    # The destination has no cached tokens, and computes the last token of the prompt itself.
     return LoadSpan(0, tokens - 1, tokens)
 
 
@@ -64,8 +54,8 @@ class RequestTables:
     """The block tables of a request in one engine.
 
     Attributes:
-        by_group: block table of each KV cache group: block ids in the order of the tokens, int64 of shape
-            (blocks,). A group of recurrent state has one block, which holds the state.
+        by_group: block ids of each group in the order of the tokens, int64 of shape (blocks,). A group of
+            recurrent state has one block.
         num_blocks: number of blocks in the engine's pool.
     """
 
@@ -74,15 +64,7 @@ class RequestTables:
 
 
 def make_tables(reading: ModelReading, side: EngineSide, tokens: int) -> RequestTables:
-    """Make up block tables for a request in one engine.
-
-    No block is in two tables, and no table contains the null block.
-
-    Args:
-        reading: description of the model's KV cache.
-        side: settings of the engine.
-        tokens: length of the request's prompt in tokens.
-    """
+    """Make up block tables for a request in one engine, without common blocks and null blocks."""
     layers = reading.cache.layers
     return scattered_tables(
         [
@@ -93,16 +75,12 @@ def make_tables(reading: ModelReading, side: EngineSide, tokens: int) -> Request
 
 
 def scattered_tables(blocks: Sequence[int]) -> RequestTables:
-    """Make up block tables with the given numbers of blocks.
-
-    The block ids are 1, 3, 5 and so on, so that no two blocks are adjacent in memory.
+    """Make up block tables with the given numbers of blocks, no two of them adjacent in memory.
 
     >>> [table.tolist() for table in scattered_tables([2, 1]).by_group], scattered_tables([2, 1]).num_blocks
     ([[1, 3], [5]], 7)
-
-    Args:
-        blocks: number of blocks in each table.
     """
+    # Block 0 is the null block.
     ids = 1 + _STEP * np.arange(sum(blocks), dtype=np.int64)
     cuts = np.cumsum(blocks)[:-1]
     return RequestTables(tuple(np.split(ids, cuts)), 1 + _STEP * len(ids))
@@ -113,10 +91,9 @@ class PlannedTransfer:
     """Two hypothetical engines with memory at made-up addresses, and a request to transfer between them.
 
     Attributes:
-        kinds: KV cache of each kind of layer. Layers are of the same kind if their `LayerCache` is equal.
+        kinds: KV cache of each kind of layer: layers with equal `LayerCache`.
         src_rows, dst_rows: index in `kinds` for each KV cache group of the source and of the destination.
         srcs, dsts: memory geometry of all ranks of the source and of the destination.
-        src_tables, dst_tables: block tables of the request at the source and at the destination.
         span: range of the prompt's tokens to transfer.
     """
 
@@ -132,33 +109,15 @@ class PlannedTransfer:
     def templates(self, number: int) -> tuple[Template, ...]:
         """Return the templates by which one destination rank reads from the source ranks.
 
-        A template is a precomputed set of copy operations from one source rank to one destination rank. A
-        transfer only adds the block ids.
-
-        Args:
-            number: index of the destination rank.
-
-        Returns:
-            One template per source rank, in the order of `srcs`.
-
         Raises:
             Incompatible: the two engines cannot exchange this model's KV.
         """
         return build_templates(self.srcs, self.dsts[number])
 
-    def cells(self, route: Route, kind: GroupKind, attention_span: int) -> Cells:
-        """Return the cells (parts of blocks that are copied as one unit) that the request transfers.
-
-        Args:
-            route: layers that are copied together between two ranks.
-            kind: kind to assume for these layers' cache. It may differ from the real kind, to compare windows
-                with full attention.
-            attention_span: attention span to assume for these layers, in tokens; 0 for all tokens.
-        """
+    def cells(self, route: Route, group: GroupPattern) -> Cells:
+        """Return the cells that the request transfers, if the route's layers have this attention."""
         src, dst = self.src_tables.by_group[route.src_group], self.dst_tables.by_group[route.dst_group]
-        return select_cells(
-            route, kind, attention_span=attention_span, span=self.span, src_table=src, dst_table=dst
-        )
+        return select_cells(route, group, self.span, src, dst)
 
 
 def set_up(
@@ -167,9 +126,6 @@ def set_up(
     """Lay out the memory of two hypothetical engines, and make up the block tables of a request in both.
 
     Args:
-        reading: description of the model's KV cache.
-        sides: settings of the source engine and of the destination engine.
-        tokens: length of the request's prompt in tokens.
         separate: True if K and V are on separate pages in both engines, False if a page holds both.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from kvferry.geometry import GroupKind
+from kvferry.geometry import GroupKind, GroupPattern
 from kvferry.geometry.models import read_model
 from kvferry.geometry.store import LayerCache
 from kvferry.plan.find import entries
@@ -26,6 +26,7 @@ _NAMES = {
 }
 
 
+# Columns of the table that shows a forecast.
 COLUMNS = (
     Column("layers", left=True),
     Column("per token or state", rank=5),
@@ -36,7 +37,6 @@ COLUMNS = (
     Column("method", rank=2, left=True),
     Column("time"),
 )
-"""Columns of the table that shows a forecast."""
 
 
 def show(forecast: Forecast, report: Report) -> None:
@@ -67,25 +67,14 @@ def show_refused(refused: RefusedTransfer, report: Report) -> None:
 
 
 def describe(cache: LayerCache) -> str:
-    """Return a short name for a kind of layer, such as ``full attention``, ``window 1,024`` or ``latent``.
-
-    Args:
-        cache: KV cache of a layer of this kind.
-    """
-    name = cache.fields[0].name if cache.kind is GroupKind.MLA else ""
-    return named(cache.kind, cache.attention_span, name)
+    """Return a short name for a kind of layer, such as ``full attention``, ``window 1,024`` or ``latent``."""
+    return named(cache, cache.fields[0].name if cache.kind is GroupKind.MLA else "")
 
 
-def named(kind: GroupKind, attention_span: int, instead: str = "") -> str:
-    """Return a short name for a kind of layer, such as ``full attention`` or ``window 1,024``.
-
-    Args:
-        kind: kind of attention or state.
-        attention_span: window or attention chunk in tokens; 0 for other kinds.
-        instead: name to use instead of the kind's; empty for the kind's.
-    """
-    name = instead or _NAMES[kind]
-    return f"{name} {attention_span:,}" if attention_span else name
+def named(group: GroupPattern, instead: str = "") -> str:
+    """Return a short name for a kind of layer, with another word in place of its kind's if one is given."""
+    name = instead or _NAMES[group.kind]
+    return f"{name} {group.attention_span:,}" if group.attention_span else name
 
 
 def heading(forecast: Forecast) -> Iterator[str]:
@@ -115,19 +104,14 @@ def result(forecast: Forecast) -> str:
 
 
 def engine(side: EngineSide, block_tokens: int) -> str:
-    """Return a short description of an engine: parallel sizes, layout and block size.
-
-    Args:
-        side: settings of the engine.
-        block_tokens: number of tokens per block.
-    """
+    """Return a short description of an engine: parallel sizes, layout and block size."""
     return f"{side.label}, blocks of {counted(block_tokens, 'token')}"
 
 
 def table_cells(forecast: Forecast) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of the table that shows a forecast. A row is a tuple of texts, one per column.
+    """Yield the rows of the table that shows a forecast: a text per column.
 
-    There is one row per kind of layer. If there are several kinds, a row for all layers follows.
+    If there are several kinds of layers, a row for all layers follows.
     """
     for row in forecast.rows:
         kept = format_bytes(row.layers * row.cache.bytes_of(1))

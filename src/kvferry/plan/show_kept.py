@@ -4,25 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvferry.plan.choices import StorageChoice
+from kvferry.plan.choices import SharedPrefix, StorageChoice
 from kvferry.plan.kept import KeptGroup, TierForecast
-from kvferry.plan.shared_prefix import SharedPrefix
 from kvferry.plan.show import named
 from kvferry.report import Report
 from kvferry.table import Column
 from kvferry.units import counted, format_bytes
 
+# The table shows the size of attention layers for this many tokens.
 PER_TOKENS = 1024
-"""Number of tokens for which the table shows the size of attention layers."""
 
 
 def show_kept(kept: TierForecast, report: Report) -> None:
-    """Print the forecast of what an engine's tiers store for a prompt.
-
-    Args:
-        kept: forecast to print.
-        report: report to print to.
-    """
+    """Print the forecast of what an engine's tiers store for a prompt."""
     report.text()
     if not kept.groups:
         report.heading("Tiers")
@@ -69,20 +63,14 @@ _GROUP_COLUMNS = (
 
 
 def _group(one: KeptGroup, chunk_tokens: int) -> Iterator[str]:
-    yield f"{one.layers} {named(one.group.kind, one.group.attention_span)}"
+    yield f"{one.layers} {named(one.group)}"
     yield format_bytes(one.group.chunk_bytes)
     yield format_bytes(one.file_bytes)
     yield "" if one.is_state else format_bytes(one.file_bytes * PER_TOKENS / chunk_tokens)
 
 
 def _choices(kept: TierForecast) -> tuple[tuple[Column, ...], list[tuple[str, ...]]]:
-    """Return a table of the storage that a prompt's KV takes, with one row per combination of settings.
-
-    The first row is for the requested settings, and the other rows are for alternative settings.
-
-    Returns:
-        (columns, cells of each row).
-    """
+    """Return (columns, cells of each row) of a table of the storage, with one row per choice of settings."""
     state = any(group.is_state for group in kept.groups)
     thinned = any(group.group.attention_span for group in kept.groups) or any(
         choice.snapshot_tokens != kept.chunk_tokens for choice in kept.choices

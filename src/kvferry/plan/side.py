@@ -1,8 +1,7 @@
 """The settings of one engine that decide its memory layout, from the flags of ``kvferry plan``.
 
-Missing flags take the values that vLLM 0.32 chooses on a CUDA machine. A block usually has 16 tokens. For
-models with recurrent state, a block has so many tokens that an attention page is at least as large as a
-snapshot of that state. The default layout is the one that kvferry's connector requests.
+Missing flags take the values that vLLM 0.32 chooses on a CUDA machine. The default layout is the one that
+kvferry's connector requests.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from kvferry.geometry.layout import LAYOUTS, EngineShape, GroupShape, group_laye
 from kvferry.geometry.models import ModelReading
 from kvferry.plan.blocks import base_tokens, block_sizes, group_counts
 
+# Stands for the engine's default layout.
 AUTO = "auto"
-"""Layout name that stands for the engine's default layout."""
 _ALIASES = {"NHD": "LBNHC", "HND": "LBHNC"}
 
 
@@ -27,9 +26,8 @@ class EngineSide:
 
     Attributes:
         tp, pp: number of tensor-parallel ranks, and of pipeline ranks.
-        layout: name of the memory layout (order of the axes in memory): one of `LAYOUTS`, NHD or HND.
-        block_tokens: number of tokens per block; None for vLLM's choice.
-        backend: name of the attention backend; None for vLLM's choice.
+        layout: one of `LAYOUTS`, NHD or HND.
+        block_tokens, backend: None for vLLM's choice.
     """
 
     tp: int = 1
@@ -59,40 +57,25 @@ class EngineSide:
 def resolve_layout(name: str, reading: ModelReading) -> str:
     """Return the name of an engine's memory layout, after replacing `AUTO` by the default for the model.
 
-    The default is the layout that an engine with kvferry's connector uses for the model:
-
-    - Models with compressed latents (DeepSeek V4): BLHNC, because they require blocks as the outermost axis.
-    - Other models with MLA: LBNHC, because vLLM's MLA backends do not declare support for blocks as the
-      outermost axis.
-    - Models without MLA: BHLNC if all layers have the same `LayerCache`. Otherwise BLHNC, because BHLNC has
-      the head axis outside of layers, and then all pages must have one shape.
-
-    Args:
-        name: name of a layout, or `AUTO`. A name other than `AUTO` is returned without a check.
-        reading: description of the model's KV cache.
+    The default is the layout that an engine with kvferry's connector uses. Another name is not checked.
     """
     if name.lower() != AUTO:
         return name
     kinds = set(reading.cache.layers)
+    # DeepSeek V4 requires blocks as the outermost axis.
     if any(cache.state_tokens > 1 for cache in kinds):
         return "BLHNC"
+    # vLLM's MLA backends do not declare support for blocks as the outermost axis.
     if any(cache.kind is GroupKind.MLA for cache in kinds):
         return "LBNHC"
+    # BHLNC has the head axis outside of layers, so all pages must have one shape.
     return "BLHNC" if len(kinds) > 1 else "BHLNC"
 
 
 def block_tokens(reading: ModelReading, side: EngineSide) -> tuple[int, str]:
-    """Return the engine's number of tokens per block, and the reason for this number.
+    """Return the engine's number of tokens per block, and the reason for this and for layers with more.
 
-    Some layers may have more tokens per block. The reason then explains these layers too.
-
-    Args:
-        reading: description of the model's KV cache.
-        side: requested settings of the engine.
-
-    Returns:
-        The number of tokens per block, and the reason as a text. The reason is empty if all layers have the
-        requested block size, or vLLM's usual size (16).
+    The reason is empty if all layers have the requested block size, or vLLM's usual size (16).
 
     Raises:
         GeometryError: the heads cannot be distributed evenly over the tensor-parallel ranks, or `block_sizes`
@@ -105,14 +88,6 @@ def block_tokens(reading: ModelReading, side: EngineSide) -> tuple[int, str]:
 
 def shape(reading: ModelReading, side: EngineSide, num_blocks: int) -> EngineShape:
     """Return all settings that decide an engine's memory layout, with vLLM's choice where `side` has none.
-
-    The settings are the parallel sizes, the KV cache groups, the block sizes, the axis order, and the number
-    of blocks.
-
-    Args:
-        reading: description of the model's KV cache.
-        side: requested settings of the engine.
-        num_blocks: number of blocks in each rank's pool.
 
     Raises:
         GeometryError: there are more pipeline ranks than layers, the heads cannot be distributed evenly over
@@ -130,18 +105,12 @@ def shape(reading: ModelReading, side: EngineSide, num_blocks: int) -> EngineSha
 def _stages(reading: ModelReading, pp: int) -> tuple[int, ...]:
     """Return the number of entries in `reading.cache.layers` that each pipeline rank has.
 
-    The ranks get equal numbers of the model's layers, as far as possible. A layer of the model may have no
-    entry in `reading.cache.layers`, or several.
-
-    Args:
-        reading: description of the model's KV cache.
-        pp: number of pipeline ranks.
-
     Raises:
         GeometryError: there are more pipeline ranks than layers.
         ConfigError: a pipeline rank has no layer with a cache.
     """
     cuts = [0, *accumulate(split_stages(len(reading.kept), pp))]
+    # Ranks share the model's layers, of which one may have no cache, or several.
     stages = [sum(reading.kept[first:last]) for first, last in pairwise(cuts)]
     if min(stages) < 1:
         raise ConfigError(f"with pp {pp} a pipeline rank has no layer with a KV cache; choose fewer ranks")

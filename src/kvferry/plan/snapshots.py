@@ -1,13 +1,12 @@
 """The positions at which vLLM 0.32 leaves snapshots of recurrent state, derived from engine settings.
 
-A *snapshot* is the recurrent state of a sequence at one position. In `align` mode, which is prefix caching
-for models with recurrent layers, every prefill step ends at a block boundary. vLLM keeps the state only at
-the end of a step (`Scheduler._mamba_block_aligned_split`). An additional step ends at the last boundary that
-leaves a prompt token to compute. The prefix cache retains some of these snapshots, and vLLM offers the
-retained ones to connectors (`MambaManager.reachable_block_mask`, ``boundary_state_offloads``).
+In `align` mode, which is prefix caching for models with recurrent layers, every prefill step ends at a block
+boundary. vLLM keeps the state only at the end of a step (`Scheduler._mamba_block_aligned_split`). An
+additional step ends at the last boundary that leaves a prompt token to compute. The prefix cache retains some
+of these snapshots, and vLLM offers the retained ones to connectors (`MambaManager.reachable_block_mask`,
+``boundary_state_offloads``).
 
-The positions are those of a request that runs alone. If other requests run in the same step, the step
-contains fewer tokens of this request and ends elsewhere.
+The positions are those of a request that runs alone. Other requests in the same step leave it fewer tokens.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from dataclasses import dataclass
 from kvferry.errors import ConfigError
 from kvferry.units import parse_count
 
+# Default of ``max_num_batched_tokens`` of an API server on a GPU with at least 70 GiB of memory. vLLM takes
+# 16,384 from 160 GiB on, and 2,048 on smaller GPUs and on an A100 (`EngineArgs.get_batch_defaults`).
 STEP_TOKENS = 8192
-"""Default of ``max_num_batched_tokens`` of an API server on a GPU with at least 70 GiB of memory. vLLM takes
-16,384 from 160 GiB on, and 2,048 on smaller GPUs and on an A100 (`EngineArgs.get_batch_defaults`)."""
 
+# Default of ``prefix_cache_retention_interval``: only the last snapshot is retained.
 LAST_ONLY = 0
-"""Default of ``prefix_cache_retention_interval``: only the last snapshot is retained."""
 
 _EVERY = ("none", "")
 
@@ -31,8 +30,6 @@ _EVERY = ("none", "")
 @dataclass(frozen=True, slots=True)
 class SnapshotSteps:
     """The settings of an engine that decide at which positions it takes snapshots.
-
-    A *snapshot* is the recurrent state of a sequence at one position.
 
     In the example, an engine with blocks of 128 tokens computes a prompt of 2,000 tokens under three
     settings. The first computes it in one step. The second has steps of 512 tokens: 600, rounded down to
@@ -43,11 +40,9 @@ class SnapshotSteps:
     [[1920], [512, 1024, 1536, 1920], [1024, 1920]]
 
     Attributes:
-        block_tokens: number of tokens per block. vLLM uses one block size for all groups of a model with
-            recurrent state.
+        block_tokens: number of tokens per block, one size for all groups of a model with recurrent state.
         step_tokens: maximum number of tokens per step (``max_num_batched_tokens``).
-        retention: number of tokens between retained snapshots (``prefix_cache_retention_interval``); 0 to
-            retain only the last snapshot, None to retain all.
+        retention: as in `plan.kept.KeptSettings`.
     """
 
     block_tokens: int
@@ -65,10 +60,7 @@ class SnapshotSteps:
 
     @property
     def aligned_step_tokens(self) -> int:
-        """Number of tokens that a prefill step computes: `step_tokens`, rounded down to whole blocks.
-
-        It is at least one block.
-        """
+        """Number of tokens that a prefill step computes: whole blocks, at least one."""
         return max(self.step_tokens // self.block_tokens, 1) * self.block_tokens
 
     def positions(
@@ -77,11 +69,9 @@ class SnapshotSteps:
         """Yield, in ascending order, the positions in a prompt at which vLLM takes and retains a snapshot.
 
         Args:
-            prompt: length of the prompt in tokens.
             start: position in tokens at which the engine begins to compute.
-            shared: position in tokens, at the end of a block, up to which the engine has the attention blocks
-                of another prompt but no snapshot; 0 if there is none. vLLM ends a step there and retains the
-                snapshot, for further prompts with this prefix.
+            shared: position at the end of a block up to which the engine has the attention blocks of another
+                prompt but no snapshot; 0 if there is none. vLLM ends a step there and retains the snapshot.
             placed: ends of blocks at which kvferry has vLLM do the same (`planning.snapshots`).
         """
         last = self.last_boundary(prompt)
@@ -99,13 +89,7 @@ class SnapshotSteps:
     def step_ends(
         self, prompt: int, start: int = 0, shared: int = 0, placed: Collection[int] = ()
     ) -> Iterator[int]:
-        """Yield the positions at which the prefill steps of a prompt end; the last one is its length.
-
-        Args:
-            prompt: length of the prompt in tokens.
-            start: position in tokens at which the first step begins.
-            shared, placed: further positions at which steps end, as for `positions`.
-        """
+        """Yield the positions at which the prefill steps of a prompt end; the last one is its length."""
         last = self.last_boundary(prompt)
         while start < prompt:
             end = start - start % self.block_tokens + self.aligned_step_tokens
@@ -120,16 +104,10 @@ class SnapshotSteps:
 
 
 def parse_retention(text: str) -> int | None:
-    """Parse the value of vLLM's option ``--prefix-cache-retention-interval``.
+    """Parse the value of vLLM's option ``--prefix-cache-retention-interval``; None to retain all snapshots.
 
     >>> parse_retention("0"), parse_retention("8448"), parse_retention("None")
     (0, 8448, None)
-
-    Args:
-        text: number of tokens, or "None".
-
-    Returns:
-        The number of tokens; None for "None" or an empty text. The engine then retains all snapshots.
 
     Raises:
         ConfigError: the text is neither a number of tokens nor "None".

@@ -1,9 +1,7 @@
 """Selection of the cells that a rank copies to store chunks of a prompt, or to load chunks of a prefix.
 
-A *chunk* holds a fixed number of tokens of one KV cache group, or one snapshot of recurrent state. A *cell*
-is the part of a block that is copied as one unit. The functions call `select.select_cells` with a block table
-on one side and a chunk table on the other. Chunks are numbered by position in the prompt. Entry ``number`` of
-a chunk table is 1 + the index of the chunk in the buffer, or 0 if the buffer does not hold the chunk.
+The functions call `select.select_cells` with a block table on one side and a chunk table on the other. Chunks
+are numbered by position in the prompt.
 """
 
 from __future__ import annotations
@@ -13,21 +11,28 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.geometry import GroupKind
-from kvferry.planning.coverage import GroupPattern
+from kvferry.geometry import Attention, GroupKind, GroupPattern
 from kvferry.planning.descriptors import Int64s
-from kvferry.planning.select import Cells, LoadSpan, check_part_edges, needed_tokens, select_cells
+from kvferry.planning.select import (
+    ALL_TOKENS,
+    Cells,
+    LoadSpan,
+    check_part_edges,
+    needed_tokens,
+    select_cells,
+)
 from kvferry.planning.template import Route
+
+_STATE = Attention(GroupKind.STATE)
 
 
 @dataclass(frozen=True, slots=True)
 class TableSlice:
-    """A contiguous part of a block table (the block ids of a KV cache group, by position in the prompt).
+    """A contiguous part of a block table.
 
     Attributes:
         first: position of the first entry in the block table; 0 in a state group.
-        ids: block ids from that position on. In a state group, the id of the one block with the snapshot
-            (recurrent state at one position).
+        ids: block ids from that position on; in a state group, the id of the one block with the snapshot.
     """
 
     first: int
@@ -49,11 +54,6 @@ def slice_table(ids: Sequence[int], low: int, high: int, block_tokens: int) -> T
 
     >>> slice_table([5, 6, 7, 8], 100, 200, 64)
     TableSlice(first=1, ids=(6, 7, 8))
-
-    Args:
-        ids: block table (block ids by position).
-        low, high: first token, and token after the last, counted from the start of the prompt.
-        block_tokens: number of tokens per block.
     """
     first = low // block_tokens
     return TableSlice(first, tuple(ids[first : -(-high // block_tokens)]))
@@ -81,12 +81,11 @@ def chunk_table(numbers: Sequence[int]) -> Int64s:
     [0, 1, 0, 2]
 
     Args:
-        numbers: index in the prompt of each chunk, in the order in which the buffer holds the chunks; at
-            least one.
+        numbers: index in the prompt of each chunk, in the order of the buffer; at least one.
 
     Returns:
-        Table, int64 of shape (max(numbers) + 1,). Entry ``n`` is 1 + the position in the buffer of the
-        prompt's chunk ``n``, or 0 (the id of the null block) if the buffer does not hold this chunk.
+        Table, int64 of shape (max(numbers) + 1,). Entry ``n`` is 1 + the position of the prompt's chunk ``n``
+        in the buffer, or 0, the null block, if the buffer does not hold this chunk.
     """
     table = np.zeros(max(numbers) + 1, np.int64)
     table[list(numbers)] = np.arange(1, len(numbers) + 1)
@@ -96,58 +95,39 @@ def chunk_table(numbers: Sequence[int]) -> Int64s:
 def cells_to_store(
     route: Route, chunk_tokens: int, numbers: Sequence[int], available: range, blocks: TableSlice
 ) -> list[Cells]:
-    """Return the cells to copy from an engine's blocks into a buffer of chunks.
+    """Return the cells to copy from blocks into a buffer of chunks, per range of consecutive chunks.
 
-    A cell is the part of a block that is copied as one unit. There is one `Cells` object per range of
-    consecutive chunks. Its destination block ids are positions in the buffer, starting at 1 (`chunk_table`).
+    Destination block ids are positions in the buffer, starting at 1 (`chunk_table`).
 
     Args:
-        route: set of layers to copy, from a rank's blocks to a pool of chunks.
-        chunk_tokens: number of tokens per chunk.
-        numbers: indices in the prompt of the chunks to store, ascending, in the order of the buffer. For a
-            snapshot (recurrent state at one position), exactly one index.
-        available: range of prompt tokens whose content the blocks hold. The range must begin at the start of
-            a cell. Cells without any of these tokens are not copied. Unused for a snapshot.
+        route: layers to copy, from a rank's blocks to a pool of chunks.
+        numbers: indices in the prompt of the chunks to store, ascending, in the order of the buffer; exactly
+            one for a snapshot.
+        available: range of prompt tokens whose content the blocks hold, beginning at the start of a cell.
+            Cells without any of these tokens are not copied. Unused for a snapshot.
         blocks: part of the source group's block table that contains the blocks with the chunks' tokens.
 
     Raises:
         TransferError: a block is missing, null or not in its pool; or `available` begins inside a cell.
     """
     if not route.cell_tokens:
-        one = LoadSpan(0, 1, 2)
-        return [
-            select_cells(
-                route,
-                GroupKind.STATE,
-                attention_span=0,
-                span=one,
-                src_table=blocks.table(),
-                dst_table=np.ones(1, np.int64),
-            )
-        ]
+        # Any load that is not empty transfers the one snapshot.
+        return [select_cells(route, _STATE, LoadSpan(0, 1, 2), blocks.table(), np.ones(1, np.int64))]
     table, chunks, found = blocks.table(), chunk_table(numbers), []
     for run in runs_of(numbers):
         high = min(run.stop * chunk_tokens, available.stop)
         part = LoadSpan(max(run.start * chunk_tokens, available.start), high, high)
-        found.append(
-            select_cells(
-                route, GroupKind.FULL, attention_span=0, span=part, src_table=table, dst_table=chunks
-            )
-        )
+        found.append(select_cells(route, ALL_TOKENS, part, table, chunks))
     return found
 
 
 def unfilled_cells(route: Route, chunk_tokens: int, number: int, available: range) -> Cells:
-    """Return those cells of a chunk for which the engine's blocks hold no tokens.
+    """Return those cells of a chunk for which the engine's blocks hold no tokens; empty for a snapshot.
 
-    A cell is the part of a block that is copied as one unit. Nothing is copied into these cells when the
-    chunk is stored, so they must be cleared. In the result, all source block ids are 0 (no block is read).
-    All destination block ids are 1, as if the chunk were the only one in its buffer. The result is empty for
-    a snapshot (recurrent state at one position).
+    Nothing is copied into these cells when the chunk is stored, so they must be cleared. All source block ids
+    are 0. All destination block ids are 1, as if the chunk were the only one in its buffer.
 
     Args:
-        route: set of layers to copy, from a rank's blocks to a pool of chunks.
-        chunk_tokens: number of tokens per chunk.
         number: index of the chunk in the prompt.
         available: range of prompt tokens whose content the blocks hold.
     """
@@ -167,18 +147,15 @@ def cells_to_load(
     numbers: Sequence[int],
     table: Int64s,
 ) -> list[Cells]:
-    """Return the cells to copy from a buffer of loaded chunks into an engine's blocks.
+    """Return the cells to copy from a buffer of loaded chunks into blocks, per range of consecutive chunks.
 
-    A cell is the part of a block that is copied as one unit. There is one `Cells` object per range of
-    consecutive chunks. Its source block ids are positions in the buffer, starting at 1 (`chunk_table`).
+    Source block ids are positions in the buffer, starting at 1 (`chunk_table`).
 
     Args:
-        route: set of layers to copy, from a pool of chunks to a rank's blocks.
-        chunk_tokens: number of tokens per chunk.
-        group: attention pattern of the KV cache group that the chunks are loaded into.
+        route: layers to copy, from a pool of chunks to a rank's blocks.
         span: tokens of the whole load.
         numbers: indices in the prompt of the chunks in the buffer, ascending. The buffer may hold only a part
-            of the load's chunks. For a snapshot (recurrent state at one position), exactly one index.
+            of the load's chunks; for a snapshot, exactly one.
         table: block ids of the destination group by position, int64 of shape (blocks,).
 
     Raises:
@@ -187,26 +164,14 @@ def cells_to_load(
             adjacent part also writes.
     """
     if not route.cell_tokens:
-        return [
-            select_cells(
-                route,
-                group.kind,
-                attention_span=group.attention_span,
-                span=span,
-                src_table=np.ones(1, np.int64),
-                dst_table=table,
-            )
-        ]
-    low, high = needed_tokens(group.kind, group.attention_span, span)
+        return [select_cells(route, group, span, np.ones(1, np.int64), table)]
+    low, high = needed_tokens(group, span)
+    # The selections below see only their own run of chunks, so the edges of the whole load are checked here.
     check_part_edges(route, group.kind, span)
     low = max(low // route.cell_tokens * route.cell_tokens, span.local_tokens)
     chunks, found = chunk_table(numbers), []
     for run in runs_of(numbers):
         first, last = max(low, run.start * chunk_tokens), min(high, run.stop * chunk_tokens)
         part = LoadSpan(first, last, max(first, last))
-        found.append(
-            select_cells(
-                route, GroupKind.FULL, attention_span=0, span=part, src_table=chunks, dst_table=table
-            )
-        )
+        found.append(select_cells(route, ALL_TOKENS, part, chunks, table))
     return found

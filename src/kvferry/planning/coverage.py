@@ -28,36 +28,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import TransferError
-from kvferry.geometry import GroupKind
+from kvferry.geometry import GroupKind, GroupPattern
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import LoadSpan, attends_to_all, first_attended, needed_tokens
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
 TierNumbers: TypeAlias = npt.NDArray[np.int64]
 
+# Tier number of a chunk that no tier holds. Tiers are numbered from 0, the fastest first.
 NO_TIER = 1 << 16
-"""Tier number of a chunk that no tier holds. Tiers are numbered from 0, the fastest first."""
-
-
-class GroupPattern(Protocol):
-    """The attention pattern of a KV cache group: which earlier tokens the group's layers attend to.
-
-    `geometry.Group` and `geometry.store.LayerCache` implement this protocol.
-    """
-
-    @property
-    def kind(self) -> GroupKind:
-        """Kind of the group's layers: full, sliding-window or chunked attention, MLA, or recurrent state."""
-
-    @property
-    def attention_span(self) -> int:
-        """Length of the sliding window or of the attention chunk in tokens; 0 for other kinds of layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +54,8 @@ class ChunkedPrompt:
             last whole chunk form a shorter chunk, the tail.
         chunk_tokens: number of tokens per chunk.
         prompt: length of the whole prompt in tokens.
-        local_tokens: length in tokens of the prefix that the engine itself holds, in every group. The prefix
-            may end inside a chunk. In a sliding-window group, the engine may hold only the trailing window,
-            because a longer prefix needs no older tokens.
+        local_tokens: length in tokens of the prefix that the engine itself holds, in every group. It may end
+            inside a chunk. Of a sliding window, the engine may hold only the trailing part.
         first: length in tokens of the prefix that another source loads for the groups that attend to all
             tokens; 0 if there is no such source.
     """
@@ -113,7 +97,7 @@ class MissingChunk:
     Attributes:
         group: index of the KV cache group.
         chunk: index, in the prompt, of the first chunk that the group lacks. In a state group, index of the
-            chunk at whose end no snapshot (recurrent state at one position) is stored.
+            chunk at whose end no snapshot is stored.
     """
 
     group: int
@@ -124,23 +108,15 @@ class MissingChunk:
 class Coverage:
     """The usable prefixes of a prompt, and the chunks that are missing for longer prefixes.
 
-    A prefix ends at a boundary, which is the end of a chunk. Tiers are identified by numbers: 0 is the
-    fastest tier, and `NO_TIER` means that no tier holds the chunk.
-
     Attributes:
-        groups: attention patterns of all KV cache groups of the model.
-        chunked: the prompt, divided into chunks.
-        tier_numbers: number of the fastest tier that holds each chunk, int64 of shape (groups,
-            `chunked.chunks`).
-        ends: length in tokens of the prefix that ends at each boundary, int64 of shape (`chunked.chunks`,).
+        tier_numbers: number of the fastest tier that holds each chunk, int64 of shape (groups, chunks).
+        ends: length in tokens of the prefix that ends at each boundary, int64 of shape (chunks,).
         usable: True for each boundary at which a loaded prefix may end, whatever the tiers hold; bool of
-            shape (`chunked.chunks`,). False inside the prefix that the engine or another source supplies, at
-            its end, and after `longest_usable_prefix`.
-        slowest: one array per group, int64 of shape (`chunked.chunks`,): for each boundary, the number of the
-            slowest tier that the group must read if the prefix ends there; `NO_TIER` if the group lacks a
-            chunk.
-        slowest_overall: for each boundary, the largest number in `slowest` over all groups; int64 of shape
-            (`chunked.chunks`,).
+            shape (chunks,). False inside the prefix that the engine or another source supplies, at its end,
+            and after `longest_usable_prefix`.
+        slowest: one array per group, int64 of shape (chunks,): for each boundary, the slowest tier that the
+            group must read if the prefix ends there; `NO_TIER` if the group lacks a chunk.
+        slowest_overall: the largest number in `slowest` over all groups.
     """
 
     groups: Sequence[GroupPattern]
@@ -153,10 +129,7 @@ class Coverage:
 
     @property
     def tokens(self) -> int:
-        """Length in tokens of the longest usable prefix.
-
-        If no cached chunk extends the prefix that the engine itself holds, this is the length of that prefix.
-        """
+        """Length in tokens of the longest usable prefix, at least that of the engine's own prefix."""
         return self.longest()[0]
 
     @property
@@ -166,10 +139,7 @@ class Coverage:
 
     @property
     def full_attention_tokens(self) -> int:
-        """Length in tokens of the longest prefix for which all full-attention and MLA chunks are cached.
-
-        At the end of this prefix, chunks of sliding windows and snapshots of recurrent state may be missing.
-        """
+        """Length in tokens of the longest prefix for which all full-attention and MLA chunks are cached."""
         each = zip(self.groups, self.per_group, strict=True)
         return min(
             (tokens for group, tokens in each if attends_to_all(group.kind)),
@@ -180,45 +150,35 @@ class Coverage:
     def nearest_unusable_prefix(self) -> int | None:
         """Length in tokens of the unusable prefix that comes closest to being usable, to explain a miss.
 
-        The candidates are longer than `tokens`, and end at boundaries for which the attribute `usable` is
-        True. The result is the candidate for which the fewest groups lack chunks, or the shortest of several
-        such candidates; None if there is no candidate.
+        None if no prefix longer than `tokens` ends where the attribute `usable` is True.
         """
         at = self._nearest_index()
         return None if at is None else int(self.ends[at])
 
     @property
     def missing(self) -> tuple[MissingChunk, ...]:
-        """First missing chunk of each group that cannot use a prefix of `nearest_unusable_prefix` tokens.
-
-        The tuple is empty if there is no such prefix.
-        """
+        """First missing chunk of each group that cannot use a prefix of `nearest_unusable_prefix` tokens."""
         at = self._nearest_index()
         if at is None:
             return ()
         end = int(self.ends[at])
-        span, found = (
-            LoadSpan(
-                self.chunked.local_tokens, end, self.chunked.prompt, (min(self.chunked.first, end), end)
-            ),
-            [],
-        )
+        part = min(self.chunked.first, end), end
+        span = LoadSpan(self.chunked.local_tokens, end, self.chunked.prompt, part)
+        found = []
         for number, (group, slowest) in enumerate(zip(self.groups, self.slowest, strict=True)):
             if slowest[at] == NO_TIER:
-                run = _chunks(needed_tokens(group.kind, group.attention_span, span), group.kind, self.chunked)
+                run = _chunks(group, span, self.chunked)
+                # `NO_TIER` is the largest number, so `argmax` finds the first chunk that is missing.
                 found.append(MissingChunk(number, int(run[self.tier_numbers[number, run].argmax()])))
         return tuple(found)
 
     def longest(self, before: int = NO_TIER) -> tuple[int, int]:
-        """Return the longest prefix that is usable with chunks from only the tiers faster than tier `before`.
+        """Return (tokens, slowest tier) of the longest prefix that needs only tiers before `before`.
+
+        If no chunk extends the prefix that the engine itself holds, the result is (length of that prefix, 0).
 
         Args:
-            before: number of the first tier that is excluded, at least 1. The fastest tier has number 0. By
-                default no tier is excluded.
-
-        Returns:
-            (length in tokens, number of the slowest tier used). If no chunk extends the prefix that the
-            engine itself holds, the result is (length of that prefix, 0).
+            before: number of the first tier that is excluded, at least 1. By default no tier is excluded.
         """
         return self._last(self.slowest_overall, before)
 
@@ -226,26 +186,19 @@ class Coverage:
         """Return the length of the longest usable prefix, in tokens, if another source loads its first part.
 
         Args:
-            head: number of tokens that the other source loads, from the start of the prompt, for the groups
-                that attend to all tokens. This number replaces `ChunkedPrompt.first`.
+            head: number of tokens that the other source loads. It replaces `ChunkedPrompt.first`.
         """
         return _covered(self.groups, replace(self.chunked, first=head), self.tier_numbers, self).tokens
 
     def tokens_by_tier(self, group: int, first: int, last: int) -> Int64s:
-        """Return the number of tokens of a range that each tier provides to a KV cache group.
+        """Return the number of tokens of a range that each tier provides to a group.
 
-        A load does not need a chunk that no tier holds, for example because it lies before an attention
-        window. The tokens of such a chunk are counted for the fastest tier.
-
-        Args:
-            group: index of the group.
-            first, last: token range ``[first, last)``, not empty, inside `chunked.tokens`.
-
-        Returns:
-            int64 of shape (tiers,), up to the slowest tier that provides a chunk.
+        The result is int64 of shape (tiers,), up to the slowest tier that provides a chunk. The range
+        ``[first, last)`` is not empty and lies inside `chunked.tokens`.
         """
         size = self.chunked.chunk_tokens
         low, high = first // size, -(-last // size)
+        # A load does not need a chunk that no tier holds, for example before a window. It counts as tier 0.
         row = self.tier_numbers[group, low:high] % NO_TIER
         sums = np.bincount(row) * size
         sums[row[0]] -= first - low * size
@@ -261,35 +214,25 @@ class Coverage:
         )
 
     def _nearest_index(self) -> int | None:
-        """Return the index of the last chunk of `nearest_unusable_prefix`; None if that prefix is None."""
         beyond = (self.usable & (self.ends > self.tokens)).nonzero()[0]
         if not len(beyond):
             return None
+        # The boundary that the fewest groups fail, and of several the shortest: `argmin` takes the first.
         failing = sum((row[beyond] >= NO_TIER).view(np.uint8) for row in self.slowest)
         return int(beyond[np.argmin(failing)])
 
 
 def longest_usable_prefix(groups: Sequence[GroupPattern], prompt: int) -> int:
-    """Return the length in tokens of the longest prefix that a prompt may use if every chunk is cached.
-
-    This is the whole prompt, or one token less if the model has recurrent state. The engine computes the last
-    token itself, and recurrent state must not see this token twice.
-
-    Args:
-        groups: attention patterns of all groups of the model.
-        prompt: length of the prompt in tokens.
-    """
+    """Return the length in tokens of the longest prefix that a prompt may use if every chunk is cached."""
+    # Attention overwrites the KV of the last token with the same content. Recurrent state would see it twice.
     return max(prompt - any(group.kind is GroupKind.STATE for group in groups), 0)
 
 
 def widest_group(groups: Sequence[GroupPattern]) -> int:
     """Return the index of the group that needs the most chunks to load a prefix.
 
-    This is a group that attends to all tokens, if there is one. Otherwise it is the group with the longest
-    window. In a model without attention, it is a group of recurrent state.
-
-    Args:
-        groups: attention patterns of all groups of the model.
+    This is a group that attends to all tokens, else the one with the longest window, else one of recurrent
+    state.
     """
     kinds = [(one.kind is not GroupKind.STATE, not one.attention_span, one.attention_span) for one in groups]
     return kinds.index(max(kinds))
@@ -300,18 +243,16 @@ def coverage(groups: Sequence[GroupPattern], chunked: ChunkedPrompt, tier_number
 
     Args:
         groups: attention patterns of all groups of the model.
-        chunked: the prompt, divided into chunks.
         tier_numbers: number of the fastest tier that holds each chunk, or `NO_TIER`; int64 of shape (groups,
-            `chunked.chunks`). In a state group, this is the fastest tier that holds the snapshot (recurrent
-            state at one position) at the end of the chunk. The entry of a chunk may be `NO_TIER` if the
-            engine itself holds all of its tokens. If the prompt's last chunk is shorter than the others, a
-            tier also counts as holding it if the tier holds a longer chunk that begins with the same tokens.
+            `chunked.chunks`). In a state group, the tier of the snapshot at the end of the chunk. The entry
+            of a chunk may be `NO_TIER` if the engine itself holds all of its tokens. A tier also holds the
+            prompt's shorter last chunk if it holds a longer chunk that begins with the same tokens.
 
     Raises:
         TransferError: `tier_numbers` has another shape or dtype, or `groups` is empty.
 
-    >>> from kvferry.geometry.store import LayerCache
-    >>> full, state = LayerCache(GroupKind.FULL, 0, ()), LayerCache(GroupKind.STATE, 0, ())
+    >>> from kvferry.geometry import Attention
+    >>> full, state = Attention(GroupKind.FULL), Attention(GroupKind.STATE)
     >>> found = np.array([[0, 0, 1, NO_TIER], [NO_TIER, 0, NO_TIER, 0]])
     >>> both = coverage([full, state], ChunkedPrompt(tokens=1024, chunk_tokens=256, prompt=1025), found)
     >>> both.longest(), both.per_group, both.nearest_unusable_prefix, both.missing
@@ -331,20 +272,16 @@ def _covered(
     tier_numbers: TierNumbers,
     before: Coverage | None = None,
 ) -> Coverage:
-    """Compute the usable prefixes of a prompt, and reuse parts of an earlier result if one is given.
+    """Compute the coverage, or derive it from an earlier one.
 
     Args:
-        groups: attention patterns of all groups of the model.
-        chunked: the prompt, divided into chunks.
-        tier_numbers: number of the fastest tier that holds each chunk, or `NO_TIER`; int64 of shape (groups,
-            `chunked.chunks`).
-        before: earlier result whose inputs differ only in `ChunkedPrompt.first`; None to compute everything.
-            Its `slowest` is reused for the groups that do not attend to all tokens.
+        before: result whose inputs differ only in `ChunkedPrompt.first`; None to compute everything.
     """
     ends = chunked.boundaries if before is None else before.ends
     usable = ends > max(chunked.local_tokens, chunked.first)
     if chunked.tokens > longest_usable_prefix(groups, chunked.prompt):
         usable[-1:] = False
+    # What another source loads first matters only to groups that attend to all tokens.
     slowest = tuple(
         _slowest(group, chunked, ends, row)
         if before is None or attends_to_all(group.kind)
@@ -368,15 +305,12 @@ def chunks_to_load(
     """Return the chunks of each group that must be loaded for a prefix of `tokens` tokens.
 
     Args:
-        groups: attention patterns of all groups of the model.
-        chunked: the prompt, divided into chunks.
-        tokens: length of the prefix in tokens. It must be the end of a chunk, unless `part` ends earlier. No
-            chunks are returned for a length of at most `chunked.local_tokens`.
+        tokens: length of the prefix. It must be the end of a chunk, unless `part` ends earlier.
         part: token range ``[first, last)`` to load if other sources load the rest; None for the whole prefix.
 
     Returns:
-        For each group, the indices of the chunks, int64, ascending. In a state group, the index of the chunk
-        at whose end the snapshot (recurrent state at one position) lies.
+        For each group, the indices of the chunks, int64, ascending; none if the engine has the whole prefix.
+        In a state group, the index of the chunk at whose end the snapshot lies.
 
     Raises:
         TransferError: the prefix ends inside a chunk, or the tokens to load end after `chunked.tokens` or
@@ -385,35 +319,23 @@ def chunks_to_load(
     if tokens <= chunked.local_tokens:
         return tuple(np.zeros(0, np.int64) for _ in groups)
     span = LoadSpan(chunked.local_tokens, tokens, chunked.prompt, part)
-    whole = span.ends == tokens
-    on_boundary = not whole or tokens == chunked.tokens or tokens % chunked.chunk_tokens == 0
-    if not on_boundary or span.ends > min(chunked.tokens, longest_usable_prefix(groups, chunked.prompt)):
+    on_boundary = span.ends != tokens or tokens == chunked.tokens or tokens % chunked.chunk_tokens == 0
+    usable = longest_usable_prefix(groups, chunked.prompt)
+    if not on_boundary or span.ends > min(chunked.tokens, usable):
         raise TransferError(
             f"a prefix of {span.ends} tokens ends on no boundary of {chunked.tokens} tokens in chunks of "
-            f"{chunked.chunk_tokens}, or beyond the "
-            f"{longest_usable_prefix(groups, chunked.prompt)} that may be used"
+            f"{chunked.chunk_tokens}, or beyond the {usable} that may be used"
         )
-    return tuple(
-        _chunks(needed_tokens(group.kind, group.attention_span, span), group.kind, chunked)
-        for group in groups
-    )
+    return tuple(_chunks(group, span, chunked) for group in groups)
 
 
-def _chunks(tokens: tuple[int, int], kind: GroupKind, chunked: ChunkedPrompt) -> Int64s:
-    """Return the indices of the chunks that hold the tokens ``[low, high)``, int64, ascending.
-
-    In a state group, only the last of these chunks is returned. The snapshot (recurrent state at one
-    position) lies at the end of that chunk.
-
-    Args:
-        tokens: (low, high): first token, and token after the last.
-        kind: kind of the group's layers.
-        chunked: the prompt, divided into chunks.
-    """
-    low, high = tokens
+def _chunks(group: GroupPattern, span: LoadSpan, chunked: ChunkedPrompt) -> Int64s:
+    """Return the indices of the chunks that a load needs for a group, int64, ascending."""
+    low, high = needed_tokens(group, span)
     if low >= high:
         return np.zeros(0, np.int64)
-    first = high - 1 if kind is GroupKind.STATE else low
+    # The snapshot lies at the end of the last chunk.
+    first = high - 1 if group.kind is GroupKind.STATE else low
     return np.arange(first // chunked.chunk_tokens, -(-high // chunked.chunk_tokens), dtype=np.int64)
 
 
@@ -425,19 +347,8 @@ def _slowest(
 ) -> TierNumbers:
     """Return the slowest tier that a group must read, for each prefix that ends at the end of a chunk.
 
-    For a prefix, the group must read the chunks that hold the tokens of `select.needed_tokens`. This function
-    computes the result for all prefixes at once.
-
-    Args:
-        group: attention pattern of the group.
-        chunked: the prompt, divided into chunks.
-        ends: end of each chunk in tokens, int64 of shape (`chunked.chunks`,).
-        tier_numbers: number of the fastest tier that holds each chunk of the group, or `NO_TIER`; int64 of
-            shape (`chunked.chunks`,).
-
-    Returns:
-        Number of the slowest tier for each prefix, int64 of shape (`chunked.chunks`,): 0 if the group needs
-        no chunk, `NO_TIER` if a needed chunk is in no tier.
+    The result is int64 of shape (chunks,): 0 if the group needs no chunk, `NO_TIER` if a needed chunk is in
+    no tier. It agrees with `_chunks` of each prefix, but takes one pass for all of them.
     """
     if group.kind is GroupKind.STATE:
         return tier_numbers
@@ -446,7 +357,9 @@ def _slowest(
         run[: max(chunked.local_tokens, chunked.first) // chunked.chunk_tokens] = 0
         return np.maximum.accumulate(run, out=run)
     computed, after = np.minimum(ends, chunked.prompt - 1), np.arange(1, len(ends) + 1)
-    low = np.maximum(first_attended(group.kind, group.attention_span, computed), chunked.local_tokens)
+    low = np.maximum(first_attended(group, computed), chunked.local_tokens)
+    # `reduceat` over pairs (first chunk, chunk after the last) gives the maximum of each window at even
+    # places. It needs each index to lie inside the array, hence one more element.
     bounds = np.empty((len(ends), 2), np.int64)
     bounds[:, 0], bounds[:, 1] = np.where(low < ends, low // chunked.chunk_tokens, after), after
     found = np.maximum.reduceat(np.concatenate((tier_numbers, _NONE)), bounds.ravel())[::2]

@@ -14,12 +14,11 @@ Int64s: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Descriptors:
-    """Transfer descriptors: runs of bytes that are contiguous at the source and at the destination.
+    """Runs of bytes that are contiguous at the source and at the destination.
 
     Attributes:
-        src, dst: byte offset or address of each run at the source and at the destination, int64 of shape
-            (n,).
-        length: length of each run in bytes, int64 of shape (n,).
+        src, dst: byte offset or address of each run on each side, int64 of shape (n,).
+        length: bytes of each run, int64 of shape (n,).
     """
 
     src: Int64s
@@ -31,18 +30,11 @@ class Descriptors:
 
     @property
     def total_bytes(self) -> int:
-        """Number of bytes of all runs together."""
         return int(self.length.sum())
 
 
 def join(parts: Sequence[Descriptors]) -> Descriptors:
-    """Concatenate descriptors, sort them by destination, and merge contiguous runs.
-
-    Runs are merged into one if they are contiguous in both the source and the destination.
-
-    Args:
-        parts: descriptors to join.
-    """
+    """Concatenate descriptors, sort them by destination, and merge runs that are contiguous on both sides."""
     whole = concatenate(parts)
     order = np.argsort(whole.dst, kind="stable")
     return merge(whole.src[order], whole.dst[order], whole.length[order])
@@ -50,6 +42,7 @@ def join(parts: Sequence[Descriptors]) -> Descriptors:
 
 def concatenate(parts: Sequence[Descriptors]) -> Descriptors:
     """Concatenate descriptors in the given order, without merging adjacent runs."""
+    # `np.concatenate` refuses an empty list, and without this array it would not know the dtype.
     empty = np.zeros(0, np.int64)
     return Descriptors(
         np.concatenate([empty, *(p.src for p in parts)]),
@@ -64,11 +57,6 @@ def merge(src: Int64s, dst: Int64s, length: Int64s) -> Descriptors:
     >>> merged = merge(np.array([0, 8, 16]), np.array([0, 8, 32]), np.array([8, 8, 8]))
     >>> merged.src.tolist(), merged.dst.tolist(), merged.length.tolist()
     ([0, 16], [0, 32], [16, 8])
-
-    Args:
-        src, dst: byte offset or address of each run at the source and at the destination, int64 of shape
-            (n,). Only consecutive entries are merged.
-        length: length of each run in bytes, int64 of shape (n,).
     """
     if len(src) == 0:
         return Descriptors(src, dst, length)

@@ -1,8 +1,7 @@
-"""Parts of a load that can be read while the source still computes the prompt.
+"""The parts of a load that can be read while the source still computes the prompt.
 
-A load of a whole prefix is divided into parts that follow each other (`LoadSpan.part`). The parts but the
-last one transfer only layers that attend to all tokens. The last part also transfers windows and recurrent
-state, which are final when the source has computed all tokens. A load of KV that is complete has one part.
+The parts follow each other (`LoadSpan.part`). All but the last transfer only layers that attend to all
+tokens. Windows and recurrent state are final only when the source has computed all tokens.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ def next_part(
     """Return the next part of a load that can be read now; None if there is nothing to read yet.
 
     Args:
-        span: all tokens of the load.
         done: position up to which earlier parts have been read; at first `span.begins`.
         ready: number of tokens whose KV the source has, from the start of the prompt.
-        alignment_tokens: alignment of the positions at which two parts may meet, in tokens: a multiple of the
-            block sizes of the destination's groups that attend to all tokens. 0 without such a group.
+        alignment_tokens: multiple of the block sizes of the destination's groups that attend to all tokens,
+            at which two parts may meet; 0 without such a group.
         whole: True if the source has computed all tokens that it offers.
 
     >>> span = LoadSpan(local_tokens=16, total=100, prompt=101)

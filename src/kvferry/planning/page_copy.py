@@ -1,11 +1,8 @@
 """Copies from pages of one format to pages of another format.
 
-A *cell* is the part of a page that is copied as one unit. Its number of tokens is the greatest common divisor
-of both block sizes. For each field, `plan_page_copy` intersects the ranges that both sides hold, and returns
-the strided copies of one cell. This one computation covers resharding, layout changes and block size changes.
-
-The result is small, because it describes one page and not every block. It is computed once per pair of page
-formats, in the handshake.
+For each field, `plan_page_copy` intersects the ranges that both sides hold, and returns the strided copies of
+one cell. The result describes one page and not every block, so it is small. It is computed once per pair of
+page formats, in the handshake.
 """
 
 from __future__ import annotations
@@ -23,12 +20,11 @@ from kvferry.planning.strided_copy import strided_copies
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """The copy from pages of one format to pages of another format. A page is one layer's part of a block.
+    """The copy from pages of one format to pages of another format.
 
-    A *cell* is the part of a page that is copied as one unit. Cell ``c`` of a sequence holds the tokens
-    ``[c·cell_tokens, (c+1)·cell_tokens)``. At the source, it is cell ``c % src_cells`` of block
-    ``c // src_cells``. At the destination, it is cell ``c % dst_cells`` of block ``c // dst_cells``. A
-    snapshot (recurrent state at one position) is one cell, which fills a block on both sides.
+    Cell ``c`` of a sequence holds the tokens ``[c·cell_tokens, (c+1)·cell_tokens)``. At the source, it is
+    cell ``c % src_cells`` of block ``c // src_cells``, and likewise at the destination. A snapshot is one
+    cell, which fills a block on both sides.
 
     Attributes:
         cell_tokens: number of tokens per cell; 0 for a snapshot.
@@ -43,11 +39,7 @@ class PageCopy:
 
 
 def differences(src: PageFormat, dst: PageFormat) -> list[str]:
-    """Return the reasons why pages of `src` cannot be copied to pages of `dst`, one sentence each.
-
-    The list is empty if the pages can be copied. The two sides may hold different ranges of an axis such as
-    heads, because a transfer can reshard.
-    """
+    """Return the reasons why pages of `src` cannot be copied to pages of `dst`, one sentence each."""
     if bool(src.block_tokens) != bool(dst.block_tokens):
         return [f"{src.content} holds tokens on one side and a snapshot on the other ({dst.content})"]
     ours, theirs = ({f.name: f for f in page.fields} for page in (dst, src))
@@ -70,6 +62,7 @@ def differences(src: PageFormat, dst: PageFormat) -> list[str]:
                 f"field {name!r}: one value per block, which has {src.block_tokens} tokens there, "
                 f"{dst.block_tokens} here"
             )
+        # Ranges of an axis such as heads may differ, because a transfer can reshard. Its total may not.
         for axis in field.axes:
             match = other.axis(axis.name)
             if axis.name != TOKEN and match is not None and match.total != axis.total:
@@ -79,9 +72,6 @@ def differences(src: PageFormat, dst: PageFormat) -> list[str]:
 
 def plan_page_copy(src: PageFormat, dst: PageFormat, fields: frozenset[str] | None = None) -> PageCopy:
     """Compute the copy of a cell from a page of format `src` to a page of format `dst`.
-
-    A cell is the part of a page that is copied as one unit. The number of tokens per cell is the greatest
-    common divisor of both block sizes.
 
     Example: blocks of 4 tokens are copied to blocks of 6 tokens, so cells have 2 tokens. A token has one
     element of 2 bytes.
@@ -96,10 +86,8 @@ def plan_page_copy(src: PageFormat, dst: PageFormat, fields: frozenset[str] | No
     CellCopy(src_offsets=(0, 4), dst_offsets=(0, 4, 8), copies=(StridedCopy(src=0, dst=0, run=4, loops=()),))
 
     Args:
-        src: format of the source pages.
-        dst: format of the destination pages.
-        fields: names of the fields to copy; None for all. A field is left out if the two sides hold disjoint
-            parts of it.
+        fields: names of the fields to copy; None for all. A field of which the two sides hold disjoint parts
+            is left out.
 
     Raises:
         Incompatible: pages of `src` cannot be copied to pages of `dst`; lists all `differences`.
@@ -109,6 +97,7 @@ def plan_page_copy(src: PageFormat, dst: PageFormat, fields: frozenset[str] | No
     pairs = [(src_f, f) for f in dst.fields for src_f in src.fields if src_f.name == f.name]
     if fields is not None:
         pairs = [(a, b) for a, b in pairs if b.name in fields]
+    # Both block sizes are whole multiples of the greatest common divisor, so no cell crosses a block's end.
     cell = gcd(src.block_tokens, dst.block_tokens)
     cell_copies = merge_cell_copies(cell_copy for pair in pairs for cell_copy in _field_copies(*pair, cell))
     if not cell:
@@ -117,21 +106,11 @@ def plan_page_copy(src: PageFormat, dst: PageFormat, fields: frozenset[str] | No
 
 
 def _field_copies(src: Field, dst: Field, cell_tokens: int) -> Iterator[CellCopy]:
-    """Yield the strided copies of one cell (part of a block copied as one unit) for one field of a page.
-
-    The copies cover the part of the field that both sides hold.
-
-    Args:
-        src, dst: layout of the field in the page on each side.
-        cell_tokens: number of tokens per cell; unused for a field without a token axis.
-    """
-    others = [(_axis(src, axis.name), axis) for axis in dst.axes if axis.name != TOKEN]
-    axes = [_common(*pair) for pair in others]
+    axes = [_common(_axis(src, axis.name), axis) for axis in dst.axes if axis.name != TOKEN]
     here = dst.axis(TOKEN)
     if here is None:
-        yield CellCopy(
-            ONE_CELL, ONE_CELL, tuple(strided_copies(dst.item_bytes, src.offset, dst.offset, axes))
-        )
+        copies = strided_copies(dst.item_bytes, src.offset, dst.offset, axes)
+        yield CellCopy(ONE_CELL, ONE_CELL, tuple(copies))
         return
     for src_offsets, dst_offsets, *tokens in split_tokens(
         _axis(src, TOKEN).offsets(), here.offsets(), cell_tokens
@@ -145,19 +124,12 @@ def _axis(field: Field, name: str) -> Axis:
 
 
 def _common(src: Axis, dst: Axis) -> tuple[Int64s, Int64s]:
-    """Return the byte offsets of the elements of an axis that both sides hold.
-
-    Args:
-        src, dst: description of the axis on each side: the range that the side holds, and the strides.
-
-    Returns:
-        (offsets at the source, offsets at the destination), int64 of shape (elements,).
-    """
+    """Return the byte offsets at the source and at the destination of the elements that both sides hold."""
     low, high = max(src.start, dst.start), min(src.stop, dst.stop)
+    # Without a common range, both slices must be empty. A negative length would wrap around.
     high = max(low, high)
-    return src.offsets()[low - src.start : high - src.start], dst.offsets()[
-        low - dst.start : high - dst.start
-    ]
+    here, there = (side.offsets()[low - side.start : high - side.start] for side in (dst, src))
+    return there, here
 
 
 def _listed(names: Iterable[str]) -> str:

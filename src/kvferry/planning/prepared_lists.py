@@ -1,9 +1,7 @@
 """Descriptors of one request as indices into prepared descriptor lists.
 
 Before any request, a transport prepares one descriptor for every row (run of a cell) of a route, every cell
-of a block, and every block. The index of a descriptor in the prepared list is
-``base + (row·cells + cell)·blocks + block`` (`PreparedEntries`). A request is then one array of indices per
-side.
+of a block, and every block (`PreparedEntries`). A request is then one array of indices per side.
 """
 
 from __future__ import annotations
@@ -24,12 +22,7 @@ Int32s: TypeAlias = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DescriptorIndices:
-    """The descriptors of a read, as indices into the descriptor lists that were prepared for both sides.
-
-    Attributes:
-        src, dst: index of each descriptor in the source's list and in the destination's list, int32 of shape
-            (n,).
-    """
+    """The descriptors of a read, as indices into the lists prepared for both sides: int32 of shape (n,)."""
 
     src: Int32s
     dst: Int32s
@@ -37,14 +30,12 @@ class DescriptorIndices:
 
 @dataclass(frozen=True, slots=True)
 class TransferCounts:
-    """The size of one request's transfer over one route (set of layers that are copied together).
+    """The size of one request's transfer over one route.
 
     Attributes:
-        bytes: number of bytes that the request needs, without gaps that are read and discarded.
-        pages: number of contiguous runs over all cells (parts of blocks), before merging. Often, a run is a
-            page.
-        descriptors: number of runs after merging. Runs of consecutive cells are merged if they are contiguous
-            in both the source and the destination.
+        bytes: bytes that the request needs, without gaps that are read and discarded.
+        pages: number of contiguous runs over all cells, before merging. Often, a run is a page.
+        descriptors: number of runs after those of consecutive cells are merged.
         largest_run: length in bytes of the longest run after merging.
     """
 
@@ -56,11 +47,10 @@ class TransferCounts:
 
 @dataclass(frozen=True, slots=True)
 class PreparedEntries:
-    """The entries of one transfer method in the prepared descriptor list of one side (source or destination).
+    """The entries of one transfer method in the prepared descriptor list of one side.
 
-    The entries form a contiguous range of the list, one for each combination of row (contiguous run of bytes
-    in a cell), cell (part of a block) and block. For a staging area, images (packed cells) take the place of
-    blocks.
+    They form a contiguous range of the list, one for each combination of row, cell and block. For a staging
+    area, images take the place of blocks.
 
     Attributes:
         base: index of the first entry in the list.
@@ -75,23 +65,21 @@ class PreparedEntries:
     def of(self, rows: int, ids: Int64s | Int32s, number: Int64s) -> Int32s:
         """Return the indices in the descriptor list for ``n`` cells, int32 of shape (rows · n,).
 
-        A cell is the part of a block that is copied as one unit. A row is a contiguous run of bytes in a
-        cell. The order is row-major: first row 0 of all cells, then row 1 of all cells. Neighbours in this
-        order are often neighbours in memory too. An index is
-        ``base + (row * cells + number % cells) * blocks + id``.
+        An index is ``base + (row * cells + number % cells) * blocks + id``.
 
         >>> PreparedEntries(100, 10, 3).of(2, np.array([4, 4, 5]), np.array([1, 2, 3])).tolist()
         [114, 124, 105, 144, 154, 135]
 
         Args:
             rows: number of rows per cell.
-            ids: id of the block (or index of the image) that holds each cell, of shape (n,).
+            ids: id of the block, or index of the image, that holds each cell, of shape (n,).
             number: index of each cell in the sequence, of shape (n,).
         """
         each = ids if self.cells == 1 else number % self.cells * self.blocks + ids
         each = each.astype(np.int32, copy=False)
         if rows == 1:
             return each + np.int32(self.base)
+        # Row-major, first row 0 of all cells: neighbours in this order are often neighbours in memory too.
         step = self.cells * self.blocks
         row = np.arange(self.base, self.base + rows * step, step, dtype=np.int32)
         found: Int32s = np.add.outer(row, each).reshape(-1)
@@ -99,17 +87,13 @@ class PreparedEntries:
 
 
 def count_transfer(route: Route, cells: Cells) -> TransferCounts:
-    """Return the bytes and descriptors that a request transfers over one route, without listing descriptors.
-
-    Args:
-        route: set of layers that are copied together from one rank to another.
-        cells: cells (parts of blocks) of the route that the request transfers.
-    """
+    """Return the bytes and descriptors of a request over one route, without listing descriptors."""
     total = pages = descriptors = largest = 0
     n = len(cells)
     for cell_copy in route.cell_copies if n else ():
         for length, rows in cell_copy.lengths:
             longest, breaks = 1, n - 1
+            # The block ids decide whether runs touch. They need not be compared if no runs can.
             if _may_touch(route, cell_copy, length):
                 longest, breaks = _touching(*_positions(route, cell_copy, cells), length)
             total += length * rows * n
@@ -120,18 +104,7 @@ def count_transfer(route: Route, cells: Cells) -> TransferCounts:
 
 
 def _positions(route: Route, cell_copy: CellCopy, cells: Cells) -> tuple[Int64s, Int64s]:
-    """Return the byte offset of each cell (part of a block) on both sides.
-
-    The offsets are relative to the cell of block 0 that has the lowest address.
-
-    Args:
-        route: layers to transfer, with the block strides of both sides.
-        cell_copy: copies of one cell, with the offsets of all cells in a block.
-        cells: block ids and index of each cell.
-
-    Returns:
-        (offsets at the source, offsets at the destination), int64 of shape (n,).
-    """
+    """Return the byte offsets (source, destination) of each cell, relative to the lowest cell of block 0."""
     src, dst = cells.src_block * route.src_stride, cells.dst_block * route.dst_stride
     if route.src_cells > 1:
         src += cell_copy.src_offset_array[cells.number % route.src_cells]
@@ -141,17 +114,7 @@ def _positions(route: Route, cell_copy: CellCopy, cells: Cells) -> tuple[Int64s,
 
 
 def _may_touch(route: Route, cell_copy: CellCopy, length: int) -> bool:
-    """Return True if runs of consecutive cells can be contiguous in both the source and the destination.
-
-    A cell is the part of a block that is copied as one unit, and a run is a contiguous range of bytes in a
-    cell. If True, the caller must compare the block ids of each request, which decide whether runs are
-    contiguous. If False, no runs of consecutive cells can be merged.
-
-    Args:
-        route: layers to transfer, with the block strides of both sides.
-        cell_copy: copies of one cell, which contain the runs.
-        length: length of a run in bytes.
-    """
+    """Return False if no runs of consecutive cells can be contiguous on both sides, for any block ids."""
     src_next = route.src_stride + cell_copy.src_offsets[0]
     dst_next = route.dst_stride + cell_copy.dst_offsets[0]
     src = length in cell_copy.src_steps or length == src_next - cell_copy.src_offsets[-1]
@@ -159,17 +122,6 @@ def _may_touch(route: Route, cell_copy: CellCopy, length: int) -> bool:
 
 
 def _touching(src: Int64s, dst: Int64s, length: int) -> tuple[int, int]:
-    """Return the largest number of runs that become one merged run, and the number of breaks between runs.
-
-    A run is merged into the previous run if it directly follows it at both the source and the destination.
-    Otherwise there is a break.
-
-    Args:
-        src, dst: byte offset of each run at the source and at the destination, int64 of shape (n,).
-        length: length of every run in bytes.
-
-    Returns:
-        (longest, breaks). The number of merged runs is ``breaks + 1``.
-    """
+    """Return (largest number of runs that become one merged run, number of breaks between runs)."""
     breaks = np.flatnonzero((np.diff(src) != length) | (np.diff(dst) != length)) + 1
     return int(np.diff(np.concatenate([[0], breaks, [len(src)]])).max()), len(breaks)

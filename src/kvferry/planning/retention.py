@@ -1,9 +1,8 @@
 """Retention: the choice of the chunks of a prompt that are worth storing.
 
 Every prefix needs all of its chunks of full attention, so these are always stored. The chunks of a window and
-a snapshot (recurrent state at one position) are useful only to prefixes that end near them. The setting
-`every` limits the prefixes: they end at multiples of `every` tokens and at the end of the prompt. Only the
-window chunks and snapshots that these prefixes need are stored.
+a snapshot are useful only to prefixes that end near them. Later prompts are expected to load prefixes that
+end at multiples of the setting `every` and at the end of the prompt, so only what these need is stored.
 
 Of the stored window chunks, those that no likely prefix needs are *cold*: they are evicted before all other
 chunks (`needed_chunks`). A window chunk is useful only together with all full-attention chunks before it, and
@@ -16,49 +15,39 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from math import lcm
 
-from kvferry.geometry import GroupKind
-from kvferry.planning.coverage import GroupPattern
+from kvferry.geometry import GroupKind, GroupPattern
 from kvferry.planning.select import attends_to_all, first_attended
 
+# An engine stores at most this many chunks with one order to its ranks.
 MAX_CHUNKS_PER_ORDER = 16
-"""Maximum number of chunks that an engine stores with one order to its ranks."""
 
+# Distance, in windows, of positions whose windows are never cold. The first prompt that shares a prefix with
+# another can continue from there.
 _REGULAR_WINDOWS = 8
-"""Distance, in windows, of positions whose windows are never cold. A prompt that is the first one to share a
-prefix with another can continue from there."""
 
 
 def last_prefix_ends(prompt: int, chunk_tokens: int, block_tokens: int) -> tuple[int, int]:
     """Return the lengths of the two longest prefixes of a prompt that later prompts are likely to load.
 
-    With recurrent state, a prefix can be loaded only if it ends at the end of a chunk and of a block, because
-    snapshots (states at one position) lie at ends of blocks.
-
     Args:
-        prompt: length of the prompt in tokens.
-        chunk_tokens: number of tokens per chunk.
-        block_tokens: number of tokens per block of the KV cache groups with recurrent state; 0 if there are
-            no such groups.
+        block_tokens: number of tokens per block of the groups with recurrent state; 0 without such groups.
 
     Returns:
         (shorter, longer), in tokens; the two may be equal. Without recurrent state, `shorter` is the prompt's
         whole chunks, and `longer` is the whole prompt, whose incomplete last chunk is stored too. With
-        recurrent state, `shorter` is the longest prefix that the same prompt can load. It excludes the last
-        token, which the engine always computes again. `longer` is the longest prefix that a continuation of
-        the prompt can load.
+        recurrent state, `shorter` is the longest prefix that the same prompt can load, and `longer` the
+        longest that a continuation can load.
     """
     if not block_tokens:
         return prompt // chunk_tokens * chunk_tokens, prompt
+    # Snapshots lie at ends of blocks and are stored at ends of chunks. The same prompt can load none after
+    # its last token, because the engine always computes that token again.
     interval = lcm(chunk_tokens, block_tokens)
     return (prompt - 1) // interval * interval, prompt // interval * interval
 
 
 def keeps_chunk(group: GroupPattern, number: int, chunk_tokens: int, every: int, ends: Iterable[int]) -> bool:
     """Return True if a chunk of an attention group is worth storing.
-
-    A chunk of full attention is always worth storing. A chunk of a group with an attention window is worth
-    storing if it has tokens in the window at the end of an expected prefix, which is a prefix that later
-    prompts are likely to load. If `every` is `chunk_tokens`, all chunks are worth storing.
 
     Example: a prompt of 10,240 tokens, chunks of 256 tokens, a window of 1,024 tokens, and prefixes that end
     at multiples of 4,096 tokens and at the end of the prompt. Four chunks before each end are stored.
@@ -70,23 +59,19 @@ def keeps_chunk(group: GroupPattern, number: int, chunk_tokens: int, every: int,
     [12, 13, 14, 15, 28, 29, 30, 31, 36, 37, 38, 39]
 
     Args:
-        group: attention pattern of the group, which is not a state group.
         number: index of the chunk in the prompt.
-        chunk_tokens: number of tokens per chunk.
         every: distance in tokens between the ends of expected prefixes, a multiple of `chunk_tokens`.
         ends: further lengths of expected prefixes in tokens, from `last_prefix_ends`.
     """
     if every == chunk_tokens or not group.attention_span:
         return True
+    # The next multiple of `every` after the chunk is the only one whose window can reach back to it.
     offered = ((number * chunk_tokens // every + 1) * every, *ends)
     return any(number in _window(group, chunk_tokens, end) for end in offered)
 
 
 def keeps_snapshot(tokens: int, chunk_tokens: int, every: int, ends: Iterable[int]) -> bool:
-    """Return True if a snapshot (recurrent state at one position) is worth storing.
-
-    A snapshot is worth storing if a chunk and an expected prefix (a prefix that later prompts are likely to
-    load) both end at the snapshot's position.
+    """Return True if a chunk and an expected prefix both end where the snapshot was taken.
 
     >>> ends = last_prefix_ends(1400, 128, 128)  # (1280, 1280)
     >>> [keeps_snapshot(tokens, 128, 1024, ends) for tokens in (64, 512, 1024, 1280)]
@@ -94,9 +79,6 @@ def keeps_snapshot(tokens: int, chunk_tokens: int, every: int, ends: Iterable[in
 
     Args:
         tokens: number of tokens from the start of the prompt that the state has seen.
-        chunk_tokens: number of tokens per chunk.
-        every: distance in tokens between the ends of expected prefixes, a multiple of `chunk_tokens`.
-        ends: further lengths of expected prefixes in tokens, from `last_prefix_ends`.
     """
     return tokens % chunk_tokens == 0 and (tokens % every == 0 or tokens in ends)
 
@@ -104,13 +86,7 @@ def keeps_snapshot(tokens: int, chunk_tokens: int, every: int, ends: Iterable[in
 def needed_chunks(
     groups: Sequence[GroupPattern], chunk_tokens: int, ends: Iterable[int]
 ) -> tuple[Collection[int] | None, ...]:
-    """Return the chunks that likely prefixes of a request need, for each KV cache group with cold chunks.
-
-    A *cold* chunk is evicted before all chunks that are not cold. Only chunks of a group with an attention
-    window can be cold. Prefixes that end at multiples of `_REGULAR_WINDOWS` times the longest window count as
-    likely too. No chunk is cold in two kinds of models. In a model with recurrent state, the snapshots decide
-    where a prefix can end. In a model without full attention, chunks in the tiers do not tell which prefixes
-    are shared.
+    """Return the indices of the chunks that are not cold, per group; None if no chunk of the group is cold.
 
     In this example, prefixes of 5,120 and 5,200 tokens are likely, and the one of 8 windows, 4,096 tokens:
 
@@ -121,15 +97,12 @@ def needed_chunks(
     (None, [14, 15, 18, 19, 20])
 
     Args:
-        groups: attention patterns of all groups of the model.
-        chunk_tokens: number of tokens per chunk.
         ends: lengths of the likely prefixes in tokens, at least one. The longest one is the longest prefix
             that the request has stored.
-
-    Returns:
-        For each group, the indices of the chunks that are not cold; None if no chunk of the group is cold.
     """
     kinds = {group.kind for group in groups}
+    # With recurrent state, the snapshots decide where a prefix can end. Without full attention, chunks in the
+    # tiers do not tell which prefixes are shared.
     if GroupKind.STATE in kinds or not any(map(attends_to_all, kinds)):
         return (None,) * len(groups)
     ends = set(ends)
@@ -146,14 +119,6 @@ def needed_chunks(
 
 
 def _window(group: GroupPattern, chunk_tokens: int, end: int) -> range:
-    """Return the chunks of a windowed group that hold tokens in the window at the end of a prefix.
-
-    The engine may compute the last token of the prefix again, so the window is the one of that token.
-
-    Args:
-        group: attention pattern of the group.
-        chunk_tokens: number of tokens per chunk.
-        end: length of the prefix in tokens.
-    """
-    first = max(first_attended(group.kind, group.attention_span, end - 1), 0)
+    # The engine may compute the last token of the prefix again, so the window is the one of that token.
+    first = max(first_attended(group, end - 1), 0)
     return range(first // chunk_tokens, -(-end // chunk_tokens))

@@ -8,9 +8,6 @@ from kvferry.geometry import Layer
 def same_scales(a: Layer, b: Layer) -> bool:
     """Return True if two ranks have equal quantisation scales for all heads of a layer that both hold.
 
-    Quantised KV that was written with one scale is wrong under another. A single scale applies to all heads
-    of the layer. A layer without a scale has scale 1.
-
     >>> from kvferry.geometry import Axis, Field, PageFormat, Scale
     >>> def layer(first, *scales):
     ...     k = Field("k", 1, 0, (Axis("head", ((2, 1),), first, 4),))
@@ -19,15 +16,13 @@ def same_scales(a: Layer, b: Layer) -> bool:
     False
     >>> same_scales(layer(0, Scale("k", (0.5, 0.25))), layer(1, Scale("k", (0.25, 0.125))))  # head 1: 0.25
     True
-
-    Args:
-        a, b: geometry of the layer on each rank.
     """
     return all(_same(source, a, b) for source in {scale.source for scale in (*a.scales, *b.scales)})
 
 
 def _same(source: str, a: Layer, b: Layer) -> bool:
     ours, theirs = _factors(a, source), _factors(b, source)
+    # A single factor holds for all heads of the layer, also for those that the other rank does not have.
     if len(ours) == len(theirs) == 1:
         return ours == theirs
     heads_a, heads_b = _heads(a), _heads(b)
@@ -36,11 +31,11 @@ def _same(source: str, a: Layer, b: Layer) -> bool:
 
 
 def _factors(layer: Layer, source: str) -> tuple[float, ...]:
+    # A layer without a scale has scale 1.
     return next((scale.factors for scale in layer.scales if scale.source == source), (1.0,))
 
 
 def _heads(layer: Layer) -> range:
-    """Return the indices of a layer's heads on this rank; ``range(1)`` if its fields have no heads."""
     axes = (field.axis("head") for field in layer.page.fields)
     return next((range(axis.start, axis.stop) for axis in axes if axis), range(1))
 

@@ -20,18 +20,15 @@ from math import lcm
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalForm
 
+# By default, the first snapshot lies at least this many tokens after the start.
 FIRST_SNAPSHOT_TOKENS = 1024
-"""Least default of the first position in tokens."""
 
+# A snapshot weighs at most this many times as much as the attention KV before the default first position.
 _WEIGHT = 4
-"""A snapshot weighs at most this many times as much as the attention KV before the default first position."""
 
 
 def first_snapshot(requested: int | None, interval: int, state_bytes: int, token_bytes: float) -> int:
     """Return the first position in tokens, rounded up to a multiple of `interval`; 0 for no positions.
-
-    By default, the first position is `FIRST_SNAPSHOT_TOKENS`, or later if snapshots are large: the attention
-    KV before it then weighs a quarter of a snapshot.
 
     >>> first_snapshot(None, 272, 39_518_208, 24_576), first_snapshot(None, 2080, 169_869_312, 8_192)
     (1088, 6240)
@@ -40,8 +37,8 @@ def first_snapshot(requested: int | None, interval: int, state_bytes: int, token
 
     Args:
         requested: requested position in tokens; 0 for no positions, None for the default.
-        interval: number of tokens of which every position is a multiple: snapshots lie at ends of blocks, and
-            are stored at ends of chunks.
+        interval: snapshots lie at ends of blocks and are stored at ends of chunks: multiples of this many
+            tokens.
         state_bytes: size of a snapshot in bytes.
         token_bytes: bytes of attention KV per token; 0 for a model without attention.
     """
@@ -63,11 +60,7 @@ def snapshot_interval_of(block_tokens: int, snapshot_tokens: int) -> int:
 
 
 def bytes_of_snapshots(canonical: CanonicalForm) -> tuple[int, float]:
-    """Return the size of a snapshot in bytes, and the bytes of attention KV per token, as tiers store them.
-
-    Args:
-        canonical: format in which chunks are stored. The first number is 0 without recurrent state.
-    """
+    """Return (bytes of a snapshot, bytes of attention KV per token), as tiers store them."""
     state = [group.chunk_bytes for group in canonical.groups if group.kind is GroupKind.STATE]
     total = sum(group.chunk_bytes for group in canonical.groups)
     return sum(state), (total - sum(state)) / canonical.chunk_tokens
@@ -76,20 +69,18 @@ def bytes_of_snapshots(canonical: CanonicalForm) -> tuple[int, float]:
 def snapshot_positions(prompt: int, start: int, shared: int, first: int, interval: int) -> tuple[int, ...]:
     """Return the positions of a prompt at which an engine should take snapshots, in ascending order.
 
-    No position is less than `first` tokens after `start`, because little is computed again up to there.
-
     >>> snapshot_positions(20_000, 0, 0, 1088, 272), snapshot_positions(20_000, 4352, 12_000, 1088, 272)
     ((1088, 2176, 4352, 8704, 17408), (8704, 11968, 17408))
 
     Args:
-        prompt: length of the prompt in tokens.
         start: position in tokens at which the engine begins to compute.
         shared: length in tokens of the longest prefix whose attention KV the tiers have.
         first: first position, from `first_snapshot`.
-        interval: number of tokens of which every position is a multiple.
     """
     if not first:
         return ()
+    # Whatever prefix two prompts share, one of the doubles lies in its second half.
     doubles = (first << n for n in range(max(prompt // first, 1).bit_length()))
     found = {*doubles, shared // interval * interval}
+    # Up to `first` tokens after the start, little is computed again.
     return tuple(sorted(at for at in found if start + first <= at < prompt))

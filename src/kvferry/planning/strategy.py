@@ -1,16 +1,13 @@
-"""Transfer methods of a route (direct, over-read, staged, shared), and the choice among them by cost.
-
-A *cell* is the part of a block that is copied as one unit, and an *image* is a cell packed into contiguous
-staging memory.
+"""Transfer methods of a route, and the choice among them by cost.
 
 - *direct*: the destination reads every run with one descriptor.
 - *over-read*: the destination reads contiguous ranges of the source, gaps included, into images. Then it
   copies the bytes that it needs into place.
-- *staged*: the source *gathers* the cell: it copies the cell's bytes into an image in the byte order of the
-  destination. The destination reads the image directly into place. If the destination's own runs are short
-  too, it reads the image into staging memory and *scatters* it: it copies the bytes from there into place.
-- *shared*: the source gathers the cell into host memory that the destination has mapped, because both run on
-  one machine. The destination scatters the image from there. The transport carries no KV.
+- *staged*: the source *gathers* the cell into an image in the byte order of the destination, which reads it
+  directly into place. If the destination's own runs are short too, it reads the image into staging memory and
+  *scatters* it from there.
+- *shared*: both run on one machine. The source gathers the cell into host memory that the destination has
+  mapped, and the destination scatters it from there. The transport carries no KV.
 
 A `TransferMethod` is one of these methods for one route, with its work per cell. `Costs` turns work into
 seconds. ``kvferry doctor --calibrate`` measures the costs of a machine. The defaults are those of two cores
@@ -30,36 +27,28 @@ from kvferry.planning.packed_image import PackedImage, fetch_image, gather_image
 from kvferry.planning.strided_copy import StridedCopy, fuse_copies
 from kvferry.planning.template import Route
 
+# A direct transfer has at most this many runs per cell, because a descriptor is prepared for each.
 MAX_RUNS = 1 << 17
-"""Maximum number of runs per cell in a direct transfer."""
 
+# A staged read is divided, so that the source gathers one segment while the previous one is read.
 SEGMENTS = 4
-"""Number of segments of a staged read. The source gathers one segment while the previous one is read."""
 
+# Small segments need more round trips, and large ones need more staging memory.
 SMALLEST_SEGMENT_BYTES, LARGEST_SEGMENT_BYTES = 2 << 20, 16 << 20
-"""Size limits of a gathered segment in bytes. Small segments need more round trips, and large ones need more
-staging memory."""
 
+# An over-read segment is small enough that the CPU's cache still holds it when it is unpacked.
 FETCHED_SEGMENT_BYTES = 4 << 20
-"""Size of an over-read segment in bytes, small enough that the CPU's cache still holds it when it is
-unpacked."""
 
+# A lane gets no smaller part of a route than this.
 LANE_BYTES = 2 << 20
-"""Smallest part of a route in bytes that is given to one lane (thread that reads)."""
 
 
+# Run length from which a GPU's copy engine copies to and from host memory, unless it was measured.
 COPY_ENGINE_BYTES = 512 << 10
-"""Run length from which a GPU's copy engine copies to and from host memory, unless it was measured."""
 
 
 class Strategy(StrEnum):
-    """How the bytes of a cell (part of a block that is copied as one unit) are transferred.
-
-    DIRECT: the destination reads each contiguous run of bytes into place. OVER_READ: the destination reads
-    whole ranges of the source, gaps included, and copies the needed bytes into place. STAGED: the source
-    packs the bytes into contiguous memory, and the destination reads them from there. SHARED: the source
-    packs the bytes into host memory that both sides have mapped, and the destination copies them from there.
-    """
+    """How the bytes of a cell are transferred."""
 
     DIRECT = "direct"
     OVER_READ = "over-read"
@@ -67,42 +56,35 @@ class Strategy(StrEnum):
     SHARED = "shared"
 
 
+# Smallest and largest value of costs that are neither seconds, nor shares, nor gains.
 _LIMITS = {"copy_engine_bytes": (1, 1 << 40)}
-"""Smallest and largest value of costs that are neither seconds, nor shares, nor gains."""
 
 
+# A copy to or from host memory takes at least this long per byte: 25 GB/s, what the bus of a GPU reaches.
 _HOST_BYTE_SECONDS = 4e-11
-"""Least seconds per byte of a copy to or from host memory: 25 GB/s, what the bus of a GPU reaches."""
 
+# The shared strategy is considered where a byte of a READ costs this much more than a copied one. Where READs
+# are carried as they should be, they leave the cores and the host memory to the engines.
 _SLOW_READS = 4.0
-"""Factor by which a byte of a READ must cost more than a copy, so that the shared strategy is considered.
-
-Where READs are carried as they should be, they leave the cores and the host memory to the engines.
-"""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Costs of transfer operations on a machine, as measured by ``kvferry doctor --calibrate``.
-
-    A *lane* is a thread that reads. Costs in seconds are those of one lane.
+    """Costs of transfer operations on a machine, for one lane.
 
     Attributes:
-        read_descriptor_seconds, read_byte_seconds: cost of a READ in seconds per descriptor and per byte.
-        copy_call_seconds, copy_run_seconds, copy_byte_seconds: cost of packing or unpacking bytes in seconds
-            per call of the copy operation (one call per `StridedCopy` and cell), per contiguous run and per
-            byte.
-        ask_seconds: round-trip time in seconds of a request that asks the source to pack one segment of a
-            transfer.
+        read_descriptor_seconds, read_byte_seconds: cost of a READ per descriptor and per byte.
+        copy_call_seconds, copy_run_seconds, copy_byte_seconds: cost of packing or unpacking per call of the
+            copy operation (one per `StridedCopy` and cell), per contiguous run and per byte.
+        ask_seconds: round-trip time of a request to the source to pack one segment.
         overlap: fraction of the shorter of two times (packing at the source, reading at the destination) that
-            is saved because the source packs one segment while the destination reads another. It is 1 between
-            two machines, and as low as 0 on one busy machine.
-        lanes_work_gain: factor by which all lanes together are faster than one lane at the work per
-            descriptor, call and run; limited by CPU cores.
-        lanes_byte_gain: factor by which all lanes together are faster than one lane at the work per byte;
-            limited by memory bandwidth.
-        copy_engine_bytes: length in bytes of the shortest run that a GPU's copy engine copies to or from host
-            memory faster than a kernel does. Not used where KV is in host memory.
+            is saved because both happen at once. It is 1 between two machines, and as low as 0 on one busy
+            machine.
+        lanes_work_gain: factor by which all lanes together are faster than one at the work per descriptor,
+            call and run; limited by CPU cores.
+        lanes_byte_gain: the same factor for the work per byte; limited by memory bandwidth.
+        copy_engine_bytes: shortest run that a GPU's copy engine copies to or from host memory faster than a
+            kernel does. Not used where KV is in host memory.
     """
 
     read_descriptor_seconds: float = 2.0e-6
@@ -124,7 +106,7 @@ class Costs:
                 raise ConfigError(f"{name} is {value}, it must be at least {low} and at most {high}")
 
     def of_lanes(self) -> Costs:
-        """Return the costs per unit of work if all lanes (threads that read) share the work."""
+        """Return the costs per unit of work if all lanes share the work."""
         return replace(
             self,
             read_descriptor_seconds=self.read_descriptor_seconds / self.lanes_work_gain,
@@ -141,23 +123,19 @@ class Costs:
 
     @property
     def gap_bytes(self) -> int:
-        """Length in bytes of the longest gap between two runs that is cheaper to read than to skip.
-
-        Skipping a gap takes one more descriptor.
-        """
+        """Length in bytes of the longest gap between two runs that is cheaper to read than to skip."""
+        # Skipping a gap takes one more descriptor. A calibration may measure a byte as free.
         return int(self.read_descriptor_seconds / max(self.read_byte_seconds, 1e-15))
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work of transferring one cell (part of a block that is copied as one unit) by one method.
+    """The work of transferring one cell by one method.
 
     Attributes:
         descriptors, read_bytes: number of descriptors, and number of bytes, of the READ.
-        gather_calls, gather_runs: number of calls of the source's copy operation, and number of runs that the
-            source copies; 0 if the source copies nothing.
-        scatter_calls, scatter_runs: number of calls of the destination's copy operation, and number of runs
-            that the destination copies; 0 if the destination copies nothing.
+        gather_calls, gather_runs: number of calls of the source's copy operation, and of runs that it copies.
+        scatter_calls, scatter_runs: the same for the destination; 0 if it copies nothing.
         bytes: number of useful bytes of the cell. Each copy operation copies this number of bytes.
         shared: True if the copies go to and from host memory, wherever the KV cache is.
     """
@@ -172,13 +150,9 @@ class Work:
     shared: bool = False
 
     def seconds(self, cells: int, costs: Costs) -> float:
-        """Return the expected duration in seconds of a transfer of `cells` cells (parts of blocks).
-
-        Args:
-            cells: number of cells to transfer.
-            costs: costs of the machine for one lane (thread that reads).
-        """
+        """Return the expected duration in seconds of a transfer of `cells` cells."""
         c = costs
+        # All lanes read and scatter a large transfer. The source gathers with one thread in any case.
         here = c.of_lanes() if cells * self.bytes >= 2 * LANE_BYTES else c
         read = cells * (
             self.descriptors * here.read_descriptor_seconds + self.read_bytes * here.read_byte_seconds
@@ -189,6 +163,7 @@ class Work:
         segments = max(1.0, cells * self.bytes / segment_bytes(cells * self.bytes))
         gather = self._copy(cells, self.gather_calls, self.gather_runs, c)
         ours = read + scatter + segments * c.read_descriptor_seconds
+        # The first segment is gathered before anything can be read, so nothing hides it.
         hidden = c.overlap * min(gather, ours) * (1 - 1 / segments)
         return segments * c.ask_seconds + gather + ours - hidden
 
@@ -203,14 +178,7 @@ class Work:
 class TransferMethod:
     """One method to transfer the cells of a route.
 
-    A route is a set of layers that are copied together between two ranks. A cell is the part of a block that
-    is copied as one unit. An image is a cell packed into contiguous memory.
-
     Attributes:
-        strategy: direct, over-read (the destination reads whole pages and unpacks them), staged (the source
-            packs cells before the destination reads them) or shared (the source packs cells into host memory
-            that the destination has mapped).
-        work: numbers of descriptors, bytes and copies that one cell costs.
         image: layout of images; None for the direct strategy.
         landing: copies by which the destination unpacks an image that the source has packed. None if no image
             is packed, or if READs put its bytes straight into blocks.
@@ -223,7 +191,7 @@ class TransferMethod:
 
     @property
     def scatters(self) -> tuple[PoolCopies, ...] | None:
-        """Copies by which the destination unpacks an image (packed cell); None if it unpacks no image."""
+        """Copies by which the destination unpacks an image; None if it unpacks none."""
         if self.image is not None and self.strategy is Strategy.OVER_READ:
             return self.image.pool_copies
         return self.landing
@@ -231,9 +199,6 @@ class TransferMethod:
 
 def segment_bytes(total: float) -> int:
     """Return the size in bytes of one segment of a staged transfer of `total` bytes.
-
-    The source packs one segment while the destination reads the previous segment. The size is `total` divided
-    by `SEGMENTS`, but at least `SMALLEST_SEGMENT_BYTES` and at most `LARGEST_SEGMENT_BYTES`.
 
     >>> segment_bytes(64 << 20) >> 20, segment_bytes(1 << 30) >> 20  # a fourth of 64 MiB; the maximum
     (16, 16)
@@ -251,15 +216,10 @@ def transfer_methods(
 ) -> tuple[TransferMethod, ...]:
     """Return all methods that can transfer the cells of a route.
 
-    A cell is the part of a block that is copied as one unit. An image is a cell packed into contiguous
-    memory.
-
     Args:
-        route: layers to transfer from one rank to another.
-        costs: costs of the machine. `Costs.gap_bytes` is the longest gap that is read instead of skipped.
-        max_image_bytes: maximum size of one image in bytes. Methods with larger images are left out.
-        region_starts: first address of each registered region of the source. No read may cross these
-            addresses. Empty if one region holds all pages.
+        max_image_bytes: methods with larger images are left out.
+        region_starts: first address of each registered region of the source, which no read may cross; empty
+            if one region holds all pages.
         shared: True if the destination has mapped host memory of the source.
 
     Raises:
@@ -281,15 +241,7 @@ def transfer_methods(
         )
         landing = tuple(PoolCopies(each.at, _as_strided_copies(each.descriptors)) for each in image.reads)
         scatter_calls, scatter_runs = _copies(landing)
-        work = Work(
-            descriptors=0,
-            read_bytes=size,
-            gather_calls=calls,
-            gather_runs=runs,
-            scatter_calls=scatter_calls,
-            scatter_runs=scatter_runs,
-            bytes=size,
-        )
+        work = Work(0, size, calls, runs, scatter_calls, scatter_runs, bytes=size)
         found.append(TransferMethod(Strategy.STAGED, work, image, landing))
         if shared:
             work = replace(work, read_bytes=0, shared=True)
@@ -297,9 +249,8 @@ def transfer_methods(
     fitting = [method for method in found if method.image is None or method.image.stride <= max_image_bytes]
     if not fitting:
         raise ConfigError(
-            f"cells of {size} bytes in {route.run_count} runs can only move packed, and staging memory "
-            "has room "
-            f"for cells of {max_image_bytes} bytes; raise staging_mib"
+            f"cells of {size} bytes in {route.run_count} runs can only move packed, and staging memory has "
+            f"room for cells of {max_image_bytes} bytes; raise staging_mib"
         )
     return tuple(fitting)
 
@@ -309,12 +260,8 @@ def choose_method(
 ) -> int:
     """Return the index of the transfer method with the shortest expected duration.
 
-    The shared strategy is considered only if READs are much slower than copies.
-
     Args:
-        methods: methods to choose from, at least one.
-        cells: number of cells (parts of blocks copied as one unit) to transfer.
-        costs: costs of the machine.
+        methods: at least one.
         strategy: strategy to which the choice is limited, if any method has it; None to choose among all
             methods.
     """
@@ -326,20 +273,9 @@ def choose_method(
 
 
 def _fetch_image(route: Route, gap_bytes: int, region_starts: Sequence[int]) -> PackedImage | None:
-    """Return the layout of images that the destination reads from the source and then unpacks.
-
-    An image is a cell (part of a block) packed into contiguous memory, here in the byte order of the source.
-    Return None if nothing is copied or an image would need too many reads.
-
-    Args:
-        route: layers to transfer from one rank to another.
-        gap_bytes: length in bytes of the longest gap that is read instead of skipped. This limit is reduced
-            until no read is longer than the distance between blocks, because it is never worth reading other
-            blocks.
-        region_starts: first address of each registered region of the source. No read may cross these
-            addresses.
-    """
+    """Return the layout of images that the destination reads from the source and then unpacks, if any."""
     image = fetch_image(route.cell_copies, gap_bytes, region_starts)
+    # A read longer than the distance between blocks would read other blocks, which is never worth it.
     while image and gap_bytes and image.longest > route.src_stride:
         gap_bytes //= 4
         image = fetch_image(route.cell_copies, gap_bytes, region_starts)
@@ -347,16 +283,11 @@ def _fetch_image(route: Route, gap_bytes: int, region_starts: Sequence[int]) -> 
 
 
 def _read_count(image: PackedImage) -> int:
-    """Return the number of reads (descriptors) of one image (packed cell)."""
     return sum(len(each.descriptors) for each in image.reads)
 
 
 def _copies(parts: Sequence[PoolCopies]) -> tuple[int, int]:
-    """Return (number of calls of the copy operation, number of copied runs) per cell (part of a block).
-
-    Args:
-        parts: strided copies that pack or unpack one cell.
-    """
+    """Return (number of calls of the copy operation, number of copied runs) per cell."""
     copies = [copy for part in parts for copy in part.nests]
     return len(copies), sum(copy.run_count for copy in copies)
 

@@ -28,7 +28,7 @@ class Loop:
 
     Attributes:
         count: number of iterations, at least 2.
-        src, dst: distance in bytes from one iteration to the next, at the source and at the destination.
+        src, dst: bytes from one iteration to the next on each side.
     """
 
     count: int
@@ -42,9 +42,9 @@ class StridedCopy:
 
     Attributes:
         src, dst: byte offset or address of the first run on each side.
-        run: length of a run in bytes. A run is contiguous on both sides.
-        loops: loops over the runs, outermost first, sorted by descending stride at the destination; empty for
-            a single run.
+        run: length of a run in bytes.
+        loops: loops over the runs, outermost first, by descending stride at the destination; empty for a
+            single run.
     """
 
     src: int
@@ -54,12 +54,10 @@ class StridedCopy:
 
     @property
     def run_count(self) -> int:
-        """Number of runs (contiguous ranges of bytes) that are copied."""
         return prod(loop.count for loop in self.loops)
 
     @property
     def bytes(self) -> int:
-        """Number of bytes that are copied."""
         return self.run_count * self.run
 
     def at(self, src: int, dst: int) -> StridedCopy:
@@ -67,26 +65,24 @@ class StridedCopy:
         return replace(self, src=self.src + src, dst=self.dst + dst)
 
     def ascending(self) -> tuple[StridedCopy, ...]:
-        """Return copies that copy the same bytes and have no negative strides.
-
-        A loop with a negative stride is replaced by one copy per iteration, because tensor views do not allow
-        negative strides.
+        """Return copies of the same bytes without negative strides.
 
         >>> StridedCopy(8, 0, 4, (Loop(2, -8, 100),)).ascending()
         (StridedCopy(src=8, dst=0, run=4, loops=()), StridedCopy(src=0, dst=100, run=4, loops=()))
         """
+        # A loop with a negative stride becomes one copy per iteration: tensor views allow no such strides.
         for number, loop in enumerate(self.loops):
             if loop.src < 0 or loop.dst < 0:
-                rest = replace(self, loops=self.loops[:number] + self.loops[number + 1 :])
-                parts = [rest.at(i * loop.src, i * loop.dst) for i in range(loop.count)]
-                return tuple(found for part in parts for found in part.ascending())
+                return tuple(found for part in self.unroll(number) for found in part.ascending())
         return (self,)
 
-    def descriptors(self) -> Descriptors:
-        """Return one descriptor (source, destination, length) per contiguous run of bytes.
+    def unroll(self, number: int) -> list[StridedCopy]:
+        """Return one copy per iteration of the loop with this index."""
+        loop, rest = self.loops[number], replace(self, loops=self.loops[:number] + self.loops[number + 1 :])
+        return [rest.at(i * loop.src, i * loop.dst) for i in range(loop.count)]
 
-        The order is that in which nested loops visit the runs: the innermost loop varies fastest.
-        """
+    def descriptors(self) -> Descriptors:
+        """Return one descriptor per run, in the order of nested loops: the innermost loop varies fastest."""
         src, dst = np.array([self.src], np.int64), np.array([self.dst], np.int64)
         for loop in self.loops:
             steps = np.arange(loop.count, dtype=np.int64)
@@ -96,10 +92,7 @@ class StridedCopy:
 
 
 def expand_copies(copies: Iterable[StridedCopy]) -> Descriptors:
-    """Return the descriptors of all runs of strided copies, sorted by destination.
-
-    Runs that are contiguous in both the source and the destination are merged into one.
-    """
+    """Return the descriptors of all runs, sorted by destination. Runs contiguous on both sides are merged."""
     return join([copy.descriptors() for copy in copies])
 
 
@@ -116,7 +109,6 @@ def strided_copies(
     [StridedCopy(src=100, dst=0, run=8, loops=(Loop(count=2, src=64, dst=8),))]
 
     Args:
-        item_bytes: bytes of one element. An element is contiguous on both sides.
         src, dst: address or byte offset to which the offsets of the axes are added, on each side.
         axes: for each axis, the byte offsets of its elements at the source and at the destination, int64 of
             shape (n,).
@@ -138,16 +130,14 @@ def strided_copies(
 
 
 def coalesce_copy(copy: StridedCopy) -> StridedCopy:
-    """Return a strided copy of the same bytes with fewer loops, if loops can be joined.
-
-    Two loops are joined if, on both sides, the stride of the outer loop is the stride of the inner loop times
-    the inner loop's count. A loop whose stride is the run length on both sides becomes a part of the run.
-    """
+    """Return a strided copy of the same bytes with as few loops as possible."""
     loops = sorted(copy.loops, key=lambda loop: (abs(loop.dst), abs(loop.src)))
     run, kept = copy.run, list[Loop]()
     for loop in loops:
+        # A loop whose stride is the run's length on both sides only makes the run longer.
         if not kept and loop.src == run and loop.dst == run:
             run *= loop.count
+        # An outer loop that continues where the inner one ends, on both sides, makes the inner one longer.
         elif kept and loop.src == kept[-1].src * kept[-1].count and loop.dst == kept[-1].dst * kept[-1].count:
             kept[-1] = replace(kept[-1], count=kept[-1].count * loop.count)
         else:
@@ -156,10 +146,9 @@ def coalesce_copy(copy: StridedCopy) -> StridedCopy:
 
 
 def fuse_copies(copies: Iterable[StridedCopy]) -> tuple[StridedCopy, ...]:
-    """Combine strided copies into fewer copies of the same bytes.
+    """Combine equal copies at regular distances into one copy with one more loop.
 
-    Equal copies at regular distances become one copy with one more loop. For example, K and V of a packed
-    page become one copy, and so do the layers of a cross-layer cache.
+    So K and V of a packed page become one copy, and so do the layers of a cross-layer cache.
 
     >>> fuse_copies([StridedCopy(0, 0, 8), StridedCopy(100, 8, 8), StridedCopy(200, 16, 8)])
     (StridedCopy(src=0, dst=0, run=8, loops=(Loop(count=3, src=100, dst=8),)),)
@@ -175,6 +164,7 @@ def fuse_copies(copies: Iterable[StridedCopy]) -> tuple[StridedCopy, ...]:
             coalesce_copy(StridedCopy(part.src, part.dst, run, (*part.loops, *loops)))
             for part in _describe_runs(*starts)
         ]
+    # Fused copies may be equal and regularly spaced themselves: heads first, then layers.
     if len(found) < sum(map(len, alike.values())):
         return fuse_copies(found)
     return tuple(sorted(found, key=lambda copy: copy.dst))
@@ -183,10 +173,7 @@ def fuse_copies(copies: Iterable[StridedCopy]) -> tuple[StridedCopy, ...]:
 def _describe_runs(src: Int64s, dst: Int64s) -> list[StridedCopy]:
     """Return strided copies whose runs begin at the given offsets, in the given order.
 
-    Regular offsets result in few copies. The copies have a run length of 0 bytes; the caller sets the length.
-
-    Args:
-        src, dst: byte offset of each run at the source and at the destination, int64 of shape (n,).
+    The copies have a run length of 0 bytes, which the caller replaces.
     """
     progressions = _progressions(src, dst)
     if len(progressions) == len(src):
@@ -211,14 +198,11 @@ def _describe_runs(src: Int64s, dst: Int64s) -> list[StridedCopy]:
 
 
 def _progressions(src: Int64s, dst: Int64s) -> list[tuple[int, Loop | None]]:
-    """Split pairs of offsets into arithmetic progressions (sequences with one stride per side).
-
-    Args:
-        src, dst: offset of each pair at the source and at the destination, int64 of shape (n,).
+    """Split pairs of offsets into arithmetic progressions, each with one stride per side.
 
     Returns:
-        (index of the first pair, loop over the pairs) for each progression. The loop is None if the
-        progression has a single pair.
+        (index of the first pair, loop over the pairs) for each progression; the loop is None for a single
+        pair.
     """
     found: list[tuple[int, Loop | None]] = []
     steps = np.stack([np.diff(src), np.diff(dst)], 1)
@@ -228,6 +212,7 @@ def _progressions(src: Int64s, dst: Int64s) -> list[tuple[int, Loop | None]]:
     for number, (low, high) in enumerate(pairwise(bounds)):
         first = max(low, start)
         longer_next = number + 2 < len(bounds) and bounds[number + 2] - high > 1
+        # Two pairs always have one stride. The second is worth more as the start of a longer progression.
         if high - first == 1 and longer_next:
             found.append((first, None))
             start = high

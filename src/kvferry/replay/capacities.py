@@ -6,10 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import ceil, log2
 
-from kvferry.replay.content import RequestKeys, in_batches, keys_of_each
+from kvferry.replay.content import RequestKeys, in_batches
 from kvferry.replay.curve import CurvePoint, StackDistances
-from kvferry.replay.engine_cache import EngineCache, engine_cache
-from kvferry.replay.model import ServedModel
+from kvferry.replay.engine_cache import EngineCache
 from kvferry.replay.pool import BlockPool
 from kvferry.replay.simulation import Simulation
 from kvferry.replay.tier import UNLIMITED
@@ -17,15 +16,14 @@ from kvferry.replay.trace.request import TraceRequest
 
 _LEAST_CHUNKS = 64
 _PER_DOUBLING = 4
+# Each pass replays the whole trace.
 _PASSES = 8
 
 
 def hit_rate_curve(passes: Iterator[Iterable[TraceRequest]], replayed: Simulation) -> list[CurvePoint]:
     """Return the hit rate of one engine by the capacity of its host memory, without slower tiers.
 
-    The engine has the pools of all engines of the replay. One pass is enough for the policy `lru` and a model
-    with one KV cache group, which attends to all tokens. Otherwise the trace is replayed for each of
-    `_PASSES` capacities.
+    The engine has the pools of all engines of the replay.
 
     Args:
         passes: yields the requests of the trace, once for each pass.
@@ -36,11 +34,12 @@ def hit_rate_curve(passes: Iterator[Iterable[TraceRequest]], replayed: Simulatio
     stored = sum(counts.stored_bytes for tier in replayed.tiers[0] for counts in tier.counts)
     largest = max(stored, 2 * least)
     pool = BlockPool(settings.pool.blocks * settings.engines)
+    # One pass is enough if the chunks form a stack and all of them have one size (`curve`).
     if settings.policy == "lru" and model.has_one_row:
         capacities = capacities_up_to(largest, least)
         distances = StackDistances(model.groups[0].chunk_bytes, model.chunk_tokens, capacities)
-        cache = engine_cache(model, pool.blocks, replayed.unit_tokens)
-        for number, looked_up in enumerate(_looked_up(model, cache, next(passes))):
+        cache = EngineCache(model, pool.blocks, replayed.unit_tokens)
+        for number, looked_up in enumerate(_looked_up(cache, next(passes))):
             distances.add(*looked_up, counted=number >= settings.skip)
         return distances.points()
     found = []
@@ -53,20 +52,13 @@ def hit_rate_curve(passes: Iterator[Iterable[TraceRequest]], replayed: Simulatio
 
 
 def _looked_up(
-    model: ServedModel, cache: EngineCache | None, requests: Iterable[TraceRequest]
+    cache: EngineCache, requests: Iterable[TraceRequest]
 ) -> Iterator[tuple[TraceRequest, RequestKeys, int]]:
     """Yield (request, keys of its chunks, number of tokens of its prompt that the engine has).
 
-    Args:
-        model: model with one KV cache group, which attends to all tokens.
-        cache: prefix cache of the engine, which keeps every request; None for an engine without one.
-        requests: requests that the engine serves one after the other.
+    The engine serves one request after the other, and `cache` keeps every one.
     """
     for batch in in_batches(requests):
-        if cache is None:
-            for request, keys in zip(batch, keys_of_each(batch, model.chunk_tokens, 1), strict=True):
-                yield request, keys, 0
-            continue
         for request, keys, runs in zip(batch, *cache.keys_of_each(batch), strict=True):
             yield request, keys, cache.look_up(request.prompt_tokens, runs).tokens
             cache.keep(request, runs, (), 0)
@@ -79,7 +71,6 @@ def capacities_up_to(largest: int, least: int, most: int = 0) -> list[int]:
     ([256, 304, 362, 431, 512, 609, 724, 861, 1024], [256, 512, 1024])
 
     Args:
-        largest, least: limits in bytes.
         most: number of capacities; 0 for a factor of at most 2^(1/4).
     """
     steps = most - 1 if most else max(ceil(_PER_DOUBLING * log2(largest / least)), 1)

@@ -16,21 +16,18 @@ from kvferry.replay.trace.request import Ids, TraceRequest, chunk_ids, tail_ids
 
 KEY_BYTES = 8
 _KEYS = np.dtype(f"V{KEY_BYTES}")
+# The golden ratio in 64 bits: multiples of it are far apart, so keys of different groups do not collide.
 _PER_GROUP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def group_keys(ids: Ids, groups: int) -> list[list[bytes]]:
-    """Return the keys of chunks in each KV cache group.
+    """Return the keys of chunks in each KV cache group, `KEY_BYTES` bytes each.
 
     >>> [key.hex() for key in group_keys(np.array([1, 256], np.uint64), 2)[1]]
     ['167c4a7fb979379e', '157d4a7fb979379e']
 
     Args:
         ids: identities of the chunks, uint64 of shape (chunks,).
-        groups: number of KV cache groups.
-
-    Returns:
-        A list per group, with one key of `KEY_BYTES` bytes per chunk.
     """
     if groups == 1:
         return [ids.view(_KEYS).tolist()]
@@ -42,12 +39,12 @@ def group_keys(ids: Ids, groups: int) -> list[list[bytes]]:
 class RequestKeys:
     """The keys of a request's chunks in each KV cache group, for one length of chunks.
 
+    `keys_of` and `keys_of_each` compute them.
+
     Attributes:
-        chunk_tokens: number of tokens per chunk.
         known_tokens: number of tokens, from the start of the request, whose identity the trace has. Tokens
             after the prompt are generated tokens.
-        computed_tokens: number of these tokens whose KV the engine computes. It does not compute the KV of
-            the last generated token.
+        computed_tokens: number of these tokens whose KV the engine computes.
         whole: keys of the whole chunks, one list per group.
     """
 
@@ -58,27 +55,16 @@ class RequestKeys:
         whole: list[list[bytes]],
         tails: dict[int, tuple[bytes, ...]],
     ) -> None:
-        """Keep the keys of a request. `keys_of` and `keys_of_each` compute them.
-
-        Args:
-            request: request of a trace.
-            chunk_tokens: number of tokens per chunk.
-            whole: keys of all whole chunks with known identities, one list per group.
-            tails: known results of `tail`, by number of tokens.
-        """
         self.chunk_tokens = chunk_tokens
         self.known_tokens = _known_tokens(request)
+        # The engine does not compute the KV of the last generated token.
         computed = request.prompt_tokens + max(request.output_tokens - 1, 0)
         self.computed_tokens = min(self.known_tokens, computed)
         self.whole = whole
         self._request, self._tails = request, tails
 
     def rows(self, tokens: int) -> list[list[bytes]]:
-        """Return the keys of the chunks of the request's first tokens, one list per group.
-
-        Args:
-            tokens: number of tokens. If a chunk ends after them, see `tail`.
-        """
+        """Return the keys of the chunks of the request's first tokens, one list per group."""
         whole, rest = divmod(tokens, self.chunk_tokens)
         rows = [keys[:whole] for keys in self.whole]
         if rest:
@@ -101,9 +87,7 @@ class RequestKeys:
     def in_order(self, prompt: int) -> list[bytes]:
         """Return the keys of all chunks in all groups, in the order of `PromptChunks.all_keys`.
 
-        Args:
-            prompt: length of the prompt in tokens. If it ends inside a chunk, the keys of this chunk, from
-                `tail`, are included.
+        If the prompt ends inside a chunk, the keys of this chunk, from `tail`, are included.
         """
         groups = len(self.whole)
         found = list(chain.from_iterable(zip(*self.whole, strict=True))) if groups > 1 else self.whole[0][:]
@@ -116,7 +100,7 @@ class RequestKeys:
         """Return the key, in each group, of the incomplete last chunk of the request's first tokens.
 
         Args:
-            tokens: length of the prompt in tokens, or a shorter prefix that ends in the prompt's last unit.
+            tokens: length of the prompt, or a shorter prefix that ends in the prompt's last unit.
         """
         if tokens not in self._tails:
             found = _tails([self._request], self.chunk_tokens, len(self.whole), [tokens])
@@ -125,13 +109,7 @@ class RequestKeys:
 
 
 def keys_of(request: TraceRequest, chunk_tokens: int, groups: int) -> RequestKeys:
-    """Compute the keys of a request. For many requests, `keys_of_each` is faster.
-
-    Args:
-        request: request of a trace.
-        chunk_tokens: number of tokens per chunk.
-        groups: number of KV cache groups.
-    """
+    """Compute the keys of a request. For many requests, `keys_of_each` is faster."""
     return keys_of_each([request], chunk_tokens, groups)[0]
 
 
@@ -143,12 +121,9 @@ def in_batches(requests: Iterable[TraceRequest]) -> Iterator[list[TraceRequest]]
 def keys_of_each(
     requests: Sequence[TraceRequest], chunk_tokens: int, groups: int, *ends: Sequence[int]
 ) -> list[RequestKeys]:
-    """Compute the keys of requests, all in a few arrays.
+    """Compute the keys of requests of one trace, all in a few arrays.
 
     Args:
-        requests: requests of one trace.
-        chunk_tokens: number of tokens per chunk.
-        groups: number of KV cache groups.
         *ends: each has a number of tokens for every request, for which `RequestKeys.tail` will be called. The
             lengths of the prompts need not be given.
     """
@@ -172,7 +147,7 @@ def keys_of_each(
 def _tails(
     requests: Sequence[TraceRequest], chunk_tokens: int, groups: int, tokens: Sequence[int]
 ) -> list[tuple[bytes, ...]]:
-    """Return the keys, in each group, of the incomplete last chunk of each request's first tokens."""
+    """Return the key, in each group, of the incomplete last chunk of each request's first tokens."""
     return list(zip(*group_keys(tail_ids(requests, chunk_tokens, np.array(tokens)), groups), strict=True))
 
 

@@ -46,7 +46,7 @@ def curve_as_json(points: Iterable[CurvePoint]) -> list[dict[str, float]]:
 
 
 class _Sums:
-    """A Fenwick tree: numbers at places, and sums over all later places. Grows as needed.
+    """A Fenwick tree: numbers at places from 0, and sums over all later places. Grows as needed.
 
     Source: Peter M. Fenwick, "A new data structure for cumulative frequency tables", Software: Practice and
     Experience 24(3), 1994.
@@ -57,7 +57,6 @@ class _Sums:
         self.total = 0
 
     def add(self, place: int, number: int) -> None:
-        """Add a number at a place, from 0."""
         while place + 1 >= len(self._tree):
             self._grow()
         self.total += number
@@ -67,7 +66,6 @@ class _Sums:
             at += at & -at
 
     def after(self, place: int) -> int:
-        """Return the sum of the numbers at later places."""
         at, before = place + 1, 0
         while at:
             before += self._tree[at]
@@ -75,24 +73,22 @@ class _Sums:
         return self.total - before
 
     def _grow(self) -> None:
-        """Double the number of places. The new half begins with zeros, so its last node has the total."""
+        # The new half begins with zeros, so its last node has the total.
         size = len(self._tree) - 1
         self._tree += [0] * size
         self._tree[2 * size] = self.total
 
 
 class StackDistances:
-    """The tokens that need not be computed at each capacity, added up while requests pass."""
+    """The tokens that need not be computed at each capacity, added up while requests pass.
+
+    Args:
+        chunk_bytes: bytes of a chunk in host memory.
+        capacities: capacities in bytes, ascending. Chunks that are deeper in the stack than the last one are
+            forgotten, so it bounds the memory that this object takes.
+    """
 
     def __init__(self, chunk_bytes: int, chunk_tokens: int, capacities: Sequence[int]) -> None:
-        """Begin with an empty stack.
-
-        Args:
-            chunk_bytes: bytes of a chunk in host memory.
-            chunk_tokens: number of tokens per chunk.
-            capacities: capacities in bytes, ascending. Chunks that are deeper in the stack than the last one
-                are forgotten, so it bounds the memory that this object takes.
-        """
         self._capacities = list(capacities)
         self._depths = np.asarray(capacities, np.int64) // chunk_bytes
         self._chunk_tokens = chunk_tokens
@@ -109,7 +105,6 @@ class StackDistances:
         """Pass a request: count its hits at each capacity, and put its chunks on top of the stack.
 
         Args:
-            request: the request.
             names: keys of its chunks, in one group.
             local_tokens: number of tokens of its prompt that the engine itself has.
             counted: False to move its chunks only.
@@ -136,7 +131,6 @@ class StackDistances:
         self._forget()
 
     def points(self) -> list[CurvePoint]:
-        """Return the hit rate at each capacity."""
         sums = (self._local_tokens + self._hits[:-1].cumsum()).tolist()
         each = zip(self._capacities, sums, strict=True)
         return [CurvePoint(capacity, hits / max(self._tokens, 1)) for capacity, hits in each]
@@ -151,11 +145,9 @@ class StackDistances:
             self._count += 1
 
     def _hit_runs(self, keys: Sequence[bytes]) -> list[tuple[int, int, int]]:
-        """Return the runs of the stack in which the first chunks of a prompt lie.
+        """Return the runs of the stack in which the first chunks of a prompt lie, as (run, first, last + 1).
 
-        Returns:
-            (number of the run, first place, place after the last) of each run. Places are indices in `keys`.
-            The chunk at the first place is the uppermost one of the run.
+        Places are indices in `keys`. The chunk at the first place is the uppermost one of the run.
         """
         found: list[tuple[int, int, int]] = []
         for place, key in enumerate(keys):

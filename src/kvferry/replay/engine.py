@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvferry.connector.local_prefix import LocalPrefix, last_boundary_before
-from kvferry.replay.content import RequestKeys, keys_of_each
-from kvferry.replay.engine_cache import NO_PREFIX, EngineCache
+from kvferry.replay.content import RequestKeys
+from kvferry.replay.engine_cache import EngineCache
 from kvferry.replay.model import ServedModel
 from kvferry.replay.stores import ComputedPrompt, snapshots_of, store_chunks
 from kvferry.replay.tiers import SimulatedTiers
@@ -25,10 +25,8 @@ class Hit(NamedTuple):
         tier_bytes: number of bytes loaded from each tier.
         attention_tokens: length in tokens of the longest prefix whose full-attention KV was at hand. Tokens
             beyond `found` were computed again because a window or a snapshot was missing.
-        group_tokens: for each KV cache group, length in tokens of the longest prefix that the group alone
-            could use.
-        shared_tokens: length in tokens of the longest prefix whose full-attention chunks the tiers and the
-            engine had at look-up.
+        group_tokens: length in tokens of the longest prefix that each group alone could use.
+        shared_tokens: as in `ComputedPrompt`.
     """
 
     local_tokens: int
@@ -48,22 +46,18 @@ class Arrived(NamedTuple):
     """A request that a simulated engine has not admitted yet.
 
     Attributes:
-        request: the request.
-        keys: keys of the request's chunks.
-        block_keys: keys of the request's runs of blocks; None if the engine has no prefix cache.
+        block_keys: keys of the request's runs of blocks.
     """
 
     request: TraceRequest
     keys: RequestKeys
-    block_keys: RequestKeys | None
+    block_keys: RequestKeys
 
 
 class Running(NamedTuple):
     """A request that a simulated engine has admitted and not finished.
 
     Attributes:
-        arrived: the request, with its keys.
-        hit: tokens that were not computed.
         shared: position of a prefix shared with another prompt, as in `ComputedPrompt`.
     """
 
@@ -74,33 +68,22 @@ class Running(NamedTuple):
 
 @dataclass(slots=True)
 class SimulatedEngine:
-    """An engine of a replay.
-
-    Attributes:
-        model: model and settings of the engine.
-        tiers: tiers of the engine.
-        cache: prefix cache of the engine; None for an engine without prefix caching.
-        waiting: requests that wait for the engine.
-    """
+    """An engine of a replay, which computes one prompt after the other."""
 
     model: ServedModel
     tiers: SimulatedTiers
-    cache: EngineCache | None
+    cache: EngineCache
     waiting: deque[Arrived] = field(default_factory=deque)
 
     def arrive(self, requests: Sequence[TraceRequest]) -> list[Arrived]:
         """Compute the keys of requests. The result may also go to another engine with equal settings."""
-        if self.cache is None:
-            each = keys_of_each(requests, self.model.chunk_tokens, len(self.model.groups))
-            return [Arrived(*both, None) for both in zip(requests, each, strict=True)]
         keys = self.cache.keys_of_each(requests)
-        return [Arrived(*all_of) for all_of in zip(requests, *keys, strict=True)]
+        return [Arrived(*each) for each in zip(requests, *keys, strict=True)]
 
     def admit(self, arrived: Arrived) -> Running:
         """Look a prompt up in the engine's prefix cache and in its tiers, and load what helps."""
-        prompt, local = arrived.request.prompt_tokens, NO_PREFIX
-        if self.cache is not None and arrived.block_keys is not None:
-            local = self.cache.look_up(prompt, arrived.block_keys)
+        prompt = arrived.request.prompt_tokens
+        local = self.cache.look_up(prompt, arrived.block_keys)
         hit = self._find(prompt, arrived.keys, local)
         completed = self.model.completes_prefixes and any(hit.tier_tokens)
         shared = local.tokens if local.needs_load and not completed else 0
@@ -113,25 +96,14 @@ class SimulatedEngine:
         prompt = ComputedPrompt(request.prompt_tokens, found, running.shared, running.hit.shared_tokens)
         snapshots = snapshots_of(self.model, prompt)
         store_chunks(self.model, self.tiers, keys, prompt, snapshots)
-        if self.cache is not None and block_keys is not None:
-            steps, loaded = self.model.form.steps, any(running.hit.tier_tokens)
-            if (
-                loaded
-                and self.model.state is not None
-                and found % steps.block_tokens == 0
-                and steps.retains(found)
-            ):
-                snapshots.insert(0, found)  # a loaded snapshot is cached like a computed one
-            self.cache.keep(request, block_keys, snapshots, running.shared)
+        steps = self.model.form.steps
+        loaded_state = self.model.state is not None and any(running.hit.tier_tokens)
+        if loaded_state and found % steps.block_tokens == 0 and steps.retains(found):
+            snapshots.insert(0, found)  # a loaded snapshot is cached like a computed one
+        self.cache.keep(request, block_keys, snapshots, running.shared)
 
     def _find(self, prompt: int, keys: RequestKeys, local: LocalPrefix) -> Hit:
-        """Load the longest usable prefix of a prompt, as `connector.admission` chooses it.
-
-        Args:
-            prompt: length of the prompt in tokens.
-            keys: keys of the request's chunks.
-            local: prefix that the engine has.
-        """
+        """Load the longest usable prefix of a prompt, as `connector.admission` chooses it."""
         if not self.model.completes_prefixes:
             return self._load(prompt, keys, local, local.resumable_tokens)
         hit = self._load(prompt, keys, local, local.tokens)
@@ -146,11 +118,9 @@ class SimulatedEngine:
         """Load the longest usable prefix, if it is longer than what the engine has.
 
         Args:
-            prompt: length of the prompt in tokens.
-            keys: keys of the request's chunks.
-            local: prefix that the engine has.
             begin: number of tokens of it before the load.
         """
+        # The last token is computed in any case, so a load of it alone saves nothing.
         saves_computation = prompt - begin > 1
         found = self.tiers.look_up(prompt, keys, begin) if saves_computation else None
         none = (0,) * len(self.tiers.tiers)

@@ -21,62 +21,50 @@ from kvferry.replay.model import BlockGroup, ServedModel
 from kvferry.replay.trace.request import TraceRequest
 from kvferry.tiers.eviction.lru import LRU
 
+# A running request holds this many blocks per table for recurrent state.
 _RUNNING_STATES = 2
-"""Blocks per table that a running request holds for recurrent state."""
 
 
+# Prefix of a prompt of which the engine has nothing.
 NO_PREFIX = LocalPrefix(0, 0)
-"""Prefix of a prompt of which the engine has nothing."""
-
-
-def engine_cache(model: ServedModel, num_blocks: int, unit_tokens: int) -> EngineCache | None:
-    """Return an empty prefix cache; None for an engine without prefix caching, which has 0 blocks."""
-    return EngineCache(model, num_blocks, unit_tokens) if num_blocks else None
 
 
 class EngineCache:
-    """The prefix cache of one engine."""
+    """The prefix cache of one engine.
+
+    Args:
+        num_blocks: number of blocks in the pool, over all KV cache groups; 0 without prefix caching.
+        unit_tokens: number of tokens per unit of the trace.
+    """
 
     def __init__(self, model: ServedModel, num_blocks: int, unit_tokens: int) -> None:
-        """Create an empty prefix cache.
-
-        Args:
-            model: model and settings of the engine.
-            num_blocks: number of blocks in the pool, over all KV cache groups.
-            unit_tokens: number of tokens per unit of the trace.
-        """
         self._model = model
         block = model.block_tokens
         has_tail = model.state is None and unit_tokens % block == 0
         self._run = unit_tokens if has_tail else block
         self._policy, self._sizes, self._used = LRU(num_blocks), dict[bytes, int](), 0
-        self._capacity = num_blocks - 1  # without the null block
+        self._capacity = max(num_blocks - 1, 0)  # without the null block
 
     def keys_of_each(self, requests: Sequence[TraceRequest]) -> tuple[list[RequestKeys], list[RequestKeys]]:
-        """Return the keys of the chunks of each request, and those of its runs of blocks.
-
-        Args:
-            requests: requests of one trace.
-        """
+        """Return the keys of the chunks of each request, and those of its runs of blocks."""
         chunk_tokens, groups = self._model.chunk_tokens, len(self._model.groups)
+        if not self._capacity:  # nothing is looked up by runs
+            chunks = keys_of_each(requests, chunk_tokens, groups)
+            return chunks, chunks
         ends = [self._whole_blocks(request.prompt_tokens) for request in requests]
         runs = keys_of_each(requests, self._run, groups, ends)
-        return runs if self._run == chunk_tokens else keys_of_each(requests, chunk_tokens, groups), runs
+        chunks = runs if self._run == chunk_tokens else keys_of_each(requests, chunk_tokens, groups)
+        return chunks, runs
 
     def look_up(self, prompt: int, keys: RequestKeys) -> LocalPrefix:
-        """Return the prefix of a prompt that the engine has. The last token is never part of it.
-
-        Args:
-            prompt: length of the prompt in tokens.
-            keys: keys of the request's runs.
-        """
+        """Return the prefix of a prompt that the engine has. The last token is never part of it."""
         model, held = self._model, self._sizes
         tokens = self._whole_blocks(prompt)
         leading = keys.whole[model.widest]
         if not held or not tokens or (model.attention and leading and leading[0] not in held):
             return NO_PREFIX
         rows = self._rows(tokens, keys)
-        if model.has_one_row:  # the rule of `coverage` for this case, without arrays
+        if model.has_one_row:  # the result of `coverage` without its arrays, which would take twice as long
             runs = next((number for number, key in enumerate(rows[0]) if key not in held), len(rows[0]))
             leading_tokens = min(runs * self._run, tokens)
             return LocalPrefix(leading_tokens, leading_tokens)
@@ -89,16 +77,17 @@ class EngineCache:
         """Allocate the blocks of a request, let it run, and keep those that later requests can share.
 
         Args:
-            request: request that the engine has served.
-            keys: keys of the request's runs.
             snapshots: positions in tokens at which the engine has taken and retained recurrent state.
             shared: position up to which the engine had the attention blocks, but not all other blocks, of
                 another prompt; 0 if there is none.
         """
+        if not self._capacity:
+            return
         total = request.prompt_tokens + max(request.output_tokens - 1, 0)  # the last one is not computed
         entries = self._entries(request.prompt_tokens, keys.computed_tokens, keys, snapshots, shared)
         each, sizes = [key for _, some in entries for key in some], self._sizes
         held = [key for key in each if key in sizes]
+        # The request holds the blocks that it shares, so they are not evicted for its new ones.
         self._policy.make_newest(held)
         needed = sum(self._running_blocks(group, total) for group in self._model.block_groups)
         self._make_room(needed - sum(map(sizes.__getitem__, held)))
@@ -109,6 +98,7 @@ class EngineCache:
                 self._policy.admit_all(new, size)
                 sizes.update(dict.fromkeys(new, size))
                 self._used += size * len(new)
+        # Freed from the last to the first, so the end of a prompt is evicted first.
         self._policy.make_newest(each[::-1])
 
     def _entries(
@@ -117,11 +107,7 @@ class EngineCache:
         """Return the runs of a request that stay in the cache, from the start of the prompt.
 
         Args:
-            prompt: length of the prompt in tokens.
             known: number of tokens whose identity is known, at least `prompt`.
-            keys: keys of the request's runs.
-            snapshots: positions in tokens at which the engine has retained recurrent state.
-            shared: position of a shared prefix, as for `keep`.
 
         Returns:
             (number of blocks of each run, keys of the runs) of consecutive runs of one size.
@@ -154,32 +140,24 @@ class EngineCache:
         return found
 
     def _window_runs(self, group: BlockGroup, runs: int, ends: set[int]) -> list[int]:
-        """Return the runs that a group with an attention window keeps.
-
-        With ``prefix_cache_retention_interval`` 0, vLLM keeps only the last window before the end of a prompt
-        and before the end of a prefix that another prompt shares.
-        """
+        """Return the runs that a group with an attention window keeps."""
+        # With `prefix_cache_retention_interval` 0, vLLM keeps only the last window before the end of a prompt
+        # and before the end of a prefix that another prompt shares.
         retention = self._model.form.steps.retention
         if retention is None:
             return list(range(runs))
         if retention:
             ends = ends | set(range(retention, runs * self._run + 1, retention))
-        found = {
-            number
-            for end in ends
-            for number in range(
-                max(int(first_attended(group.kind, group.attention_span, end)), 0) // self._run,
-                -(-end // self._run),
-            )
-        }
+        run, found = self._run, set[int]()
+        for end in ends:
+            found.update(range(max(int(first_attended(group, end)), 0) // run, -(-end // run)))
         return sorted(found)
 
     def _whole_blocks(self, prompt: int) -> int:
-        """Return the number of tokens of a prompt that the engine may find, which the last one is not."""
+        # The engine always computes the last token of a prompt.
         return (prompt - 1) // self._model.block_tokens * self._model.block_tokens
 
     def _running_blocks(self, group: BlockGroup, tokens: int) -> int:
-        """Return the number of blocks that a running request of `tokens` tokens needs in a group's tables."""
         if group.kind is GroupKind.STATE:
             return _RUNNING_STATES * group.tables
         if group.attention_span:
@@ -192,14 +170,8 @@ class EngineCache:
             self._used -= sum(map(self._sizes.pop, self._policy.evict_bytes(missing)))
 
     def _rows(self, tokens: int, keys: RequestKeys) -> list[list[bytes]]:
-        """Return the keys of the runs of a request's first tokens, one list per group.
-
-        If the tokens end inside a run, its key is the last one. The whole run counts as the incomplete run,
-        if the request has it.
-
-        Args:
-            tokens: number of tokens, at most the prompt.
-            keys: keys of the request's runs.
-        """
+        """Return the keys of the runs of a request's first tokens, one list per group."""
+        # If the tokens end inside a run, a request that has the whole run is looked up by the whole run's
+        # key.
         in_whole_run = len(keys.whole[0]) * self._run >= tokens
         return keys.rows(-(-tokens // self._run) * self._run if in_whole_run else tokens)

@@ -23,13 +23,7 @@ from kvferry.replay.tier import SimulatedTier
 
 
 class Wanted(NamedTuple):
-    """The chunks that a load needs, in the order of the prompt. All lists have one element per chunk.
-
-    Attributes:
-        keys: keys of the chunks.
-        groups: indices of their KV cache groups.
-        tiers: numbers of the fastest tiers that hold them.
-    """
+    """The chunks that a load needs, in the order of the prompt: their keys, groups, and fastest tiers."""
 
     keys: Sequence[bytes] = ()
     groups: Sequence[int] = ()
@@ -40,11 +34,10 @@ class Found(NamedTuple):
     """What tiers hold of a prompt.
 
     Attributes:
-        tokens: length in tokens of the longest prefix that can be loaded. If no chunk extends the prefix that
-            the engine itself has, this is the length of that prefix.
+        tokens: length in tokens of the longest prefix that can be loaded, at least that of the engine's own
+            prefix.
         attention_tokens: length in tokens of the longest prefix for which all full-attention chunks are held.
-        group_tokens: for each KV cache group, length in tokens of the longest prefix that the group alone
-            could use.
+        group_tokens: length in tokens of the longest prefix that each group alone could use.
         tier_tokens: number of tokens that each tier provides in a load of the longest prefix.
         wanted: chunks of this load.
     """
@@ -62,16 +55,15 @@ def look_up(
     """Look a prompt up in the tiers of an engine.
 
     Args:
-        model: model whose KV the tiers hold.
-        tiers: the tiers, the fastest first.
+        tiers: the fastest first.
         prompt: length of the prompt in tokens.
-        keys: keys of the request's chunks.
         local: number of tokens at the start of the prompt that the engine itself has.
 
     Returns:
         None if the prompt has no chunk, or no tier holds the first one.
     """
     size = keys.chunk_tokens
+    # As in `connector.tiers.source`: which prompts may be loaded to their end, and which have a tail.
     in_full = model.has_only_attention or windows_survive_load(model.block_groups, prompt)
     tokens = prompt if in_full else prompt - 1
     if not (in_full and model.state is None):
@@ -80,8 +72,11 @@ def look_up(
         return None
     if model.has_one_row:
         return _leading_chunks(tiers, keys.row(tokens), tokens, size, local)
-    if model.attention and local < size and not _is_held(keys.first(model.attention[0], tokens), tiers):
-        return None
+    # Most prompts of a trace are new, and their first chunk tells it without a look-up of the others.
+    if model.attention and local < size:
+        first = keys.first(model.attention[0], tokens)
+        if not any(first in tier.held for tier in tiers):
+            return None
     rows = keys.rows(tokens)
     covered = coverage(model.groups, ChunkedPrompt(tokens, size, prompt, local), _tier_numbers(tiers, rows))
     return _found(model, covered, rows, len(tiers))
@@ -90,17 +85,9 @@ def look_up(
 def _leading_chunks(
     tiers: Sequence[SimulatedTier], row: Sequence[bytes], tokens: int, size: int, local: int
 ) -> Found | None:
-    """Return what `look_up` returns for a model with one KV cache group, which attends to all tokens.
-
-    Such a model needs all chunks from the first one. So this gives the result of `coverage` without arrays.
-
-    Args:
-        tiers: the tiers, the fastest first.
-        row: keys of the chunks.
-        tokens: number of tokens in the chunks.
-        size: number of tokens per chunk.
-        local: number of tokens at the start of the prompt that the engine itself has.
-    """
+    """Return what `look_up` returns for a model with one group, which attends to all tokens."""
+    # Such a model needs all chunks from the first one, so the leading chunks that are held are the result of
+    # `coverage`. Its arrays would make the replay of such a model take 1.5 to 3 times as long.
     first = local // size
     held: Sequence[bytes] = list(takewhile(tiers[0].held.__contains__, islice(row, first, None)))
     numbers = [0] * len(held)
@@ -123,14 +110,7 @@ def _leading_chunks(
 
 
 def _found(model: ServedModel, covered: Coverage, rows: Sequence[Sequence[bytes]], tiers: int) -> Found:
-    """Return what a look-up has found.
-
-    Args:
-        model: model whose KV the tiers hold.
-        covered: usable prefixes of the prompt.
-        rows: keys of the chunks, one row per group.
-        tiers: number of tiers.
-    """
+    """Return what a look-up has found, from the usable prefixes and the keys of the chunks of each group."""
     end, slowest = covered.longest()
     local, chunks, tokens = covered.chunked.local_tokens, list[tuple[int, int, int]](), [0] * tiers
     if end > local:
@@ -148,9 +128,7 @@ def _found(model: ServedModel, covered: Coverage, rows: Sequence[Sequence[bytes]
         [group for _, group, _ in chunks],
         [tier for _, _, tier in chunks],
     )
-    each = covered.per_group
-    attention = min([each[group] for group in model.attention], default=local)
-    return Found(end, attention, each, tuple(tokens), wanted)
+    return Found(end, covered.full_attention_tokens, covered.per_group, tuple(tokens), wanted)
 
 
 def _tier_numbers(tiers: Sequence[SimulatedTier], rows: Iterable[Sequence[bytes]]) -> TierNumbers:
@@ -168,13 +146,4 @@ def _fastest(tiers: Iterable[SimulatedTier], keys: Iterable[bytes]) -> Iterator[
     """Yield the number of the fastest tier that holds each chunk."""
     held = [tier.held for tier in tiers]
     for key in keys:
-        for number, each in enumerate(held):
-            if key in each:
-                yield number
-                break
-        else:
-            yield NO_TIER
-
-
-def _is_held(key: bytes, tiers: Iterable[SimulatedTier]) -> bool:
-    return any(key in tier.held for tier in tiers)
+        yield next((number for number, each in enumerate(held) if key in each), NO_TIER)

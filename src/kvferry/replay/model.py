@@ -22,8 +22,7 @@ class BlockGroup:
     """The block tables of an engine that hold the KV of one kind of layers.
 
     Attributes:
-        kind: kind of attention of the layers, or recurrent state.
-        attention_span: window or attention chunk of the layers in tokens; 0 for other kinds.
+        attention_span: as in `geometry.Attention`.
         block_tokens: number of tokens per block.
         tables: number of block tables. Each has its own blocks of the pool.
     """
@@ -39,7 +38,6 @@ class ServedModel:
     """A model and the settings of the engine that serves it.
 
     Attributes:
-        name: name of the model.
         form: form in which the tiers store the model's KV, and what they store.
         block_groups: the engine's block tables, in the order of the KV cache groups in `form`.
         block_bytes: bytes of a block of the engine's pool on one rank.
@@ -52,12 +50,10 @@ class ServedModel:
 
     @cached_property
     def groups(self) -> tuple[CanonicalGroup, ...]:
-        """KV cache groups in the form in which chunks are stored."""
         return self.form.canonical.groups
 
     @cached_property
     def chunk_tokens(self) -> int:
-        """Number of tokens per chunk."""
         return self.form.canonical.chunk_tokens
 
     @cached_property
@@ -67,22 +63,21 @@ class ServedModel:
 
     @cached_property
     def widest(self) -> int:
-        """Index of the KV cache group that needs the most chunks to load a prefix."""
+        """Index of the group that needs the most chunks to load a prefix."""
         return widest_group(self.groups)
 
     @cached_property
     def attention(self) -> tuple[int, ...]:
-        """Indices of the KV cache groups that attend to all tokens."""
+        """Indices of the groups that attend to all tokens."""
         return tuple(n for n, group in enumerate(self.groups) if attends_to_all(group.kind))
 
     @cached_property
     def has_only_attention(self) -> bool:
-        """True if all layers attend to all tokens."""
         return len(self.attention) == len(self.groups)
 
     @cached_property
     def has_one_row(self) -> bool:
-        """True if the model has one KV cache group, which attends to all tokens."""
+        """True if the model has one group, which attends to all tokens."""
         return len(self.groups) == 1 and self.has_only_attention
 
     @cached_property
@@ -92,10 +87,8 @@ class ServedModel:
 
     @cached_property
     def completes_prefixes(self) -> bool:
-        """True if a load can bring the recurrent state after a prefix of the engine's own prefix cache.
-
-        vLLM passes such a prefix to the connector if all other layers have full attention.
-        """
+        """True if a load can bring the recurrent state after a prefix of the engine's own prefix cache."""
+        # vLLM passes such a prefix to the connector if all other layers have full attention.
         return self.state is not None and len(self.groups) == 2 and len(self.attention) == 1
 
     @cached_property
@@ -108,8 +101,6 @@ def served_model(reading: ModelReading, side: EngineSide, settings: KeptSettings
     """Return a model with the settings of the engine that serves it.
 
     Args:
-        reading: description of the model's KV cache.
-        side: settings of the engine that decide its memory layout.
         settings: settings of the engine and the tiers. `KeptSettings.prompt` has no effect.
 
     Raises:
@@ -118,6 +109,7 @@ def served_model(reading: ModelReading, side: EngineSide, settings: KeptSettings
     """
     form = stored_form(reading, side, settings)
     layers = reading.cache.layers
+    # Engines may divide layers of one kind among several block tables, and tiers store them in one group.
     tables: dict[tuple[GroupKind, int], list[int]] = {}
     engine = shape(reading, side, num_blocks=1)
     for group in engine.groups:

@@ -27,23 +27,11 @@ def page(found: Outcome) -> str:
 
 
 def size_page(found: Sizing, trace: str) -> str:
-    """Return the HTML page of the answer to a sizing question.
-
-    Args:
-        found: the answer.
-        trace: name of the trace.
-    """
+    """Return the HTML page of the answer to a sizing question."""
     return _page(f"{found.model.name} on {trace}", found.curve, partial(show_size, found))
 
 
 def _page(name: str, points: Sequence[CurvePoint], print_text: Callable[[Report], None]) -> str:
-    """Return an HTML page with a curve and the text of a report.
-
-    Args:
-        name: title of the page.
-        points: hit rate by capacity; fewer than two for no curve.
-        print_text: prints the text to a report.
-    """
     return html_page(name, [f"<h1>{escape(name)}</h1>", *curve_section(points), text_block(print_text)])
 
 
@@ -70,6 +58,7 @@ def curve_section(points: Sequence[CurvePoint], about: str = "") -> Iterator[str
 def _drawing(points: Sequence[CurvePoint]) -> str:
     """Return the curve as SVG: capacity from left to right on a logarithmic scale, hit rate upwards."""
     low, high = log2(points[0].capacity_bytes), log2(points[-1].capacity_bytes)
+    # The axis ends at the next tenth above the curve.
     top = max(ceil(10 * max(point.hit_rate for point in points)) / 10, 0.1)
 
     def across(capacity: float) -> float:

@@ -9,8 +9,8 @@ from kvferry.replay.model import ServedModel
 from kvferry.tiers.sizes import parse_size
 from kvferry.units import counted, format_bytes
 
+# Memory of a rank for KV cache, if nothing says it: half of a GPU with 80 GB. Weights take the rest.
 ASSUMED_KV_CACHE = "40GiB"
-"""Memory of a rank for KV cache, if nothing says it: half of a GPU with 80 GB. Weights take the rest."""
 
 
 class BlockPool(NamedTuple):
@@ -32,8 +32,8 @@ class BlockPool(NamedTuple):
         return f"with a prefix cache of {counted(self.blocks, 'block')}{self.source and f' ({self.source})'}"
 
 
+# The pool of an engine without prefix caching.
 NO_PREFIX_CACHE = BlockPool()
-"""The pool of an engine without prefix caching."""
 
 
 def block_pool(
@@ -42,7 +42,6 @@ def block_pool(
     """Return the block pool that an engine has.
 
     Args:
-        model: model and settings of the engine.
         blocks: number of blocks that the user gave; None to derive it.
         recorded: number of blocks of the engine that recorded the trace; None if no engine did.
         kv_cache_memory: size of the memory of each rank for KV cache, such as ``40GiB``; None for the

@@ -14,13 +14,13 @@ from kvferry.replay.model import ServedModel
 class RecordedEngine(msgspec.Struct, frozen=True):
     """The settings of an engine that recorded a trace. A value is None if the header does not have it.
 
+    Without tiers, the engine has no values of chunks and snapshots.
+
     Attributes:
         block_tokens: number of tokens per block, for each KV cache group.
         step_tokens: maximum number of tokens per step.
-        chunk_tokens: number of tokens per chunk; None also for an engine without tiers.
-        snapshot_tokens: distance in tokens between kept windows and snapshots; None as for `chunk_tokens`.
-        first_snapshot_tokens: first position of a snapshot for shared prefixes; 0 for none; None as for
-            `chunk_tokens`.
+        snapshot_tokens: distance in tokens between kept windows and snapshots.
+        first_snapshot_tokens: first position of a snapshot for shared prefixes; 0 for none.
         num_blocks: number of blocks in the engine's pool.
     """
 
@@ -39,11 +39,7 @@ class RecordedEngine(msgspec.Struct, frozen=True):
 
 
 def recorded_engine(name: str, header: Mapping[str, object]) -> RecordedEngine:
-    """Read the settings of an engine from the header of its trace.
-
-    Args:
-        name: name of the trace, for messages.
-        header: header of the trace; empty for a trace that no engine recorded.
+    """Read the settings of an engine from the header of its trace, which is empty if no engine recorded it.
 
     Raises:
         ConfigError: a setting has another type.
@@ -55,14 +51,8 @@ def recorded_engine(name: str, header: Mapping[str, object]) -> RecordedEngine:
 
 
 def with_blocks(model: ServedModel, block_tokens: int) -> ServedModel:
-    """Return a model with the block size that an engine really had, in all its block tables.
-
-    vLLM for CPUs chooses the blocks of models with recurrent state by other rules than on a GPU.
-
-    Args:
-        model: model and settings of an engine.
-        block_tokens: number of tokens per block.
-    """
+    """Return a model with the block size that an engine really had, in all its block tables."""
+    # vLLM for CPUs chooses the blocks of models with recurrent state by other rules than on a GPU.
     groups = tuple(replace(group, block_tokens=block_tokens) for group in model.block_groups)
     steps = replace(model.form.steps, block_tokens=block_tokens)
     return replace(model, block_groups=groups, form=replace(model.form, steps=steps))

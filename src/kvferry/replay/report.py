@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from kvferry.replay.curve import CurvePoint, curve_as_json
@@ -16,7 +17,6 @@ class TierOutcome:
     """The outcome of a replay for one kind of tier, over all engines.
 
     Attributes:
-        name: name of the tier, such as ``host``.
         capacity_bytes: capacity of one such tier in bytes; None for no limit.
         tiers: number of such tiers: one per engine, or 1 if all engines share it.
         hit_tokens: tokens of prompts that the tier provided.
@@ -32,93 +32,60 @@ class TierOutcome:
     group_counts: tuple[TierCounts, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True)
 class Outcome:
-    """The outcome of a replay.
+    """The outcome of a replay that has ended or was interrupted.
 
     Attributes:
-        simulation: the replay, with its settings and sums.
         trace: name of the trace.
-        unit_tokens: number of tokens per unit of the trace.
         complete: False if the replay was interrupted.
-        tiers: outcome of each kind of tier, host memory first.
         curve: hit rate by capacity of host memory; empty if it was not computed.
         tells_prefixes: False if the trace has only lengths, so that its hit rate means nothing.
     """
 
     simulation: Simulation
     trace: str
-    unit_tokens: int
     complete: bool
-    tiers: tuple[TierOutcome, ...]
     curve: tuple[CurvePoint, ...] = ()
     tells_prefixes: bool = True
 
+    @cached_property
+    def tiers(self) -> tuple[TierOutcome, ...]:
+        """Outcome of each kind of tier, host memory first."""
+        return tuple(map(self._tier, range(len(self.simulation.tiers))))
 
-def outcome(
-    simulation: Simulation,
-    trace: str,
-    unit_tokens: int,
-    *,
-    complete: bool,
-    curve: tuple[CurvePoint, ...] = (),
-    tells_prefixes: bool = True,
-) -> Outcome:
-    """Return the outcome of a replay.
-
-    Args:
-        simulation: replay that has ended or was interrupted.
-        trace: name of the trace.
-        unit_tokens: number of tokens per unit of the trace.
-        complete: False if it was interrupted.
-        curve: hit rate by capacity of host memory.
-        tells_prefixes: False if the trace has only lengths.
-    """
-    tiers = []
-    for number, setting in enumerate(simulation.settings.tiers):
-        same = simulation.tiers[number]
-        groups = tuple(
-            TierCounts.sum([tier.counts[group] for tier in same])
-            for group in range(len(simulation.model.groups))
+    def _tier(self, number: int) -> TierOutcome:
+        setting, same = self.simulation.settings.tiers[number], self.simulation.tiers[number]
+        counts = zip(*(tier.counts for tier in same), strict=True)
+        groups = tuple(map(TierCounts.sum, counts))
+        return TierOutcome(
+            name=setting.kind,
+            capacity_bytes=None if setting.capacity_bytes == UNLIMITED else setting.capacity_bytes,
+            tiers=len(same),
+            hit_tokens=self.simulation.results.tier_tokens[number],
+            counts=TierCounts.sum(groups),
+            group_counts=groups,
         )
-        tiers.append(
-            TierOutcome(
-                name=setting.kind,
-                capacity_bytes=None if setting.capacity_bytes == UNLIMITED else setting.capacity_bytes,
-                tiers=len(same),
-                hit_tokens=simulation.results.tier_tokens[number],
-                counts=TierCounts.sum(groups),
-                group_counts=groups,
-            )
-        )
-    return Outcome(
-        simulation=simulation,
-        trace=trace,
-        unit_tokens=unit_tokens,
-        complete=complete,
-        tiers=tuple(tiers),
-        curve=curve,
-        tells_prefixes=tells_prefixes,
-    )
 
 
 def as_json(found: Outcome) -> dict[str, Any]:
     """Return an outcome as values that can be written as JSON. docs/replay.md explains every key.
 
-    Sizes are in bytes, times in seconds, lengths in tokens, and rates are shares from 0 to 1. Hits are
-    None if the trace has only lengths.
+    Sizes are in bytes, times in seconds, lengths in tokens, and rates are shares from 0 to 1. Hits are None
+    if the trace has only lengths.
     """
     simulation = found.simulation
     results, settings = simulation.results, simulation.settings
     prompt = max(results.prompt_tokens, 1)
     known = found.tells_prefixes
 
+    # With lengths alone every prompt looks new, and a hit rate of 0 would be wrong.
     def told(value: float) -> float | None:
         return value if known else None
 
     return {
         "trace": found.trace,
-        "unit_tokens": found.unit_tokens,
+        "unit_tokens": simulation.unit_tokens,
         "complete": found.complete,
         "why_no_hit_rate": None if known else f"the trace {ONLY_LENGTHS}",
         "model": simulation.model.name,

@@ -2,11 +2,54 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
+from math import ceil, exp, log
 
 from kvferry.replay.engine import Hit
-from kvferry.replay.times import Times
 from kvferry.replay.trace.request import TraceRequest
+
+# Classes are 2 % wide, so memory is bounded and quantiles are at most 1 % off.
+_STEP = log(1.02)
+_LEAST = 1e-6
+
+
+class Times:
+    """A histogram of times in seconds.
+
+    >>> times = Times()
+    >>> for number in range(1, 101):
+    ...     times.add(number)
+    >>> round(times.quantile(0.5)), round(times.mean, 1), len(times)
+    (50, 50.5, 100)
+    """
+
+    def __init__(self) -> None:
+        self._classes: Counter[int] = Counter()
+        self._sum, self._count = 0.0, 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, seconds: float) -> None:
+        """Add a time. Times below a microsecond count as a microsecond."""
+        self._classes[round(log(max(seconds, _LEAST)) / _STEP)] += 1
+        self._sum += seconds
+        self._count += 1
+
+    @property
+    def mean(self) -> float:
+        """Mean in seconds; 0 without times."""
+        return self._sum / self._count if self._count else 0.0
+
+    def quantile(self, share: float) -> float:
+        """Return the time in seconds that a share (0 to 1) of all times does not exceed; 0 without times."""
+        left = max(ceil(share * self._count), 1)
+        for number in sorted(self._classes):
+            left -= self._classes[number]
+            if left <= 0:
+                return exp(number * _STEP)
+        return 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -16,14 +59,11 @@ class Results:
     Attributes:
         tier_tokens: tokens that each tier provided, host memory first.
         tier_bytes: bytes that loads took from each tier.
-        group_tokens: for each KV cache group, tokens of the longest prefix that the group alone could use.
-        requests: number of requests.
-        prompt_tokens, output_tokens: tokens of all prompts and of all answers.
+        group_tokens: tokens of the longest prefix that each group alone could use.
         local_tokens: tokens that engines had in their own prefix caches.
         lost_tokens: tokens whose full-attention KV was at hand, but that were computed again because a window
-            or a snapshot of recurrent state was missing at their end.
+            or a snapshot was missing at their end.
         units, unit_hits: number of units of the trace in all prompts, and of those that were not computed.
-            An incomplete last unit counts as a hit only if the whole prompt was found.
         first_arrival, last_arrival: seconds from the start of the trace to the first and the last counted
             arrival.
         waits: times from arrival to the first token.
@@ -47,7 +87,6 @@ class Results:
 
     @property
     def hit_tokens(self) -> int:
-        """Tokens that were not computed."""
         return self.local_tokens + sum(self.tier_tokens)
 
     @property
@@ -82,6 +121,7 @@ class Results:
         self.output_tokens += request.output_tokens
         self.local_tokens += hit.local_tokens
         self.lost_tokens += max(hit.attention_tokens - found, 0)
+        # An incomplete last unit is a hit only if the whole prompt was found.
         self.units += -(-prompt // unit)
         self.unit_hits += -(-found // unit) if found == prompt else found // unit
         for number, tokens in enumerate(hit.tier_tokens):

@@ -10,25 +10,20 @@ from typing import Protocol
 from kvferry.replay.settings import RouteName
 from kvferry.replay.trace.request import TraceRequest
 
+# The route `prefix` remembers at most this many prefixes. The oldest half is then forgotten.
 _MOST_PREFIXES = 1 << 22
-"""Maximum number of prefixes that the route `prefix` remembers. The oldest half is then forgotten."""
+# Share of a prompt that an engine must have served to be preferred: the default of vllm-router's policy
+# ``cache_aware`` (``--cache-threshold``).
 _LEAST_SHARE = 0.3
-"""Share of a prompt that an engine must have served to be preferred: the default of vllm-router's policy
-``cache_aware`` (``--cache-threshold``)."""
+# Requests by which the queue of a preferred engine may be longer than the shortest queue.
 _MOST_AHEAD = 4
-"""Requests by which the queue of a preferred engine may be longer than the shortest queue."""
 
 
 class Route(Protocol):
     """A way to choose an engine."""
 
     def choose(self, request: TraceRequest, queues: Sequence[int]) -> int:
-        """Return the index of the engine for a request.
-
-        Args:
-            request: request that arrives.
-            queues: number of requests that wait or run at each engine.
-        """
+        """Return the index of the engine for a request, by the requests that wait or run at each engine."""
 
 
 class RandomRoute:
@@ -38,7 +33,6 @@ class RandomRoute:
         self._random = random.Random(seed)  # noqa: S311 - a simulation
 
     def choose(self, request: TraceRequest, queues: Sequence[int]) -> int:
-        """Return the index of a random engine."""
         del request
         return self._random.randrange(len(queues))
 
@@ -50,7 +44,6 @@ class SessionRoute:
     """
 
     def choose(self, request: TraceRequest, queues: Sequence[int]) -> int:
-        """Return the index of the session's engine."""
         first = int(request.prefix_ids[0]) if len(request.prefix_ids) else request.prompt_id
         seed = request.session or first
         return random.Random(seed).randrange(len(queues))  # noqa: S311 - a stable digest of the session
@@ -60,8 +53,7 @@ class PrefixRoute:
     """Chooses the engine that served the longest prefix of the prompt before.
 
     A prompt of which no engine served at least `_LEAST_SHARE` goes to the engine with the shortest queue, of
-    several to the one that got the fewest tokens so far. So does a prompt whose preferred engine has a queue
-    that is `_MOST_AHEAD` requests longer than that.
+    several to the one that got the fewest tokens so far.
     """
 
     def __init__(self) -> None:
@@ -69,7 +61,6 @@ class PrefixRoute:
         self._tokens: Counter[int] = Counter()
 
     def choose(self, request: TraceRequest, queues: Sequence[int]) -> int:
-        """Return the index of the engine, and remember that it serves the prompt's prefixes."""
         units = request.prompt_tokens // request.unit_tokens
         ids = request.prefix_ids[:units].tolist()
         shortest = min(range(len(queues)), key=lambda number: (queues[number], self._tokens[number]))
@@ -77,6 +68,7 @@ class PrefixRoute:
         owner = next(
             (self._owners[one] for one in reversed(ids[least - 1 :]) if one in self._owners), shortest
         )
+        # A long queue costs more time than the prefix saves.
         if queues[owner] - queues[shortest] >= _MOST_AHEAD:
             owner = shortest
         self._tokens[owner] += request.prompt_tokens
@@ -88,12 +80,7 @@ class PrefixRoute:
 
 
 def route_named(name: RouteName, seed: int) -> Route:
-    """Return the route with a name.
-
-    Args:
-        name: name of the route.
-        seed: seed of random choices.
-    """
+    """Return the route with a name. Random choices have a seed."""
     routes: dict[RouteName, Callable[[], Route]] = {
         "random": lambda: RandomRoute(seed),
         "session": SessionRoute,

@@ -14,12 +14,11 @@ from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.names import HOST
 from kvferry.tiers.sizes import parse_size
 
+# Names of the ways to choose an engine for a request.
 RouteName: TypeAlias = Literal["prefix", "random", "session"]
-"""Names of the ways to choose an engine for a request."""
 
+# Assumed speed of loads from each kind of tier. `kvferry bench` measures it.
 BYTES_PER_SECOND: Mapping[str, float] = MappingProxyType({"host": 20e9, "file": 3e9, "object": 1e9})
-"""Assumed speed of loads from each kind of tier, in bytes per second, if none is given. Measure your own with
-`kvferry bench`."""
 
 _NO_LIMIT = ("unlimited", "none")
 _SHARED = "shared"
@@ -30,7 +29,7 @@ class TierSetting:
     """A tier of a replay.
 
     Attributes:
-        kind: kind of the tier: host, file or object.
+        kind: host, file or object.
         capacity_bytes: maximum bytes of its chunks, for each engine or for all engines together.
         shared: True if all engines share the tier, False if each engine has its own.
         bytes_per_second: speed of loads from the tier.
@@ -76,13 +75,9 @@ class ReplaySettings:
 
     Attributes:
         tiers: tiers of each engine, host memory first.
-        engines: number of engines.
-        pool: block pool of each engine.
         policy: name of the eviction policy of host memory. Storage evicts the least recently used chunks.
-        route: how an engine is chosen for a request.
         prefill_tokens_per_second: tokens that an engine computes per second; 0 to assume that a request has
             ended before the next one arrives.
-        seed: seed of random choices.
         skip: number of requests at the start of the trace that are replayed but not counted.
     """
 

@@ -6,23 +6,18 @@ from collections.abc import Iterator, Sequence
 
 from kvferry.replay.curve import CurvePoint
 from kvferry.replay.report import Outcome, TierOutcome
+from kvferry.replay.results import Times
 from kvferry.replay.settings import ReplaySettings
-from kvferry.replay.times import Times
 from kvferry.report import Report
 from kvferry.table import Column
 from kvferry.units import counted, format_age, format_bytes, format_count, format_seconds
 
+# Length in characters of the bar for a hit rate of 100 %.
 _BAR = 40
-"""Length in characters of the bar for a hit rate of 100 %."""
 
 
 def show(found: Outcome, report: Report) -> None:
-    """Print the outcome of a replay.
-
-    Args:
-        found: outcome to print.
-        report: report to print to.
-    """
+    """Print the outcome of a replay."""
     simulation, results = found.simulation, found.simulation.results
     model, settings = simulation.model, simulation.settings
     if not found.complete:
@@ -61,7 +56,6 @@ def engines(settings: ReplaySettings) -> str:
 
 
 def _show_hits(found: Outcome, report: Report) -> None:
-    """Print the share of the prompt tokens that need not be computed, and where they come from."""
     results = found.simulation.results
     report.heading(
         f"Tiers save {results.tier_hit_rate:.1%} of the prompt tokens from being computed, the engine's own "
@@ -71,7 +65,7 @@ def _show_hits(found: Outcome, report: Report) -> None:
     )
     report.note(
         f"Together {results.hit_rate:.1%}, or {results.unit_hit_rate:.1%} of the trace's units of "
-        f"{found.unit_tokens:,} tokens."
+        f"{found.simulation.unit_tokens:,} tokens."
     )
     report.table(_PLACES, list(_places(found)), last_is_total=True)
     _show_groups(found, report)
@@ -91,7 +85,6 @@ def _places(found: Outcome) -> Iterator[tuple[str, str, str]]:
 
 
 def _show_groups(found: Outcome, report: Report) -> None:
-    """Print what each KV cache group could have used alone, for a model with several groups."""
     model, results = found.simulation.model, found.simulation.results
     if len(model.groups) == 1:
         return
@@ -160,13 +153,7 @@ _CURVE = Column("capacity", left=True), Column("hit rate"), Column("as a bar", r
 
 
 def show_curve(points: Sequence[CurvePoint], settings: ReplaySettings, report: Report) -> None:
-    """Print the hit rate by capacity of host memory.
-
-    Args:
-        points: points of the curve.
-        settings: settings of the replay with unlimited memory.
-        report: report to print to.
-    """
+    """Print the hit rate by capacity of host memory."""
     beside = ", with the engine's prefix cache" if settings.pool.blocks else " alone"
     report.text()
     report.heading(f"Hit rate by capacity of host memory{beside}")

@@ -12,18 +12,13 @@ from kvferry.report import Report
 from kvferry.table import Column
 from kvferry.units import format_bytes, format_count
 
+# Share of the prompt tokens below which tiers are not worth it.
 _LITTLE = 0.05
-"""Share of the prompt tokens below which tiers are not worth it."""
 _SHORT_LIVED_YEARS = 3.0
 
 
 def show_size(found: Sizing, report: Report) -> None:
-    """Print the answer to a sizing question.
-
-    Args:
-        found: answer to print.
-        report: report to print to.
-    """
+    """Print the answer to a sizing question."""
     report.heading(answer(found))
     for sentence in sentences(found):
         report.text(sentence)

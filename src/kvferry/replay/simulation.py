@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 
 from kvferry.replay.content import in_batches
 from kvferry.replay.engine import Arrived, Hit, Running, SimulatedEngine
-from kvferry.replay.engine_cache import engine_cache
+from kvferry.replay.engine_cache import EngineCache
 from kvferry.replay.model import ServedModel
 from kvferry.replay.results import Results
 from kvferry.replay.routes import route_named
@@ -27,15 +27,15 @@ from kvferry.tiers.names import HOST
 
 
 class Simulation:
-    """A replay in progress.
+    """A replay in progress, at first with idle engines and empty caches.
 
     Attributes:
-        model: model and settings of the engines.
-        settings: settings of the replay.
         unit_tokens: number of tokens per unit of the trace.
         tiers: all tiers of each kind, in the order of `ReplaySettings.tiers`. A shared tier appears once.
-        engines: simulated engines.
         results: sums over the requests so far.
+
+    Args:
+        on_hit: called with each counted request and what was found for it, when its engine has admitted it.
     """
 
     def __init__(
@@ -45,15 +45,6 @@ class Simulation:
         unit_tokens: int,
         on_hit: Callable[[TraceRequest, Hit], None] | None = None,
     ) -> None:
-        """Create idle engines with empty caches.
-
-        Args:
-            model: model and settings of the engines.
-            settings: settings of the replay.
-            unit_tokens: number of tokens per unit of the trace.
-            on_hit: called with each counted request and what was found for it, when its engine has admitted
-                it; None for no call.
-        """
         self._on_hit = on_hit
         self.model, self.settings, self.unit_tokens = model, settings, unit_tokens
         self.tiers: list[list[SimulatedTier]] = [[] for _ in settings.tiers]
@@ -69,12 +60,9 @@ class Simulation:
         self._free_without_tiers = [0.0] * settings.engines
 
     def run(self, requests: Iterable[TraceRequest]) -> Results:
-        """Replay requests, and return the sums.
+        """Replay requests in the order of their arrival, and return the sums.
 
         If a KeyboardInterrupt or another exception ends the replay, `results` has the sums so far.
-
-        Args:
-            requests: requests in the order of their arrival.
         """
         timed = self.settings.prefill_tokens_per_second > 0
         for batch in in_batches(requests):
@@ -92,7 +80,6 @@ class Simulation:
         return self.results
 
     def _admit(self, engine: SimulatedEngine, arrived: Arrived) -> Running:
-        """Admit a request to an engine, and count what is found for it."""
         running = engine.admit(arrived)
         self._seen += 1
         if self._seen > self.settings.skip:
@@ -102,12 +89,7 @@ class Simulation:
         return running
 
     def _queue(self, number: int, arrived: Arrived) -> None:
-        """Begin a request when it arrives, or let it wait for those that its engine has.
-
-        Args:
-            number: index of the engine.
-            arrived: the request.
-        """
+        """Begin a request when it arrives, or let it wait for those that its engine has."""
         self._queues[number] += 1
         if self._queues[number] > 1:
             self.engines[number].waiting.append(arrived)
@@ -115,13 +97,7 @@ class Simulation:
             self._begin(number, arrived, arrived.request.arrival)
 
     def _begin(self, number: int, arrived: Arrived, now: float) -> None:
-        """Admit a request, and schedule the end of its prefill.
-
-        Args:
-            number: index of the engine.
-            arrived: request to admit.
-            now: seconds since the start of the trace.
-        """
+        """Admit a request at a time of the trace, and schedule the end of its prefill."""
         running = self._admit(self.engines[number], arrived)
         end = now + self._seconds(running)
         self._add_waits(number, arrived.request, running, end, counted=self._seen > self.settings.skip)
@@ -138,12 +114,10 @@ class Simulation:
                 self._begin(number, engine.waiting.popleft(), at)
 
     def _seconds(self, running: Running) -> float:
-        """Return the time to load and to compute the prompt of an admitted request.
-
-        Tiers are read at the same time, and a part of the prompt is computed only after all loads.
-        """
+        """Return the time to load and to compute the prompt of an admitted request."""
         rate = self.settings.prefill_tokens_per_second
         speeds = (tier.bytes_per_second for tier in self.settings.tiers)
+        # Tiers are read at the same time, and a part of the prompt is computed only after all loads.
         loading = max(size / speed for size, speed in zip(running.hit.tier_bytes, speeds, strict=True))
         prompt = running.arrived.request.prompt_tokens
         return loading + max(prompt - running.hit.found, 1) / rate
@@ -151,27 +125,19 @@ class Simulation:
     def _add_waits(
         self, number: int, request: TraceRequest, running: Running, end: float, *, counted: bool
     ) -> None:
-        """Add the time to the first token, with the tiers and as it would be without them.
-
-        Args:
-            number: index of the engine.
-            request: request that was admitted.
-            running: the same request with what was found for it.
-            end: seconds from the start of the trace to the end of its prefill.
-            counted: False if the request is not counted in the results.
-        """
+        """Add the time to the first token, with the tiers and as it would be without them."""
         computed = max(request.prompt_tokens - running.hit.local_tokens, 1)
         begin = max(self._free_without_tiers[number], request.arrival)
         free = begin + computed / self.settings.prefill_tokens_per_second
+        # Also of requests that are not counted: the next ones wait for them.
         self._free_without_tiers[number] = free
         if counted:
             self.results.waits.add(end - request.arrival)
             self.results.waits_without_tiers.add(free - request.arrival)
 
     def _engine(self) -> SimulatedEngine:
-        """Return a new engine with its own tiers and the shared ones."""
         tiers = [self._tier(number, one) for number, one in enumerate(self.settings.tiers)]
-        cache = engine_cache(self.model, self.settings.pool.blocks, self.unit_tokens)
+        cache = EngineCache(self.model, self.settings.pool.blocks, self.unit_tokens)
         return SimulatedEngine(self.model, SimulatedTiers(self.model, tiers), cache)
 
     def _tier(self, number: int, setting: TierSetting) -> SimulatedTier:
@@ -181,7 +147,9 @@ class Simulation:
         if setting.kind == HOST:
             sizes = [group.chunk_bytes for group in self.model.groups]
         else:
+            # A file has a header and padding besides the chunk.
             sizes = [group.file_bytes for group in self.model.form.groups]
+        # Storage evicts the least recently used chunks, whatever the policy of host memory is.
         policy = EVICTION_POLICIES[self.settings.policy if setting.kind == HOST else "lru"]
         known.append(SimulatedTier(setting.kind, setting.capacity_bytes, sizes, policy))
         return known[-1]

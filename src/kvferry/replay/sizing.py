@@ -17,14 +17,14 @@ from kvferry.replay.simulation import Simulation
 from kvferry.replay.tier import UNLIMITED
 from kvferry.replay.trace.request import TraceRequest
 
+# Ratio of the limits of a range below which it is not narrowed further.
 _CLOSE = 1.2
-"""Ratio of the limits of a range below which it is not narrowed further."""
 _SECONDS_PER_DAY = 86_400
+# Years over which vendors state how often a disk can be written each day.
 _YEARS_OF_ENDURANCE = 5
-"""Years over which vendors state how often a disk can be written each day."""
 
+# Takes the name of a pass, for progress, and returns the requests of the trace.
 Requests = Callable[[str], Iterable[TraceRequest]]
-"""Function that takes the name of a pass, for progress, and returns the requests of the trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,6 @@ class EngineChoice:
     Attributes:
         step_tokens: ``max_num_batched_tokens``.
         retention: ``prefix_cache_retention_interval``.
-        hit_rate: share of the prompt tokens that need not be computed.
         stored_bytes: bytes of all chunks that are stored.
     """
 
@@ -72,11 +71,8 @@ class Sizing:
     """The answer to a `SizeQuestion`. Sizes are in bytes.
 
     Attributes:
-        question: the question.
         prefill_tokens_per_second: tokens that an engine computes per second; 0 if unknown.
-        model: model and settings of the engine.
         ceiling: replay with unlimited host memory.
-        curve: hit rate of host memory and the engine's prefix cache by capacity.
         enough: smallest capacity that is known to reach the target; None if no capacity does, 0 if the
             engine's prefix cache reaches it alone.
         too_little: largest capacity that is known to miss it; 0 if every capacity reaches it.
@@ -127,11 +123,8 @@ def size(
     """Find the smallest host memory or disk that reaches a hit rate on a trace.
 
     Args:
-        requests: function that returns the requests of the trace, once for each pass.
-        model: model and settings of the engine.
+        requests: returns the requests of the trace, once for each pass.
         given: settings of the replays, except for the tiers. The replays leave time out.
-        question: hit rate to reach.
-        unit_tokens: number of tokens per unit of the trace.
     """
 
     def replayed(of: ServedModel, name: str, *capacities: int) -> Simulation:
@@ -152,6 +145,7 @@ def size(
     if enough:
         too_little = max((p.capacity_bytes for p in curve if p.capacity_bytes < enough), default=0)
         while too_little and enough > _CLOSE * too_little:
+            # The curve's capacities lie at equal factors, so the range is halved by factors too.
             middle = round(sqrt(enough * too_little))
             if replayed(model, "capacity", middle).results.hit_rate >= question.target:
                 enough = middle

@@ -63,10 +63,7 @@ def store_chunks(
     """Store the chunks of a request that its engine has computed, and mark its prompt as used.
 
     Args:
-        model: model and settings of the engine.
         tiers: tiers of the engine. Mutated.
-        keys: keys of the request's chunks.
-        prompt: the request's prompt.
         snapshots: positions at which the engine has retained snapshots.
     """
     size, state = model.chunk_tokens, model.state
@@ -93,6 +90,7 @@ def store_chunks(
         likely = (*ends, prompt.found, prompt.shared_tokens)
         cold = {key for key, number in _unneeded(model, keys, likely).items() if number < generated}
         unneeded = _unneeded(model, keys, (*likely, keys.computed_tokens // size * size))
+    # The steps of a prompt usually leave what a single step would, and one is much faster.
     at_once = not (cold or unneeded or model.has_one_row)
     if not (at_once and tiers.store_at_once(runs_of(0, max(keys.computed_tokens, prompt.tokens)))):
         for begin, end in pairwise((0, *_step_ends(model, prompt, keys))):
@@ -104,12 +102,10 @@ def store_chunks(
 
 
 def _only_run(keys: RequestKeys, prompt: ComputedPrompt, used: Sequence[bytes]) -> Run:
-    """Return all chunks of a request of a model with one KV cache group, which attends to all tokens.
+    """Return all chunks of a request of a model with one group, which attends to all tokens.
 
     Args:
-        keys: keys of the request's chunks.
-        prompt: the request's prompt.
-        used: the same keys in the order of the request, with that of the prompt's incomplete last chunk.
+        used: keys in the order of the request, with that of the prompt's incomplete last chunk.
     """
     size = keys.chunk_tokens
     tail = prompt.tokens % size > 0
@@ -118,13 +114,7 @@ def _only_run(keys: RequestKeys, prompt: ComputedPrompt, used: Sequence[bytes]) 
 
 
 def _step_ends(model: ServedModel, prompt: ComputedPrompt, keys: RequestKeys) -> Iterator[int]:
-    """Yield the positions, in tokens, at which steps end that may complete chunks.
-
-    Args:
-        model: model and settings of the engine.
-        prompt: the request's prompt.
-        keys: keys of the request's chunks.
-    """
+    """Yield the positions, in tokens, at which steps end that may complete chunks."""
     steps, size = model.form.steps, model.chunk_tokens
     if model.state is None:
         yield from range(prompt.found + steps.step_tokens, prompt.tokens, steps.step_tokens)
@@ -144,10 +134,7 @@ def _attention_runs(
     """Return the chunks that a step completes in groups of attention, for `SimulatedTiers.store`.
 
     Args:
-        model: model and settings of the engine.
-        keys: keys of the request's chunks.
-        prompt: the request's prompt.
-        storable: chunks of the request that each KV cache group may store, ascending.
+        storable: chunks of the request that each group may store, ascending.
         step: (begin, end) of the step in tokens.
     """
     size = model.chunk_tokens
@@ -169,28 +156,19 @@ def _attention_runs(
 def _storable_chunks(
     model: ServedModel, group: int, keys: RequestKeys, found: int, ends: tuple[int, int]
 ) -> Sequence[int]:
-    """Return the chunks of an attention group that are worth storing and in the engine's blocks, ascending.
-
-    Of the first `found` tokens, a group with an attention window has only the last window.
-
-    Args:
-        model: model and settings of the engine.
-        group: index of the group.
-        keys: keys of the request's chunks.
-        found: number of tokens at the start of the prompt that the engine had or loaded.
-        ends: lengths of expected prefixes in tokens, from `last_prefix_ends`.
-    """
+    """Return the chunks of an attention group that are worth storing and in the engine's blocks."""
     one, size, every = model.groups[group], model.chunk_tokens, model.form.snapshot_tokens
     chunks = range(keys.computed_tokens // size)
     if not one.attention_span:
         return chunks
+    # Of the first `found` tokens, the engine has only the last window.
     block = model.block_groups[group].block_tokens
-    looked = max(int(first_attended(one.kind, one.attention_span, found)), 0) // block * block
-    alignment = content_alignment(one.kind, one.attention_span, size)
+    looked = max(int(first_attended(one, found)), 0) // block * block
+    alignment = content_alignment(one, size)
 
     def needed(number: int) -> int:  # the first token of a chunk that its content depends on
         low = number * size
-        attended = int(first_attended(one.kind, one.attention_span, low + size - 1))
+        attended = int(first_attended(one, low + size - 1))
         return max(low, attended // alignment * alignment)
 
     in_blocks = chunks[bisect_left(chunks, looked, key=needed) if found else 0 :]
@@ -200,16 +178,7 @@ def _storable_chunks(
 
 
 def _unneeded(model: ServedModel, keys: RequestKeys, ends: Iterable[int]) -> dict[bytes, int]:
-    """Return the whole chunks of a request that no likely prefix needs, of groups with cold chunks.
-
-    Args:
-        model: model and settings of the engine.
-        keys: keys of the request's chunks.
-        ends: lengths of the likely prefixes in tokens.
-
-    Returns:
-        The index of each chunk in the request, by key.
-    """
+    """Return the index of each whole chunk that no likely prefix needs, by key."""
     needed = needed_chunks(model.groups, model.chunk_tokens, ends)
     return {
         key: number

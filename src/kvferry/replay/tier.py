@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from kvferry.tiers.eviction import EvictionPolicy
 
+# Capacity in bytes of a tier without a limit.
 UNLIMITED = 1 << 62
-"""Capacity in bytes of a tier without a limit."""
 
 
 @dataclass(slots=True)
@@ -17,7 +17,6 @@ class TierCounts:
 
     Attributes:
         stored, read, evicted, dropped: numbers of chunks. A chunk is dropped if there is no room for it.
-        stored_bytes, read_bytes, evicted_bytes: bytes of these chunks.
         most_bytes: maximum of the bytes that the tier held in these chunks.
     """
 
@@ -32,7 +31,6 @@ class TierCounts:
 
     @classmethod
     def sum(cls, each: Sequence[TierCounts]) -> TierCounts:
-        """Return the sums of all numbers."""
         return cls(*(sum(getattr(one, name) for one in each) for name in cls.__slots__))
 
 
@@ -43,12 +41,12 @@ class SimulatedTier:
     size each, so with chunks of several sizes it holds slightly less.
 
     Attributes:
-        name: name of the tier, such as ``host``.
         chunk_bytes: bytes of a chunk of each KV cache group, as the tier keeps it.
-        capacity_bytes: maximum total bytes of all chunks.
+        capacity_bytes: maximum total bytes of all chunks; `UNLIMITED` for no limit.
         used_bytes: bytes of all chunks that the tier holds.
         held: KV cache group of each chunk that the tier holds, by key. Callers must not change it.
         counts: numbers of chunks of each KV cache group so far.
+        policy: ranks the chunks in `held`. Callers may pin and rank chunks, but not add or evict any.
     """
 
     def __init__(
@@ -58,24 +56,16 @@ class SimulatedTier:
         chunk_bytes: Sequence[int],
         policy: Callable[[int], EvictionPolicy],
     ) -> None:
-        """Create an empty tier.
-
-        Args:
-            name: name of the tier.
-            capacity_bytes: maximum total bytes of all chunks; `UNLIMITED` for no limit.
-            chunk_bytes: bytes of a chunk of each KV cache group.
-            policy: function that returns an eviction policy for a capacity in bytes.
-        """
         self.name, self.chunk_bytes = name, tuple(chunk_bytes)
         self.capacity_bytes, self.used_bytes = capacity_bytes, 0
         self.held: dict[bytes, int] = {}
         self.counts = [TierCounts() for _ in chunk_bytes]
-        self._policy = policy(capacity_bytes)
+        self.policy = policy(capacity_bytes)
 
     def make_room(self, size: int) -> int:
         """Evict chunks until `size` bytes are free, or none is left to evict. Return the free bytes."""
         if (missing := self.used_bytes + size - self.capacity_bytes) > 0:
-            evicted = list(map(self.held.pop, self._policy.evict_bytes(missing)))
+            evicted = list(map(self.held.pop, self.policy.evict_bytes(missing)))
             for group in set(evicted):
                 number, counts = evicted.count(group), self.counts[group]
                 size_of_all = number * self.chunk_bytes[group]
@@ -85,16 +75,11 @@ class SimulatedTier:
         return self.capacity_bytes - self.used_bytes
 
     def fits_beside(self, size: int, keys: Iterable[Sequence[bytes]]) -> bool:
-        """Return True if the tier surely has room for `size` bytes without the eviction of some chunks.
-
-        Args:
-            size: number of bytes to store.
-            keys: keys of the chunks that stay, as several sequences.
-        """
+        """Return True if the tier has room for `size` bytes without the eviction of any of `keys`."""
         missing = self.used_bytes + size - self.capacity_bytes
         if missing <= 0:
             return True
-        if size > self.capacity_bytes or (oldest := self._policy.oldest(missing)) is None:
+        if size > self.capacity_bytes or (oldest := self.policy.oldest(missing)) is None:
             return False
         evicted = frozenset(oldest)
         return all(map(evicted.isdisjoint, keys))
@@ -104,19 +89,18 @@ class SimulatedTier:
     ) -> list[tuple[int, Sequence[bytes]]]:
         """Store new chunks, as host memory stores the chunks that one step of an engine computes.
 
-        There is room for all chunks before the first one is stored, so they do not evict each other. Those
-        that do not fit are dropped. The chunks of a run are admitted from the last to the first, so that the
-        last one is evicted first.
+        Those that do not fit are dropped.
 
         Args:
-            runs: (index of the KV cache group, keys in the order of the prompt) of each run. Keys are
-                different, and the tier does not hold them. An iterator sees the evictions so far.
+            runs: (index of the group, keys in the order of the prompt) of each run. Keys are different, and
+                the tier does not hold them. An iterator sees the evictions so far.
             cold: keys of chunks that are evicted before all others.
 
         Returns:
             The runs without dropped chunks, each in the order in which its chunks were admitted.
         """
         stored: list[tuple[int, Sequence[bytes]]] = []
+        # Room is made for all chunks before the first one is stored, so they do not evict each other.
         reserved = 0
         for group, keys in runs:
             size = self.chunk_bytes[group]
@@ -124,6 +108,7 @@ class SimulatedTier:
             fitting = min(len(keys), free // size)
             self.counts[group].dropped += len(keys) - fitting
             reserved += size * fitting
+            # Admitted from the last to the first, so that the last one is evicted first.
             stored.append((group, keys[:fitting][::-1]))
         for group, keys in stored:
             self.admit(keys, group, cold)
@@ -135,12 +120,11 @@ class SimulatedTier:
         return [key for key in keys if key not in held]
 
     def write(self, keys: Iterable[bytes], group: int, cold: Collection[bytes] = ()) -> list[bytes]:
-        """Write new chunks of one KV cache group one after the other, as storage does. Return their keys.
+        """Write new chunks of one group one after the other, as storage does. Return their keys.
 
         Args:
-            keys: different keys, in the order in which they are written. Chunks that the tier holds already
-                are skipped.
-            group: index of the group.
+            keys: different keys, in the order in which they are written. Chunks that the tier holds are
+                skipped.
             cold: keys of chunks that are evicted before all others.
         """
         new = self.lacks(keys)
@@ -154,11 +138,10 @@ class SimulatedTier:
         return new
 
     def admit(self, keys: Sequence[bytes], group: int, cold: Collection[bytes] = ()) -> None:
-        """Add new chunks of one KV cache group, the last one as the newest. There must be room for them.
+        """Add new chunks of one group, the last one as the newest. There must be room for them.
 
         Args:
             keys: different keys that the tier does not hold.
-            group: index of the group.
             cold: keys of chunks that are evicted before all others.
         """
         if not keys:
@@ -166,10 +149,10 @@ class SimulatedTier:
         size, counts = self.chunk_bytes[group], self.counts[group]
         total = size * len(keys)
         if cold:
-            self._policy.admit_all([key for key in keys if key in cold], size, cold=True)
-            self._policy.admit_all([key for key in keys if key not in cold], size)
+            self.policy.admit_all([key for key in keys if key in cold], size, cold=True)
+            self.policy.admit_all([key for key in keys if key not in cold], size)
         else:
-            self._policy.admit_all(keys, size)
+            self.policy.admit_all(keys, size)
         self.held.update(dict.fromkeys(keys, group))
         self.used_bytes += total
         counts.stored += len(keys)
@@ -177,32 +160,8 @@ class SimulatedTier:
         counts.most_bytes = max(counts.most_bytes, counts.stored_bytes - counts.evicted_bytes)
 
     def count_reads(self, chunks: int, group: int) -> int:
-        """Count reads of chunks of one KV cache group. Return their bytes."""
+        """Count reads of chunks of one group. Return their bytes."""
         size = chunks * self.chunk_bytes[group]
         self.counts[group].read += chunks
         self.counts[group].read_bytes += size
         return size
-
-    def use(self, keys: Sequence[bytes]) -> None:
-        """Record a use of each chunk by a load, and rank the chunks as the latest used, the last one newest.
-
-        Args:
-            keys: keys of chunks that the tier holds.
-        """
-        self._policy.touch_all(keys)
-
-    def pin(self, keys: Iterable[bytes]) -> None:
-        """Exclude chunks that the tier holds from eviction, until `unpin`."""
-        self._policy.pin_all(keys)
-
-    def unpin(self, keys: Iterable[bytes]) -> None:
-        """Allow the eviction of pinned chunks again, and rank them as the latest used, the last as newest."""
-        self._policy.unpin_all(keys)
-
-    def make_newest(self, keys: Sequence[bytes]) -> None:
-        """Rank chunks as the latest used, the last one newest, without a use. Unknown keys are skipped."""
-        self._policy.make_newest(keys)
-
-    def make_cold(self, keys: Sequence[bytes]) -> None:
-        """Evict chunks before all chunks that are not cold, until they are used. Unknown keys are skipped."""
-        self._policy.make_cold(keys)

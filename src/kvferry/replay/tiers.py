@@ -48,31 +48,21 @@ class SimulatedTiers:
     """
 
     def __init__(self, model: ServedModel, tiers: Sequence[SimulatedTier]) -> None:
-        """Combine tiers.
-
-        Args:
-            model: model whose KV the tiers hold.
-            tiers: host memory, then the slow tiers, the fastest first. At least one.
-        """
         self.tiers = tuple(tiers)
         self._model, self._host, self._slow = model, self.tiers[0], self.tiers[1:]
 
     def look_up(self, prompt: int, keys: RequestKeys, local_tokens: int) -> Found | None:
-        """Look a prompt up, as `lookup.look_up` does."""
         return look_up(self._model, self.tiers, prompt, keys, local_tokens)
 
     def load(self, wanted: Wanted) -> tuple[int, ...]:
         """Load a prefix: count the reads, and copy chunks of slow tiers into host memory.
-
-        Args:
-            wanted: chunks of the load.
 
         Returns:
             Number of bytes that each tier provides.
         """
         keys, groups, tiers = wanted
         here = keys if not any(tiers) else [key for key, tier in zip(keys, tiers, strict=True) if not tier]
-        self._host.use(here[::-1])
+        self._host.policy.touch_all(here[::-1])
         sizes, sources = [0] * len(self.tiers), list(zip(groups, tiers, strict=True))
         for group, tier in set(sources):
             sizes[tier] += self.tiers[tier].count_reads(sources.count((group, tier)), group)
@@ -83,15 +73,14 @@ class SimulatedTiers:
     def _fetch(self, here: Sequence[bytes], wanted: list[tuple[bytes, int, int]]) -> None:
         """Copy the chunks of a load from slow tiers into host memory, and into all faster slow tiers.
 
-        If host memory has no room for all, the ranks copy the chunks that it has room for to the engine's
-        blocks. Then these can be evicted to make room for the others.
-
         Args:
             here: keys of chunks that the load reads from host memory.
-            wanted: (key, KV cache group, tier) of the other chunks, in the order of the prompt.
+            wanted: (key, group, tier) of the other chunks, in the order of the prompt.
         """
         host = self._host
-        host.pin(here)
+        host.policy.pin_all(here)
+        # If host memory has no room for all, the ranks first copy what it has room for to the engine's
+        # blocks. Then these chunks can be evicted to make room for the others.
         while wanted or here:
             ends = list(accumulate([host.chunk_bytes[group] for _, group, _ in wanted]))
             fitting = bisect_right(ends, host.make_room(ends[-1])) if wanted else 0
@@ -102,38 +91,35 @@ class SimulatedTiers:
             for (tier, group), each in groupby(arriving, itemgetter(2, 1)):
                 names = [key for key, _, _ in each]
                 host.admit(names, group)
-                host.pin(names)
+                host.policy.pin_all(names)
                 for faster in self.tiers[1:tier]:
                     written += faster.write(names, group)
-            host.unpin([key for key, _, _ in reversed(arriving)])
-            host.unpin(here)
-            host.make_newest(written)
+            host.policy.unpin_all([key for key, _, _ in reversed(arriving)])
+            host.policy.unpin_all(here)
+            host.policy.make_newest(written)
             here, wanted = [], wanted[fitting:]
 
     def store(self, runs: Iterable[Run], cold: Collection[bytes] = ()) -> None:
         """Store chunks that one step of the engine completes.
 
         Args:
-            runs: chunks that the step completes.
             cold: keys of the chunks that tiers evict before all others.
         """
         stored = self._host.store(self._pieces(runs), cold)
         for tier in self._slow:
             for group, keys in stored:
                 written = tier.write(keys, group, cold)
-                self._host.pin(written)
-                self._host.unpin(written)
+                # A write pins the chunk while it lasts, and the end of the pin ranks it as the latest used.
+                self._host.policy.pin_all(written)
+                self._host.policy.unpin_all(written)
 
     def store_at_once(self, runs: Sequence[Run]) -> bool:
         """Store the chunks of all steps of a prompt, if the result is that of `store` for each step.
 
-        It is if every tier has room for the new chunks and evicts by `LRU`, and no step evicts a chunk that
-        a later step might store. The order in which chunks are stored makes no difference, because the caller
-        calls `mark_used` next.
-
-        Returns:
-            True if the chunks are stored; False if nothing was changed.
+        Return False, and change nothing, if it is not.
         """
+        # It is if every tier has room and evicts by `LRU`, and no step evicts a chunk that a later step might
+        # store. The order of stores makes no difference, because the caller calls `mark_used` next.
         new, kept = list(map(self._new, runs)), [run.keys for run in runs]
         stores = []
         for tier in self.tiers:
@@ -171,11 +157,10 @@ class SimulatedTiers:
         """Rank the chunks of a prompt as the latest used in every tier, the first one as the very latest.
 
         Args:
-            keys: keys of the chunks that were used, in the order of the prompt.
             cold: keys of further chunks, which host memory evicts before all others.
         """
         last_first = keys[::-1]
         for tier in self.tiers:
-            tier.make_newest(last_first)
+            tier.policy.make_newest(last_first)
         if cold:
-            self._host.make_cold(cold)
+            self._host.policy.make_cold(cold)

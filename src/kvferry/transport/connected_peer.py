@@ -134,8 +134,7 @@ class ConnectedPeer:
                 dst_table = order.dst_tables[route.dst_group]
                 cells = select_cells(
                     route,
-                    group.kind,
-                    attention_span=group.attention_span,
+                    group,
                     span=order.span,
                     src_table=order.src_tables[route.src_group],
                     dst_table=dst_table,
@@ -153,7 +152,7 @@ class ConnectedPeer:
                     direct.append(prepared.direct_indices(cells))
                 else:
                     packed.append(PackedCells(prepared, method, cells))
-                left = partly_written_blocks(route, group.kind, group.attention_span, order.span, dst_table)
+                left = partly_written_blocks(route, group, order.span, dst_table)
                 if len(left) and len(left := left[np.isin(left, cells.dst_block)]):
                     clears.append((prepared.clearing, left))
             if direct or packed:
@@ -216,9 +215,7 @@ class ConnectedPeer:
         for number, loops in self._absent:
             group = self._own_geometry.groups[number]
             table = order.dst_tables[number]
-            ids = unwritten_blocks_needed(
-                group.kind, group.attention_span, group.block_tokens, order.span, table
-            )
+            ids = unwritten_blocks_needed(group, order.span, table)
             found.append((loops, ids))
         return found
 

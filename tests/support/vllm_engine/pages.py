@@ -23,10 +23,8 @@ def digests_of(worker: Any, tables: Any, span: LoadSpan) -> Digests:
     """Digests of all that a continuation over `span` needs: equal for equal content in whatever layout."""
     result = {}
     for group, table in zip(worker.geometry.groups, tables, strict=True):
-        ids = blocks_needed(
-            group.kind, group.attention_span, group.block_tokens, span, np.array(table, np.int64)
-        )
-        low, high = needed_tokens(group.kind, group.attention_span, span)
+        ids = blocks_needed(group, span, np.array(table, np.int64))
+        low, high = needed_tokens(group, span)
         at = 0 if group.kind is GroupKind.STATE else low // group.block_tokens * group.block_tokens
         for layer in group.layers:
             for head, field in (each for whole in layer.page.fields for each in _by_head(whole)):

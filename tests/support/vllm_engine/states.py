@@ -82,9 +82,7 @@ def _where(tables: list[list[int]], tokens: int) -> Any:
         if group.kind is not GroupKind.STATE:
             continue
         span = LoadSpan(0, tokens, tokens + 1)
-        (block,) = blocks_needed(
-            group.kind, group.attention_span, group.block_tokens, span, np.array(table, np.int64)
-        )
+        (block,) = blocks_needed(group, span, np.array(table, np.int64))
         for layer in group.layers:
             yield half.geometry.tp_rank, layer, layer.address + int(block) * layer.block_stride
 

@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvferry.engines.vllm.geometry import describe_cache
 from kvferry.errors import ConfigError, GeometryError, Incompatible
-from kvferry.geometry import GroupKind, RankGeometry
+from kvferry.geometry import Attention, GroupKind, RankGeometry
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.planning.select import LoadSpan, select_cells
 from kvferry.planning.template import build_templates
@@ -163,7 +163,9 @@ def test_pages_of_equal_engines_move_and_others_are_refused(make: Make) -> None:
     if kind is not GroupKind.STATE:
         table = np.arange(1, BLOCKS, dtype=np.int64)
         tokens = 3 * block + 1
-        cells = select_cells(route, kind, attention_span, LoadSpan(0, tokens, tokens + 1), table, table)
+        cells = select_cells(
+            route, Attention(kind, attention_span), LoadSpan(0, tokens, tokens + 1), table, table
+        )
         first = max(tokens - attention_span + 1, 0) // block if attention_span else 0
         assert cells.src_block.tolist() == table[first:4].tolist()
     with pytest.raises(GeometryError, match="has no canonical form"):

@@ -288,18 +288,14 @@ class TwoSources:
             table = np.array(order.dst_tables[route.dst_group])
             cells = select_cells(
                 route,
-                group.kind,
-                group.attention_span,
+                group,
                 span,
                 np.array(order.src_tables[route.src_group]),
                 table,
             )
             if route.cell_tokens:
                 to.take(route, cells, range(BLOCKS))
-                to.cleared |= {
-                    int(block) - 1
-                    for block in partly_written_blocks(route, group.kind, group.attention_span, span, table)
-                }
+                to.cleared |= {int(block) - 1 for block in partly_written_blocks(route, group, span, table)}
             else:
                 to.snapshots += [self.case.offered] * len(cells)
         return found
@@ -316,7 +312,7 @@ class TwoSources:
                 chunks = numbers[canonical]
                 table = np.array((1,) if of.kind is STATE else range(1, BLOCKS))
                 if route.cell_tokens:
-                    left = partly_written_blocks(route, group.kind, group.attention_span, span, table)
+                    left = partly_written_blocks(route, group, span, table)
                     to.cleared |= {int(block) - 1 for block in left}
                 if not chunks:
                     continue
@@ -338,7 +334,7 @@ def test_loads_of_an_offer_bring_exactly_the_attended_tokens_once(case: Case) ->
         if here >= end:
             here = case.local_tokens
         loads = sources.loads(offer, here)
-        for number, ((kind, _), size) in enumerate(zip(case.kinds, case.ours, strict=True)):
+        for number, ((kind, attention_span), size) in enumerate(zip(case.kinds, case.ours, strict=True)):
             each = [brought[number] for _, brought in loads]
             if kind is STATE:
                 assert [one.snapshots for one in each] == [[]] * (len(each) - 1) + [[end]]
@@ -353,7 +349,7 @@ def test_loads_of_an_offer_bring_exactly_the_attended_tokens_once(case: Case) ->
             touched = Counter(block for one in each for block in one.blocks | one.cleared)
             assert set(touched.values()) <= {1}, "both parts write to a block"
             for (span, _), one in zip(loads, each, strict=True):
-                pinned = range(BLOCKS)[writable_blocks(kind, size, span)]
+                pinned = range(BLOCKS)[writable_blocks(Group(kind, size, attention_span, ()), span)]
                 assert one.blocks | one.cleared <= {*pinned}, "it is nobody's when it is written"
                 if kind in SEES_ALL:
                     assert {span.begins % size, (span.ends - end) and span.ends % size} == {0}

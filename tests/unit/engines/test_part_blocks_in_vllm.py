@@ -11,7 +11,7 @@ import pytest
 from vllm.v1.request import Request
 
 from kvferry.connector.part_blocks import PartBlocks
-from kvferry.geometry import Group, GroupKind
+from kvferry.geometry import Attention, Group, GroupKind
 from kvferry.planning.select import LoadSpan, first_attended, needed_tokens
 from support.vllm_cache import STEP, VllmCache, full, window
 
@@ -157,15 +157,15 @@ class PartlyLoadedCache(VllmCache):
     def lets_go(self, total: int) -> bool:
         """Whether vLLM would free blocks that the last token attends to, so that this token is not loaded."""
         return any(
-            first_attended(one.kind, one.attention_span, total - 1) // one.block_tokens
-            != first_attended(one.kind, one.attention_span, total) // one.block_tokens
+            first_attended(one, total - 1) // one.block_tokens
+            != first_attended(one, total) // one.block_tokens
             for one in self.groups
             if one.attention_span and total >= one.attention_span
         )
 
     def promote(self, one: Request, span: LoadSpan, alignments: list[int]) -> None:
         for number, (group, alignment_tokens) in enumerate(zip(self.groups, alignments, strict=True)):
-            low, high = needed_tokens(group.kind, group.attention_span, span)
+            low, high = needed_tokens(group, span)
             if low < high:
                 self.write(
                     one, number, max(low // alignment_tokens * alignment_tokens, span.local_tokens, 0), high
@@ -202,7 +202,11 @@ class PartlyLoadedCache(VllmCache):
             self.watch.on_resumed(one.request_id)
         for number, group in enumerate(self.groups):
             self.write(one, number, first, first + count)
-            low = first_attended(group.kind, self.windows[number], first) if group.attention_span else 0
+            low = (
+                first_attended(Attention(group.kind, self.windows[number]), first)
+                if group.attention_span
+                else 0
+            )
             self.wrong += self.missing(one, self.blocks(one), number, low, first + count)
         self.computed.append((one, first + count))
         return True
@@ -240,14 +244,13 @@ class PartlyLoadedCache(VllmCache):
         self.hits += bool(local_tokens)
         for number, group in enumerate(self.groups if local_tokens else ()):
             low = (
-                first_attended(group.kind, self.windows[number], local_tokens) if group.attention_span else 0
+                first_attended(Attention(group.kind, self.windows[number]), local_tokens)
+                if group.attention_span
+                else 0
             )
             self.wrong += self.missing(one, tables, number, low, local_tokens)
             if group.attention_span:
-                begin = (
-                    max(first_attended(group.kind, group.attention_span, local_tokens), 0)
-                    // group.block_tokens
-                )
+                begin = max(first_attended(group, local_tokens), 0) // group.block_tokens
                 self.believed += self.missing(one, tables, number, begin * group.block_tokens, local_tokens)
 
 

@@ -51,7 +51,7 @@ from kvferry.engines.vllm.compat.specs import (
 )
 from kvferry.engines.vllm.info import cache_group
 from kvferry.errors import ConfigError
-from kvferry.geometry import GroupKind
+from kvferry.geometry import Attention, Group, GroupKind
 from kvferry.geometry.store import LayerCache
 from kvferry.planning.coverage import NO_TIER, ChunkedPrompt, coverage
 from kvferry.planning.select import LoadSpan, blocks_needed, first_attended
@@ -228,9 +228,9 @@ def test_selected_blocks_are_those_that_vllm_holds_for_the_next_token(spec: Any)
     for tokens in range(1, 200, 7):
         table = Managed(spec).table(tokens)
         held = {at for at, block in enumerate(table) if block}
-        seen = max(first_attended(kind, attention_span, tokens), 0)
+        seen = max(first_attended(Attention(kind, attention_span), tokens), 0)
         selected = blocks_needed(
-            kind, attention_span, size, LoadSpan(0, tokens, tokens + 1), np.array(table)
+            Group(kind, size, attention_span, ()), LoadSpan(0, tokens, tokens + 1), np.array(table)
         ).tolist()
         assert 0 not in selected, "vLLM has freed what is said to be needed"
         assert {table.index(block) for block in selected} == {at for at in held if (at + 1) * size > seen}
@@ -273,7 +273,7 @@ def test_a_ring_is_one_block_however_long_the_prompt() -> None:
         moved = _table(RING, table, tokens)
         assert moved == [block] != [0]
         span = LoadSpan(0, tokens, tokens + 1)
-        assert blocks_needed(GroupKind.STATE, 0, 8, span, np.array(moved)).tolist() == [block]
+        assert blocks_needed(Group(GroupKind.STATE, 8, 0, ()), span, np.array(moved)).tolist() == [block]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import GeometryError
-from kvferry.geometry import Axis, Field, GroupKind, PageFormat, RankGeometry, opaque_page
+from kvferry.geometry import Attention, Axis, Field, GroupKind, PageFormat, RankGeometry, opaque_page
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of, chunk_pool
 from kvferry.geometry.layout import EngineShape, GroupShape, lay_out
 from kvferry.geometry.store import LayerCache, ModelCache, StoredField
@@ -158,7 +158,7 @@ def carried(srcs, memories, dst, memory, src_table, dst_table) -> None:
     writes = np.zeros(len(memory.bytes), np.int64)
     for template, source in zip(build_templates(srcs, dst), memories, strict=True):
         for route in template.routes:
-            cells = select_cells(route, GroupKind.STATE, 0, LoadSpan(0, 9, 9), src_table, dst_table)
+            cells = select_cells(route, Attention(GroupKind.STATE), LoadSpan(0, 9, 9), src_table, dst_table)
             copy(expand_cells(route, cells), source, memory, writes)
     assert writes.max() == 1
 

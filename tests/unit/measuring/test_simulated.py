@@ -50,7 +50,7 @@ def test_every_table_has_what_its_group_needs_and_nothing_twice(model: str) -> N
     (template,) = build_templates([rank], rank)
     for route in template.routes:
         group, table = rank.groups[route.dst_group], one.tables[route.dst_group]
-        cells = select_cells(route, group.kind, group.attention_span, one.span, table, table)
+        cells = select_cells(route, group, one.span, table, table)
         assert len(np.unique(cells.dst_block)) == (table > 0).sum()
         assert group.kind is not GroupKind.STATE or len(table) == 1
     ids = np.concatenate([table[table > 0] for table in one.tables])

@@ -216,7 +216,7 @@ def move(srcs, dst: OwnedCache, src_tables, dst_tables) -> None:
         for route in template.routes:
             group = dst.geometry.groups[route.dst_group]
             cells = select_cells(
-                route, group.kind, group.attention_span, LoadSpan(0, 24, 25),
+                route, group, LoadSpan(0, 24, 25),
                 src_tables[route.src_group], dst_tables[route.dst_group],
             )  # fmt: skip
             pieces = expand_cells(route, cells)

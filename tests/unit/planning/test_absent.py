@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvferry.errors import Incompatible
-from kvferry.geometry import GroupKind, Layer, RankGeometry, Region
+from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.planning.select import LoadSpan, unwritten_blocks_needed
 from kvferry.planning.template import absent_layer_names, absent_layers, build_templates, window_mismatches
@@ -135,16 +135,18 @@ def test_clearing_touches_the_absent_layers_of_these_blocks_and_nothing_else(acr
     ],
 )
 def test_unwritten_blocks_are_those_beyond_the_local_prefix(kind, attention_span, span, expected):
-    assert unwritten_blocks_needed(kind, attention_span, 16, span, np.arange(10, 15)).tolist() == expected
+    assert (
+        unwritten_blocks_needed(Group(kind, 16, attention_span, ()), span, np.arange(10, 15)).tolist()
+        == expected
+    )
 
 
 @pytest.mark.parametrize("local_tokens", [0, 16, 40])
 def test_the_block_of_a_snapshot_holds_nothing_yet_whatever_prefix_is_here(local_tokens):
-    assert unwritten_blocks_needed(
-        GroupKind.STATE, 0, 16, LoadSpan(local_tokens, 64, 65), np.array([7])
-    ).tolist() == [7]
+    group = Group(GroupKind.STATE, 16, 0, ())
+    assert unwritten_blocks_needed(group, LoadSpan(local_tokens, 64, 65), np.array([7])).tolist() == [7]
 
 
 def test_a_null_block_is_never_cleared():
-    table = np.array([0, 0, 12])
-    assert unwritten_blocks_needed(GroupKind.FULL, 0, 16, LoadSpan(0, 40, 41), table).tolist() == [12]
+    group, table = Group(GroupKind.FULL, 16, 0, ()), np.array([0, 0, 12])
+    assert unwritten_blocks_needed(group, LoadSpan(0, 40, 41), table).tolist() == [12]

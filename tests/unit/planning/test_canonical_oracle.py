@@ -7,7 +7,7 @@ from unittest.mock import patch
 import numpy as np
 from hypothesis import event, given, strategies as st
 
-from kvferry.geometry import GroupKind, RankGeometry
+from kvferry.geometry import Attention, GroupKind, RankGeometry
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of, chunk_pool
 from kvferry.planning.select import Cells, LoadSpan, select_cells
 from kvferry.planning.template import Route, build_templates
@@ -78,7 +78,7 @@ def store(
         for template, source in zip(build_templates(sources, pool), filled, strict=True):
             for route in template.routes:
                 cells = select_cells(
-                    route, kind, 0, span, engine.tables[route.src_group], tables[route.dst_group]
+                    route, Attention(kind, 0), span, engine.tables[route.src_group], tables[route.dst_group]
                 )
                 carry(route, cells, source, memories[number], written[number], how)
 
@@ -111,8 +111,7 @@ def load(case: Kept, pools, tables, memories, how: str) -> None:
                 available = needed_slots(case, group, span, tables[route.src_group])
                 cells = select_cells(
                     route,
-                    group.kind,
-                    group.attention_span,
+                    group,
                     span,
                     available,
                     case.reader.tables[route.dst_group],

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, strategies as st
 
 from kvferry.errors import TransferError
-from kvferry.geometry import GroupKind
+from kvferry.geometry import Attention, GroupKind
 from kvferry.planning.chunk_cells import (
     TableSlice,
     cells_to_load,
@@ -26,12 +25,6 @@ from support.pages import kv_page, rank_of, state_page
 
 TOKENS = 96
 KINDS = st.sampled_from([GroupKind.FULL, GroupKind.SLIDING, GroupKind.CHUNKED])
-
-
-@dataclass(frozen=True)
-class GroupPattern:
-    kind: GroupKind
-    attention_span: int
 
 
 def routes(block: int, chunk: int) -> tuple[Route, Route]:
@@ -82,8 +75,7 @@ def test_chunks_are_filled_from_all_cells_that_hold_their_tokens(data, block, ch
     whole = [
         select_cells(
             out,
-            GroupKind.FULL,
-            0,
+            Attention(GroupKind.FULL, 0),
             LoadSpan(max(n * chunk, low), min((n + 1) * chunk, until), TOKENS),
             np.array(blocks_of(block)),
             slots(numbers),
@@ -110,12 +102,12 @@ def test_parts_of_a_load_select_the_cells_of_the_whole_load(data, block, chunk, 
     total = data.draw(st.integers(1, TOKENS))
     local_tokens = data.draw(st.integers(0, (total - 1) // into.cell_tokens)) * into.cell_tokens
     span = LoadSpan(local_tokens, total, data.draw(st.sampled_from([total, total + 1, total + 50])))
-    group = GroupPattern(kind, 0 if kind is GroupKind.FULL else attention_span)
-    low, high = needed_tokens(kind, group.attention_span, span)
+    group = Attention(kind, 0 if kind is GroupKind.FULL else attention_span)
+    low, high = needed_tokens(group, span)
     assume(low < high)
     numbers = list(range(low // chunk, -(-high // chunk)))
     blocks = TableSlice(0, tuple(blocks_of(block)))
-    everything = select_cells(into, kind, group.attention_span, span, slots(numbers), blocks.table())
+    everything = select_cells(into, group, span, slots(numbers), blocks.table())
     split = data.draw(st.permutations(numbers))
     cut = data.draw(st.integers(0, len(split)))
     found = set()
@@ -131,7 +123,7 @@ def test_a_snapshot_moves_whole():
     rank, pool = (rank_of(state_page(), kind=GroupKind.STATE, blocks=9) for _ in range(2))
     route = build_templates([rank], pool)[0].routes[0]
     assert triples(cells_to_store(route, 64, [3], range(256), TableSlice(0, (7,)))) == {(7, 1, 0)}
-    group = GroupPattern(GroupKind.STATE, 0)
+    group = Attention(GroupKind.STATE, 0)
     assert triples(cells_to_load(route, 64, group, LoadSpan(64, 256, 300), [3], np.array([7]))) == {(1, 7, 0)}
     assert len(unfilled_cells(route, 64, 3, range(250))) == 0
 
@@ -145,16 +137,14 @@ def test_null_or_missing_block_is_refused():
         with pytest.raises(TransferError, match=says):
             cells_to_store(out, 16, [1], range(32), stretch)
         with pytest.raises(TransferError, match=says):
-            cells_to_load(
-                into, 16, GroupPattern(GroupKind.FULL, 0), LoadSpan(16, 32, 40), [1], stretch.table()
-            )
+            cells_to_load(into, 16, Attention(GroupKind.FULL, 0), LoadSpan(16, 32, 40), [1], stretch.table())
 
 
 @pytest.mark.parametrize("span", [LoadSpan(5, 32, 40), LoadSpan(0, 32, 40, (5, 32))])
 def test_a_prefix_or_a_part_that_ends_inside_a_cell_or_a_block_is_refused(span):
     _, into = routes(8, 16)
     with pytest.raises(TransferError, match=r"inside the cell|inside a block"):
-        cells_to_load(into, 16, GroupPattern(GroupKind.FULL, 0), span, [0, 1], np.array([1, 2, 3, 4]))
+        cells_to_load(into, 16, Attention(GroupKind.FULL, 0), span, [0, 1], np.array([1, 2, 3, 4]))
 
 
 @examples(30)

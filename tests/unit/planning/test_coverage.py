@@ -217,7 +217,7 @@ def test_loaded_chunks_hold_the_tokens_that_a_handover_moves(case: Case):
         span = LoadSpan(case.chunked.local_tokens, end, case.chunked.prompt, (case.chunked.first, end))
         for group, chunks in zip(case.groups, loaded(case, end), strict=True):
             if group.kind is not STATE:
-                low, high = needed_tokens(group.kind, group.attention_span, span)
+                low, high = needed_tokens(group, span)
                 size = case.chunked.chunk_tokens
                 assert chunks.tolist() == (list(range(low // size, -(-high // size))) if low < high else [])
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.geometry import GroupKind
+from kvferry.geometry import Attention, GroupKind
 from kvferry.planning.increments import next_part
 from kvferry.planning.select import (
     LoadSpan,
@@ -60,7 +60,7 @@ def parts_of(span: LoadSpan, readies: list[int], alignment: int, offered: int) -
 def cells(route: Route, kind: GroupKind, window: int, span: LoadSpan) -> list[tuple[int, int, int]]:
     blocks = 1 if kind is GroupKind.STATE else 24
     table = np.arange(1, blocks + 1)
-    found = select_cells(route, kind, window, span, table, table)
+    found = select_cells(route, Attention(kind, window), span, table, table)
     return list(zip(found.src_block.tolist(), found.dst_block.tolist(), found.number.tolist(), strict=True))
 
 
@@ -96,12 +96,14 @@ def test_parts_of_a_load_move_each_cell_of_the_whole_once(blocks, total, local, 
                 continue
             assert attends_to_all(kind), "what still changes is read after the last token"
             assert (max(number for _, _, number in moved) + 1) * of.cell_tokens <= ready
-            low, high = needed_tokens(kind, window, part)
+            low, high = needed_tokens(Attention(kind, window), part)
             assert low % destination == high % destination == 0 or low == span.begins
+        group = Attention(kind, window)
         cleared = [
-            partly_written_blocks(of, kind, window, part, np.arange(1, 25)).tolist() for _, part in found
+            partly_written_blocks(of, Attention(kind, window), part, np.arange(1, 25)).tolist()
+            for _, part in found
         ]
-        of_whole = partly_written_blocks(of, kind, window, span, np.arange(1, 25)).tolist()
+        of_whole = partly_written_blocks(of, group, span, np.arange(1, 25)).tolist()
         assert sorted(block for some in cleared for block in some) == of_whole, (
             "a block that an earlier part has filled stays as it is"
         )

@@ -97,7 +97,7 @@ def templates(transfer: Transfer) -> list[Template]:
 def cells_of(transfer: Transfer, route: Route) -> Cells:
     group = transfer.dst.groups[route.dst_group]
     return select_cells(
-        route, group.kind, group.attention_span, transfer.spans[route.dst_group],
+        route, group, transfer.spans[route.dst_group],
         transfer.src_tables[route.src_group], transfer.dst_tables[route.dst_group],
     )  # fmt: skip
 

@@ -19,7 +19,7 @@ from kvferry.replay.capacities import hit_rate_curve
 from kvferry.replay.model import ServedModel, served_model
 from kvferry.replay.page import page
 from kvferry.replay.pool import BlockPool
-from kvferry.replay.report import as_json, outcome
+from kvferry.replay.report import Outcome, as_json
 from kvferry.replay.routes import route_named
 from kvferry.replay.settings import ReplaySettings, parse_tier
 from kvferry.replay.show import show
@@ -192,7 +192,7 @@ def test_the_outcome_fits_a_terminal_a_page_and_json() -> None:
     replay.run(requests)
     points = tuple(hit_rate_curve(iter([requests] * 8), replay))
     assert len(points) == 8
-    found = outcome(replay, "trace<1>.jsonl", UNIT, complete=False, curve=points)
+    found = Outcome(replay, "trace<1>.jsonl", complete=False, curve=points)
     for width in (40, 60, 80, 120):
         text = StringIO()
         show(found, Report(Console(file=text, width=width), width))

@@ -280,7 +280,5 @@ class TurnKeeper:
             if gone and attends_to_all(group.kind):
                 return None
             if gone:
-                least = max(
-                    least, first_independent(group.kind, group.attention_span, gone * group.block_tokens)
-                )
+                least = max(least, first_independent(group, gone * group.block_tokens))
         return least if least <= tokens else None

@@ -90,9 +90,7 @@ class TierSource:
         self._workers, self._copy_seconds = workers, list[float]()
         chunk_tokens = canonical.chunk_tokens
         self._cache, self._prompts, self._groups = cache, prompts, groups
-        self._alignments = tuple(
-            content_alignment(one.kind, one.attention_span, chunk_tokens) for one in groups
-        )
+        self._alignments = tuple(content_alignment(one, chunk_tokens) for one in groups)
         self._refusals, self._bid_per_tier, self._most_loads = refusals, bid_per_tier, most_loads
         self._widest_group = prompts.widest_group
         self._requests: dict[str, _TierRequest] = {}

@@ -90,9 +90,7 @@ class Storing:
             for one in canonical.groups
         ]
         self._canonical = canonical.groups
-        self._alignments = [
-            content_alignment(one.kind, one.attention_span, self._chunk) for one in canonical.groups
-        ]
+        self._alignments = [content_alignment(one, self._chunk) for one in canonical.groups]
         self._state = next((n for n, g in enumerate(canonical.groups) if g.kind is GroupKind.STATE), None)
         states = [] if self._state is None else self._parts[self._state]
         self._block = snapshot_interval(*(groups[number].block_tokens for number in states)) if states else 0
@@ -261,7 +259,7 @@ class Storing:
         is_whole = self._first_needed_token(group, low, high) == low
         ends = events.beginnings.ends(low, min(high, low + self._chunk - 1))
         # Before the window of a prefix that ends with the chunk, the chunk may hold zeros.
-        tokens = range(low if is_whole else first_attended(one.kind, one.attention_span, high - 1), high)
+        tokens = range(low if is_whole else first_attended(one, high - 1), high)
         events.remember(
             request,
             BegunChunk(key, high - low),
@@ -272,7 +270,7 @@ class Storing:
     def _first_needed_token(self, group: int, low: int, high: int) -> int:
         """Return the first of the tokens ``[low, high)`` of a chunk that a prefix needs that ends with it."""
         one, alignment = self._canonical[group], self._alignments[group]
-        return max(low, first_attended(one.kind, one.attention_span, high - 1) // alignment * alignment)
+        return max(low, first_attended(one, high - 1) // alignment * alignment)
 
     def _chunks_per_order(self, group: int) -> int:
         """Return the maximum number of chunks per store order for a KV cache group.
@@ -343,7 +341,7 @@ class Storing:
         """
         one, low, high = self._canonical[group], number * self._chunk, min((number + 1) * self._chunk, until)
         needed = self._first_needed_token(group, low, high)
-        looked = first_attended(one.kind, one.attention_span, found) if one.attention_span and found else 0
+        looked = first_attended(one, found) if one.attention_span and found else 0
         since = low
         for part in self._parts[group]:
             size = self._groups[part].block_tokens

@@ -185,9 +185,7 @@ class ChunkRoutes:
             for each in routes:
                 here = self._rank.groups[each.route.dst_group]
                 table = tables[each.route.dst_group]
-                each.copies.clear(
-                    partly_written_blocks(each.route, here.kind, here.attention_span, span, table)
-                )
+                each.copies.clear(partly_written_blocks(each.route, here, span, table))
 
 
 @dataclass(frozen=True, slots=True)

@@ -406,10 +406,7 @@ class WorkerHalf:
 
     def _needed(self, span: LoadSpan, tables: Sequence[Int64s]) -> list[Int64s]:
         groups = self._described().groups
-        return [
-            blocks_needed(group.kind, group.attention_span, group.block_tokens, span, table)
-            for group, table in zip(groups, tables, strict=True)
-        ]
+        return [blocks_needed(group, span, table) for group, table in zip(groups, tables, strict=True)]
 
 
 def _transfer_settings(config: ConnectorConfig) -> TransferSettings:

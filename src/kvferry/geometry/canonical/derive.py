@@ -1,12 +1,8 @@
 """Derivation of the canonical form of stored chunks from the geometry of an engine's ranks.
 
-The form must not depend on the engine's settings. Three rules ensure that:
-
-- The name of an axis decides whether the axis is sharded. The geometry of an engine with one rank does not
-  show it.
-- Layers are sorted by name, and numbers in names are compared by value.
-- Layers with the same kind and attention span form one canonical group, because engines may distribute equal
-  layers over several groups.
+The form must not depend on the engine's settings. So the name of an axis decides whether it is sharded,
+layers are sorted by name, and layers with the same attention form one group, however an engine distributes
+them.
 """
 
 from __future__ import annotations
@@ -18,19 +14,15 @@ from dataclasses import dataclass
 from kvferry.errors import GeometryError
 from kvferry.geometry.canonical.form import CanonicalForm, CanonicalGroup, FormSection, SectionField
 from kvferry.geometry.page import TOKEN, Field
-from kvferry.geometry.rank import Group, GroupKind, Layer, RankGeometry, group_label
+from kvferry.geometry.rank import Attention, Group, GroupKind, Layer, RankGeometry, group_label
 
+# Axes that tensor parallelism shards. If a field has both (channels of a head), ``head`` is sharded. The
+# geometry of an engine with one rank does not show which axis that is, so the name must decide.
 SHARDED = ("head", "channel")
-"""Names of axes that tensor parallelism shards. If a field has both (channels of a head), ``head`` is
-sharded."""
 
 
 def canonical_form_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> CanonicalForm:
     """Return the canonical form of the chunks that an engine stores.
-
-    The canonical form defines where each value lies in a chunk. It is the same for all parallel sizes, memory
-    layouts and block sizes. A chunk has one section per sharded axis, and a section is divided into units,
-    e.g. one KV head each.
 
     Example: two engines serve the same model, which has 2 KV heads. The first engine runs at TP 4, so each
     head is on two ranks. The second engine runs at TP 2. Both have the same form:
@@ -45,14 +37,6 @@ def canonical_form_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> Canon
     (True, True)
     >>> [(s.axis, s.units, s.unit_bytes) for s in tp2.groups[0].sections]   # 4 layers, 256 tokens, K and V
     [('head', 2, 524288)]
-
-    Every rank holds the whole of an MLA latent, so its section has no axis and a single unit:
-
-    >>> fields = (StoredField("latent", 2, 0, (("c", 576),)),)
-    >>> latent = ModelCache("mla", (LayerCache(GroupKind.MLA, 0, fields),))
-    >>> [(s.axis, s.units, s.unit_bytes) for s in
-    ...  canonical_form_of(lay_out(latent, EngineShape(8, (1,), 64, "LBNHC", 10)), 256).groups[0].sections]
-    [('', 1, 294912)]
 
     A Mamba2 state has a section sharded by head and two sections sharded by channel:
 
@@ -70,13 +54,12 @@ def canonical_form_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> Canon
     [('head', 32, 32, 32768), ('channel', 512, 64, 96), ('channel', 2048, 64, 192)]
 
     Args:
-        ranks: geometry of all tensor- and pipeline-parallel ranks of one engine, in any order.
-        chunk_tokens: number of tokens per chunk, at least 1.
+        ranks: geometry of all ranks of one engine, in any order.
 
     Raises:
         GeometryError: a rank is missing, ranks describe a layer differently, or a layer has no canonical
-            form. A layer has none if the inner structure of its pages is unknown, a field has one value per
-            block, a field is sharded along an axis not in `SHARDED`, or quantised KV has a scale per head.
+            form: the inner structure of its pages is unknown, a field has one value per block or is sharded
+            along an axis not in `SHARDED`, or quantised KV has a scale per head.
     """
     if chunk_tokens < 1:
         raise GeometryError(f"chunks of {chunk_tokens} tokens; expected 1 or more")
@@ -91,10 +74,8 @@ def canonical_form_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> Canon
                         f"layer {layer.name!r}: ranks of one engine describe it differently, "
                         f"{found} and {stored[layer.identity]}"
                     )
-    kinds = sorted(
-        {(of.kind, of.attention_span) for of in stored.values()}, key=lambda kind: group_label(*kind)
-    )
-    return CanonicalForm(chunk_tokens, tuple(_group(*kind, stored, chunk_tokens) for kind in kinds))
+    kinds = sorted({of.attention for of in stored.values()}, key=group_label)
+    return CanonicalForm(chunk_tokens, tuple(_group(kind, stored, chunk_tokens) for kind in kinds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +83,11 @@ class _StoredLayer:
     """The properties of a layer's cache that are the same on all ranks.
 
     Attributes:
-        kind: kind of attention or state of the layer's KV cache group.
-        attention_span: window or attention chunk of that group in tokens; 0 for other kinds.
         fields: (name of the sharded axis, number of its elements over all ranks, field) for each field. The
             first two are "" and 1 for a field without an axis in `SHARDED`, such as an MLA latent.
     """
 
-    kind: GroupKind
-    attention_span: int
+    attention: Attention
     fields: tuple[tuple[str, int, SectionField], ...]
 
 
@@ -126,12 +104,6 @@ def _check_complete(ranks: Sequence[RankGeometry]) -> None:
 def _stored(group: Group, layer: Layer) -> _StoredLayer:
     """Return the properties of a layer's cache that are the same on all ranks.
 
-    The fields with the largest elements come first, so that every field in a chunk is aligned.
-
-    Args:
-        group: KV cache group of the layer, from the geometry of one rank.
-        layer: the layer, from the geometry of the same rank.
-
     Raises:
         GeometryError: the layer cannot be stored in chunks that other engines read.
     """
@@ -146,20 +118,13 @@ def _stored(group: Group, layer: Layer) -> _StoredLayer:
             "cannot hold; it can be handed over to an engine of equal scales, but not be stored"
         )
     found = [_sharded(layer, field, group.kind) for field in layer.page.fields]
+    # The largest elements come first, so that every field in a chunk is aligned.
     found.sort(key=lambda one: (-one[2].item_bytes, one[2].field))
-    return _StoredLayer(group.kind, group.attention_span, tuple(found))
+    return _StoredLayer(Attention(group.kind, group.attention_span), tuple(found))
 
 
 def _sharded(layer: Layer, field: Field, kind: GroupKind) -> tuple[str, int, SectionField]:
-    """Return how a field is sharded, and the field as it is stored in a chunk.
-
-    The result is (name of the sharded axis, number of its elements over all ranks, stored field). The name is
-    "" and the number is 1 for a field without an axis in `SHARDED`, such as an MLA latent.
-
-    Args:
-        layer: layer in the geometry of one rank.
-        field: field of the layer's page.
-        kind: kind of the layer's KV cache group.
+    """Return a field as in `_StoredLayer.fields`.
 
     Raises:
         GeometryError: the field cannot be stored in chunks that other engines read.
@@ -180,33 +145,23 @@ def _sharded(layer: Layer, field: Field, kind: GroupKind) -> tuple[str, int, Sec
     return name, total, SectionField(layer.identity, field.name, field.item_bytes, inner, layer.scales)
 
 
-def _group(
-    kind: GroupKind, attention_span: int, stored: dict[str, _StoredLayer], chunk_tokens: int
-) -> CanonicalGroup:
+def _group(attention: Attention, stored: dict[str, _StoredLayer], chunk_tokens: int) -> CanonicalGroup:
     sections: dict[tuple[str, int], list[SectionField]] = {}
     for layer in sorted(stored, key=_by_number):
-        if (stored[layer].kind, stored[layer].attention_span) == (kind, attention_span):
+        if stored[layer].attention == attention:
             for axis, total, part in stored[layer].fields:
                 sections.setdefault((axis, total), []).append(part)
-    tokens = 0 if kind is GroupKind.STATE else chunk_tokens
+    tokens = 0 if attention.kind is GroupKind.STATE else chunk_tokens
     found = [FormSection(axis, total, tokens, tuple(parts)) for (axis, total), parts in sections.items()]
-    return CanonicalGroup(kind, attention_span, tuple(sorted(found, key=_by_element)))
+    return CanonicalGroup(attention.kind, attention.attention_span, tuple(sorted(found, key=_by_element)))
 
 
 def _by_number(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Return a sort key for layer names that compares numbers by value: layers.9 comes before layers.10.
-
-    >>> sorted(["layers.10.attn", "layers.9.attn", "layers.9.mamba"], key=_by_number)
-    ['layers.9.attn', 'layers.9.mamba', 'layers.10.attn']
-    """
+    """Return a sort key for layer names that compares numbers by value: layers.9 comes before layers.10."""
     words: Iterable[str] = re.split(r"(\d+)", name)
     return tuple((0, int(word), word) if word.isdecimal() else (1, 0, word) for word in words)
 
 
 def _by_element(section: FormSection) -> tuple[int, str, int]:
-    """Return a key that sorts the sections of a chunk by the size of their largest element, largest first.
-
-    A section has all fields that are sharded along one axis. Sections with the same size of the largest
-    element are sorted by the name and then the length of this axis.
-    """
+    """Return a sort key by the size of the largest element, largest first, then by the sharded axis."""
     return (-max(part.item_bytes for part in section.parts), section.axis, section.total)

@@ -1,7 +1,6 @@
 """The number of tokens per chunk, and its constraints.
 
-A *snapshot* (recurrent state at one position) can be stored only at the end of a chunk. Chunks must consist
-of whole blocks of sliding-window groups.
+A snapshot can be stored only at the end of a chunk. Chunks must consist of whole blocks of sliding windows.
 """
 
 from __future__ import annotations
@@ -9,25 +8,18 @@ from __future__ import annotations
 from math import lcm
 
 from kvferry.errors import ConfigError
-from kvferry.geometry.rank import GroupKind
+from kvferry.geometry.rank import GroupKind, GroupPattern
 
+# The default, before it is adjusted to the snapshot interval and to the block size of windows.
 CHUNK_TOKENS = 256
-"""Default number of tokens per chunk. It is adjusted to the snapshot interval and to the block size of
-windows."""
 
-# A multiple of the usual block sizes of sliding-window groups.
+# Alignment in tokens of valid content in chunks of short windows: a multiple of the usual block sizes of
+# sliding-window groups. A change requires another `form.FORMAT`.
 WINDOW_ALIGNMENT_TOKENS = 128
-"""Alignment in tokens of valid content in chunks of short windows. A change requires another
-`form.FORMAT`."""
 
 
 def chunk_length(asked: int | None, interval: int, block: int = 1) -> int:
     """Return the number of tokens per chunk: the configured number, or a default if there is none.
-
-    The default is the largest multiple of `block` that is at most `CHUNK_TOKENS` (256). For a model with
-    snapshots (recurrent state at one position), it must also divide `interval`. If no number meets these
-    conditions, the default is `block` if `block` divides `interval`, and otherwise the least common multiple
-    of both.
 
     >>> chunk_length(None, 1), chunk_length(None, 1056), chunk_length(64, 1056)
     (256, 176, 64)
@@ -42,43 +34,38 @@ def chunk_length(asked: int | None, interval: int, block: int = 1) -> int:
     """
     if asked:
         return asked
+    # A chunk ends at a block's end, and a snapshot at a chunk's end.
     fits = [n for n in range(block, CHUNK_TOKENS + 1, block) if interval == 1 or interval % n == 0]
     return max(fits, default=block if interval == 1 else lcm(interval, block) if interval % block else block)
 
 
-def content_alignment(kind: GroupKind, attention_span: int, chunk_tokens: int) -> int:
+def content_alignment(group: GroupPattern, chunk_tokens: int) -> int:
     """Return the alignment, in tokens, of the position at which valid content begins in a stored chunk.
 
-    A chunk may begin with zeros, because the engine had already freed KV outside of the attention window when
-    the chunk was stored. To find where the valid content begins, take the first position to which the token
-    after the chunk attends, and round it down to a multiple of this alignment. For a sliding window of at
-    least the length of a chunk, the alignment is this length.
+    To find where the valid content begins, take the first position to which the token after the chunk
+    attends, and round it down to a multiple of this alignment.
 
-    >>> content_alignment(GroupKind.SLIDING, 128, 256), content_alignment(GroupKind.SLIDING, 1024, 256)
+    >>> from kvferry.geometry import Attention
+    >>> short, long = Attention(GroupKind.SLIDING, 128), Attention(GroupKind.SLIDING, 1024)
+    >>> content_alignment(short, 256), content_alignment(long, 256)
     (128, 256)
-
-    Args:
-        kind: kind of attention of the KV cache group.
-        attention_span: window or attention chunk of the group in tokens; 0 for other kinds.
-        chunk_tokens: number of tokens per chunk.
     """
-    whole = not attention_span or (kind is GroupKind.SLIDING and attention_span >= chunk_tokens)
+    # The engine may have freed KV outside of a short window when the chunk was stored. A window of at least a
+    # chunk's length reaches back to the chunk's first token.
+    whole = not group.attention_span or (
+        group.kind is GroupKind.SLIDING and group.attention_span >= chunk_tokens
+    )
     return chunk_tokens if whole else WINDOW_ALIGNMENT_TOKENS
 
 
 def check_prompt_length(chunk_tokens: int, interval: int, longest: int) -> None:
     """Check that a prompt of the maximum length has a prefix that can be loaded.
 
-    Such a prefix consists of whole chunks. At its end, a model with recurrent state has a snapshot.
-
     Args:
-        chunk_tokens: number of tokens per chunk.
-        interval: least number of tokens between snapshots (recurrent state at one position), from
-            `snapshot_interval`; 1 without snapshots.
         longest: length of the longest prompt in tokens (``max_model_len``).
 
     Raises:
-        ConfigError: even the longest prompt has no such prefix. The message names a setting that works.
+        ConfigError: it has none. The message names a setting that works.
     """
     if (first := first_prefix(chunk_tokens, interval)) > longest:
         snapshots = f" and snapshots every {interval}, of which the first at a chunk's end is at {first}"
@@ -93,10 +80,6 @@ def late_prefix(chunk_tokens: int, interval: int) -> str:
 
     >>> late_prefix(176, 1056), late_prefix(256, 1056).partition(",")[0]
     ('', 'chunks of 256 tokens and snapshots every 1056 tokens first end together at 8448 tokens')
-
-    Args:
-        chunk_tokens: number of tokens per chunk.
-        interval: least number of tokens between snapshots, from `snapshot_interval`; 1 without snapshots.
     """
     first = first_prefix(chunk_tokens, interval)
     if first == max(chunk_tokens, interval):
@@ -111,16 +94,13 @@ def late_prefix(chunk_tokens: int, interval: int) -> str:
 def check_windows(chunk_tokens: int, block: int) -> None:
     """Check that a chunk consists of whole blocks of every sliding-window group.
 
-    Otherwise a load would fill only a part of its last block, and other prompts could not share that block.
-
     Args:
-        chunk_tokens: number of tokens per chunk.
-        block: number of tokens per block of the sliding-window groups; the least common multiple if the
-            groups differ; 1 without such groups.
+        block: number of tokens per block of these groups, as for `chunk_length`.
 
     Raises:
         ConfigError: chunks end inside blocks. The message names a setting that works.
     """
+    # A load would fill only a part of its last block, and other prompts could not share that block.
     if chunk_tokens % block:
         raise ConfigError(
             f"tiers: chunks of {chunk_tokens} tokens end inside this engine's blocks of {block} tokens for "
@@ -130,9 +110,6 @@ def check_windows(chunk_tokens: int, block: int) -> None:
 
 def snapshot_interval(*blocks: int) -> int:
     """Return the least number of tokens between positions at which every state group can have a snapshot.
-
-    A state group is a KV cache group with recurrent state, and a snapshot is this state at one position. The
-    result is 1 if there are no state groups.
 
     >>> snapshot_interval(), snapshot_interval(128, 128), snapshot_interval(128, 192)
     (1, 128, 384)
@@ -146,13 +123,6 @@ def snapshot_interval(*blocks: int) -> int:
 def first_prefix(chunk_tokens: int, interval: int) -> int:
     """Return the length in tokens of the shortest prefix of a prompt that can be loaded.
 
-    This prefix consists of whole chunks. At its end, every group with recurrent state can have a snapshot
-    (recurrent state at one position).
-
-    Args:
-        chunk_tokens: number of tokens per chunk.
-        interval: least number of tokens between snapshots, from `snapshot_interval`; 1 without snapshots.
-
     >>> first_prefix(256, 1), first_prefix(176, 1056), first_prefix(256, 1056)
     (256, 1056, 8448)
     """
@@ -160,17 +130,10 @@ def first_prefix(chunk_tokens: int, interval: int) -> int:
 
 
 def divisor(interval: int, limit: int) -> int:
-    """Return the largest divisor of `interval` that is at most `limit`.
-
-    If `interval` is 1 (there are no snapshots), any number of tokens fits, and `limit` is returned.
+    """Return the largest divisor of `interval` that is at most `limit`; `limit` for 1, without snapshots.
 
     >>> divisor(1, 256), divisor(1056, 256), divisor(128, 256)
     (256, 176, 128)
-
-    Args:
-        interval: least number of tokens between snapshots (recurrent state at one position); 1 without
-            snapshots.
-        limit: largest number of tokens to return.
     """
     if interval == 1:
         return limit

@@ -19,9 +19,7 @@ def chunk_pool(
 ) -> RankGeometry:
     """Return the geometry of a memory pool for chunks of one KV cache group.
 
-    The pool is described as if it were a rank of an engine, so that the transfer planner can plan copies
-    between an engine and the pool. A *slot* (the memory of one chunk) is described as a block, and the index
-    of the slot is the block id. Every group has its own pool, which is described as one pipeline rank.
+    A slot is described as a block. Every group has its own pool, which is described as one pipeline rank.
     ``build_templates(ranks of an engine, pool)`` plans how the group's chunks are stored, and
     ``build_templates(all pools, rank of an engine)`` plans how chunks are loaded.
 
@@ -43,7 +41,6 @@ def chunk_pool(
     ([('head', ((4, 1024), (1, 16))), ('token', ((16, 32),)), ('content', ((8, 2),))], 16)
 
     Args:
-        canonical: byte format of the chunks.
         number: index of the group in `canonical.groups`.
         address: address of slot 0.
         slots: number of slots, slot 0 included. Slot 0 is the null slot, like block 0 of an engine, and is
@@ -57,9 +54,8 @@ def chunk_pool(
     stride = stride or group.chunk_bytes
     if stride < group.chunk_bytes or slots < 1:
         raise GeometryError(
-            f"{slots} slots of {stride} bytes for chunks of {group.label}; expected 1 or more, each of "
-            "at least "
-            f"{group.chunk_bytes} bytes"
+            f"{slots} slots of {stride} bytes for chunks of {group.label}; expected 1 or more, each of at "
+            f"least {group.chunk_bytes} bytes"
         )
     scales = {part.layer: part.scales for section in group.sections for part in section.parts}
     layers = tuple(
@@ -99,14 +95,7 @@ def _fields(group: CanonicalGroup) -> dict[str, list[Field]]:
 
 
 def _field(section: FormSection, part: SectionField, offset: int, pitch: int) -> Field:
-    """Return the offset, axes and strides of one field in a chunk.
-
-    Args:
-        section: section (fields that are sharded along the same axis) that contains the field.
-        part: element size and axes of the field.
-        offset: byte offset of the field from the start of the chunk.
-        pitch: bytes from one token to the next.
-    """
+    """Return one field in a chunk, whose tokens are `pitch` bytes apart."""
     axes = []
     if section.axis:
         loops = ((section.units, section.unit_bytes), (section.unit_elements, part.element_bytes))
@@ -121,18 +110,9 @@ def _field(section: FormSection, part: SectionField, offset: int, pitch: int) ->
 
 
 def _layer(name: str, fields: list[Field], scales: tuple[Scale, ...], address: int, stride: int) -> Layer:
-    """Return the geometry of one layer in a pool of chunks.
-
-    The layer's page (its part of a chunk) starts at the layer's first field, not at the start of the chunk.
-    Equal layers therefore have equal page formats, and the planner plans their transfer only once.
-
-    Args:
-        name: name of the layer.
-        fields: fields of the layer, with byte offsets from the start of the chunk.
-        scales: quantisation scales of the layer.
-        address: address of slot 0 of the pool. A slot is the memory of one chunk.
-        stride: bytes from one slot to the next.
-    """
+    """Return the geometry of one layer in a pool of chunks."""
+    # The page starts at the layer's first field. So equal layers have equal page formats, and the planner
+    # plans their transfer only once.
     first = fields[0].offset
     placed = tuple(Field(f.name, f.item_bytes, f.offset - first, f.axes) for f in fields)
     tokens = max((axis.count for f in placed if (axis := f.axis(TOKEN))), default=0)

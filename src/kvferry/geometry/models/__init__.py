@@ -2,7 +2,7 @@
 
 - `config`: lookup of keys, which have different names in different model families.
 - `families`: properties that a file may leave out, such as defaults and the kind of recurrence.
-- `pattern`: the mixers (kinds of attention or recurrence) of every layer.
+- `pattern`: the mixers of every layer.
 - `attention`, `recurrent`: the cache of an attention layer and of a recurrent layer.
 - `read`: the caches of all layers.
 

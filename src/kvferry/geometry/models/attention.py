@@ -37,8 +37,6 @@ class AttentionReader:
     """Derives the caches of attention layers from a model's configuration.
 
     Attributes:
-        config: content of the model's ``config.json``.
-        family: properties of the model family, with defaults for absent keys.
         cache_dtype: element type of the KV cache, one of `CACHE_DTYPES`.
         model_dtype: element type that the model computes in, a key of `FLOATS`.
     """
@@ -55,8 +53,7 @@ class AttentionReader:
         second one holds the indexer's keys. A layer of DeepSeek V4 has up to five caches.
 
         Args:
-            mixer: kind of attention: FULL, SLIDING or CHUNKED.
-            layer: index of the layer in the model.
+            mixer: FULL, SLIDING or CHUNKED.
 
         Raises:
             ConfigError: a size is missing or invalid, or this attention does not support the element type.
@@ -85,13 +82,10 @@ class AttentionReader:
         return self.config.number("attention_chunk_size") if mixer is Mixer.CHUNKED else 0
 
     def _heads(self, mixer: Mixer, layer: int) -> tuple[int, int, int]:
-        """Return (number of KV heads, elements per head of K, elements per head of V) of a layer.
-
-        Args:
-            mixer: kind of attention: FULL, SLIDING or CHUNKED.
-            layer: index of the layer in the model.
-        """
+        """Return (number of KV heads, elements per head of K, elements per head of V) of a layer."""
         if self.family.expanded:
+            # MiniCPM3 has latents, but vLLM caches the heads that are computed from them, K and V equally
+            # wide.
             self.config.mark_read("kv_lora_rank", "head_dim", "v_head_dim", *_KV_HEADS)
             width = self.config.number("qk_nope_head_dim") + self.config.number("qk_rope_head_dim")
             return self.config.number(*_QUERY_HEADS), width, width
@@ -107,6 +101,7 @@ class AttentionReader:
                 k_width = v_width = checked_int("head_dim", overrides["head_dim"], 1)
             return heads, k_width, v_width
         if mixer is Mixer.SLIDING:
+            # MiMo-V2 gives windows heads of their own.
             heads = self.config.optional_int("swa_num_key_value_heads") or heads
             k_width = self.config.optional_int("swa_head_dim") or k_width
             v_width = self.config.optional_int("swa_v_head_dim", "swa_head_dim") or v_width
@@ -121,13 +116,6 @@ class AttentionReader:
         return heads, k_width, v_width
 
     def _layer_heads(self, layer: int) -> int:
-        """Return the number of KV heads of a layer from the general entries of the model's configuration.
-
-        Entries that override the number for sliding-window or global layers are ignored.
-
-        Args:
-            layer: index of the layer in the model.
-        """
         config = self.config
         blocks = config.listed("block_configs", config.layers)
         if blocks is not None:
@@ -193,16 +181,7 @@ def _nested_object(block: Any, name: str) -> Mapping[str, Any]:
 
 
 def _of_step(config: ModelConfig, heads: int, k_width: int, v_width: int) -> tuple[int, int, int]:
-    """Return (number of KV heads, elements per head of K, elements per head of V) of a sliding-window layer.
-
-    In Step 3.5, these may differ from the other layers. If ``config.json`` has no special values for
-    sliding-window layers, the arguments are returned unchanged.
-
-    Args:
-        config: content of the model's ``config.json``.
-        heads: number of KV heads in the other layers.
-        k_width, v_width: elements per head of K and of V in the other layers.
-    """
+    """Return the heads and widths of a sliding-window layer, which differ from others' in Step 3.5."""
     other = config.nested("attention_other_setting")
     if not other.values or other.get("attention_type") != "sliding_attention":
         return heads, k_width, v_width

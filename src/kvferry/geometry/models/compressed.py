@@ -18,23 +18,20 @@ _LATENT_BYTES = 584
 _LATENT_WIDTH = 512
 _WINDOW_BLOCK, _STATE_BLOCK = 64, 256
 _COMPRESSOR_BLOCK = {4: 4, 128: 8}
+# At this ratio a state covers two runs of tokens, so the compressor keeps twice as many tokens and values per
+# token.
 _OVERLAPPING = 4
-"""Compression ratio at which a state covers two runs of tokens. Its compressor keeps twice as many
-tokens, and twice as many values per token."""
 
 
 def compressed_stores(config: ModelConfig, layer: int, cache_dtype: str) -> tuple[LayerCache, ...]:
     """Return the caches of one layer of DeepSeek V4.
 
-    Every layer has a cache of latents for a sliding window. A layer with compression has two more caches: one
-    for compressed states, and one for tokens that are not in a compressed state yet. If the compression ratio
-    is 4, the layer's indexer also has these two caches.
+    Every layer has a window of latents. A layer with compression has two more caches: one for compressed
+    states, and one for tokens that are not in a compressed state yet. If the compression ratio is 4, the
+    layer's indexer also has these two.
 
     Args:
-        config: content of the model's ``config.json``.
-        layer: index of the layer.
-        cache_dtype: requested element type of the KV cache: ``auto``, ``fp8`` or `PACKED_LATENT`. All three
-            select the packed format, which is the only one.
+        cache_dtype: ``auto``, ``fp8`` or `PACKED_LATENT`. All three select the packed format, the only one.
 
     Raises:
         ConfigError: a key is missing or invalid, or the element type or the size of a latent is unsupported.
@@ -69,22 +66,11 @@ def compressed_stores(config: ModelConfig, layer: int, cache_dtype: str) -> tupl
 
 
 def _states(name: str, size: int, ratio: int) -> LayerCache:
-    return _latents(
-        kind=GroupKind.MLA, name=name, size=size, block=_STATE_BLOCK, attention_span=0, ratio=ratio
-    )
+    return _latents(GroupKind.MLA, name, size, _STATE_BLOCK, 0, ratio)
 
 
 def _compressor(name: str, width: int, ratio: int) -> LayerCache:
-    """Return the cache of a DeepSeek V4 compressor, which holds tokens until they are in a compressed state.
-
-    For each token, it stores two float32 vectors (a sum and a weight) of `width` elements. At a ratio of 4,
-    it stores four vectors, because consecutive states overlap.
-
-    Args:
-        name: name of the field.
-        width: number of elements of a compressed state.
-        ratio: number of tokens per compressed state: 4 or 128.
-    """
+    # Two float32 vectors per token, a sum and a weight.
     groups = 2 if ratio == _OVERLAPPING else 1
     return _latents(GroupKind.SLIDING, name, groups * 2 * width * 4, _COMPRESSOR_BLOCK[ratio], groups * ratio)
 

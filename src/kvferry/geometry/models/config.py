@@ -11,31 +11,27 @@ from kvferry.errors import ConfigError
 _INNER = ("thinker_config", "text_config", "llm_config", "language_config")
 DTYPES = ("dtype", "torch_dtype")
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+# Keys whose value has one entry per layer: a list of words or a string of letters.
 PER_LAYER = ("layers_block_type", "layer_types", "hybrid_override_pattern")
-"""Keys whose value has one entry per layer: a list of words or a string of letters."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The part of a ``config.json`` that describes the language model.
 
-    A file may leave out keys for which its model family has defaults. A key whose value is null counts as
-    absent, but the family's default is not used for it. The object records every key that is read. So keys
-    that were never read can be reported, because they might affect the KV cache.
-
     Attributes:
-        values: keys and values of the file.
         defaults: default values of the model family, by key.
         read_keys: names of the keys that were read so far. Every lookup adds names to this set.
     """
 
     values: Mapping[str, Any]
     defaults: Mapping[str, Any]
+    # A key that nothing has read might affect the KV cache (`strict`).
     read_keys: set[str] = field(default_factory=set, compare=False)
 
     @property
     def model_type(self) -> str:
-        """Name of the model family, from the key ``model_type``; empty if the file has no such key."""
+        """Name of the model family; empty if the file has none."""
         return str(self.get("model_type") or "")
 
     @property
@@ -44,10 +40,7 @@ class ModelConfig:
 
     @property
     def layers(self) -> int:
-        """Number of decoder layers.
-
-        If no key gives this number, the length of a list or string with one entry per layer is used.
-        """
+        """Number of decoder layers, or of entries in a list with one per layer if no key gives it."""
         if self.get(*_LAYER_COUNTS) is None:
             lists = (self.get(name) for name in PER_LAYER)
             if (
@@ -59,16 +52,15 @@ class ModelConfig:
     def get(self, *names: str) -> Any:
         """Return the value of the first key in `names` that has a value; None if none of them has one.
 
-        The names are alternative keys for the same setting. If the file has none of them, the defaults of the
-        model family are used. If the file has only null values for them, the result is None even if the
-        family has a default. The key that was found is recorded as read, and so are the other keys in `names`
-        to which the file gives the same value.
+        The names are alternative keys for the same setting. The key that was found is recorded as read, and
+        so are the other keys in `names` to which the file gives the same value.
         """
         for known in (self.values, self.defaults):
             value = next((known[name] for name in names if known.get(name) is not None), None)
             if value is not None:
                 self.read_keys.update(name for name in names if self.values.get(name) == value)
                 return value
+            # A null in the file turns the setting off, so the family's default does not apply.
             if any(name in self.values for name in names):
                 return None
         return None
@@ -78,7 +70,7 @@ class ModelConfig:
         self.read_keys.update(names)
 
     def nested(self, name: str) -> ModelConfig:
-        """Return the JSON object under the key `name` as a configuration; it is empty if the key is absent.
+        """Return the object under a key as a configuration; it is empty if the key is absent.
 
         Raises:
             ConfigError: the value is not a JSON object.
@@ -94,7 +86,7 @@ class ModelConfig:
         """Return the value of the first key in `names` that is present, as an integer of at least 1.
 
         Raises:
-            ConfigError: no key is present, or the value is not an integer of at least 1.
+            ConfigError: no key is present, or the value is not such an integer.
         """
         value = self.get(*names)
         if value is None:
@@ -105,22 +97,12 @@ class ModelConfig:
         return checked_int(names[0], value, 1)
 
     def optional_int(self, *names: str) -> int | None:
-        """Return the value of the first key in `names` that is present, as an integer of at least 1.
-
-        Return None if no key is present. A value of 0 or false counts as absent.
-
-        Raises:
-            ConfigError: the value is not an integer of at least 1.
-        """
+        """Return what `number` returns; None if no key is present, or the value is 0 or false."""
         value = self.get(*names)
         return checked_int(names[0], value, 1) if value else None
 
     def listed(self, name: str, count: int) -> Sequence[Any] | None:
         """Return the value of a key with one entry per layer; None if the key is absent.
-
-        Args:
-            name: name of the key.
-            count: number of layers, which is the expected number of entries.
 
         Raises:
             ConfigError: the value is not a list or string of `count` entries.
@@ -139,13 +121,8 @@ class ModelConfig:
 def checked_int(name: str, value: Any, least: int) -> int:
     """Return `value` unchanged if it is an integer of at least `least`.
 
-    Args:
-        name: key in ``config.json``, for the error message.
-        value: value of the key.
-        least: smallest valid value.
-
     Raises:
-        ConfigError: `value` is not such an integer.
+        ConfigError: it is not. The message names the key `name`.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"config.json: {name} is {value!r}, a whole number of at least {least} is expected")
@@ -155,11 +132,8 @@ def checked_int(name: str, value: Any, least: int) -> int:
 def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the configuration of the language model inside a multimodal model's configuration.
 
-    If the inner configuration has no model type, element type or quantization, the value of the outer
-    configuration is added. The configuration of a text-only model is returned unchanged.
-
-    Args:
-        config: content of the model's ``config.json``.
+    If the inner configuration has no model type, element type or quantization, the value of the outer one is
+    added.
     """
     outer = config
     known = ("model_type", *DTYPES, "quantization_config")

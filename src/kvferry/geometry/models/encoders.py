@@ -7,18 +7,15 @@ from kvferry.geometry.models.config import ModelConfig
 
 _ENCODERS = frozenset((
     "albert", "bert", "camembert", "clip", "colmodernvbert", "convbert", "deberta", "deberta_v2",
-    "distilbert",
-    "electra", "ernie", "eurobert", "gte", "jina_embeddings_v3", "luke", "megatron_bert", "modernbert",
-    "modernvbert",
-    "mpnet", "new", "nomic_bert", "openai_privacy_filter", "rembert", "roberta", "roformer", "siglip",
-    "siglip2",
-    "siglip_text_model", "siglip_vision_model", "splade", "vit", "xlm-roberta", "xlm-roberta-xl",
+    "distilbert", "electra", "ernie", "eurobert", "gte", "jina_embeddings_v3", "luke", "megatron_bert",
+    "modernbert", "modernvbert", "mpnet", "new", "nomic_bert", "openai_privacy_filter", "rembert", "roberta",
+    "roformer", "siglip", "siglip2", "siglip_text_model", "siglip_vision_model", "splade", "vit",
+    "xlm-roberta", "xlm-roberta-xl",
 ))  # fmt: skip
 _ENCODER_DECODERS = frozenset((
     "bart", "blenderbot", "byt5", "cohere_asr", "led", "longt5", "m2m_100", "marian", "mbart", "mllama",
     "moonshine", "mt5", "nllb-moe", "pegasus", "speech_to_text", "switch_transformers", "t5", "t5gemma",
-    "t5gemma2",
-    "umt5", "whisper",
+    "t5gemma2", "umt5", "whisper",
 ))  # fmt: skip
 
 

@@ -45,7 +45,7 @@ class ModelFamily:
         attentions: number of attention caches per layer.
         expanded: True if layers cache K and V per head although the model computes both from a latent.
         ssm_dtype: element type of the recurrent state; None for the type in which the model computes.
-        defaults: default values of keys that ``config.json`` may omit, by key.
+        defaults: default values of keys that ``config.json`` may omit.
     """
 
     recurrent: Mixer | None = None
@@ -152,23 +152,20 @@ _SPECIAL: Mapping[str, ModelFamily] = {
     "mistral": _WINDOWED,
 }
 
+# Families without recurrent layers and without defaults.
 _ATTENTION_ONLY = (
     "afmoe", "apertus", "arcee", "axk1", "baichuan", "bailing_moe", "bailing_moe_v2", "bloom", "chatglm",
-    "cohere",
-    "deepseek", "deepseek_v4", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe",
-    "falcon", "gemma",
-    "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "granite",
-    "granite_swa",
-    "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
-    "hyperclovax",
-    "internlm2", "internlm3", "laguna", "llama", "mimo", "mimo_v2", "mimo_v2_flash", "minicpm",
-    "minimax_m2", "ministral", "ministral3", "mixtral", "nemotron", "nemotron-nas", "olmo", "olmo2",
-    "olmoe", "opt",
-    "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_vl_moe_text", "qwen3_vl_text",
-    "seed_oss", "smollm3", "solar", "solar_open", "stablelm", "starcoder2", "transformer",
+    "cohere", "deepseek", "deepseek_v4", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4",
+    "exaone_moe", "falcon", "gemma", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode",
+    "gpt_neox", "gptj", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared",
+    "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm2", "internlm3", "laguna", "llama",
+    "mimo", "mimo_v2", "mimo_v2_flash", "minicpm", "minimax_m2", "ministral", "ministral3", "mixtral",
+    "nemotron", "nemotron-nas", "olmo", "olmo2", "olmoe", "opt", "phi", "phi3", "phimoe", "qwen2",
+    "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_vl_moe_text", "qwen3_vl_text", "seed_oss", "smollm3", "solar",
+    "solar_open", "stablelm", "starcoder2", "transformer",
 )  # fmt: skip
 
+# Model families that kvferry can read, by model type.
 FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
     {**dict.fromkeys(_ATTENTION_ONLY, ModelFamily()), **_SPECIAL}
 )
-"""Model families that kvferry can read, by model type."""

@@ -13,23 +13,15 @@ _SHARING = ("index_topk_freq", "index_topk_pattern", "index_skip_topk_offset", "
 
 
 def scaled_bytes(width: int) -> int:
-    """Return the size in bytes of an indexer's key vector: `width` fp8 elements and their float32 scales.
-
-    There is one scale per 128 elements.
-    """
+    """Return the bytes of an indexer's key: `width` fp8 elements, and a float32 scale per 128 of them."""
     return width + checked_int("index_head_dim", width, _SCALE_TOKENS) // _SCALE_TOKENS * 4
 
 
 def token_indexer(config: ModelConfig, layer: int) -> tuple[LayerCache, ...]:
-    """Return the cache of the sparse-attention indexer in a layer of DeepSeek V3.2 or GLM-5.
+    """Return the cache of the sparse-attention indexer in a layer of DeepSeek V3.2 or GLM-5, if it has one.
 
-    The tuple has one cache. It is empty if the layer has no indexer, or if it reuses the tokens that an
-    earlier layer's indexer selected. The keys ``index_topk_pattern``, ``index_topk_freq`` and
-    ``index_skip_topk_offset`` decide which layers reuse tokens, as in vLLM's ``deepseek_v32/attention.py``.
-
-    Args:
-        config: content of the model's ``config.json``.
-        layer: index of the layer.
+    The keys ``index_topk_pattern``, ``index_topk_freq`` and ``index_skip_topk_offset`` decide which layers
+    reuse the tokens that an earlier layer's indexer selected, as in vLLM's ``deepseek_v32/attention.py``.
 
     Raises:
         ConfigError: a key of the indexer is invalid, or ``indexer_types`` contradicts these three keys.
@@ -56,20 +48,15 @@ def token_indexer(config: ModelConfig, layer: int) -> tuple[LayerCache, ...]:
         )
     if shared:
         return ()
-    return (
-        LayerCache(GroupKind.MLA, 0, (StoredField("indexer", 1, 0, (("content", scaled_bytes(width)),)),)),
-    )
+    return (_keys(1, scaled_bytes(width)),)
 
 
 def block_indexer(config: ModelConfig, layer: int, model_dtype: str) -> tuple[LayerCache, ...]:
-    """Return the cache of the sparse-attention indexer in a layer of MiniMax-M3.
+    """Return the cache of the sparse-attention indexer in a layer of MiniMax-M3, if it has one.
 
-    The tuple has one cache, which holds one key vector per token for all heads. It is empty if the layer has
-    dense attention.
+    It holds one key vector per token for all heads.
 
     Args:
-        config: content of the model's ``config.json``.
-        layer: index of the layer.
         model_dtype: element type of the keys, a key of `FLOATS`.
 
     Raises:
@@ -83,9 +70,8 @@ def block_indexer(config: ModelConfig, layer: int, model_dtype: str) -> tuple[La
         raise ConfigError("config.json: sparse_attention_config has no sparse_attention_freq; add it")
     if not listed[layer]:
         return ()
-    width = sparse.number("sparse_index_dim")
-    return (
-        LayerCache(
-            GroupKind.MLA, 0, (StoredField("indexer", FLOATS[model_dtype], 0, (("content", width),)),)
-        ),
-    )
+    return (_keys(FLOATS[model_dtype], sparse.number("sparse_index_dim")),)
+
+
+def _keys(item_bytes: int, width: int) -> LayerCache:
+    return LayerCache(GroupKind.MLA, 0, (StoredField("indexer", item_bytes, 0, (("content", width),)),))

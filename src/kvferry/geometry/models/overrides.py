@@ -19,8 +19,6 @@ _KNOWN = frozenset({"head_dim", "num_key_value_heads", "num_attention_heads"})
 def layer_overrides(config: ModelConfig) -> Mapping[int, Mapping[str, Any]]:
     """Return the settings of individual layers from ``per_layer_config``, by layer index.
 
-    The result is empty if ``config.json`` has no such key.
-
     Raises:
         ConfigError: a layer does not exist, or a setting is unknown and may affect the cache.
     """
@@ -56,12 +54,8 @@ def layer_overrides(config: ModelConfig) -> Mapping[int, Mapping[str, Any]]:
 def check_layer_overrides(config: ModelConfig, layers: Sequence[Sequence[Mixer]]) -> None:
     """Check that the settings in ``per_layer_config`` are valid, and that none is for a recurrent layer.
 
-    Args:
-        config: content of the model's ``config.json``.
-        layers: mixers (kinds of attention or recurrence) of each layer.
-
     Raises:
-        ConfigError: a setting is invalid, or it is for a recurrent layer.
+        ConfigError: one is not.
     """
     for number, settings in layer_overrides(config).items():
         if settings and not RECURRENT.isdisjoint(layers[number]):

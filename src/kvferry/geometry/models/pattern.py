@@ -1,4 +1,4 @@
-"""The mixers (kinds of attention or recurrence) of every layer, read from a ``config.json``.
+"""The mixers of every layer, read from a ``config.json``.
 
 Model families write the mixers in many forms: a word per layer, a string of letters, a period, a list of
 layer numbers. There is a rule for each form. The first rule that finds its key in the file decides.
@@ -6,7 +6,7 @@ layer numbers. There is a rule for each form. The first rule that finds its key 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from kvferry.errors import ConfigError
@@ -15,19 +15,19 @@ from kvferry.geometry.models.config import ModelConfig, checked_int
 from kvferry.geometry.models.families import Mixer, ModelFamily
 from kvferry.geometry.models.strict import check_nested
 
+# Mixers of one layer: empty for a layer without a cache, two if attention and recurrence run side by side.
 Mixers: TypeAlias = tuple[Mixer, ...]
-"""Mixers of one layer: empty for a layer without a cache, two if attention and recurrence run side by
-side."""
 
+# Returns the mixers of every layer; None if the file does not have the rule's key.
 Rule: TypeAlias = Callable[[ModelConfig, ModelFamily], list[Mixers] | None]
-"""Function that returns the mixers of every layer; None if the file does not have the rule's key."""
 
 _FULL: Mixers = (Mixer.FULL,)
+_SLIDING: Mixers = (Mixer.SLIDING,)
 _WORDS: Mapping[str, Mixers] = {
     "full_attention": _FULL,
     "attention": _FULL,
     "full": _FULL,
-    "sliding_attention": (Mixer.SLIDING,),
+    "sliding_attention": _SLIDING,
     "chunked_attention": (Mixer.CHUNKED,),
     "short_conv": (Mixer.SHORT_CONV,),
     "conv": (Mixer.SHORT_CONV,),
@@ -36,21 +36,20 @@ _WORDS: Mapping[str, Mixers] = {
     "mlp": (),
     "moe": (),
 }
+# Keys that name mixers. Once a rule has decided, all of them count as read.
 _PATTERN = (
     "layer_types", "layers_block_type", "hybrid_override_pattern", "attn_layer_period", "attn_layer_offset",
     "attn_layer_indices", "full_attention_interval", "layer_group_size", "sliding_window_pattern",
     "_sliding_window_pattern", "use_sliding_window", "max_window_layers", "no_rope_layer_interval",
-    "no_rope_layers",
-    "full_attn_idxs", "hybrid_layer_ids", "global_attn_every_n_layers", "full_attention_layers",
-    "prefix_dense_sliding_window_pattern", "layer_switch", "no_rope_layers_interval",
+    "no_rope_layers", "full_attn_idxs", "hybrid_layer_ids", "global_attn_every_n_layers",
+    "full_attention_layers", "prefix_dense_sliding_window_pattern", "layer_switch", "no_rope_layers_interval",
     "sliding_window_layers", "attention_pattern", "hybrid_layer_pattern",
 )  # fmt: skip
-"""Keys that name mixers. Once a rule has decided, all of them count as read."""
+# Keys that describe sliding windows. They are irrelevant if no layer has one.
 _WINDOW = (
     "sliding_window", "sliding_window_size", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim",
     "attention_other_setting",
 )  # fmt: skip
-"""Keys that describe sliding windows. They are irrelevant if no layer has a sliding window."""
 _LETTERS: Mapping[str, Mixers] = {"*": _FULL, "-": (), "E": ()}
 
 _KIMI_KEYS = (
@@ -60,15 +59,10 @@ _KIMI_KEYS = (
 
 
 def mixers(config: ModelConfig, family: ModelFamily) -> list[Mixers]:
-    """Return the mixers (kinds of attention or recurrence) of every layer of a model.
+    """Return the mixers of every layer of a model.
 
-    Model families use different keys of ``config.json`` to state the mixers. The known keys are tried in a
-    fixed order, and the first one that is present decides. If none is present, all layers have the same
-    attention: sliding windows if the file gives a window and does not disable it, otherwise full attention.
-
-    Args:
-        config: content of the model's ``config.json``.
-        family: properties of the model family.
+    If no rule applies, all layers have the same attention: sliding windows if the file gives a window and
+    does not disable it, otherwise full attention.
 
     Raises:
         ConfigError: the file contradicts itself or contains an unknown kind of layer.
@@ -78,24 +72,13 @@ def mixers(config: ModelConfig, family: ModelFamily) -> list[Mixers]:
             config.mark_read(*_PATTERN)
             if not any(Mixer.SLIDING in layer for layer in found):
                 config.mark_read(*_WINDOW)
-            return _repeated(found, family)
+            return [layer * family.attentions for layer in found]
     window = config.optional_int("sliding_window")
     windowed = window is not None and config.get("use_sliding_window") is not False
     if config.get("use_sliding_window") is False:
         config.mark_read(*_WINDOW, "max_window_layers")
-    return _repeated([(Mixer.SLIDING,) if windowed else _FULL] * config.layers, family)
-
-
-def _repeated(layers: list[Mixers], family: ModelFamily) -> list[Mixers]:
-    """Return the mixers (kinds of attention) of every layer, repeated for each of its attention caches.
-
-    Most families have one attention cache per layer, so nothing is repeated. LongCat has two.
-
-    Args:
-        layers: mixers of each layer, without repetition.
-        family: properties of the model family, with the number of attention caches per layer.
-    """
-    return [layer * family.attentions for layer in layers]
+    # LongCat has two attention caches per layer.
+    return [(_SLIDING if windowed else _FULL) * family.attentions] * config.layers
 
 
 def _recurrence(config: ModelConfig, family: ModelFamily, key: str) -> Mixer:
@@ -113,19 +96,12 @@ _RECURRENT_TYPES = (
 
 
 def _compressed(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers (kinds of attention or recurrence) of each layer of DeepSeek V4.
-
-    Return None if ``config.json`` has no ``compress_ratios``. Every layer is reported as full attention; its
-    caches are derived later, from its compression ratio.
-    """
+    """DeepSeek V4, with full attention for now: a layer's caches follow from its compression ratio."""
     return None if config.get("compress_ratios") is None else [_FULL] * config.layers
 
 
 def _blocks(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers (kinds of attention or recurrence) of each layer of Nemotron-NAS.
-
-    Return None if ``config.json`` has no ``block_configs``. A layer that skips attention has no mixers.
-    """
+    """Nemotron-NAS: a layer that skips attention has no mixers."""
     if config.get("block_configs") is None:
         return None
     skipped = without_attention(config)
@@ -140,11 +116,7 @@ def _same_in_all_layers(config: ModelConfig, family: ModelFamily) -> list[Mixers
 
 
 def _letters(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers (kinds of attention or recurrence) of each layer of Nemotron-H.
-
-    Return None if ``config.json`` has no ``hybrid_override_pattern``. This pattern has a letter per layer:
-    ``M`` is recurrence, ``*`` is attention, and ``-`` and ``E`` are feed-forward layers without mixers.
-    """
+    """Nemotron-H: ``M`` is recurrence, ``*`` attention, and ``-`` and ``E`` are feed-forward layers."""
     name = "hybrid_override_pattern"
     entries = config.listed(name, config.layers)
     if entries is None:
@@ -154,11 +126,7 @@ def _letters(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
 
 
 def _words(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers (kinds of attention or recurrence) of each layer from a list with a word per layer.
-
-    The list is ``layers_block_type`` or ``layer_types`` in ``config.json``. Return None if there is neither.
-    The words, such as ``linear_attention``, do not state the kind of recurrence, so `family` decides it.
-    """
+    """A word per layer. The words, such as ``linear_attention``, do not state the kind of recurrence."""
     name = next((n for n in ("layers_block_type", "layer_types") if config.get(n)), None)
     if name is None:
         return None
@@ -181,38 +149,29 @@ def _parse_mixers(name: str, entries: Sequence[Any], known: Mapping[Any, Mixers]
 
 
 def _attention_period(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers (kinds of attention or recurrence) of each layer of Jamba.
-
-    Return None if ``config.json`` has no ``attn_layer_period``. This is the number of layers in a period. In
-    each period, the layer at the index ``attn_layer_offset`` has attention, and all others are recurrent.
-    """
+    """Jamba: the layer at ``attn_layer_offset`` of each period has attention, all others are recurrent."""
     period = config.optional_int("attn_layer_period")
     if period is None:
         return None
     offset = checked_int("attn_layer_offset", config.get("attn_layer_offset") or 0, 0)
-    recurrence = (_recurrence(config, family, "attn_layer_period"),)
-    return [_FULL if i % period == offset else recurrence for i in range(config.layers)]
+    return _attend_at(config, family, "attn_layer_period", range(offset, config.layers, period))
 
 
 def _attention_numbers(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers (kinds of attention or recurrence) of each layer of Bamba.
-
-    Return None if ``config.json`` has no list ``attn_layer_indices``. The list has the indices of the
-    attention layers. All other layers are recurrent.
-    """
+    """Bamba: the listed layers have attention, all others are recurrent."""
     numbers = config.get("attn_layer_indices")
     if not isinstance(numbers, list):
         return None
-    recurrence = (_recurrence(config, family, "attn_layer_indices"),)
+    return _attend_at(config, family, "attn_layer_indices", numbers)
+
+
+def _attend_at(config: ModelConfig, family: ModelFamily, key: str, numbers: Container[int]) -> list[Mixers]:
+    recurrence = (_recurrence(config, family, key),)
     return [_FULL if i in numbers else recurrence for i in range(config.layers)]
 
 
 def _attention_flags(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers (kinds of attention or recurrence) of each layer of MiniMax-Text-01.
-
-    Return None if ``config.json`` has no ``attn_type_list``. The list has a number per layer: 1 is attention,
-    0 is recurrence.
-    """
+    """MiniMax-Text-01: 1 is attention, 0 is recurrence."""
     name = "attn_type_list"
     entries = config.listed(name, config.layers)
     if entries is None:
@@ -224,25 +183,16 @@ def _attention_flags(config: ModelConfig, family: ModelFamily) -> list[Mixers] |
 
 
 def _last_of_each(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers (kinds of attention or recurrence) of each layer of Qwen3-Next or Bailing.
-
-    Return None if ``config.json`` has neither ``full_attention_interval`` nor ``layer_group_size``, or the
-    model family has no recurrent layers. The key gives the length of a period of layers: the last layer of
-    each period is attention, and all other layers are recurrent.
-    """
+    """Qwen3-Next and Bailing: the last layer of each period has attention, all others are recurrent."""
     name = next((n for n in ("full_attention_interval", "layer_group_size") if config.optional_int(n)), None)
     if name is None or family.recurrent is None:
         return None
-    period, recurrence = config.number(name), (family.recurrent,)
-    return [recurrence if (i + 1) % period else _FULL for i in range(config.layers)]
+    period = config.number(name)
+    return _attend_at(config, family, name, range(period - 1, config.layers, period))
 
 
 def _kimi(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers (kinds of attention or recurrence) of each layer of Kimi Linear.
-
-    Return None if ``config.json`` has no object ``linear_attn_config``. The object lists the numbers of the
-    recurrent layers and of the attention layers, counted from one.
-    """
+    """Kimi Linear: the recurrent and the attention layers are listed, counted from one."""
     value = config.get("linear_attn_config")
     if not isinstance(value, Mapping):
         return None
@@ -253,8 +203,7 @@ def _kimi(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
             f"config.json: kda_layers and full_attn_layers name {len(delta)} and {len(full)} layers, but "
             f"together they must be 1 to {config.layers}, each once"
         )
-    recurrence = (_recurrence(config, family, "linear_attn_config"),)
-    return [recurrence if i + 1 in delta else _FULL for i in range(config.layers)]
+    return _attend_at(config, family, "linear_attn_config", [number - 1 for number in full])
 
 
 def _layer_numbers(value: Mapping[str, Any], name: str) -> list[int]:
@@ -267,25 +216,17 @@ def _layer_numbers(value: Mapping[str, Any], name: str) -> list[int]:
 
 
 def _window_flags(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers (kinds of attention) of each layer of MiMo-V2.
-
-    Return None if ``config.json`` has no ``hybrid_layer_pattern``. The pattern has a number per layer: 1 is a
-    sliding window, 0 is full attention.
-    """
+    """MiMo-V2: 1 is a sliding window, 0 is full attention."""
     name = "hybrid_layer_pattern"
     entries = config.listed(name, config.layers)
     if entries is None:
         return None
     config.mark_read("attention_chunk_size")
-    return _parse_mixers(name, entries, {1: (Mixer.SLIDING,), 0: _FULL})
+    return _parse_mixers(name, entries, {1: _SLIDING, 0: _FULL})
 
 
 def _chunks(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers (kinds of attention) of each layer of Llama 4.
-
-    Return None if ``config.json`` lacks ``attention_chunk_size`` or ``no_rope_layer_interval``. Layers with
-    rotary position embeddings have chunked attention, and the others have full attention.
-    """
+    """Llama 4: layers with rotary position embeddings have chunked attention, the others full attention."""
     if config.optional_int("attention_chunk_size") is None or not config.optional_int(
         "no_rope_layer_interval"
     ):
@@ -297,12 +238,10 @@ def _chunks(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
 
 
 def _window_pattern(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers (kinds of attention) of each layer, if sliding-window layers follow a pattern.
+    """Sliding windows by a pattern, if the file gives a window size.
 
-    Return None if ``config.json`` gives no pattern or no window size. In Gemma 3 and Cohere 2, the pattern is
-    the number of layers in a period; the last layer of each period has full attention. In EXAONE 4, it is a
-    string with a letter per layer, repeated over the model: ``L`` is a sliding window, and any other letter
-    is full attention.
+    In Gemma 3 and Cohere 2, the last layer of each period has full attention. In EXAONE 4, a string is
+    repeated over the model: ``L`` is a sliding window, and any other letter is full attention.
     """
     pattern = config.get("sliding_window_pattern", "_sliding_window_pattern")
     if not pattern or config.optional_int("sliding_window", "sliding_window_size") is None:
@@ -312,19 +251,15 @@ def _window_pattern(config: ModelConfig, _family: ModelFamily) -> list[Mixers] |
     else:
         period = checked_int("sliding_window_pattern", pattern, 1)
         windowed = [(i + 1) % period != 0 for i in range(config.layers)]
-    return [(Mixer.SLIDING,) if each else _FULL for each in windowed]
+    return [_SLIDING if each else _FULL for each in windowed]
 
 
 def _window_from(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers (kinds of attention) of each layer of Qwen2 or Qwen3.
-
-    Return None if ``use_sliding_window`` in ``config.json`` is not true, or there is no ``sliding_window``.
-    Layers from index ``max_window_layers`` on have a sliding window, and earlier layers full attention.
-    """
+    """Qwen2 and Qwen3: layers from ``max_window_layers`` on have a sliding window."""
     if config.get("use_sliding_window") is not True or config.optional_int("sliding_window") is None:
         return None
     first = checked_int("max_window_layers", config.get("max_window_layers") or 0, 0)
-    return [(Mixer.SLIDING,) if i >= first else _FULL for i in range(config.layers)]
+    return [_SLIDING if i >= first else _FULL for i in range(config.layers)]
 
 
 _RULES: tuple[Rule, ...] = (

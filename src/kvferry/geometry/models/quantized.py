@@ -16,13 +16,8 @@ def quantized_cache(config: ModelConfig, dtype: str) -> tuple[str, list[str]]:
     """Return (element type of the KV cache, notes for the user).
 
     If ``auto`` is requested and the quantization config of a ModelOpt or llm-compressor checkpoint names a
-    type for the KV cache, the result is this type, and a note says so. Otherwise the result is `dtype`
-    without notes. vLLM decides in the same way: `resolve_kv_cache_dtype_string` for ModelOpt, and its
-    attention layers for llm-compressor.
-
-    Args:
-        config: content of the model's ``config.json``.
-        dtype: requested element type.
+    type for the KV cache, the result is this type, and a note says so. vLLM decides in the same way:
+    `resolve_kv_cache_dtype_string` for ModelOpt, and its attention layers for llm-compressor.
 
     Raises:
         ConfigError: the checkpoint names a quantised type other than fp8.

@@ -25,8 +25,6 @@ class ModelReading:
     """The KV cache that a ``config.json`` describes.
 
     Attributes:
-        cache: caches of all layers. If a layer of the model has several caches, `cache.layers` has one entry
-            for each of them.
         kept: number of entries in `cache.layers` for each layer of the model; 0 for a layer without a cache.
         notes: assumptions about the model that were made to derive the cache, one sentence each.
         cache_dtype: element type of the KV cache, one of `dtypes.CACHE_DTYPES`.
@@ -57,7 +55,6 @@ def read_model(
     [128, 128]
 
     Args:
-        config: content of the model's ``config.json``.
         dtype: element type of the KV cache, one of `dtypes.CACHE_DTYPES`. A floating-point type also replaces
             the model's element type. With ``auto``, the file decides.
         name: display name of the model; empty for the model type.
@@ -88,6 +85,7 @@ def read_model(
     heads = query_heads(read)
     if family.recurrent is not None:
         _mark_unused_keys(read, {mixer for layer in layers for mixer in layer})
+    # Last, because every lookup above marks its keys as read.
     notes += check_unread(read)
     cache = ModelCache(name or model_type, tuple(store for layer in stores for store in layer), heads)
     if not cache.layers:
@@ -104,14 +102,7 @@ _STATE_KEYS = (
 
 
 def _mark_unused_keys(config: ModelConfig, used: set[Mixer]) -> None:
-    """Mark the keys of attention as read if no layer has attention, and likewise the keys of recurrence.
-
-    Otherwise, the check for unread keys would reject the file, because such keys usually affect the KV cache.
-
-    Args:
-        config: content of the model's ``config.json``.
-        used: kinds of attention and recurrence that the layers have.
-    """
+    # Otherwise the check for unread keys would reject the file.
     if used <= RECURRENT:
         config.mark_read(*_ATTENTION_KEYS)
     if not used & RECURRENT:
@@ -121,20 +112,14 @@ def _mark_unused_keys(config: ModelConfig, used: set[Mixer]) -> None:
 def _stores(
     config: ModelConfig, family: ModelFamily, layers: list[Mixers], dtypes: tuple[str, str]
 ) -> list[tuple[LayerCache, ...]]:
-    """Return the caches of each layer.
-
-    Args:
-        config: content of the model's ``config.json``.
-        family: properties of the model family.
-        layers: mixers (kinds of attention or recurrence) of each layer, draft layers included.
-        dtypes: element types of the KV cache and of the model.
-    """
+    """Return the caches of each layer, from its mixers and the element types of KV cache and model."""
     attention = AttentionReader(config, family, *dtypes)
     ssm_dtype = _ssm_dtype(config, family, dtypes[1])
     recurrent = {
         mixer: (recurrent_store(config, mixer, dtypes[1], ssm_dtype),)
         for mixer in dict.fromkeys(mixer for layer in layers for mixer in layer if mixer in RECURRENT)
     }
+    # Draft layers follow the model's layers, and read the per-layer settings of its last one.
     last = config.layers - 1
     return [
         tuple(
@@ -147,15 +132,7 @@ def _stores(
 
 
 def _model_dtype(config: ModelConfig, dtype: str) -> tuple[str, list[str]]:
-    """Return (element type that the model computes in, notes for the user).
-
-    For a float32 checkpoint, the type is ``bfloat16``, in which vLLM serves such checkpoints by default.
-
-    Args:
-        config: content of the model's ``config.json``.
-        dtype: requested element type of the KV cache. If it is a floating-point type such as ``bfloat16``, it
-            is the result too.
-    """
+    """Return (element type that the model computes in, notes for the user)."""
     if dtype in FLOATS:
         return dtype, []
     value = config.get(*DTYPES)
@@ -168,16 +145,7 @@ def _model_dtype(config: ModelConfig, dtype: str) -> tuple[str, list[str]]:
 
 
 def _ssm_dtype(config: ModelConfig, family: ModelFamily, model_dtype: str) -> str:
-    """Return the element type of recurrent state, with vLLM's order of precedence.
-
-    The type in the file comes first, then the default of the model family, then the element type of the
-    model.
-
-    Args:
-        config: content of the model's ``config.json``.
-        family: properties of the model family.
-        model_dtype: element type that the model computes in.
-    """
+    """Return the element type of recurrent state, with vLLM's order of precedence."""
     value = config.get("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
     if value is not None and value != "auto":
         return float_name("mamba_ssm_cache_dtype", value)
@@ -186,9 +154,6 @@ def _ssm_dtype(config: ModelConfig, family: ModelFamily, model_dtype: str) -> st
 
 def _unknown(config: ModelConfig) -> str:
     """Return a note which tells the user that an unknown model is treated as one with ordinary attention.
-
-    Args:
-        config: content of the model's ``config.json``.
 
     Raises:
         ConfigError: a key suggests that layers cache something besides K and V or a latent, or the file does
@@ -206,13 +171,7 @@ def _unknown(config: ModelConfig) -> str:
 
 
 def _without_shared(config: ModelConfig, layers: list[Mixers]) -> list[Mixers]:
-    """Return the mixers (kinds of attention or recurrence) of each layer, empty for layers without a cache.
-
-    The last layers of Gemma 3n and Gemma 4 have no cache: they reuse K and V of earlier layers.
-
-    Args:
-        config: content of the model's ``config.json``.
-        layers: mixers of each layer.
+    """Return the mixers of each layer, empty for layers without a cache.
 
     Raises:
         ConfigError: the file says that all layers reuse K and V.
@@ -224,17 +183,12 @@ def _without_shared(config: ModelConfig, layers: list[Mixers]) -> list[Mixers]:
         raise ConfigError(
             f"config.json: num_kv_shared_layers is {shared}; it must be below the {len(layers)} layers"
         )
+    # The last layers of Gemma 3n and Gemma 4 reuse K and V of earlier layers.
     return [*layers[:-shared], *([()] * shared)]
 
 
 def _draft_layers(config: ModelConfig, layers: list[Mixers]) -> list[Mixers]:
-    """Return the mixers (kinds of attention) of the layers for multi-token prediction.
-
-    Each of these layers has the mixers of the model's last attention layer.
-
-    Args:
-        config: content of the model's ``config.json``.
-        layers: mixers of the model's layers.
+    """Return the mixers of the layers for multi-token prediction: those of the last attention layer, each.
 
     Raises:
         ConfigError: the file has no layers for multi-token prediction, or the model has no attention layer.

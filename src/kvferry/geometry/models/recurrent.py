@@ -23,8 +23,6 @@ def recurrent_store(config: ModelConfig, mixer: Mixer, model_dtype: str, ssm_dty
     """Return the cache of one recurrent layer.
 
     Args:
-        config: content of the model's ``config.json``.
-        mixer: kind of recurrence, e.g. MAMBA2.
         model_dtype: element type of the convolution's inputs, a key of `FLOATS`.
         ssm_dtype: element type of the recurrent state, a key of `FLOATS`.
 
@@ -35,12 +33,7 @@ def recurrent_store(config: ModelConfig, mixer: Mixer, model_dtype: str, ssm_dty
 
 
 def _past_inputs_axis(kernel: int) -> tuple[str, int]:
-    """Return the name and the length of the tensor axis that holds past inputs of a convolution.
-
-    The length is ``kernel - 1``.
-
-    Args:
-        kernel: number of tokens that the convolution covers.
+    """Return (name, length) of the axis that holds past inputs of a convolution over `kernel` tokens.
 
     Raises:
         ConfigError: `kernel` is below 2.
@@ -87,12 +80,9 @@ def _mamba2(config: ModelConfig, item: int, ssm_item: int) -> tuple[StoredField,
 
 
 def _mamba2_channels(config: ModelConfig) -> int | None:
-    """Return the number of channels of the convolution's input ``x`` in a Mamba2 layer.
-
-    Return None if ``config.json`` does not give the number. The number is then that of the heads times their
-    width.
-    """
+    """Return the number of channels of the convolution's input ``x``; None if the file does not give it."""
     if config.model_type == "nemotron_h":
+        # Its channels are those of the heads, whatever this key is.
         config.mark_read("expand")
         return None
     if value := config.optional_int("mamba_d_ssm"):
@@ -119,15 +109,10 @@ def _kimi_delta(config: ModelConfig, item: int, ssm_item: int) -> tuple[StoredFi
 def _delta(
     keys: tuple[int, int], values: tuple[int, int], past_inputs: tuple[str, int], item: int, ssm_item: int
 ) -> tuple[StoredField, ...]:
-    """Return the cached fields of a layer with a delta rule (a kind of linear attention).
-
-    The fields are the last inputs of the convolutions of q, k and v, and one state matrix per head.
+    """Return the fields of a delta rule: past inputs of q, k and v, and one state matrix per head.
 
     Args:
         keys, values: (number of heads, elements per head) of k and of v.
-        past_inputs: (name, length) of the axis of past convolution inputs.
-        item: bytes of one element of the convolution's inputs.
-        ssm_item: bytes of one element of the state matrices.
     """
     (k_heads, k_width), (v_heads, v_width) = keys, values
     return (

@@ -15,6 +15,7 @@ from kvferry.geometry.models.config import ModelConfig
 _CLEARLY_ELSEWHERE = re.compile(
     r"^(hc|mlp|moe|lm_head|layer_?norm|layerdrop|norm|activation|rope|layer_rope|tokenizer|vision|audio|image|video)_?"
 )
+# Keys whose names match `_DECIDES` although they do not affect the cache.
 _HARMLESS = frozenset((
     # Computation of queries, and heads that are not cached.
     "qk_nope_head_dim", "qk_head_dim", "q_lora_rank", "o_lora_rank", "o_groups", "query_pre_attn_scalar",
@@ -24,49 +25,42 @@ _HARMLESS = frozenset((
     # Computation of attention from cached values.
     "attention_bias", "attention_dropout", "attention_multiplier", "attention_out_bias", "attention_in_bias",
     "attn_logit_softcapping", "attn_output_gate", "attention_output_gate", "attn_temperature_tuning",
-    "attn_scale", "use_attn_output_gate",
-    "attn_pdrop", "attn_dropout", "attn_implementation", "_attn_implementation",
-    "_attn_implementation_internal",
-    "attention_qkv_bias", "add_swa_attention_sink_bias", "add_full_attention_sink_bias",
-    "attention_value_scale",
+    "attn_scale", "use_attn_output_gate", "attn_pdrop", "attn_dropout", "attn_implementation",
+    "_attn_implementation", "_attn_implementation_internal", "attention_qkv_bias",
+    "add_swa_attention_sink_bias", "add_full_attention_sink_bias", "attention_value_scale",
     "attn_res_block_size", "attention_logit_softcapping", "attention_probs_dropout_prob", "floor_scale",
     "use_attention_bias", "attention_sinks", "gated_attention", "use_head_wise_attn_gate", "swa_use_sink",
     "attn_bias", "attention_softmax_in_fp32", "use_qk_norm", "scale_attention_softmax_in_fp32",
-    "self_attn_bias",
-    "scale_attn_by_inverse_layer_idx", "scale_attn_weights", "reorder_and_upcast_attn",
-    "attention_layers_bias",
-    "full_attn_alpha_factor", "full_attn_beta_factor", "linear_attn_alpha_factor", "linear_attn_beta_factor",
-    "mla_use_nope", "mla_use_output_gate", "mla_scale_q_lora", "mla_scale_kv_lora", "use_mla",
-    "mla_qkv_concat",
-    "attention_rope", "rope_head_dim", "swa_rope_theta", "local_rope_theta", "rope_local_base_freq",
-    "global_rope_theta", "sliding_window_rope_theta", "swa_rope_parameters", "compress_rope_theta",
-    "attention_method", "layer_norm_epsilon", "layer_norm_eps", "qkv_bias", "linear_bias", "head_bias",
-    "attention_gate", "gated_attn", "mm_prefix_clamp_sliding_window", "attention_chunked", "add_qkv_bias",
-    "interleaved_qkv", "parallel_attn",
-    "attention_hidden_size", "use_shared_attention_adapter",
-    "use_qkv_bias", "multi_query_attention", "qkv_proj_bias", "attention_layernorm",
+    "self_attn_bias", "scale_attn_by_inverse_layer_idx", "scale_attn_weights", "reorder_and_upcast_attn",
+    "attention_layers_bias", "full_attn_alpha_factor", "full_attn_beta_factor", "linear_attn_alpha_factor",
+    "linear_attn_beta_factor", "mla_use_nope", "mla_use_output_gate", "mla_scale_q_lora", "mla_scale_kv_lora",
+    "use_mla", "mla_qkv_concat", "attention_rope", "rope_head_dim", "swa_rope_theta", "local_rope_theta",
+    "rope_local_base_freq", "global_rope_theta", "sliding_window_rope_theta", "swa_rope_parameters",
+    "compress_rope_theta", "attention_method", "layer_norm_epsilon", "layer_norm_eps", "qkv_bias",
+    "linear_bias", "head_bias", "attention_gate", "gated_attn", "mm_prefix_clamp_sliding_window",
+    "attention_chunked", "add_qkv_bias", "interleaved_qkv", "parallel_attn", "attention_hidden_size",
+    "use_shared_attention_adapter", "use_qkv_bias", "multi_query_attention", "qkv_proj_bias",
+    "attention_layernorm",
     # Computation of a recurrence.
     "chunk_size", "mamba_chunk_size", "mamba_proj_bias", "mamba_conv_bias", "mamba_dt_rank",
-    "mamba_hidden_act",
-    "mamba_rms_norm", "mamba_norm_before_gate", "mamba_use_mlp", "use_conv_bias", "use_mamba_kernels",
-    "conv_bias", "ssm_multipliers", "ssm_in_multiplier", "ssm_out_multiplier", "key_multiplier",
-    "attention_in_multiplier", "attention_out_multiplier", "mlp_multipliers", "mamba_bias", "state_norm",
-    "use_mem_rank", "use_mem_eff_path", "num_mem_blocks", "linear_attention_bias", "mamba_inner_layernorms",
-    "time_step_rank", "group_norm_size", "linear_silu", "linear_scale", "linear_rope", "use_linear_silu",
-    "layernorm_full_attention_alpha", "layernorm_full_attention_beta", "layernorm_linear_attention_alpha",
-    "layernorm_linear_attention_beta", "num_blocks", "use_associative_scan", "use_short_conv_bias",
-    "chunk_size_feed_forward", "use_mambapy", "use_falcon_mambapy", "linear_a_log_max", "linear_a_log_min",
-    "linear_allow_neg_eigval", "linear_dt_init_floor", "linear_dt_max", "linear_dt_min", "linear_use_gate",
-    "conv_use_xavier_init", "latent_moe_use_norm",
+    "mamba_hidden_act", "mamba_rms_norm", "mamba_norm_before_gate", "mamba_use_mlp", "use_conv_bias",
+    "use_mamba_kernels", "conv_bias", "ssm_multipliers", "ssm_in_multiplier", "ssm_out_multiplier",
+    "key_multiplier", "attention_in_multiplier", "attention_out_multiplier", "mlp_multipliers", "mamba_bias",
+    "state_norm", "use_mem_rank", "use_mem_eff_path", "num_mem_blocks", "linear_attention_bias",
+    "mamba_inner_layernorms", "time_step_rank", "group_norm_size", "linear_silu", "linear_scale",
+    "linear_rope", "use_linear_silu", "layernorm_full_attention_alpha", "layernorm_full_attention_beta",
+    "layernorm_linear_attention_alpha", "layernorm_linear_attention_beta", "num_blocks",
+    "use_associative_scan", "use_short_conv_bias", "chunk_size_feed_forward", "use_mambapy",
+    "use_falcon_mambapy", "linear_a_log_max", "linear_a_log_min", "linear_allow_neg_eigval",
+    "linear_dt_init_floor", "linear_dt_max", "linear_dt_min", "linear_use_gate", "conv_use_xavier_init",
+    "latent_moe_use_norm",
     # Generation and training.
     "use_cache", "cache_implementation", "pad_to_multiple_of", "add_cross_attention",
-    "cross_attention_hidden_size",
-    "num_logits_to_keep", "is_decoder", "no_repeat_ngram_size", "pruned_heads", "output_attentions",
-    "output_hidden_states",
-    "tie_encoder_decoder", "encoder_no_repeat_ngram_size", "num_return_sequences", "layer_types_full",
-    "vision_soft_tokens_per_image", "head_bias_init", "tied_layers", "has_lm_head_bias", "lm_head_bias",
-    "scale_embedding", "block_name", "num_layers_per_stack", "use_lm_head_norm", "embd_layer_norm",
-    "layer_name", "rm_head",
+    "cross_attention_hidden_size", "num_logits_to_keep", "is_decoder", "no_repeat_ngram_size", "pruned_heads",
+    "output_attentions", "output_hidden_states", "tie_encoder_decoder", "encoder_no_repeat_ngram_size",
+    "num_return_sequences", "layer_types_full", "vision_soft_tokens_per_image", "head_bias_init",
+    "tied_layers", "has_lm_head_bias", "lm_head_bias", "scale_embedding", "block_name",
+    "num_layers_per_stack", "use_lm_head_norm", "embd_layer_norm", "layer_name", "rm_head",
     # Draft layers, which are planned only with --mtp.
     "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_layers_block_type",
     "mtp_hybrid_override_pattern", "mtp_use_dedicated_embeddings", "num_mtp_layers", "mtp_layer_types",
@@ -74,7 +68,6 @@ _HARMLESS = frozenset((
     # Other names of keys that rules read.
     "kda_use_full_rank_gate", "num_attention_heads", "n_head", "n_heads",
 ))  # fmt: skip
-"""Keys whose names match `_DECIDES` although they do not affect the cache."""
 
 _DECIDES = re.compile(
     r"kv|key_value|quant|head|window|swa|slid|layer_?types?|layers?_block|^layer|latent|lora_rank|ssm|mamba|rwkv|retention"
@@ -97,12 +90,6 @@ _ELSEWHERE = re.compile(
 def check_unread(config: ModelConfig) -> list[str]:
     """Check the keys of ``config.json`` that were not read, and return a note for the user about them.
 
-    Keys that are known not to affect the KV cache are ignored. The list has one note, with the names of the
-    other keys. It is empty if there are none.
-
-    Args:
-        config: content of the file, after the KV cache has been derived from it.
-
     Raises:
         ConfigError: the name of an unread key suggests that it affects the KV cache.
     """
@@ -121,15 +108,10 @@ def check_unread(config: ModelConfig) -> list[str]:
 
 
 def check_nested(config: ModelConfig, name: str, harmless: Iterable[str]) -> None:
-    """Check that every key of a nested object in ``config.json`` was read or is known to be harmless.
-
-    Args:
-        config: content of the nested object.
-        name: name of the nested object, for the error message.
-        harmless: names of keys that are known not to affect the KV cache, and are never read.
+    """Check that every key of the nested object `name` was read or is known to be harmless.
 
     Raises:
-        ConfigError: a key was not read and is not in `harmless`.
+        ConfigError: a key was not.
     """
     unknown = [key for key in config.values if key not in config.read_keys and key not in harmless]
     if unknown:

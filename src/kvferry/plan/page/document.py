@@ -62,10 +62,7 @@ def picture(
 ) -> str:
     """Return the HTML page that shows a handover forecast: a table, and pictures of the copied memory.
 
-    The page loads no other files and runs no scripts.
-
     Args:
-        forecast: forecast to show.
         reading: description of the model's KV cache, from which the forecast was computed.
         separate: True if the forecast was computed with K and V on separate pages.
         more: HTML of further parts, at the end of the page.
@@ -79,12 +76,8 @@ def picture(
 
 
 def html_page(title: str, body: Sequence[str]) -> str:
-    """Return an HTML page in the style of kvferry's pages. It loads no other files and runs no scripts.
-
-    Args:
-        title: title of the page, as plain text.
-        body: HTML of the parts of the page.
-    """
+    """Return an HTML page in the style of kvferry's pages, from a plain title and the HTML of its parts."""
+    # The page loads no other files and runs no scripts.
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -95,11 +88,7 @@ def html_page(title: str, body: Sequence[str]) -> str:
 
 
 def text_block(print_text: Callable[[Report], None]) -> str:
-    """Return the HTML of what a function prints to a report, as it stands in a terminal.
-
-    Args:
-        print_text: function that prints to a report.
-    """
+    """Return the HTML of what a function prints to a report, as it stands in a terminal."""
     text = StringIO()
     print_text(Report(Console(file=text, width=_TEXT_COLUMNS), _TEXT_COLUMNS))
     return f"<pre>{escape(text.getvalue().strip(chr(10)))}</pre>"
@@ -119,7 +108,7 @@ def _heading(forecast: Forecast) -> Iterator[str]:
 
 
 def _table(forecast: Forecast) -> str:
-    """Return the table. On a narrow screen each row is a box, with a column's name above its number."""
+    # On a narrow screen each row is a box, with a column's name above its number.
     kinds = ['class="left"' if column.left else 'class="number"' for column in COLUMNS]
     head = "".join(f"<th {kind}>{column.heading}</th>" for kind, column in zip(kinds, COLUMNS, strict=True))
     body = ""
@@ -147,13 +136,7 @@ def _legend() -> str:
 
 
 def _section(setting: PlannedTransfer, number: int, row: LayerForecast) -> Iterator[str]:
-    """Yield the HTML of the section for one kind of layer: a picture of all layers, then of one layer.
-
-    Args:
-        setting: both engines, and the request to transfer.
-        number: index of the kind of layer in `setting.kinds`.
-        row: forecast for this kind of layer.
-    """
+    """Yield the HTML of the section for one kind of layer: a picture of all layers, then of one layer."""
     yield f"<section><h2>{row.layers} {escape(describe(row.cache))}</h2>"
     group = setting.dst_rows.index(number)
     for one_layer in (False, True):

@@ -14,8 +14,8 @@ from kvferry.plan.page.place import WIDTH, DrawnLane, MemoryLane, place
 from kvferry.plan.page.runs import DrawnRun
 from kvferry.units import format_bytes
 
+# Distinct colours for layers, and for ranks of the destination. The colours repeat.
 COLOURS = 6
-"""Number of distinct colours for layers, and for ranks of the destination. The colours repeat."""
 
 _BAR = 26
 _BETWEEN = 110
@@ -26,14 +26,7 @@ _LONGEST_RULE = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Ribbon:
-    """A drawn band that connects copied bytes in the source's memory to the same bytes at the destination.
-
-    A lane is the row of memory pieces of one rank in the picture.
-
-    Attributes:
-        src, dst: index of the lane among the source's lanes, and among the destination's lanes.
-        run: copied bytes.
-    """
+    """A band that connects copied bytes in a lane of the source and a lane of the destination, by index."""
 
     src: int
     dst: int
@@ -43,17 +36,9 @@ class Ribbon:
 def drawing(
     title: str, src: Sequence[MemoryLane], dst: Sequence[MemoryLane], ribbons: Sequence[Ribbon]
 ) -> str:
-    """Draw memory copies as HTML: an SVG with the source's memory above and the destination's memory below.
+    """Draw memory copies as HTML: an SVG with the names of ranks beside it. `title` is for screen readers.
 
-    The names of ranks are text above and below the SVG, because text in a picture shrinks with it.
-
-    A lane is the row of strips (contiguous pieces of memory) of one rank. A ribbon is a band that connects
-    copied bytes of both sides.
-
-    Args:
-        title: description of the picture for screen readers.
-        src, dst: lanes of the source and of the destination, each with at least one strip.
-        ribbons: bands to draw between the lanes.
+    Each lane has at least one strip.
     """
     above, below = place(src), place(dst)
     low = _BAR + _BETWEEN
@@ -74,7 +59,7 @@ def drawing(
 
 
 def _labels(lanes: Sequence[MemoryLane]) -> str:
-    """Return the names of ranks as text beside the SVG, where it keeps its size on a small screen."""
+    # Text in a picture shrinks with it on a small screen.
     names = "".join(f"<span>{escape(lane.label)}</span>" for lane in lanes)
     return f'<div class="ranks">{names}</div>'
 
@@ -115,15 +100,8 @@ def _where(placed: DrawnLane, address: int) -> str:
 
 
 def _scale(per_byte: float, bottom: int) -> tuple[str, str]:
-    """Return what the scale bar stands for, and its SVG.
-
-    The bar stands for the largest power of two, in bytes, for which it is at most a fifth of the picture's
-    width long. It stands for at least 1 byte.
-
-    Args:
-        per_byte: width of a byte in the picture, in SVG units.
-        bottom: height of the picture, in SVG units.
-    """
+    """Return what the scale bar stands for, and its SVG."""
+    # The largest power of two for which the bar is at most a fifth of the picture's width long.
     step = 1
     while 2 * step * per_byte <= _LONGEST_RULE * WIDTH:
         step *= 2

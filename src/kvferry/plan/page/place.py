@@ -21,12 +21,7 @@ _MOST_GAPS = WIDTH / 3
 
 @dataclass(frozen=True, slots=True)
 class MemoryLane:
-    """The memory of one rank to draw as a row in a picture.
-
-    Attributes:
-        label: name of the rank.
-        strips: contiguous pieces of the rank's memory, sorted by address.
-    """
+    """The memory of one rank to draw as a row in a picture: its name, and strips sorted by address."""
 
     label: str
     strips: tuple[Strip, ...]
@@ -34,15 +29,12 @@ class MemoryLane:
 
 @dataclass(frozen=True, slots=True)
 class DrawnLane:
-    """The memory of one rank, with its horizontal positions in a picture.
-
-    A strip is a contiguous piece of the rank's memory.
+    """A lane with its horizontal positions in a picture, in SVG units.
 
     Attributes:
-        lane: memory of the rank.
         addresses: memory address of the first byte of each strip.
-        starts: horizontal position of the first byte of each strip, in SVG units.
-        per_byte: width of a byte in the picture, in SVG units.
+        starts: horizontal position of the first byte of each strip.
+        per_byte: width of a byte.
     """
 
     lane: MemoryLane
@@ -51,33 +43,18 @@ class DrawnLane:
     per_byte: float
 
     def at(self, address: int) -> float:
-        """Return the horizontal position, in SVG units, of a memory address.
-
-        An address between two strips (contiguous pieces of memory) has the position at which the preceding
-        strip ends.
-        """
+        """Return the horizontal position of an address; of the preceding strip's end if it is between two."""
         number = max(bisect_right(self.addresses, address) - 1, 0)
         inside = min(address - self.addresses[number], self.lane.strips[number].length)
         return self.starts[number] + inside * self.per_byte
 
     def interval(self, address: int, length: int) -> tuple[float, float]:
-        """Return the horizontal positions, in SVG units, at which a range of memory begins and ends.
-
-        Args:
-            address: address of the first byte.
-            length: length of the range in bytes.
-        """
+        """Return the horizontal positions at which a range of memory begins and ends."""
         return self.at(address), self.at(address + length - 1) + self.per_byte
 
 
 def place(lanes: Sequence[MemoryLane]) -> list[DrawnLane]:
-    """Compute the horizontal positions of the memory of all ranks of one engine, placed next to each other.
-
-    Memory that is not contiguous is separated by a gap.
-
-    Args:
-        lanes: memory of each rank.
-    """
+    """Place the memory of all ranks of one engine next to each other."""
     total = sum(strip.length for lane in lanes for strip in lane.strips) or 1
     breaks = sum(_breaks(lane) for lane in lanes)
     gap = min(_GAP, _MOST_GAPS / breaks) if breaks else 0.0
@@ -97,5 +74,4 @@ def place(lanes: Sequence[MemoryLane]) -> list[DrawnLane]:
 
 
 def _breaks(lane: MemoryLane) -> int:
-    """Return the number of gaps between the strips (contiguous pieces of memory) of one rank."""
     return sum(before.stop != after.address for before, after in pairwise(lane.strips))

@@ -1,8 +1,4 @@
-"""The runs of bytes that are copied between the strips of both sides.
-
-A *strip* is a contiguous piece of memory with bytes of one layer and one block. A *run* is a range of bytes
-that is contiguous at the source and at the destination.
-"""
+"""The runs of bytes that are copied between the strips of both sides."""
 
 from __future__ import annotations
 
@@ -18,16 +14,12 @@ from kvferry.planning.template import Route
 class DrawnRun:
     """Copied bytes that are drawn as one band: a run, a part of a run, or parts of several runs.
 
-    A run is a range of bytes that is contiguous at the source and at the destination.
-
     Attributes:
-        src, dst: address of the first byte at the source, and at the destination.
-        src_span, dst_span: number of bytes from the first to the last byte, gaps included, at the source and
-            at the destination.
+        src, dst: address of the first byte on each side.
+        src_span, dst_span: number of bytes from the first to the last byte, gaps included, on each side.
         bytes: number of copied bytes.
-        longest: length in bytes of the longest of these runs. A part of a run counts with the length of the
-            whole run.
-        pieces: number of runs, or parts of runs, that are drawn as one band.
+        longest: length of the longest of these runs. A part of a run counts with the length of the whole run.
+        pieces: number of runs, or parts of runs.
     """
 
     src: int
@@ -40,40 +32,22 @@ class DrawnRun:
 
 
 def runs_of(route: Route, src_blocks: int, dst_blocks: int) -> Iterator[DrawnRun]:
-    """Yield the runs that are copied from the source's first blocks to the destination's first blocks.
-
-    A run is a range of bytes that is contiguous at the source and at the destination.
-
-    Args:
-        route: layers to draw, which are copied together between two ranks.
-        src_blocks, dst_blocks: number of drawn blocks at the source, and at the destination.
-    """
+    """Yield the runs that are copied from the source's first blocks to the destination's first blocks."""
     cells = max(min(dst_blocks * route.dst_cells, src_blocks * route.src_cells), 1)
     for cell in range(cells):
-        (src_block, src_cell), (dst_block, dst_cell) = (
-            divmod(cell, route.src_cells),
-            divmod(cell, route.dst_cells),
-        )
+        src_block, src_cell = divmod(cell, route.src_cells)
+        dst_block, dst_cell = divmod(cell, route.dst_cells)
         for cell_copy in route.cell_copies:
             src = src_block * route.src_stride + cell_copy.src_offsets[src_cell]
             dst = dst_block * route.dst_stride + cell_copy.dst_offsets[dst_cell]
             pieces = cell_copy.descriptors
             rows = zip(pieces.src.tolist(), pieces.dst.tolist(), pieces.length.tolist(), strict=True)
             for a, b, length in rows:
-                yield DrawnRun(
-                    src=a + src, dst=b + dst, src_span=length, dst_span=length, bytes=length, longest=length
-                )
+                yield DrawnRun(a + src, b + dst, length, length, length, length)
 
 
 def cut(run: DrawnRun, src: Sequence[Strip], dst: Sequence[Strip]) -> Iterator[tuple[int, int, DrawnRun]]:
-    """Divide a copied range of bytes into parts, so that each part is inside one strip on both sides.
-
-    A strip is a contiguous piece of memory that is drawn as a rectangle. Bytes outside of all strips are left
-    out.
-
-    Args:
-        run: range of bytes that is contiguous at the source and at the destination.
-        src, dst: strips of the source and of the destination, sorted by address.
+    """Divide a run into parts, so that each is inside one strip on both sides. Strips are sorted by address.
 
     Yields:
         (index of the source's strip, index of the destination's strip, part of the run).
@@ -88,28 +62,15 @@ def cut(run: DrawnRun, src: Sequence[Strip], dst: Sequence[Strip]) -> Iterator[t
             at += skip
             continue
         size = min(src[a].stop - run.src, dst[b].stop - run.dst, run.bytes) - at
-        yield (
-            a,
-            b,
-            DrawnRun(
-                src=run.src + at,
-                dst=run.dst + at,
-                src_span=size,
-                dst_span=size,
-                bytes=size,
-                longest=run.longest,
-            ),
-        )
+        yield a, b, DrawnRun(run.src + at, run.dst + at, size, size, size, run.longest)
         at += size
 
 
 def by_strip(parts: Iterable[tuple[int, int, DrawnRun]]) -> list[DrawnRun]:
-    """Join the copied bytes that connect the same two strips, and return one `DrawnRun` per pair of strips.
-
-    A strip is a contiguous piece of memory that is drawn as a rectangle.
+    """Join the copied bytes that connect the same two strips.
 
     Args:
-        parts: tuples (index of the source's strip, index of the destination's strip, copied bytes).
+        parts: tuples as `cut` yields them.
     """
     joined: dict[tuple[int, int], DrawnRun] = {}
     for a, b, part in parts:
@@ -119,15 +80,7 @@ def by_strip(parts: Iterable[tuple[int, int, DrawnRun]]) -> list[DrawnRun]:
 
 
 def _next(strips: Sequence[Strip], address: int) -> int | None:
-    """Return the index of the strip that contains an address; if no strip does, the index of the next strip.
-
-    Args:
-        strips: contiguous pieces of memory, sorted by address.
-        address: memory address.
-
-    Returns:
-        The index; None if all strips end at or before the address.
-    """
+    """Return the index of the first strip that ends after an address; None if there is none."""
     number = bisect_right(strips, address, key=lambda strip: strip.stop)
     return number if number < len(strips) else None
 

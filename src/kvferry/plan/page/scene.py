@@ -1,7 +1,4 @@
-"""The content of a picture of one group, for all of its layers or for one.
-
-A *lane* is the memory of one rank. A *ribbon* is a copied run of bytes between two lanes.
-"""
+"""The content of a picture of one group, for all of its layers or for one."""
 
 from __future__ import annotations
 
@@ -16,27 +13,23 @@ from kvferry.plan.page.strips import rank_label, strips
 from kvferry.plan.setting import PlannedTransfer
 from kvferry.planning.template import Route
 
+# Maximum number of drawn ranks per side.
 MAX_RANKS = 4
-"""Maximum number of drawn ranks per side."""
+# Layers are left out of a picture of several if there are more strips.
 MAX_STRIPS = 1200
-"""Maximum number of strips in a picture of several layers. Layers are left out if there are more strips."""
+# If there are more runs, those between the same two strips are joined.
 MAX_RIBBONS = 600
-"""Maximum number of runs that are drawn one by one. If there are more, runs between two strips are joined."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """The content of a picture that shows how blocks of a KV cache group are copied between two engines.
-
-    A lane is the row of strips (contiguous pieces of memory) of one rank. A ribbon is a band that connects
-    copied bytes of both sides. A run is a range of bytes that is contiguous on both sides.
+    """The content of a picture that shows how blocks of a group are copied between two engines.
 
     Attributes:
         src, dst: lanes of the source and of the destination, each with at least one strip.
-        ribbons: bands between the lanes.
         layers: names of the drawn layers.
         of_layers: number of layers of the group on the drawn ranks.
-        src_blocks, dst_blocks: number of drawn blocks at the source, and at the destination.
+        src_blocks, dst_blocks: number of drawn blocks on each side.
         runs: number of copied runs between the drawn blocks.
         joined: True if some ribbon stands for several runs.
     """
@@ -53,21 +46,13 @@ class Scene:
 
 
 def scene(setting: PlannedTransfer, group: int, *, one_layer: bool) -> Scene | None:
-    """Return the content of the picture that shows the copies of one KV cache group.
+    """Return the content of the picture that shows the copies of one group, by its index at the destination.
 
-    At most `MAX_RANKS` ranks are drawn per side. If the KV cache groups of the two engines contain different
-    layers, the picture shows only layers that share a block table on both sides. Layers are left out if the
-    picture would have more than `MAX_STRIPS` strips (contiguous pieces of memory).
+    None if no layer of the group is copied between the drawn ranks.
 
     Args:
-        setting: both engines, and the request to transfer.
-        group: index of the group at the destination.
         one_layer: False to draw all layers, with one band per pair of strips. True to draw only the first
-            layer, with one band per copied range of bytes. If there are more than `MAX_RIBBONS` ranges, this
-            layer also has one band per pair of strips.
-
-    Returns:
-        The content; None if no layer of the group is copied between the drawn ranks.
+            layer, with one band per run if there are not too many.
     """
     srcs, dsts = setting.srcs[:MAX_RANKS], setting.dsts[:MAX_RANKS]
     routes = [
@@ -79,6 +64,8 @@ def scene(setting: PlannedTransfer, group: int, *, one_layer: bool) -> Scene | N
     ]
     if not routes:
         return None
+    # Groups of the two engines may contain different layers. Drawn are those that share a table on both
+    # sides.
     groups = (routes[0][2].src_group, group)
     routes = [each for each in routes if each[2].src_group == groups[0]]
     blocks = _blocks(routes[0][2])
@@ -113,16 +100,7 @@ def _shown(
     blocks: tuple[int, int],
     runs: int,
 ) -> Scene:
-    """Return the content of the picture, without the ranks that have no memory to draw.
-
-    Args:
-        above, below: memory of each rank of the source, and of each rank of the destination.
-        ribbons: bands to draw between the memory of the ranks.
-        names: names of the drawn layers.
-        of_layers: number of layers of the group on the drawn ranks.
-        blocks: number of drawn blocks at the source, and at the destination.
-        runs: number of copied ranges of bytes between the drawn blocks.
-    """
+    """Return the content of the picture, without the ranks that have no memory to draw."""
     src = [number for number, lane in enumerate(above) if lane.strips]
     dst = [number for number, lane in enumerate(below) if lane.strips]
     return Scene(
@@ -139,26 +117,14 @@ def _shown(
 
 
 def _blocks(route: Route) -> tuple[int, int]:
-    """Return the number of blocks to draw at the source, and at the destination.
-
-    On the side with larger blocks, one block is drawn. On the other side, as many whole blocks are drawn as
-    fit into that block.
-
-    Args:
-        route: layers to draw, which are copied together between two ranks.
-    """
+    """Return the number of blocks to draw on each side: one of the larger, and those that fit into it."""
     if route.cell_tokens == 0:
         return 1, 1
     return max(route.dst_cells // route.src_cells, 1), max(route.src_cells // route.dst_cells, 1)
 
 
 def _names(ranks: Sequence[RankGeometry], group: int) -> Iterator[str]:
-    """Yield the names of the layers that a KV cache group has on any of the given ranks, each name once.
-
-    Args:
-        ranks: memory geometry of the ranks.
-        group: index of the group.
-    """
+    """Yield the names of the layers that a group has on any of the given ranks, each name once."""
     yield from dict.fromkeys(layer.name for rank in ranks for layer in rank.groups[group].layers)
 
 
@@ -169,14 +135,6 @@ def _sides(
     names: Sequence[str],
     blocks: tuple[int, int],
 ) -> tuple[list[MemoryLane], list[MemoryLane]]:
-    """Return the memory to draw for each rank of the source, and for each rank of the destination.
-
-    Args:
-        srcs, dsts: drawn ranks of the source and of the destination.
-        groups: index of the KV cache group at the source, and at the destination.
-        names: names of the drawn layers.
-        blocks: number of drawn blocks at the source, and at the destination.
-    """
     above = [_lane("source", rank, groups[0], names, blocks[0]) for rank in srcs]
     return above, [_lane("destination", rank, groups[1], names, blocks[1]) for rank in dsts]
 

@@ -1,7 +1,6 @@
 """The contiguous pieces of a rank's memory that hold a few blocks of a group.
 
-A *strip* is a contiguous piece of memory with bytes of one layer and one block. In most layouts a page is one
-strip. It is several strips in layouts with heads outside of blocks or layers.
+In most layouts a page is one strip. It is several in layouts with heads outside of blocks or layers.
 """
 
 from __future__ import annotations
@@ -12,20 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.geometry import Group, PageFormat, RankGeometry
-from kvferry.planning.descriptors import Int64s
+from kvferry.geometry.page import join_loops, loop_offsets
+from kvferry.planning.descriptors import Int64s, merge
 
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """A contiguous piece of memory with bytes of one layer and one block.
-
-    Attributes:
-        address: address of the first byte.
-        length: length in bytes.
-        layer: index of the layer in its KV cache group.
-        block: id of the block.
-        name: name of the layer.
-    """
+    """A contiguous piece of memory with bytes of one layer, by index in its group and name, and one block."""
 
     address: int
     length: int
@@ -35,18 +27,11 @@ class Strip:
 
     @property
     def stop(self) -> int:
-        """Address of the first byte after this piece of memory."""
         return self.address + self.length
 
 
 def strips(group: Group, layers: Sequence[int], blocks: int) -> list[Strip]:
-    """Return the strips (contiguous pieces of memory) of the first blocks in some layers, sorted by address.
-
-    Args:
-        group: KV cache group on one rank.
-        layers: indices of the layers in the group.
-        blocks: number of blocks. The blocks are 0 to ``blocks - 1``.
-    """
+    """Return the strips of blocks 0 to ``blocks - 1`` in some layers of a group, sorted by address."""
     found = []
     for number in layers:
         layer = group.layers[number]
@@ -67,27 +52,14 @@ def rank_label(rank: RankGeometry) -> str:
 
 
 def _stretches(page: PageFormat) -> tuple[Int64s, Int64s]:
-    """Return the contiguous pieces of memory of a page (one block in one layer), in ascending order.
-
-    Returns:
-        (byte offset of each piece in the page, length of each piece in bytes), both int64 of shape (pieces,).
-    """
+    """Return (offsets, lengths) in bytes of the contiguous pieces of a page, ascending, int64."""
     starts, lengths = [], []
     for field in page.fields:
-        offsets = np.array([field.offset], np.int64)
-        run = field.item_bytes
-        loops = sorted((stride, count) for axis in field.axes for count, stride in axis.loops if count > 1)
-        for stride, count in loops:
-            if stride == run and len(offsets) == 1:
-                run *= count
-            else:
-                steps = np.arange(count, dtype=np.int64) * stride
-                offsets = (offsets[:, None] + steps).reshape(-1)
-        starts.append(offsets)
-        lengths.append(np.full(len(offsets), run, np.int64))
+        run, outer = join_loops(field.item_bytes, (loop for axis in field.axes for loop in axis.loops))
+        starts.append(loop_offsets(field.offset, outer))
+        lengths.append(np.full(len(starts[-1]), run, np.int64))
     start, length = np.concatenate(starts), np.concatenate(lengths)
     order = np.argsort(start)
-    start, length = start[order], length[order]
-    breaks = np.flatnonzero(start[1:] != start[:-1] + length[:-1]) + 1
-    first = np.concatenate([[0], breaks])
-    return start[first], np.add.reduceat(length, first)
+    # Fields such as K and V may be adjacent.
+    found = merge(start[order], start[order], length[order])
+    return found.src, found.length

@@ -13,8 +13,9 @@ from kvferry.replay.trace.trace_file import TraceFile
 from kvferry.terminal import shown
 from kvferry.units import counted
 
+# A prompt or an output has at most this many tokens. It bounds the memory that a wrong number in a file can
+# take.
 MAX_TOKENS = 1 << 24
-"""Maximum length of a prompt or an output. It bounds the memory that a wrong number in a file can take."""
 
 ONLY_LENGTHS = (
     "has only lengths, so it cannot tell which prompts share a prefix; give a trace with hash_ids, or a "
@@ -22,8 +23,8 @@ ONLY_LENGTHS = (
 )
 
 MAX_LATE_SECONDS = 60.0
+# A larger number of seconds is a time in another unit.
 MAX_SECONDS = 1e11
-"""Maximum absolute value of a time. A larger number of seconds is a time in another unit."""
 
 PromptTokens: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
 OutputTokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
@@ -67,18 +68,17 @@ class Trace(ABC):
 class FileTrace(Trace):
     """The requests of a trace file.
 
-    Each iteration reads the file from its beginning, a small part at a time. Standard input and pipes can be
-    iterated once. An iteration raises `ConfigError` at the first line that cannot be used.
+    Each iteration reads the file from its beginning, a small part at a time, and raises `ConfigError` at the
+    first line that cannot be used. Standard input and pipes can be iterated once.
 
     Attributes:
-        format: name of the file's format: ``mooncake``, ``bailian``, ``blocks``, ``csv`` or ``recorded``.
+        format: ``mooncake``, ``bailian``, ``blocks``, ``csv`` or ``recorded``.
         length: size of the file in bytes, compressed if it is; None for standard input and pipes.
     """
 
     def __init__(
         self, file: TraceFile, format_name: str, unit_tokens: int, header: Mapping[str, object] | None = None
     ) -> None:
-        """Describe a trace. Subclasses call this with the attributes."""
         self.name = file.name
         self.format = format_name
         self.unit_tokens = unit_tokens
@@ -103,41 +103,24 @@ class FileTrace(Trace):
 
     @abstractmethod
     def _requests(self, arrivals: ArrivalTimes) -> Iterator[TraceRequest]:
-        """Read the file from its beginning.
-
-        Args:
-            arrivals: converts the times of this reading.
-        """
+        """Read the file from its beginning."""
 
 
 class ArrivalTimes:
     """Converts the times in a file to seconds since the file's first request, in ascending order.
-
-    Logs of busy servers are slightly unsorted. A request that is up to 60 s too late in the file arrives with
-    the request before it. A file with larger steps back is refused: it is not sorted by arrival, or contains
-    several traces.
 
     Attributes:
         late: number of requests whose times were replaced so far.
     """
 
     def __init__(self, file: TraceFile) -> None:
-        """Begin at the first request of a file.
-
-        Args:
-            file: file that errors name.
-        """
         self.late = 0
         self._file = file
         self._first: float | None = None
         self._newest = 0.0
 
     def arrival(self, number: int, seconds: float) -> float:
-        """Return the arrival of the next request of the file.
-
-        Args:
-            number: number of its line.
-            seconds: its time in the file, in seconds.
+        """Return the arrival of the next request of the file, from its time in seconds.
 
         Raises:
             ConfigError: the time is out of bounds, or more than 60 s before the latest one so far.
@@ -153,6 +136,8 @@ class ArrivalTimes:
         found = seconds - self._first
         if found >= self._newest:
             self._newest = found
+        # Logs of busy servers are slightly unsorted. A file with larger steps back is not sorted by arrival,
+        # or contains several traces.
         elif found >= self._newest - MAX_LATE_SECONDS:
             self.late += 1
         else:
@@ -174,10 +159,8 @@ def batches(
     """Group consecutive items, so that the identities of many short requests are computed at once.
 
     Args:
-        items: items to group.
-        units: function that returns the number of units of an item.
+        units: returns the number of units of an item.
         max_units: number of units at which a group ends.
-        max_items: maximum number of items in a group.
     """
     batch: list[_Item] = []
     total = 0
@@ -193,12 +176,6 @@ def batches(
 
 def decode(decoder: msgspec.json.Decoder[_Item], line: bytes, number: int, file: TraceFile) -> _Item:
     """Decode a line of JSON.
-
-    Args:
-        decoder: decoder of the expected type.
-        line: line to decode.
-        number: number of the line.
-        file: file that an error names.
 
     Raises:
         ConfigError: the line is not of the expected type.

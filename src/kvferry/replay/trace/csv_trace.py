@@ -27,8 +27,8 @@ from kvferry.replay.trace.request import TraceRequest, identity
 from kvferry.replay.trace.trace_file import TraceFile
 from kvferry.terminal import shown
 
+# Smaller units make the replay slower.
 DEFAULT_UNIT_TOKENS = 256
-"""Number of tokens per unit. Small units make the replay slower."""
 
 _ARRIVAL, _PROMPT, _OUTPUT, _SESSION = "arrival", "prompt_tokens", "output_tokens", "session"
 _NAMES = {
@@ -44,9 +44,6 @@ def csv_columns(line: bytes) -> dict[str, int]:
 
     >>> csv_columns(b"TIMESTAMP,ContextTokens,GeneratedTokens")
     {'arrival': 0, 'prompt_tokens': 1, 'output_tokens': 2}
-
-    Args:
-        line: first line of a file.
     """
     try:
         [cells] = csv.reader([_decode(line)])
@@ -58,18 +55,13 @@ def csv_columns(line: bytes) -> dict[str, int]:
 
 
 class CsvTrace(FileTrace):
-    """A trace that is a table."""
+    """A trace that is a table.
+
+    Raises:
+        ConfigError: a column is missing.
+    """
 
     def __init__(self, file: TraceFile, unit_tokens: int | None) -> None:
-        """Read the header.
-
-        Args:
-            file: file of the trace.
-            unit_tokens: number of tokens per unit; None for 256.
-
-        Raises:
-            ConfigError: a column is missing.
-        """
         number, line = file.first_line()
         self._columns = csv_columns(line)
         missing = [role for role in (_ARRIVAL, _PROMPT, _OUTPUT) if role not in self._columns]
@@ -120,12 +112,10 @@ class CsvTrace(FileTrace):
 
 
 class _Conversations:
-    """Content of the latest request of each session.
+    """Content of the latest request of each session."""
 
-    A session takes about 160 bytes, because its name is kept as a digest. It takes more if one of its prompts
-    was shorter than the conversation before.
-    """
-
+    # Names are kept as digests, so a session takes about 160 bytes. It takes more if one of its prompts was
+    # shorter than the conversation before.
     def __init__(self) -> None:
         self._tokens: dict[int, int] = {}
         self._passages: dict[int, tuple[Passage, ...]] = {}
@@ -133,14 +123,7 @@ class _Conversations:
     def passages(
         self, session: str, number: int, prompt_tokens: int, output_tokens: int
     ) -> tuple[Passage, ...]:
-        """Return the content of the next request, and remember it.
-
-        Args:
-            session: name of its session; empty for none.
-            number: number of its line.
-            prompt_tokens: length of its prompt.
-            output_tokens: length of its output.
-        """
+        """Return the content of the next request of a session, and remember it."""
         if not session:
             return (Passage(0, identity(f"line {number}")),)
         seed = identity(f"session {session}")
@@ -158,11 +141,7 @@ def _decode(line: bytes) -> str:
 
 
 def _time_format(text: str) -> Callable[[str], float]:
-    """Return the function that converts the times of a table to seconds.
-
-    Args:
-        text: time of the first request.
-    """
+    """Return the function that converts the times of a table to seconds, by the time of its first request."""
     try:
         float(text)
     except ValueError:
@@ -176,7 +155,7 @@ def _from_date(text: str) -> float:
 
 
 def _count(text: str, least: int) -> int:
-    """Return a number of tokens. Tables of pandas may have decimal points in whole numbers.
+    """Return a number of tokens.
 
     Raises:
         ValueError: this is no number of tokens.
@@ -184,6 +163,7 @@ def _count(text: str, least: int) -> int:
     try:
         count = int(text)
     except ValueError:
+        # Tables of pandas have decimal points in whole numbers if the column has gaps.
         number = float(text)
         if not number.is_integer():
             raise

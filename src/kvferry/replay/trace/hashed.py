@@ -59,13 +59,7 @@ class _FirstRecord(_Record, frozen=True):
 
 
 class _Draft(NamedTuple):
-    """A request without identities.
-
-    Attributes:
-        number: number of its line.
-        arrival: seconds since the first request.
-        record: the decoded line.
-    """
+    """A request without identities, with the number of its line."""
 
     number: int
     arrival: float
@@ -73,18 +67,13 @@ class _Draft(NamedTuple):
 
 
 class HashedTrace(FileTrace):
-    """A trace with identities of blocks."""
+    """A trace with identities of blocks.
+
+    Raises:
+        ConfigError: the first line cannot be used, or the number of tokens per id is unknown.
+    """
 
     def __init__(self, file: TraceFile, unit_tokens: int | None) -> None:
-        """Read from the first line which kind of file this is.
-
-        Args:
-            file: file of the trace.
-            unit_tokens: number of tokens per id of a file without ``block_size``; None for that of its kind.
-
-        Raises:
-            ConfigError: the first line cannot be used, or the number of tokens per id is unknown.
-        """
         number, line = file.first_line()
         first = decode(msgspec.json.Decoder(_FirstRecord), line, number, file)
         kind, default = "blocks", None
@@ -104,7 +93,6 @@ class HashedTrace(FileTrace):
         self._states_units = first.block_size is not None
 
     def notes(self) -> list[str]:
-        """Return what the latest iteration changed or assumed, so far, as sentences for the user."""
         untimed = "the trace has no times; its requests are replayed one second apart"
         return [*super().notes(), *[untimed] * (not self._timed)]
 
@@ -161,12 +149,6 @@ class HashedTrace(FileTrace):
             )
 
     def _request(self, draft: _Draft, prefixes: Ids) -> TraceRequest:
-        """Finish a request.
-
-        Args:
-            draft: the request.
-            prefixes: identities of the prefixes that end at its blocks.
-        """
         record, unit = draft.record, self.unit_tokens
         tokens = record.input_length
         if record.block_tokens is not None:

@@ -21,11 +21,7 @@ from kvferry.replay.trace.request import Ids, TraceRequest, mixed, places_within
 class Passage(NamedTuple):
     """The tokens of a request from `first_token` on, up to the next passage or to the end of the request.
 
-    They are the tokens of a text at the same positions.
-
-    Attributes:
-        first_token: position of the first token in the request.
-        seed: seed of the text, uint64.
+    They are the tokens of the text with this seed (uint64) at the same positions.
     """
 
     first_token: int
@@ -37,8 +33,6 @@ class Outline(NamedTuple):
 
     Attributes:
         arrival: seconds from the start of the trace to the arrival of the request.
-        prompt_tokens: length of the prompt in tokens, at least 1.
-        output_tokens: number of generated tokens.
         passages: content of prompt and output. The first passage begins at token 0.
         session: name of the conversation that the request belongs to; empty if unknown.
     """
@@ -61,11 +55,6 @@ def write_out(
     >>> ids = [request.prefix_ids.tolist() for request in write_out([first, longer, other], 16)]
     >>> ids[1][:3] == ids[0], ids[2][:2] == ids[0][:2], ids[2][2] in ids[1]
     (True, True, False)
-
-    Args:
-        outlines: requests to write out.
-        unit_tokens: number of tokens per unit.
-        batch_requests: maximum number of requests that are written out at once.
     """
     for batch in batches(
         outlines,
@@ -112,5 +101,4 @@ def _identities(seeds: list[int], first_units: list[int], counts: npt.NDArray[np
 
 
 def _seed_at(passages: Sequence[Passage], token: int) -> int:
-    """Return the seed of the text that a token belongs to."""
     return next(passage.seed for passage in reversed(passages) if passage.first_token <= token)

@@ -57,13 +57,7 @@ class _Request(msgspec.Struct, gc=False, frozen=True):
 
 
 class _Index:
-    """The places of the requests of a file.
-
-    Attributes:
-        arrivals: time of each request in the file, in seconds.
-        offsets: offset of its line in the file, decompressed.
-        numbers: number of its line.
-    """
+    """The places of the requests of a file: times, and offsets (decompressed) and numbers of their lines."""
 
     def __init__(self) -> None:
         self.arrivals, self.offsets, self.numbers = array("d"), array("q"), array("I")
@@ -75,17 +69,13 @@ class _Index:
 
 
 class RecordedTrace(FileTrace):
-    """A trace that kvferry recorded."""
+    """A trace that kvferry recorded.
+
+    Raises:
+        ConfigError: the header cannot be used, or is of another version.
+    """
 
     def __init__(self, file: TraceFile) -> None:
-        """Read the header.
-
-        Args:
-            file: file of the trace.
-
-        Raises:
-            ConfigError: the header cannot be used, or is of another version.
-        """
         number, line = file.first_line()
         unit_tokens = _read_header(file, number, line)
         fields = decode(msgspec.json.Decoder(dict[str, object]), line, number, file)
@@ -97,7 +87,6 @@ class RecordedTrace(FileTrace):
         return self._file.read_bytes * self._share_done
 
     def notes(self) -> list[str]:
-        """Return what the latest iteration changed or assumed, so far, as sentences for the user."""
         torn = "the last line is incomplete and was left out; the engine was writing it"
         return [*super().notes(), *[torn] * self._is_torn]
 
@@ -120,11 +109,7 @@ class RecordedTrace(FileTrace):
                 yield self._request(number, record, arrivals.arrival(number, record.arrival))
 
     def _read_index(self, copy: IO[bytes] | None) -> _Index:
-        """Read all arrivals.
-
-        Args:
-            copy: temporary file to copy the decompressed trace to; None if there is no need.
-        """
+        """Read all arrivals, and copy the decompressed trace to a temporary file if one is given."""
         index = _Index()
         decoder = msgspec.json.Decoder(_Arrival)
         offset = 0
@@ -137,6 +122,7 @@ class RecordedTrace(FileTrace):
                 try:
                     index.add(decode(decoder, line, number, self._file).arrival, offset, number)
                 except ConfigError:
+                    # The engine was killed while it wrote the last line.
                     if line.endswith(b"\n"):
                         raise
                     self._is_torn = True
@@ -178,13 +164,6 @@ class RecordedTrace(FileTrace):
             raise self._file.unreadable(error) from error
 
     def _request(self, number: int, record: _Request, arrival: float) -> TraceRequest:
-        """Return a request.
-
-        Args:
-            number: number of its line.
-            record: the decoded line.
-            arrival: seconds since the first request.
-        """
         whole, rest = divmod(record.prompt_tokens, self.unit_tokens)
         most = (record.prompt_tokens + record.output_tokens) // self.unit_tokens
         units, more_bytes = divmod(len(record.keys), _KEY_BYTES)
@@ -211,11 +190,6 @@ class RecordedTrace(FileTrace):
 
 def _read_header(file: TraceFile, number: int, line: bytes) -> int:
     """Return the number of tokens per unit.
-
-    Args:
-        file: file of the trace.
-        number: number of the header's line.
-        line: the header.
 
     Raises:
         ConfigError: the header cannot be used, or is of another version.

@@ -12,25 +12,20 @@ import numpy.typing as npt
 
 from kvferry.errors import ConfigError
 
+# Identities of content, uint64. Equal identities mean equal tokens.
 Ids: TypeAlias = npt.NDArray[np.uint64]
-"""Identities of content, uint64. Equal identities mean equal tokens."""
 
 _GOLDEN, _FIRST, _SECOND = (
     np.uint64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
+# Number of a unit that no request has.
 _BEYOND = 1 << 62
-"""Number of a unit that no request has."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedHits:
-    """Prompt tokens that an engine found in caches when its trace was recorded.
-
-    Attributes:
-        local_tokens: tokens found in the engine's own prefix cache.
-        loaded_tokens: tokens loaded from each tier, by the name of the tier.
-    """
+    """Prompt tokens that an engine found in its own prefix cache, and loaded from each tier by name."""
 
     local_tokens: int
     loaded_tokens: Mapping[str, int]
@@ -44,10 +39,8 @@ class TraceRequest:
         arrival: seconds from the start of the trace to the arrival of the request.
         prompt_tokens: length of the prompt in tokens, at least 1.
         output_tokens: number of generated tokens.
-        unit_tokens: number of tokens per unit.
-        prefix_ids: identity of the prefix that ends at each whole unit, uint64 of shape (units,). The prefix
-            begins at the start of the request, so equal identities mean that all tokens so far are equal. The
-            units may include generated tokens.
+        prefix_ids: identity of the prefix that ends at each whole unit, uint64 of shape (units,). Equal
+            identities mean that all tokens so far are equal. The units may include generated tokens.
         prompt_id: identity of the whole prompt. Used only if the prompt ends inside a unit.
         session: name of the conversation that the request belongs to; empty if unknown.
         recorded: cache hits of the engine that recorded the trace; None for other traces.
@@ -85,9 +78,6 @@ def mixed(values: Ids) -> Ids:
 
     Source: Guy Steele, Doug Lea, Christine Flood, "Fast splittable pseudorandom number generators", OOPSLA
     2014.
-
-    Args:
-        values: uint64 of any shape.
     """
     found = values + _GOLDEN
     found = (found ^ (found >> _SHIFTS[0])) * _FIRST
@@ -96,19 +86,13 @@ def mixed(values: Ids) -> Ids:
 
 
 def chained(ids: npt.ArrayLike) -> Ids:
-    """Return identities of prefixes from identities of the units of a request.
+    """Return identities of prefixes, uint64, from the identity of each unit's own content.
 
     Each result depends on all units up to its own and on their order.
 
     >>> first, second = chained([7, 8, 9]), chained([7, 9, 9])
     >>> (first == second).tolist()
     [True, False, False]
-
-    Args:
-        ids: identity of each unit's own content, integers of shape (units,).
-
-    Returns:
-        uint64 of shape (units,).
     """
     own = np.asarray(ids).astype(np.uint64)
     return chained_each(own, np.array([len(own)]))
@@ -117,8 +101,6 @@ def chained(ids: npt.ArrayLike) -> Ids:
 def chained_each(ids: Ids, counts: npt.NDArray[np.int64]) -> Ids:
     """Return what `chained` returns for each of several requests, in one array.
 
-    For short requests this takes a tenth of the time.
-
     >>> both = chained_each(np.array([7, 8, 7], np.uint64), np.array([2, 1]))
     >>> both.tolist() == [*chained([7, 8]).tolist(), *chained([7]).tolist()]
     True
@@ -126,10 +108,8 @@ def chained_each(ids: Ids, counts: npt.NDArray[np.int64]) -> Ids:
     Args:
         ids: identity of each unit's own content, of all requests one after the other, shape (units,).
         counts: number of units of each request, int64 of shape (requests,).
-
-    Returns:
-        uint64 of shape (units,).
     """
+    # One array for many short requests takes a tenth of the time.
     places = places_within(counts) + 1
     sums = mixed(mixed(ids) + places.astype(np.uint64) * _FIRST).cumsum(dtype=np.uint64)
     earlier = np.concatenate([np.zeros(1, np.uint64), sums])[counts.cumsum() - counts]
@@ -142,33 +122,22 @@ def places_within(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
     >>> places_within(np.array([2, 3])).tolist()
     [0, 1, 0, 1, 2]
-
-    Args:
-        counts: number of elements of each group, int64 of shape (groups,).
-
-    Returns:
-        int64 of shape (elements,).
     """
     starts = counts.cumsum() - counts
     return np.arange(counts.sum(), dtype=np.int64) - np.repeat(starts, counts)
 
 
 def chunk_ids(requests: Sequence[TraceRequest], chunk_tokens: int, counts: npt.NDArray[np.int64]) -> Ids:
-    """Return the identities of the first whole chunks of each request, in one array.
+    """Return the identities of the first whole chunks of each request, uint64, in one array.
 
-    A chunk's identity covers all tokens up to the end of the unit in which the chunk ends. So two equal
-    chunks may have different identities if their prompts differ later in that unit, and the replay then
-    counts too few hits. If units divide chunks, this does not happen.
+    A chunk that ends inside the prompt's incomplete last unit depends on the whole prompt.
 
     Args:
         requests: requests of one trace.
-        chunk_tokens: number of tokens per chunk.
         counts: number of chunks of each request, int64 of shape (requests,).
-
-    Returns:
-        uint64 of shape (chunks of all requests,). A chunk that ends inside the prompt's incomplete last unit
-        depends on the whole prompt.
     """
+    # A chunk's identity covers the unit in which it ends. So equal chunks have different identities if their
+    # prompts differ later in that unit, and the replay counts too few hits, unless units divide chunks.
     unit = requests[0].unit_tokens
     ends = (places_within(counts) + 1) * chunk_tokens
     units = (ends - 1) // unit
@@ -178,16 +147,11 @@ def chunk_ids(requests: Sequence[TraceRequest], chunk_tokens: int, counts: npt.N
 
 
 def tail_ids(requests: Sequence[TraceRequest], chunk_tokens: int, tokens: npt.NDArray[np.int64]) -> Ids:
-    """Return the identity of the incomplete last chunk of each request's first tokens.
+    """Return the identity of the incomplete last chunk of each request's first tokens, uint64.
 
     Args:
-        requests: requests of one trace.
-        chunk_tokens: number of tokens per chunk.
         tokens: number of tokens from the start of each request, int64 of shape (requests,); at most its
             prompt. An identity means nothing where this is a multiple of `chunk_tokens`.
-
-    Returns:
-        uint64 of shape (requests,).
     """
     unit = requests[0].unit_tokens
     units = (tokens - 1) // unit
@@ -204,7 +168,6 @@ def _prefix_ids(
     """Return the identity of each prefix that ends at a unit; of the whole prompt if the unit is unknown.
 
     Args:
-        requests: requests of one trace.
         owners: index of the request of each prefix, int64 of shape (prefixes,).
         units: number of the unit at whose end each prefix ends, int64 of shape (prefixes,).
     """

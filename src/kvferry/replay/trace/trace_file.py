@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 STANDARD_INPUT = "-"
+# A file without line breaks must not fill the memory.
 _MAX_LINE_BYTES = 64 << 20
 _BUFFER_BYTES = 256 << 10
 _GZIP = b"\x1f\x8b"
 
 
 class TraceFile:
-    """A trace file, or standard input.
+    """A trace file, or standard input (``-``).
 
     A regular file is opened anew for each reading. Standard input and pipes can be read once.
 
@@ -34,17 +35,12 @@ class TraceFile:
         name: name of the file, safe to print on a terminal.
         size_bytes: size of the file, compressed if it is; None for standard input and pipes.
         read_bytes: number of bytes, compressed if the file is, that the latest reading has read so far.
+
+    Raises:
+        ConfigError: there is no such file, it cannot be examined, or it is a directory.
     """
 
     def __init__(self, path: Path | str) -> None:
-        """Find out what a path leads to, without opening it.
-
-        Args:
-            path: path of the file; ``-`` for standard input.
-
-        Raises:
-            ConfigError: there is no such file, it cannot be examined, or it is a directory.
-        """
         self._path = None if str(path) == STANDARD_INPUT else Path(path)
         self.name = printable(self._path.name) if self._path else "standard input"
         self.size_bytes = None if self._path is None else self._size(self._path)
@@ -72,23 +68,16 @@ class TraceFile:
         return read[-1]
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
-        """Read the file from its beginning.
-
-        Returns:
-            Lines that are not blank, with their line breaks, and their numbers, counted from 1. The iterator
-            raises `ConfigError` if the file cannot be read.
+        """Read the lines that are not blank, with their line breaks, and their numbers from 1.
 
         Raises:
-            ConfigError: the file can be read only once, and was read before.
+            ConfigError: the file cannot be read, or only once, and was read before. The iterator raises it
+                too.
         """
         return (each for each in self.all_lines() if not each[1].isspace())
 
     def all_lines(self) -> Iterator[tuple[int, bytes]]:
-        """Read the file from its beginning, as `lines` does, but return blank lines too.
-
-        Raises:
-            ConfigError: the file can be read only once, and was read before.
-        """
+        """Read the file as `lines` does, but return blank lines too."""
         if self.size_bytes is not None:
             return self._read()
         rest, self._rest = self._rest, None
@@ -97,13 +86,9 @@ class TraceFile:
         return rest
 
     def open_seekable(self) -> IO[bytes] | None:
-        """Open the file to read lines at any place.
+        """Open the file to read lines at any place. Call this after `first_line`.
 
-        Call this after `first_line`.
-
-        Returns:
-            The opened file; None if it is compressed, begins with a byte-order mark, or is standard input or
-            a pipe.
+        None if the file is compressed, begins with a byte-order mark, or is standard input or a pipe.
 
         Raises:
             ConfigError: the file cannot be opened.
@@ -116,21 +101,11 @@ class TraceFile:
             raise self.unreadable(error) from error
 
     def refusal(self, number: int, problem: str, remedy: str = "correct or remove this line") -> ConfigError:
-        """Return the error for a line that cannot be used.
-
-        Args:
-            number: number of the line, counted from 1.
-            problem: what was found and what was expected.
-            remedy: what the user can do.
-        """
+        """Return the error for a line that cannot be used."""
         return ConfigError(f"{self.name}, line {number}: {problem}; {remedy}")
 
     def unreadable(self, error: Exception) -> ConfigError:
-        """Return the error for a file that the operating system or the decompression refuses to read.
-
-        Args:
-            error: what was raised.
-        """
+        """Return the error for a file that the operating system or the decompression refuses to read."""
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         return ConfigError(f"{self.name} cannot be read: {reason}; give a complete and readable file")
 

@@ -20,8 +20,8 @@ from kvferry.replay.trace.made_up import Outline, Passage, write_out
 from kvferry.replay.trace.request import TraceRequest, identity
 from kvferry.units import parse_count
 
+# Pattern of the texts that describe a workload.
 DESCRIBED = re.compile(r"[a-z-]+=[^/]*")
-"""Pattern of the texts that describe a workload."""
 
 _BATCH_REQUESTS = 4096
 _SECONDS_PER_HOUR = 3600
@@ -44,9 +44,9 @@ _BOUNDS = {
 class Workload:
     """Users who hold conversations with a model.
 
-    The users are independent of each other. The time between two requests of a user is exponentially
-    distributed, with a mean of ``users / requests_per_second`` seconds. So all requests together arrive as a
-    Poisson process. After the last turn of a conversation, its user begins another one.
+    The users are independent of each other, and the time between two requests of a user is exponentially
+    distributed, so all requests together arrive as a Poisson process. After the last turn of a conversation,
+    its user begins another one.
 
     A prompt consists of the shared prompt, all earlier turns of the conversation, and new text. Two
     conversations have nothing but the shared prompt in common. The lengths of new texts and outputs are
@@ -76,15 +76,13 @@ class Workload:
     (12, 4)
 
     Attributes:
-        users: number of users.
-        requests_per_second: mean number of requests per second of all users together.
+        requests_per_second: mean number of all users together.
         shared_prompt_tokens: number of tokens with which every prompt begins, such as a system prompt.
         turns: number of requests of each conversation.
         prompt_tokens: mean number of new tokens of each prompt.
         output_tokens: mean number of generated tokens of each request.
         hours: time in which requests arrive, in hours.
         seed: seed of all random numbers. With the same release of NumPy, equal workloads give equal requests.
-        unit_tokens: number of tokens per unit.
 
     Raises:
         ConfigError: a number is out of bounds.
@@ -153,18 +151,13 @@ class Workload:
 
 
 class WorkloadTrace(Trace):
-    """The requests of a described workload. A position is a time in seconds."""
+    """The requests of a workload described by a text. A position is a time in seconds.
+
+    Raises:
+        ConfigError: a name is not known, or a value cannot be used.
+    """
 
     def __init__(self, description: str, unit_tokens: int | None) -> None:
-        """Describe the workload.
-
-        Args:
-            description: names and values, as in ``users=500,requests-per-second=3``.
-            unit_tokens: number of tokens per unit; None for the default.
-
-        Raises:
-            ConfigError: a name is not known, or a value cannot be used.
-        """
         given = {} if unit_tokens is None else {"unit_tokens": unit_tokens}
         self._workload = Workload(**{**_parse(description), **given})
         self.name = "a described workload"
@@ -201,14 +194,7 @@ def _parse(description: str) -> dict[str, Any]:
 
 
 class _Conversation(NamedTuple):
-    """A conversation between two requests.
-
-    Attributes:
-        session: its name.
-        passages: its content.
-        turns: number of turns to come.
-        tokens: number of tokens so far.
-    """
+    """A conversation between two requests: what it contains, and how many turns are to come."""
 
     session: str
     passages: tuple[Passage, ...]
@@ -218,6 +204,7 @@ class _Conversation(NamedTuple):
 
 def _lengths(generator: np.random.Generator, mean: int) -> list[int]:
     """Draw lengths of texts, at least 1, in tokens."""
+    # The mean of a log-normal distribution is exp(mu + sigma²/2).
     drawn = generator.lognormal(np.log(mean) - _SIGMA**2 / 2, _SIGMA, _BATCH_REQUESTS)
     lengths: npt.NDArray[np.int64] = np.maximum(drawn.round(), 1).astype(np.int64)
     found: list[int] = lengths.tolist()

@@ -65,7 +65,7 @@ class Router:
 
     def _continues(self, tier: str, group: int, prompt: Sequence[int], end: int) -> bool:
         one, last = self._groups[group], end // self._block
-        first = max(first_attended(one.kind, one.attention_span, end), 0) // self._block
+        first = max(first_attended(one, end), 0) // self._block
         first = last - 1 if one.kind is GroupKind.STATE else first
         names = {name_of(prompt[: (at + 1) * self._block]) for at in range(first, last)}
         return names <= self._blocks[tier, group]

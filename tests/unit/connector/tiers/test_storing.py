@@ -196,8 +196,8 @@ def held(engine, order, piece):
             continue
         begin, last = piece.number * CHUNK, min((piece.number + 1) * CHUNK, order.available.stop)
         first, tokens = max(begin, order.available.start), last - begin
-        alignment_tokens = length.content_alignment(of.kind, of.attention_span, CHUNK)
-        needed = first_attended(of.kind, of.attention_span, last - 1)
+        alignment_tokens = length.content_alignment(of, CHUNK)
+        needed = first_attended(of, last - 1)
         assert first == begin or first <= needed // alignment_tokens * alignment_tokens
         content = [
             engine.content[table[at // group.block_tokens]][at % group.block_tokens]

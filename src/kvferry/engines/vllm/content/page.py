@@ -14,7 +14,7 @@ from kvferry.engines.vllm.content.adapters import ADAPTERS, fields_of
 from kvferry.engines.vllm.content.strides import Shard, strides_of
 from kvferry.engines.vllm.content.values import element_types
 from kvferry.geometry import Field, PageFormat
-from kvferry.geometry.whole_page import whole_page as whole_page_of
+from kvferry.geometry.page import whole_page as whole_page_of
 
 logger = logging.getLogger(__name__)
 
