@@ -230,7 +230,7 @@ def _run_all(queue: TierQueue, count: int, depth: int, begin: Callable[[int], No
         for done in queue.done():
             _check(queue.name, done)
             ended += 1
-        if queue.stuck_for_reading or queue.stuck_for_writing:
+        if queue.reads.stuck or queue.writes.stuck:
             raise TransferError(f"{queue.name} tier: nothing has ended for seconds")
         if ended < count:
             time.sleep(_POLL_SECONDS)
